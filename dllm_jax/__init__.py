@@ -1,0 +1,1 @@
+"""Reinforcement learning for diffusion language models, in JAX."""

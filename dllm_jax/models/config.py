@@ -1,0 +1,60 @@
+"""What a checkpoint is: the fields in which language towers differ.
+
+A family is a value of these fields plus a name table (`hf.py`), never a class.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language tower. Hashable, so that it can be a static argument."""
+
+    family: str = "sdar"  # a key of hf.FAMILIES: the checkpoint's names and fields
+    vocab: int = 151936
+    d_model: int = 2560
+    layers: int = 36
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    ffw: int = 9728
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    qkv_bias: bool = False
+    qk_norm: bool = True
+    tied: bool = False  # the head is the embedding
+    block: int = 4  # positions denoised together, on the absolute grid pos // block
+    mask_id: int = 151669
+    eos_id: int = 151643
+    pad_id: int = 151643
+    dtype: str = "bfloat16"  # of computation; parameters keep their own
+    remat: str = "none"  # a key of transformer.REMAT: what the backward pass recomputes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimension letter -> size."""
+        return {
+            "V": self.vocab,
+            "D": self.d_model,
+            "L": self.layers,
+            "N": self.heads,
+            "K": self.kv_heads,
+            "H": self.head_dim,
+            "F": self.ffw,
+        }
+
+
+def sdar(*, d_model: int, layers: int, heads: int, ffw: int, kv_heads=8) -> ModelConfig:
+    """Returns an SDAR / TraDo shape (Qwen3 decoder, block attention)."""
+    return ModelConfig(
+        d_model=d_model, layers=layers, heads=heads, kv_heads=kv_heads, ffw=ffw
+    )
+
+
+# Shapes for sizing, benchmarks and ahead-of-time compilation; a checkpoint's own
+# config.json always decides when weights are loaded.
+PRESETS = {
+    "sdar-1.7b": sdar(d_model=2048, layers=28, heads=16, ffw=6144),
+    "sdar-4b": sdar(d_model=2560, layers=36, heads=32, ffw=9728),
+    "sdar-8b": sdar(d_model=4096, layers=36, heads=32, ffw=12288),
+}

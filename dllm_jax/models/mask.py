@@ -1,0 +1,71 @@
+"""Attention masks as ranges and groups, never as a [T, S] array.
+
+A query sees a key iff `q_begin <= k_pos < q_end` or `k_group == q_group`. `k_pos` is a
+place in the row (a slot), not the rotary position: several trajectories share a row and
+`q_begin`, the slot at which the query's own begins, keeps them apart. A key that only its
+group may see, and padding, has `k_pos = FAR`; queries without a group have -1, keys
+without one -2, so that the two never meet.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+FAR = 2**30  # beyond every position and every step
+
+
+@flax.struct.dataclass
+class Mask:
+    """Who sees whom: T queries, S keys (the cached ones first, then the T own)."""
+
+    q_begin_BT: jax.Array
+    q_end_BT: jax.Array
+    q_group_BT: jax.Array
+    k_pos_BS: jax.Array
+    k_group_BS: jax.Array
+
+
+def ranged(q_end_BT, k_pos_BS) -> Mask:
+    """Returns a mask without groups over rows that hold one sequence each."""
+    zero_BT = jnp.zeros_like(q_end_BT)
+    return Mask(
+        q_begin_BT=zero_BT,
+        q_end_BT=q_end_BT,
+        q_group_BT=zero_BT - 1,
+        k_pos_BS=k_pos_BS,
+        k_group_BS=jnp.zeros_like(k_pos_BS) - 2,
+    )
+
+
+def block(pos_BT, size: int) -> Mask:
+    """Each position sees its own block of `size` positions and the blocks before it."""
+    return ranged((pos_BT // size + 1) * size, pos_BT)
+
+
+def window(pos_BW, start_B, cached: int) -> Mask:
+    """A window that sees itself and the cache slots before its row's `start`."""
+    slots_BS = jnp.broadcast_to(jnp.arange(cached), (pos_BW.shape[0], cached))
+    kept_BS = jnp.where(slots_BS < start_B[:, None], slots_BS, FAR)
+    return ranged(
+        jnp.broadcast_to(pos_BW[:, -1:] + 1, pos_BW.shape),
+        jnp.concatenate([kept_BS, pos_BW], axis=1),
+    )
+
+
+def packed(begin_BT, end_BT, group_BT) -> Mask:
+    """The packed training layout: clean copies and noised blocks share a row.
+
+    `begin` is the slot where a token's trajectory starts, `end` the slot before which it
+    sees clean tokens, `group` the id of its (block, round), or -1 in a clean copy.
+    Padding has `end = begin` and group -1, so it sees nothing and, being after every
+    `end`, is seen by nothing.
+    """
+    slots_BT = jnp.broadcast_to(jnp.arange(begin_BT.shape[1]), begin_BT.shape)
+    noised_BT = group_BT >= 0
+    return Mask(
+        q_begin_BT=begin_BT,
+        q_end_BT=end_BT,
+        q_group_BT=group_BT,
+        k_pos_BS=jnp.where(noised_BT, FAR, slots_BT),
+        k_group_BS=jnp.where(noised_BT, group_BT, -2),
+    )

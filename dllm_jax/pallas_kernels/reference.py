@@ -1,0 +1,57 @@
+"""The specification of every op in plain jnp: no tiling for speed, no tricks.
+
+Kernels are tested against these; these are tested against independent formulas.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NEVER = -1e30  # finite, so that a query that sees nothing gives a mean and not NaN
+
+
+def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
+    """Returns the grouped-query attention of q over k, v: [B, T, N, H] in q's dtype.
+
+    A query sees a key iff `q_begin <= k_pos < q_end or k_group == q_group`; head n reads
+    key head n // (N / K). `cached = (k, v)` are keys and values that come before `k`, `v`
+    in the mask's key order; they are read where they are, not copied together.
+    Softmax in f32, scale 1 / sqrt(H).
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+    parts = ([cached] if cached is not None else []) + [(k_BSKH, v_BSKH)]
+    score_BKGTS = jnp.concatenate(
+        [
+            jnp.einsum(
+                "BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32
+            )
+            for k, _ in parts
+        ],
+        axis=-1,
+    )
+    k_pos_B1S = mask.k_pos_BS[:, None]
+    sees_BTS = (k_pos_B1S >= mask.q_begin_BT[..., None]) & (
+        k_pos_B1S < mask.q_end_BT[..., None]
+    )
+    sees_BTS |= mask.k_group_BS[:, None] == mask.q_group_BT[..., None]
+    score_BKGTS = jnp.where(sees_BTS[:, None, None], score_BKGTS, NEVER)
+    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH, at = 0, 0
+    for _, v in parts:
+        part_BKGTS = prob_BKGTS[..., at : at + v.shape[1]]
+        out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", part_BKGTS, v)
+        at += v.shape[1]
+    return out_BTKGH.reshape(B, T, N, H)
+
+
+def token_logprob(x_RD, head_DV, token_R, forbidden: int):
+    """Returns (log-prob of `token`, entropy), each [R], nats, f32.
+
+    Logits are x @ head without the column `forbidden`, which has probability zero.
+    """
+    logits_RV = jnp.einsum("RD,DV->RV", x_RD, head_DV).astype(jnp.float32)
+    logits_RV = logits_RV.at[:, forbidden].set(NEVER)
+    logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
+    logp_R = jnp.take_along_axis(logp_RV, token_R[:, None], axis=-1)[:, 0]
+    return logp_R, -jnp.sum(jnp.exp(logp_RV) * logp_RV, axis=-1)

@@ -1,0 +1,1 @@
+"""Rollouts, rewards, advantages, views and the one learner."""

@@ -1,0 +1,1 @@
+"""Block-diffusion sampling with a key/value cache and a trace."""

@@ -1,0 +1,115 @@
+"""Where arrays live: one mesh of three axes and two rule tables over dimension letters.
+
+`data` replicates parameters (across slices or nodes), `fsdp` also splits them, and
+`model` splits heads, feed-forward and vocabulary. Every array's dimensions are letters
+(B rows, R rows x positions flattened, D width, N heads, ...); a table says which mesh
+axis carries a letter, and a dimension that does not divide its axis is replicated.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "model")
+PARAM = {
+    "D": "fsdp",
+    "N": "model",
+    "K": "model",
+    "F": "model",
+    "E": "model",
+    "V": "model",
+}
+ACT = {
+    "B": ("data", "fsdp"),
+    "R": ("data", "fsdp"),
+    "N": "model",
+    "K": "model",
+    "F": "model",
+    "V": "model",
+}
+
+
+def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
+    """Returns the mesh; an axis given as -1 takes the devices that are left.
+
+    Raises ValueError when the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {"data": data, "fsdp": fsdp, "model": model}
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"mesh: only one axis may be -1, got {sizes}")
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    if free:
+        sizes[free[0]] = len(devices) // fixed
+    if int(np.prod(list(sizes.values()))) != len(devices):
+        raise ValueError(
+            f"mesh: data x fsdp x model = {sizes} does not cover {len(devices)} "
+            "device(s); set one axis to -1 to let it take what is left"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def pspec(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> PartitionSpec:
+    """Returns the partition of an array whose dimensions are the letters `dims`."""
+    taken, parts = set(), []
+    for letter, size in zip(dims, shape, strict=True):
+        axes = rules.get(letter, ())
+        axes = (axes,) if isinstance(axes, str) else axes
+        axes = tuple(a for a in axes if a not in taken and mesh.shape[a] > 1)
+        if axes and size % int(np.prod([mesh.shape[a] for a in axes])) == 0:
+            taken.update(axes)
+            parts.append(axes if len(axes) > 1 else axes[0])
+        else:
+            parts.append(None)
+    return PartitionSpec(*parts)
+
+
+def named(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> NamedSharding:
+    """Returns `pspec` bound to `mesh`."""
+    return NamedSharding(mesh, pspec(dims, shape, rules, mesh))
+
+
+def constrain(x: jax.Array, dims: str) -> jax.Array:
+    """Lays an activation out by the ACT table on the mesh in force, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, pspec(dims, x.shape, ACT, mesh))
+
+
+def replicate(x, mesh: Mesh) -> jax.Array:
+    """Puts a host array, the same in every process, on all devices of the mesh."""
+    return place(x, PartitionSpec(), mesh)
+
+
+def place(x, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Puts a host array, the same in every process, on the mesh as `spec` says."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(
+        x.shape, NamedSharding(mesh, spec), lambda index: x[index]
+    )
+
+
+def place_rows(tree, mesh: Mesh, axis: int = 0):
+    """Puts host arrays on the mesh, split over rows (dimension `axis`)."""
+
+    def put(x):
+        x = np.asarray(x)
+        dims = "".join("B" if i == axis else "_" for i in range(x.ndim))
+        return place(x, pspec(dims, x.shape, ACT, mesh), mesh)
+
+    return jax.tree.map(put, tree)
+
+
+def fetch(tree):
+    """Returns host copies of device arrays, whole in every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return jax.tree.map(
+        lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
+    )
