@@ -29,7 +29,7 @@ def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
         # Rows that keep nothing write past the end, where a scatter drops its update.
         slots = old_LBSKH.shape[2]
         at_B = jnp.where(keep_B, start_B, slots)
-        at_BW = at_B[:, None] + jnp.arange(new_LBWKH.shape[2])
+        at_BW = at_B[:, None] + jnp.arange(new_LBWKH.shape[2])[None]
         rows_BW = jnp.broadcast_to(jnp.arange(at_B.shape[0])[:, None], at_BW.shape)
         return old_LBSKH.at[:, rows_BW, at_BW].set(new_LBWKH, mode="drop")
 

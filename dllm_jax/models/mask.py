@@ -44,7 +44,7 @@ def block(pos_BT, size: int) -> Mask:
 
 def window(pos_BW, start_B, cached: int) -> Mask:
     """A window that sees itself and the cache slots before its row's `start`."""
-    slots_BS = jnp.broadcast_to(jnp.arange(cached), (pos_BW.shape[0], cached))
+    slots_BS = jnp.broadcast_to(jnp.arange(cached)[None], (pos_BW.shape[0], cached))
     kept_BS = jnp.where(slots_BS < start_B[:, None], slots_BS, FAR)
     return ranged(
         jnp.broadcast_to(pos_BW[:, -1:] + 1, pos_BW.shape),
@@ -60,7 +60,7 @@ def packed(begin_BT, end_BT, group_BT) -> Mask:
     Padding has `end = begin` and group -1, so it sees nothing and, being after every
     `end`, is seen by nothing.
     """
-    slots_BT = jnp.broadcast_to(jnp.arange(begin_BT.shape[1]), begin_BT.shape)
+    slots_BT = jnp.broadcast_to(jnp.arange(begin_BT.shape[1])[None], begin_BT.shape)
     noised_BT = group_BT >= 0
     return Mask(
         q_begin_BT=begin_BT,

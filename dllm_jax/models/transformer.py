@@ -98,7 +98,12 @@ def rms_norm(x, weight, eps: float):
     """Scales the last dimension to unit mean square; statistics in f32."""
     x32 = x.astype(jnp.float32)
     x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * weight.astype(x.dtype)
+    return x32.astype(x.dtype) * widen(weight.astype(x.dtype), x.ndim)
+
+
+def widen(x, ndim: int):
+    """Adds leading dimensions of size one, as every broadcast here is spelled out."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def rope(x_BTNH, angle_BTH):
@@ -122,10 +127,10 @@ def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=Non
     given cache is only read: keeping the returned keys is the caller's decision, and not
     keeping them is how a denoising step is undone.
     """
-    inverse_H = cfg.rope_theta ** (
-        -jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    octave_H = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    angle_BTH = pos_BT.astype(jnp.float32)[..., None] * widen(
+        cfg.rope_theta**-octave_H, 3
     )
-    angle_BTH = pos_BT[..., None].astype(jnp.float32) * inverse_H
 
     def layer(x_BTD, inputs):
         p, cached = inputs
@@ -166,7 +171,7 @@ def project(x, w, dims: str, bias=None):
     for n in w.shape[:inner]:
         size *= n
     y = (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(*rows, *outer)
-    return y if bias is None else y + bias.astype(x.dtype)
+    return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
 
 
 def head(params: Params, cfg: ModelConfig):

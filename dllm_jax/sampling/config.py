@@ -1,0 +1,51 @@
+"""How to sample; every field is documented here and nowhere else."""
+
+import dataclasses
+
+from dllm_jax.sampling.strategy import STRATEGIES
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    """Static facts of a sampler. Temperatures and limits are arrays, one per row."""
+
+    block: int = 4  # Q: positions denoised together, on the absolute grid pos // Q
+    steps_per_block: int = 4  # schedule: step t unmasks at least its share of Q
+    strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
+    threshold: float = 0.9  # "dynamic": unmask every confidence above it
+    entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
+    temperature: float = 1.0  # 0 takes the arg-max
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0  # 1: all tokens
+    max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
+    max_new: int = 512  # tokens of the answer, the stop token included
+    stop_ids: tuple[int, ...] = ()  # besides the checkpoint's end token
+    rows: int = 64  # canvases sampled together
+
+    def __post_init__(self):
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"sampler.strategy={self.strategy!r}: choose from {sorted(STRATEGIES)}"
+            )
+        if not 1 <= self.steps_per_block <= self.block:
+            raise ValueError(
+                f"sampler.steps_per_block={self.steps_per_block} does not divide the "
+                f"work of a block of {self.block}: it must lie in 1..{self.block}"
+            )
+        if self.block < 1 or self.max_new < 1 or self.max_prompt < 1 or self.rows < 1:
+            raise ValueError("sampler: block, max_new, max_prompt, rows must be >= 1")
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                "sampler: temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Positions of a canvas: prompt and answer, filled up to whole blocks."""
+        return -(-(self.max_prompt + self.max_new) // self.block) * self.block
+
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        """Tokens that each step of a block unmasks at least: remainder first."""
+        share, rest = divmod(self.block, self.steps_per_block)
+        return tuple(share + (t < rest) for t in range(self.steps_per_block))

@@ -1,0 +1,149 @@
+"""THE sampler core: prefill, step, generate.
+
+Block diffusion with an exact cache. A canvas is cut into blocks of Q positions on the
+absolute grid pos // Q; a block is denoised in the light of the committed ones before it.
+Each `step` runs every live row's present block once. If the block arrived clean, its keys
+are kept and the row moves on; otherwise its keys are dropped and some of its masked
+positions are unmasked. Rows are independent: each has its own block, step count, limit,
+temperature and random key, so a batch, a rollout and a server are the same `step`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.models import cache as kv
+from dllm_jax.models import mask, transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import logits, state
+from dllm_jax.sampling.state import SamplingState, Trace
+from dllm_jax.sampling.strategy import STRATEGIES
+
+
+def prefill(params, s: SamplingState, width: int, *, model: ModelConfig, cfg):
+    """Returns the state with the keys of every whole prompt block in the cache.
+
+    Runs the first `width` positions under the block mask. Keys beyond a row's whole
+    blocks are written too, but its window never looks past `start` in the cache.
+    """
+    tokens_BT = s.tokens_BT[:, :width]
+    pos_BT = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape)
+    x_BTD = transformer.embed(params, tokens_BT, model)
+    _, fresh = transformer.trunk(
+        params, x_BTD, pos_BT, mask.block(pos_BT, cfg.block), model
+    )
+    start_B = s.prompt_len_B // cfg.block * cfg.block
+    cache = kv.write(s.cache, fresh, jnp.zeros_like(start_B), s.live_B)
+    prefilled_B = (start_B > 0).astype(s.forwards_B.dtype)
+    return s.replace(cache=cache, start_B=start_B, forwards_B=prefilled_B)
+
+
+def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw):
+    """Returns the state after one forward of every live row's window."""
+    W = cfg.block
+    pos_BW = s.start_B[:, None] + jnp.arange(W)[None]
+    tokens_BW, steps_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW)
+    masked_BW = steps_BW == FAR
+
+    shown_BW = jnp.where(masked_BW, model.mask_id, tokens_BW)
+    x_BWD = transformer.embed(params, shown_BW, model)
+    window = mask.window(pos_BW, s.start_B, s.cache.k_LBSKH.shape[2])
+    x_BWD, fresh = transformer.trunk(params, x_BWD, pos_BW, window, model, s.cache)
+
+    # A clean block: keep its keys and move on.
+    clean_B = s.live_B & ~masked_BW.any(axis=1)
+    cache = kv.write(s.cache, fresh, s.start_B, clean_B)
+
+    # Otherwise: draw, and unmask what the strategy takes.
+    key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
+    drawn = draw(key_B, transformer.logits(params, x_BWD, model), s.temperature_B, cfg)
+    quota_B = jnp.asarray(cfg.schedule)[
+        jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
+    ]
+    take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
+    take_BW &= s.live_B[:, None]
+    denoised_B = (s.live_B & ~clean_B).astype(jnp.int32)
+    count_B = s.steps_B + denoised_B
+    tokens_BW = jnp.where(take_BW, drawn.token_BW, tokens_BW)
+    masked_BW &= ~take_BW
+
+    # A row ends when nothing is masked up to its first stop id, or to its limit.
+    answer_BW = (pos_BW >= s.prompt_len_B[:, None]) & (pos_BW < s.limit_B[:, None])
+    stops_BW = answer_BW & ~masked_BW & state.isin(tokens_BW, cfg.stop_ids)
+    stop_B = jnp.min(jnp.where(stops_BW, pos_BW, FAR), axis=1)
+    end_B = jnp.minimum(stop_B + 1, s.limit_B)
+    open_B = (masked_BW & (pos_BW < end_B[:, None])).any(axis=1)
+    done_B = s.live_B & ~open_B & (end_B <= s.start_B + W)
+
+    return s.replace(
+        tokens_BT=put(s.tokens_BT, pos_BW, take_BW, drawn.token_BW),
+        step_BT=put(s.step_BT, pos_BW, take_BW, count_B[:, None]),
+        logp_BT=put(s.logp_BT, pos_BW, take_BW, drawn.logp_BW),
+        conf_BT=put(s.conf_BT, pos_BW, take_BW, drawn.conf_BW),
+        start_B=s.start_B + W * clean_B,
+        steps_B=count_B,
+        block_steps_B=jnp.where(clean_B, 0, s.block_steps_B + denoised_B),
+        forwards_B=s.forwards_B + s.live_B,
+        len_B=jnp.where(done_B, end_B - s.prompt_len_B, s.len_B),
+        live_B=s.live_B & ~done_B,
+        cache=cache,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"))
+def start(
+    params, prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, *, model, cfg
+):
+    """Returns rows that are prefilled and ready to `step`.
+
+    prompt_BT: ids from position 0 on, any width up to the canvas; prompt_len_B: 0 marks a
+    filler row; limit_B: first position that no answer may reach, at most `cfg.slots`;
+    key_B: one typed random key per row, which with the row's own content decides its draw.
+    """
+    cache = kv.empty(model, prompt_BT.shape[0], cfg.slots)
+    s = state.begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache)
+    return prefill(params, s, prompt_BT.shape[1], model=model, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"), donate_argnames="s")
+def advance(params, s: SamplingState, *, model, cfg) -> SamplingState:
+    """One jitted `step`, for callers who watch a canvas fill."""
+    return step(params, s, model=model, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"))
+def generate(
+    params, prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, *, model, cfg
+) -> Trace:
+    """Samples every row to its end; the arguments are those of `start`."""
+    s = start(
+        params,
+        prompt_BT,
+        prompt_len_B,
+        limit_B,
+        temperature_B,
+        key_B,
+        model=model,
+        cfg=cfg,
+    )
+    s = jax.lax.while_loop(
+        lambda s: s.live_B.any(),
+        lambda s: step(params, s, model=model, cfg=cfg),
+        s,
+    )
+    return state.trace(s, cfg.stop_ids)
+
+
+def at(x_BT, pos_BW):
+    """Returns x at the window's positions."""
+    return jnp.take_along_axis(x_BT, pos_BW, axis=1, mode="clip")
+
+
+def put(x_BT, pos_BW, take_BW, new_BW):
+    """Returns x with `new` at the window's positions that were taken."""
+    rows_BW = jnp.broadcast_to(jnp.arange(x_BT.shape[0])[:, None], pos_BW.shape)
+    kept_BW = jnp.where(take_BW, pos_BW, x_BT.shape[1])  # past the end: dropped
+    new_BW = jnp.broadcast_to(new_BW, pos_BW.shape).astype(x_BT.dtype)
+    return x_BT.at[rows_BW, kept_BW].set(new_BW, mode="drop")

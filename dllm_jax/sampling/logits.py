@@ -1,0 +1,78 @@
+"""From logits to a token: temperature, top-k, top-p, the draw and what is recorded."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.sampling.config import SamplerConfig
+
+
+@flax.struct.dataclass
+class Draw:
+    """A candidate token at every position of the window, and what is known of it.
+
+    `logp` is the model's own log-prob (temperature 1, unfiltered, nats): the number that
+    training sees. `conf` and `entropy` (nats) belong to the distribution drawn from.
+    """
+
+    token_BW: jax.Array
+    logp_BW: jax.Array
+    conf_BW: jax.Array
+    entropy_BW: jax.Array
+
+
+def keep(logits_BWV, *, top_k: int, top_p: float):
+    """Returns the logits with all but the kept tokens at -inf.
+
+    top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
+    whose renormalised probabilities reach p (1: all). Ties at the border stay in.
+    """
+    if top_k:
+        kth_BW1 = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))[0][
+            ..., -1:
+        ]
+        logits_BWV = jnp.where(logits_BWV >= kth_BW1, logits_BWV, -jnp.inf)
+    if top_p < 1:
+        sorted_BWV = -jnp.sort(-logits_BWV, axis=-1)
+        prob_BWV = jax.nn.softmax(sorted_BWV, axis=-1)
+        # A token stays while the mass before it has not reached p: never none.
+        inside_BWV = jnp.cumsum(prob_BWV, axis=-1) - prob_BWV < top_p
+        least_BW1 = jnp.min(
+            jnp.where(inside_BWV, sorted_BWV, jnp.inf), axis=-1, keepdims=True
+        )
+        logits_BWV = jnp.where(logits_BWV >= least_BW1, logits_BWV, -jnp.inf)
+    return logits_BWV
+
+
+def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
+    """Draws a token for every position; each row by its own key and temperature.
+
+    Temperature 0 takes the arg-max, and its confidence is that of temperature 1: a
+    distribution that has collapsed to a point would call every guess certain.
+    """
+    logp_BWV = jax.nn.log_softmax(logits_BWV, axis=-1)
+    greedy_B11 = (temperature_B == 0)[:, None, None]
+    scale_B11 = jnp.where(greedy_B11, 1.0, temperature_B[:, None, None])
+    kept_BWV = jax.nn.log_softmax(
+        keep(logits_BWV / scale_B11, top_k=cfg.top_k, top_p=cfg.top_p), axis=-1
+    )
+    noise_BWV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))(
+        key_B
+    )
+    noise_BWV = jnp.where(greedy_B11, 0.0, noise_BWV)
+    token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
+    return Draw(
+        token_BW=token_BW,
+        logp_BW=pick(logp_BWV, token_BW),
+        conf_BW=jnp.exp(pick(kept_BWV, token_BW)),
+        # xlogy-like: a token that was cut adds nothing, and not 0 * -inf.
+        entropy_BW=-jnp.sum(
+            jnp.where(jnp.isfinite(kept_BWV), jnp.exp(kept_BWV) * kept_BWV, 0.0),
+            axis=-1,
+        ),
+    )
+
+
+def pick(x_BWV, token_BW):
+    """Returns x at each position's token: [B, W]."""
+    return jnp.take_along_axis(x_BWV, token_BW[..., None], axis=-1)[..., 0]

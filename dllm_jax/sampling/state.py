@@ -1,0 +1,103 @@
+"""What the sampler carries, and the trace that it hands up."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.models.cache import KVCache
+from dllm_jax.models.mask import FAR
+
+GIVEN = 0  # the step of a token that was never masked; denoising steps count from 1
+
+
+@flax.struct.dataclass
+class SamplingState:
+    """Rows in flight. A position is masked iff its step is FAR: the trace is the bit."""
+
+    tokens_BT: jax.Array
+    step_BT: jax.Array  # GIVEN, the step at which it was unmasked, or FAR
+    logp_BT: jax.Array  # the model's log-prob of the token when it was unmasked, nats
+    conf_BT: jax.Array  # its probability in the distribution it was drawn from
+    prompt_len_B: jax.Array
+    limit_B: jax.Array  # the answer ends before this position
+    start_B: jax.Array  # first position of the window; everything before is cached
+    steps_B: jax.Array  # denoising steps so far
+    block_steps_B: jax.Array  # of these, in the present block
+    forwards_B: jax.Array  # forwards so far, with those that only kept a block's keys
+    len_B: jax.Array  # tokens of the answer, once the row has ended
+    live_B: jax.Array
+    temperature_B: jax.Array
+    key_B: jax.Array
+    cache: KVCache
+
+
+@flax.struct.dataclass
+class Trace:
+    """Finished rows: canvases with the order in which they were filled.
+
+    The answer of row b is positions prompt_len .. prompt_len + len. What follows it in
+    its last block, unmasked or not, is kept: the answer was conditioned on it.
+    """
+
+    tokens_BT: jax.Array
+    step_BT: jax.Array
+    logp_BT: jax.Array
+    conf_BT: jax.Array
+    prompt_len_B: jax.Array
+    len_B: jax.Array
+    steps_B: jax.Array
+    forwards_B: jax.Array
+    stopped_B: jax.Array  # it met a stop id; False: it was cut at its limit
+
+
+def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache: KVCache):
+    """Returns rows whose prompt is given and whose rest is masked.
+
+    `prompt_BT` holds each prompt from position 0 on; what lies beyond `prompt_len` is
+    ignored. A row of prompt length 0 is a filler and never lives.
+    """
+    slots = cache.k_LBSKH.shape[2]
+    pad = slots - prompt_BT.shape[1]
+    tokens_BT = jnp.pad(prompt_BT, ((0, 0), (0, pad)))
+    given_BT = jnp.arange(slots)[None] < prompt_len_B[:, None]
+    zero_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
+    zero_B = jnp.zeros_like(prompt_len_B)
+    return SamplingState(
+        tokens_BT=jnp.where(given_BT, tokens_BT, 0),
+        step_BT=jnp.where(given_BT, GIVEN, FAR),
+        logp_BT=zero_BT,
+        conf_BT=zero_BT,
+        prompt_len_B=prompt_len_B,
+        limit_B=limit_B,
+        start_B=zero_B,
+        steps_B=zero_B,
+        block_steps_B=zero_B,
+        forwards_B=zero_B,
+        len_B=zero_B,
+        live_B=prompt_len_B > 0,
+        temperature_B=temperature_B,
+        key_B=key_B,
+        cache=cache,
+    )
+
+
+def trace(state: SamplingState, stop_ids: tuple[int, ...]) -> Trace:
+    """Returns what the finished rows hand up; the cache stays behind."""
+    last_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
+    last_B = jnp.take_along_axis(state.tokens_BT, jnp.maximum(last_B1, 0), axis=1)[:, 0]
+    return Trace(
+        tokens_BT=state.tokens_BT,
+        step_BT=state.step_BT,
+        logp_BT=state.logp_BT,
+        conf_BT=state.conf_BT,
+        prompt_len_B=state.prompt_len_B,
+        len_B=state.len_B,
+        steps_B=state.steps_B,
+        forwards_B=state.forwards_B,
+        stopped_B=isin(last_B, stop_ids) & (state.len_B > 0),
+    )
+
+
+def isin(tokens, ids: tuple[int, ...]):
+    """Returns where a token is one of a static handful of ids."""
+    return jnp.isin(tokens, jnp.asarray(ids, jnp.int32))
