@@ -8,6 +8,7 @@ axis carries a letter, and a dimension that does not divide its axis is replicat
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "model")
@@ -108,8 +109,6 @@ def fetch(tree):
     """Returns host copies of device arrays, whole in every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    from jax.experimental import multihost_utils
-
     return jax.tree.map(
         lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
     )

@@ -1,0 +1,178 @@
+"""A run's configuration: the floors' dataclasses assembled into one tree.
+
+A config file under `configs/` starts from `default()`, sets what differs and returns an
+ml_collections ConfigDict, so that any leaf can be overridden on the command line;
+`freeze` turns it into the static tree that the program reads.
+"""
+
+import dataclasses
+import difflib
+import re
+import sys
+
+import ml_collections
+
+from dllm_jax.data import DataConfig
+from dllm_jax.models.transformer import REMAT
+from dllm_jax.rl.config import (
+    BatchConfig,
+    NoiseConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RLConfig,
+    choose,
+)
+from dllm_jax.sampling.config import SamplerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelArgs:
+    """Which checkpoint, and how it is computed."""
+
+    path: str = ""  # a Hugging Face folder
+    dtype: str = "bfloat16"  # of computation; masters are f32
+    remat: str = "none"  # what the backward pass recomputes: none, full or dots
+
+    def __post_init__(self):
+        choose("model.remat", self.remat, tuple(REMAT))
+        choose("model.dtype", self.dtype, ("bfloat16", "float32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning."""
+
+    steps: int = 1000  # updates
+    examples: int = 64  # of one update
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Held-out evaluation while training."""
+
+    every: int = 10  # steps; the first and the last step always evaluate
+    problems: int = 0  # of the held-out file, from its start; 0: all
+    temperature: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1: what is left. See sharding.py."""
+
+    data: int = 1
+    fsdp: int = -1
+    model: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run leaves behind, and how it survives."""
+
+    folder: str = "runs/default"
+    resume: str = "auto"  # "auto": if the folder has a checkpoint; "must"; "never"
+    save_every: int = 1  # steps between checkpoints: what a crash can lose
+    keep: int = 2  # newest checkpoints that stay
+    samples: int = 8  # rollouts written out at every step
+    export: bool = True  # write a Hugging Face folder at the end
+
+    def __post_init__(self):
+        choose("run.resume", self.resume, ("auto", "must", "never"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on."""
+
+    method: str = "rl"  # "rl" or "sft"
+    seed: int = 0
+    model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
+    noise: NoiseConfig = dataclasses.field(default_factory=NoiseConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    rl: RLConfig = dataclasses.field(default_factory=RLConfig)
+    sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    policy_optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    value_optim: OptimConfig = dataclasses.field(
+        default_factory=lambda: OptimConfig(lr=5e-6)
+    )
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        choose("method", self.method, ("rl", "sft"))
+        if self.batch.tokens < self.sampler.slots + self.sampler.block:
+            raise ValueError(
+                f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
+                f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
+                f"a noised block; set it to {self.sampler.slots + self.sampler.block} "
+                "or more"
+            )
+
+
+def default() -> ml_collections.ConfigDict:
+    """Returns the defaults as a ConfigDict for config files to change."""
+    return ml_collections.ConfigDict(
+        dataclasses.asdict(Config()), convert_dict=True, type_safe=True
+    )
+
+
+def freeze(tree) -> Config:
+    """Returns the static Config; a dataclass that refuses a value says which."""
+
+    def build(kind, values):
+        known = {f.name: f for f in dataclasses.fields(kind)}
+        out = {}
+        for name, value in dict(values).items():
+            if name not in known:
+                raise ValueError(unknown(name, list(known)))
+            if dataclasses.is_dataclass(known[name].type):
+                value = build(known[name].type, value)
+            out[name] = tuple(value) if isinstance(value, list) else value
+        return kind(**out)
+
+    return build(Config, tree)
+
+
+def unknown(name: str, known: list[str]) -> str:
+    """Returns the message for a key that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown config key {name!r}; the nearest is {near[0]!r}"
+
+
+def keys(tree: dict, prefix: str = "") -> list[str]:
+    """Returns the dotted names of all leaves."""
+    out = []
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        out += keys(value, f"{path}.") if isinstance(value, dict) else [path]
+    return out
+
+
+def check_overrides(argv: list[str]):
+    """Raises ValueError for a `--config.a.b` that names no leaf of Config."""
+    known = keys(dataclasses.asdict(Config()))
+    for arg in argv:
+        match = re.match(r"--?(?:no)?config\.([^=]+)", arg)
+        if match and match[1] not in known:
+            raise ValueError(unknown(match[1], known))
+
+
+def describe() -> str:
+    """Returns every key with its default, one a line: what --help prints."""
+    tree = dataclasses.asdict(Config())
+    lines = []
+    for path in keys(tree):
+        value = tree
+        for part in path.split("."):
+            value = value[part]
+        lines.append(f"  --config.{path}={value!r}")
+    return "\n".join(lines)
+
+
+def fail(error: Exception):
+    """Ends the program with one line, for errors that the user can mend."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,196 @@
+"""Problems and examples: files in, token ids out, and where in the data a run is.
+
+Host code. Token ids are the truth from here to the loss: text is rendered by the
+checkpoint's own chat template, tokenised once, and never tokenised again.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import pathlib
+
+import numpy as np
+
+# Its notice that torch is missing is no news here.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+import transformers
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Files of problems (RL) or examples (SFT): .jsonl, or a .json list of records."""
+
+    train: str = ""
+    heldout: str = ""  # problems to evaluate on; empty: no evaluation
+    question: str = "question"  # field with the problem, the user's turn
+    answer: str = "answer"  # field with the gold answer
+    response: str = "response"  # SFT: field with the text to learn
+    template: str = "{question}"  # the user's turn; {question} is replaced
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        if "{question}" not in self.template:
+            raise ValueError("data.template must contain {question}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question as the model sees it, and what its answer is graded against."""
+
+    prompt_ids: list[int]
+    text: str
+    answer: str
+
+
+def records(path: str) -> list[dict]:
+    """Reads a .jsonl or .json file of records.
+
+    Raises ValueError naming the file, and the line where one is not a JSON object.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise ValueError(f"dataset {path!r}: no such file")
+    if file.suffix == ".json":
+        rows = json.loads(file.read_text())
+        if not isinstance(rows, list):
+            raise ValueError(
+                f"dataset {path!r}: a .json file must hold a list of records"
+            )
+    else:
+        rows = []
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"dataset {path!r}, line {number}: not JSON ({error})"
+                    ) from None
+    odd = [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]
+    if odd or not rows:
+        what = f"record {odd[0]} is not a JSON object" if odd else "it is empty"
+        raise ValueError(f"dataset {path!r}: {what}")
+    return rows
+
+
+def field(row: dict, name: str, path: str, number: int):
+    """Returns a record's field; raises ValueError naming what it has instead."""
+    if name not in row:
+        near = difflib.get_close_matches(name, row, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"dataset {path!r}, record {number}: no field {name!r}, "
+            f"it has {sorted(row)}{hint}"
+        )
+    return row[name]
+
+
+def tokenizer(path: str):
+    """Returns the checkpoint's tokenizer.
+
+    Raises ValueError when the folder holds none.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path!r} holds no usable tokenizer: {error}") from None
+
+
+def render(tok, messages: list[dict]) -> list[int]:
+    """Returns the ids of a conversation whose next turn is the assistant's.
+
+    Raises ValueError when the tokenizer has no chat template.
+    """
+    if not tok.chat_template:
+        raise ValueError(f"tokenizer {tok.name_or_path!r} has no chat template")
+    text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tok(text, add_special_tokens=False)["input_ids"]
+
+
+def ask(tok, cfg: DataConfig, question: str) -> list[int]:
+    """Returns the prompt ids of one question."""
+    content = cfg.template.replace("{question}", question)
+    return render(tok, [{"role": "user", "content": content}])
+
+
+def problems(path: str, tok, cfg: DataConfig) -> list[Problem]:
+    """Returns the file's problems; raises ValueError naming a missing field."""
+    out = []
+    for number, row in enumerate(records(path), 1):
+        question = str(field(row, cfg.question, path, number))
+        answer = str(field(row, cfg.answer, path, number))
+        out.append(Problem(ask(tok, cfg, question), question, answer))
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
+
+    tokens_BT: np.ndarray
+    step_BT: np.ndarray
+    prompt_len_B: np.ndarray
+    len_B: np.ndarray
+
+
+def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
+    """Returns (prompt ids, answer text) of an SFT record: fields, or `messages`."""
+    if "messages" in row:
+        *before, last = row["messages"]
+        if last["role"] != "assistant":
+            raise ValueError(
+                f"dataset {path!r}, record {number}: the last message is not the "
+                "assistant's"
+            )
+        return render(tok, before), last["content"]
+    question = str(field(row, cfg.question, path, number))
+    return ask(tok, cfg, question), str(field(row, cfg.response, path, number))
+
+
+def examples(
+    path: str, tok, cfg: DataConfig, *, end: int, pad: int, block: int, slots: int
+):
+    """Returns (Examples, how many were too long for `slots` and left out).
+
+    An answer gets the end token, and pads up to the end of its last block, which are
+    learned too: a sampler meets these positions whenever an answer ends inside a block.
+    """
+    rows, dropped = [], 0
+    for number, row in enumerate(records(path), 1):
+        prompt, text = conversation(row, tok, cfg, path, number)
+        answer = [*tok(text, add_special_tokens=False)["input_ids"], end]
+        answer += [pad] * (-(len(prompt) + len(answer)) % block)
+        if len(prompt) + len(answer) > slots:
+            dropped += 1
+        else:
+            rows.append((prompt, answer))
+    if not rows:
+        raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
+    tokens_BT = np.full((len(rows), slots), pad, np.int32)
+    step_BT = np.zeros((len(rows), slots), np.int32)
+    for i, (prompt, answer) in enumerate(rows):
+        tokens_BT[i, : len(prompt) + len(answer)] = prompt + answer
+        step_BT[i, len(prompt) : len(prompt) + len(answer)] = 1
+    out = Examples(
+        tokens_BT=tokens_BT,
+        step_BT=step_BT,
+        prompt_len_B=np.array([len(p) for p, _ in rows], np.int32),
+        len_B=np.array([len(a) for _, a in rows], np.int32),
+    )
+    return out, dropped
+
+
+def order(size: int, start: int, count: int, *, seed: int, shuffle: bool):
+    """Returns the indices of items start .. start + count of an endless stream.
+
+    Every epoch is a permutation of its own; the stream is a function of the seed alone,
+    so the number of items taken so far is all that a checkpoint has to remember.
+    """
+    out = []
+    for epoch in range(start // size, (start + count - 1) // size + 1):
+        rng = np.random.default_rng([seed, epoch])
+        out.append(rng.permutation(size) if shuffle else np.arange(size))
+    first = start % size
+    return np.concatenate(out)[first : first + count]

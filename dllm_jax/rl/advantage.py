@@ -1,0 +1,94 @@
+"""From rewards to advantages: group z-scores, and GAE over the steps of the trace.
+
+Host numpy: a few thousand numbers once per RL step.
+"""
+
+import numpy as np
+
+
+def group_zscore(reward_n, group_n):
+    """Returns each reward's z-score within its group (population std; 0 if all equal).
+
+    GRPO's advantage (arXiv 2402.03300, section 4.1.1).
+    """
+    out_n = np.zeros(len(reward_n), np.float32)
+    for group in np.unique(group_n):
+        inside = group_n == group
+        deviation = reward_n[inside].std()
+        if deviation > 0:
+            out_n[inside] = (reward_n[inside] - reward_n[inside].mean()) / deviation
+    return out_n
+
+
+def solvable(correct_n, group_n, low: float, high: float):
+    """Returns the rollouts whose group's mean of `correct` lies in [low, high]."""
+    keep_n = np.zeros(len(correct_n), bool)
+    for group in np.unique(group_n):
+        inside = group_n == group
+        keep_n[inside] = low <= correct_n[inside].mean() <= high
+    return keep_n
+
+
+def outcome(reward_n, step_nT, answer_nT):
+    """Returns the rewards per token [n, T]: the outcome on the tokens of the last step."""
+    last_n1 = np.where(answer_nT, step_nT, 0).max(axis=1, keepdims=True)
+    return np.where(answer_nT & (step_nT == last_n1), reward_n[:, None], 0.0).astype(
+        np.float32
+    )
+
+
+def gae(reward_nT, value_nT, step_nT, answer_nT, *, gamma: float, lam: float):
+    """Returns (return_nT, advantage_nT); tokens unmasked in one step share a state.
+
+    Step-level GAE of TraceRL (arXiv 2509.06949, section 4.3). With r*, V* the means over
+    a step's tokens and t + 1 the next distinct step (zero beyond the last):
+
+        R*_t = r*_t + gamma R*_{t+1}          A*_t = r*_t - V*_t + gamma V*_{t+1}
+                                                     + gamma lam A*_{t+1}
+        R_j = r_j + gamma R*_{t+1}            A_j = r_j - V_j + gamma V*_{t+1}
+                                                     + gamma lam A*_{t+1}
+    for token j of step t. Zero outside the answer.
+    """
+    n, T = step_nT.shape
+    rows_nT = np.broadcast_to(np.arange(n)[:, None], (n, T))
+    rank_nT = np.zeros((n, T), np.int64)  # of a token's step among its row's steps
+    for i in range(n):
+        rank_nT[i, answer_nT[i]] = np.unique(
+            step_nT[i, answer_nT[i]], return_inverse=True
+        )[1]
+    steps = int(rank_nT.max(initial=0)) + 1
+    at = rows_nT[answer_nT], rank_nT[answer_nT]
+
+    def mean(x_nT):  # over each step's tokens, with a zero step at the end
+        total_nS, count_nS = np.zeros((n, steps + 1)), np.zeros((n, steps + 1))
+        np.add.at(total_nS, at, x_nT[answer_nT])
+        np.add.at(count_nS, at, 1)
+        return total_nS / np.maximum(count_nS, 1)
+
+    r_nS, v_nS = mean(reward_nT), mean(value_nT)
+    ret_nS, adv_nS = np.zeros((n, steps + 1)), np.zeros((n, steps + 1))
+    for t in reversed(range(steps)):
+        # Rows with fewer steps start from zeros: their r and V are zero up there.
+        ret_nS[:, t] = r_nS[:, t] + gamma * ret_nS[:, t + 1]
+        adv_nS[:, t] = (
+            r_nS[:, t]
+            - v_nS[:, t]
+            + gamma * v_nS[:, t + 1]
+            + gamma * lam * adv_nS[:, t + 1]
+        )
+    row, after = at[0], at[1] + 1
+    ret_nT, adv_nT = np.zeros((n, T), np.float32), np.zeros((n, T), np.float32)
+    ret_nT[answer_nT] = reward_nT[answer_nT] + gamma * ret_nS[row, after]
+    adv_nT[answer_nT] = (
+        reward_nT[answer_nT]
+        - value_nT[answer_nT]
+        + gamma * v_nS[row, after]
+        + gamma * lam * adv_nS[row, after]
+    )
+    return ret_nT, adv_nT
+
+
+def explained_variance(value_nT, ret_nT, answer_nT) -> float:
+    """Returns 1 - var(return - value) / var(return) over the answers' tokens."""
+    ret, value = ret_nT[answer_nT], value_nT[answer_nT]
+    return float(1 - (ret - value).var() / max(ret.var(), 1e-8))

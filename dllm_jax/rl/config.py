@@ -1,0 +1,104 @@
+"""How to train; every field is documented here and nowhere else."""
+
+import dataclasses
+
+AGGREGATES = ("token", "sequence", "step", "constant")
+SCHEDULES = ("constant", "linear", "cosine")
+NOISES = ("trace", "bernoulli")
+VALUES = ("none", "own", "head")
+
+
+def choose(field: str, value, choices):
+    """Raises ValueError when a field is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: choose from {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseConfig:
+    """Which tokens are masked together, and which of them are supervised."""
+
+    kind: str = "trace"  # "trace": the steps of sampling; "bernoulli": at random
+    shrink: int = 1  # trace: this many neighbouring steps of a block become one round
+    lower: float = 0.1  # bernoulli: each token's masking probability is drawn from
+    upper: float = 0.9  # ... the uniform distribution over [lower, upper]
+    grid: str = "absolute"  # "response": blocks counted from the answer's first token
+
+    def __post_init__(self):
+        choose("noise.kind", self.kind, NOISES)
+        choose("noise.grid", self.grid, ("absolute", "response"))
+        if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
+            raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    """The losses and how tokens are weighed against each other."""
+
+    clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
+    beta: float = 0.01  # weight of the KL to the policy that sampled
+    reference_beta: float = 0.0  # weight of the KL to the first policy; 0: not loaded
+    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
+    # What a token's loss is divided by. token: all supervised tokens of the update.
+    # sequence: its answer's length, then answers. step: its step's size (Eq. 3), then
+    # answers. constant: the longest possible answer, then answers.
+    aggregate: str = "token"
+    value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
+
+    def __post_init__(self):
+        choose("objective.kl", self.kl, ("k1", "k3"))
+        choose("objective.aggregate", self.aggregate, AGGREGATES)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with global-norm clipping and one schedule over the whole run."""
+
+    lr: float = 1e-6
+    schedule: str = "constant"  # after the warm-up: "constant", "linear" or "cosine"
+    warmup: int = 0  # updates
+    final: float = 0.0  # fraction of lr that linear and cosine end at
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        choose("optim.schedule", self.schedule, SCHEDULES)
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """One step: prompts x group rollouts, rewards, advantages, updates."""
+
+    steps: int = 80
+    prompts: int = 64  # problems of one step
+    group: int = 16  # rollouts of one problem
+    reward: str = "math"  # a key of rewards.GRADERS
+    value: str = "own"  # value model: "none", "own" network, or "head" on the policy
+    gamma: float = 1.0  # discount per denoising step
+    lam: float = 1.0  # GAE lambda per denoising step
+    normalize: bool = True  # rewards: z-score within the group; False: as graded
+    min_solved: float = 0.2  # groups solved less often than this are dropped, and
+    max_solved: float = 0.8  # ... those solved more often
+    truncated_wrong: bool = True  # an answer cut at its limit earns nothing
+    updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
+
+    def __post_init__(self):
+        choose("rl.value", self.value, VALUES)
+        if self.normalize and self.group < 2:
+            raise ValueError(
+                f"rl.group={self.group}: the z-score of a group needs at least 2 "
+                "rollouts; raise rl.group or set rl.normalize=False"
+            )
+        if self.prompts * self.group < self.updates:
+            raise ValueError("rl.updates is larger than rl.prompts * rl.group")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """The fixed shape of a training batch; trajectories are packed into its rows."""
+
+    rows: int = 8  # rows of a microbatch, over all devices
+    tokens: int = 4096  # slots of a row: clean copies and noised blocks

@@ -1,0 +1,152 @@
+"""Prompts in, graded rollouts out: the host's side of sampling.
+
+The same in every process: each queues the same prompts and fetches the same traces, and
+process 0 alone grades, so that a grader's time-out cannot split a run in two.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dllm_jax import sharding
+from dllm_jax.sampling.state import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Host traces of n rollouts; a group is the rollouts of one problem."""
+
+    trace: Trace  # numpy, first dimension n
+    group_n: np.ndarray
+    text: list[str]  # decoded once, for graders and people
+    reward_n: np.ndarray
+
+    def select(self, keep_n):
+        """Returns the rollouts where `keep`."""
+        return Rollouts(
+            trace=jax.tree.map(lambda x: x[keep_n], self.trace),
+            group_n=self.group_n[keep_n],
+            text=[t for t, keep in zip(self.text, keep_n, strict=True) if keep],
+            reward_n=self.reward_n[keep_n],
+        )
+
+
+def sample(generate, params, prompts: list[list[int]], key, *, cfg, temperature, mesh):
+    """Returns the host Trace of one answer to each prompt, sampled `cfg.rows` at a time.
+
+    generate: the jitted `denoise.generate`, its static arguments bound; key: a typed
+    random key, from which row i draws by fold_in(i). A prompt longer than
+    `cfg.max_prompt` gets an empty answer; the caller reports it.
+    """
+    n = len(prompts)
+    tokens_nP = np.zeros((n, cfg.max_prompt), np.int32)
+    len_n = np.zeros(n, np.int32)
+    for i, prompt in enumerate(prompts):
+        if 0 < len(prompt) <= cfg.max_prompt:
+            tokens_nP[i, : len(prompt)] = prompt
+            len_n[i] = len(prompt)
+    parts = []
+    for first in range(0, n, cfg.rows):
+        rows = np.arange(first, first + cfg.rows)
+        index = np.minimum(rows, n - 1)
+        real = np.where(rows < n, len_n[index], 0)  # fillers never live
+        arrays = sharding.place_rows(
+            {
+                "prompt_BT": tokens_nP[index],
+                "prompt_len_B": real,
+                "limit_B": real + cfg.max_new,
+                "temperature_B": np.full(cfg.rows, temperature, np.float32),
+                "index_B": index.astype(np.uint32),
+            },
+            mesh,
+        )
+        key_B = row_keys(key, arrays.pop("index_B"))
+        trace = sharding.fetch(generate(params, **arrays, key_B=key_B))
+        parts.append(trace)
+    return jax.tree.map(lambda *x: np.concatenate(x)[:n], *parts)
+
+
+@jax.jit
+def row_keys(key, index_B):
+    """Returns one key per row, by its index alone."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_B)
+
+
+def decode(trace: Trace, tok) -> list[str]:
+    """Returns the answers' texts, without special tokens."""
+    answers = [
+        tokens[first : first + count]
+        for tokens, first, count in zip(
+            trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True
+        )
+    ]
+    return tok.batch_decode(
+        answers, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool):
+    """Returns Rollouts with `grader(texts, golds)` as reward, decided by process 0.
+
+    Rows without an answer (their prompt was too long), and with `truncated_wrong` those
+    that were cut at their limit, earn 0.
+    """
+    reward_n = np.zeros(len(texts), np.float32)
+    if jax.process_index() == 0:
+        reward_n[:] = grader(texts, golds)
+        reward_n[trace.len_B == 0] = 0
+        if truncated_wrong:
+            reward_n[~trace.stopped_B] = 0
+    if jax.process_count() > 1:
+        reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
+    return Rollouts(trace=trace, group_n=group_n, text=texts, reward_n=reward_n)
+
+
+def summary(rollouts: Rollouts) -> dict[str, float]:
+    """Returns what a step says about its rollouts: means over answers.
+
+    tokens_per_forward counts every forward of a row, those too that only keep a block's
+    keys or its prompt's.
+    """
+    trace = rollouts.trace
+    answered = np.maximum((trace.len_B > 0).sum(), 1)
+    return {
+        "reward": float(rollouts.reward_n.mean()),
+        "accuracy": float((rollouts.reward_n >= 1).mean()),
+        "response_length": float(trace.len_B.sum() / answered),
+        "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
+        "tokens_per_step": float(trace.len_B.sum() / max(trace.steps_B.sum(), 1)),
+        "truncated": float((~trace.stopped_B & (trace.len_B > 0)).mean()),
+    }
+
+
+def as_records(rollouts: Rollouts, prompts: list[list[int]]) -> list[dict]:
+    """Returns JSON-able records of rollouts with their traces, as `generate` writes."""
+    out = []
+    for i, prompt in enumerate(prompts):
+        out.append(
+            {
+                **record(rollouts.trace, i, prompt),
+                "text": rollouts.text[i],
+                "reward": float(rollouts.reward_n[i]),
+                "group": int(rollouts.group_n[i]),
+            }
+        )
+    return out
+
+
+def record(trace: Trace, i: int, prompt: list[int]) -> dict:
+    """Returns row i of a host trace as a JSON-able record: ids, steps, log-probs."""
+    first = int(trace.prompt_len_B[i])
+    span = slice(first, first + int(trace.len_B[i]))
+    return {
+        "prompt_ids": [int(t) for t in prompt],
+        "response_ids": trace.tokens_BT[i, span].tolist(),
+        "step_map": trace.step_BT[i, span].tolist(),
+        "logprobs": [round(float(x), 6) for x in trace.logp_BT[i, span]],
+        "confidence": [round(float(x), 6) for x in trace.conf_BT[i, span]],
+        "forwards": int(trace.forwards_B[i]),
+        "finished": "stop" if trace.stopped_B[i] else "length",
+    }
