@@ -98,6 +98,21 @@ def tokenizer(path: str):
         raise ValueError(f"{path!r} holds no usable tokenizer: {error}") from None
 
 
+def stop_ids(tok, *more: int) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the turn's end first, then the text's.
+
+    The tokenizer may be None; `more` are the model's own and the user's.
+    """
+    ids = []
+    if tok is not None:
+        ends = [
+            tok.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|eot_id|>")
+        ]
+        ids = [i for i in ends if i is not None and i != tok.unk_token_id]
+        ids.append(tok.eos_token_id)
+    return tuple(dict.fromkeys(i for i in (*ids, *more) if i is not None))
+
+
 def render(tok, messages: list[dict]) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 

@@ -112,3 +112,8 @@ def fetch(tree):
     return jax.tree.map(
         lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
     )
+
+
+def everywhere(x: np.ndarray) -> np.ndarray:
+    """Returns every process's value of a small host array, stacked."""
+    return np.asarray(multihost_utils.process_allgather(x))

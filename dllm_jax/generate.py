@@ -1,0 +1,218 @@
+"""Answers prompts with a diffusion language model.
+
+    python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
+    python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
+
+A prompt on the command line is shown while it is unmasked. A line of a prompts file holds
+`prompt` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
+(token ids: no tokenizer is needed); the line written for it holds prompt_ids,
+response_ids, step_map (the denoising step at which each token was unmasked, from 1),
+logprobs (nats), confidence, forwards, finished ("stop", "length" or "skipped") and text.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dllm_jax import config, data, sharding
+from dllm_jax.models import hf
+from dllm_jax.models.mask import FAR
+from dllm_jax.rl import rollout
+from dllm_jax.sampling import denoise
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.strategy import STRATEGIES
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m dllm_jax.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    d = SamplerConfig()
+    p.add_argument("prompt", nargs="?", help="one prompt, streamed as it is unmasked")
+    p.add_argument("--model", required=True, help="a Hugging Face folder")
+    p.add_argument("--prompts", help="a .jsonl file of prompts")
+    p.add_argument("--out", help="where to write the answers; default: the terminal")
+    p.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
+    p.add_argument("--block", type=int, help="block size; default: the checkpoint's")
+    p.add_argument("--steps-per-block", type=int, help="default: the block size")
+    p.add_argument("--strategy", choices=sorted(STRATEGIES), default=d.strategy)
+    p.add_argument(
+        "--threshold", type=float, default=d.threshold, help="of --strategy=dynamic"
+    )
+    p.add_argument(
+        "--entropy-bound",
+        type=float,
+        default=d.entropy_bound,
+        help="nats, of --strategy=entropy_bounded",
+    )
+    p.add_argument("--temperature", type=float, default=1.0, help="0: arg-max")
+    p.add_argument("--top-k", type=int, default=0, help="0: all tokens")
+    p.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--stop-ids", help="token ids, comma-separated; default: the model's"
+    )
+    p.add_argument("--rows", type=int, default=32, help="prompts sampled together")
+    p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    p.add_argument("--model-parallel", type=int, default=1, help="devices per copy")
+    return p
+
+
+def read(path: str, tok) -> tuple[list[list[int]], list[dict]]:
+    """Returns (prompt ids, the lines) of a prompts file.
+
+    Raises ValueError naming the line that has none of the three fields.
+    """
+    ids, rows = [], data.records(path)
+    for number, row in enumerate(rows, 1):
+        if "prompt_ids" in row:
+            ids.append([int(t) for t in row["prompt_ids"]])
+        elif tok is None:
+            raise ValueError(
+                f"{path!r}, line {number}: the model has no tokenizer, so each line "
+                "needs prompt_ids"
+            )
+        elif "messages" in row:
+            ids.append(data.render(tok, row["messages"]))
+        elif "prompt" in row:
+            ids.append(data.render(tok, [{"role": "user", "content": row["prompt"]}]))
+        else:
+            raise ValueError(
+                f"{path!r}, line {number}: needs prompt, messages or prompt_ids, "
+                f"it has {sorted(row)}"
+            )
+    return ids, rows
+
+
+def load_tokenizer(path: str):
+    """Returns the folder's tokenizer, or None where it has none."""
+    if any(name.startswith("tokenizer") for name in os.listdir(path)):
+        return data.tokenizer(path)
+    return None
+
+
+def stream(params, prompt: list[int], args, *, model, cfg, tok):
+    """Prints one canvas as it fills, then its answer."""
+    width = -(-len(prompt) // cfg.block) * cfg.block
+    one = dataclasses.replace(cfg, max_prompt=width, rows=1)
+    first = len(prompt)
+    s = denoise.start(
+        params,
+        jnp.pad(jnp.asarray([prompt], jnp.int32), ((0, 0), (0, width - first))),
+        jnp.asarray([first], jnp.int32),
+        jnp.asarray([first + cfg.max_new], jnp.int32),
+        jnp.asarray([args.temperature], jnp.float32),
+        rollout.row_keys(jax.random.key(args.seed), jnp.zeros(1, jnp.uint32)),
+        model=model,
+        cfg=one,
+    )
+    live = sys.stdout.isatty()
+    while bool(s.live_B[0]):
+        s = denoise.advance(params, s, model=model, cfg=one)
+        if live:
+            end = int(s.start_B[0]) + cfg.block
+            tokens, steps = np.asarray(s.tokens_BT[0]), np.asarray(s.step_BT[0])
+            text = "".join(
+                "░" if steps[i] == FAR else tok.decode([tokens[i]])
+                for i in range(first, min(end, first + cfg.max_new))
+            )
+            print("\033[2J\033[H" + text, flush=True)
+    count = int(s.len_B[0])
+    answer = np.asarray(s.tokens_BT[0])[first : first + count]
+    if live:
+        print("\033[2J\033[H", end="")
+    print(tok.decode(answer, skip_special_tokens=True))
+    print(
+        f"[{count} tokens, {int(s.forwards_B[0])} forwards, "
+        f"{count / int(s.forwards_B[0]):.2f} tokens per forward]",
+        file=sys.stderr,
+    )
+
+
+def main(argv=None):
+    """Parses the command line and answers."""
+    args = parser().parse_args(argv)
+    if (args.prompt is None) == (args.prompts is None):
+        raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    mesh = sharding.make_mesh(fsdp=1, data=-1, model=args.model_parallel)
+    jax.set_mesh(mesh)
+    tok = load_tokenizer(args.model) if os.path.isdir(args.model) else None
+    model, params = hf.load(args.model, mesh=mesh, dtype=args.dtype, heads=("lm",))
+    block = args.block or model.block
+    model = dataclasses.replace(model, dtype=args.dtype, block=block)
+    ids = args.stop_ids
+    if ids is not None:
+        stops = tuple(int(t) for t in ids.split(",") if t)
+    else:
+        stops = data.stop_ids(tok, model.eos_id)
+    cfg = SamplerConfig(
+        block=block,
+        steps_per_block=args.steps_per_block or block,
+        strategy=args.strategy,
+        threshold=args.threshold,
+        entropy_bound=args.entropy_bound,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        temperature=args.temperature,
+        max_new=args.max_new_tokens,
+        stop_ids=stops,
+    )
+    if args.prompt is not None:
+        if tok is None:
+            raise ValueError(f"{args.model!r} has no tokenizer; use --prompts with ids")
+        prompt = data.render(tok, [{"role": "user", "content": args.prompt}])
+        stream(params, prompt, args, model=model, cfg=cfg, tok=tok)
+        return
+
+    prompts, rows = read(args.prompts, tok)
+    longest = max(map(len, prompts))
+    share = mesh.size // args.model_parallel
+    cfg = dataclasses.replace(
+        cfg,
+        max_prompt=-(-longest // block) * block,
+        rows=-(-min(args.rows, len(prompts)) // share) * share,
+    )
+    generate = functools.partial(denoise.generate, model=model, cfg=cfg)
+    with (
+        open(args.out, "w") if args.out else contextlib.nullcontext(sys.stdout) as out,
+        tqdm(
+        total=len(prompts), unit="prompt", disable=not sys.stderr.isatty()
+    ) as bar:
+        for first in range(0, len(prompts), cfg.rows):
+            part = prompts[first : first + cfg.rows]
+            trace = rollout.sample(
+                generate,
+                params,
+                part,
+                jax.random.fold_in(jax.random.key(args.seed), first),
+                cfg=cfg,
+                temperature=args.temperature,
+                mesh=mesh,
+            )
+            texts = rollout.decode(trace, tok) if tok else [None] * len(part)
+            for i, prompt in enumerate(part):
+                line = {**rollout.record(trace, i, prompt), "text": texts[i]}
+                if "id" in rows[first + i]:
+                    line["id"] = rows[first + i]["id"]
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+            bar.update(len(part))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        config.fail(error)

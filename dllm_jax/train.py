@@ -1,0 +1,449 @@
+"""Trains a diffusion language model: RL on verifiable rewards, or SFT.
+
+    python -m dllm_jax.train --config=configs/tracerl.py [--config.a.b=value ...]
+
+One step of RL: sample a group of answers to each problem, grade them, turn rewards into
+advantages, pack what the sampler saw into training batches, update the policy and the
+value model, log, save. SFT is the same loop with another source of batches. A run lives
+in one folder and goes on from its newest checkpoint when started again.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_collections.config_flags
+import numpy as np
+from absl import app, flags
+
+from dllm_jax import config, data, metrics, sharding
+from dllm_jax.checkpoint import Checkpoints
+from dllm_jax.models import hf
+from dllm_jax.rl import advantage, learner, rollout, views
+from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.sampling import denoise
+
+CONFIG = ml_collections.config_flags.DEFINE_config_file(
+    "config", None, "a file of configs/, optionally with :PRESET"
+)
+DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "join the other processes of this SLURM job, pod or mpirun"
+)
+HELP = f"""{__doc__}
+Flags:
+  --config=FILE[:PRESET]   required; see configs/
+  --distributed            {DISTRIBUTED.help}
+
+Every key of the configuration and its default (a config file may set others):
+{config.describe()}
+"""
+
+
+def train(cfg: config.Config) -> None:
+    """Runs to the last step, to SIGTERM, or to the first error of the user's."""
+    # ---- What is trained, where, and how far it has come ------------------------------
+    stopping = StopSignal()
+    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    jax.set_mesh(mesh)
+    folder = pathlib.Path(cfg.run.folder)
+    main = jax.process_index() == 0
+    say = print if main else lambda *args: None
+    tok = data.tokenizer(cfg.model.path)
+    rl = cfg.method == "rl"
+
+    shared = rl and cfg.rl.value == "head"
+    updates = cfg.rl.steps * cfg.rl.updates if rl else cfg.sft.steps
+    terms = (("policy", "value") if shared else ("policy",)) if rl else ("nll",)
+    plans = {"policy": learner.Plan(terms, cfg.policy_optim, updates)}
+    if rl and cfg.rl.value == "own":
+        plans["value"] = learner.Plan(("value",), cfg.value_optim, updates)
+
+    states, places = {}, {}
+    for name, plan in plans.items():
+        model, params = hf.load(
+            cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
+        )
+        begin = functools.partial(learner.begin, plan=plan)
+        abstract = jax.eval_shape(begin, params).replace(params=params)
+        places[name] = learner.shardings(abstract, plan, mesh)
+        states[name] = jax.jit(begin, out_shardings=places[name])(params)
+        del params
+    model = dataclasses.replace(
+        model, dtype=cfg.model.dtype, remat=cfg.model.remat, block=cfg.sampler.block
+    )
+    sampler = dataclasses.replace(
+        cfg.sampler, stop_ids=data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
+    )
+
+    checkpoints = Checkpoints(folder / "checkpoints", keep=cfg.run.keep)
+    found = None
+    if cfg.run.resume != "never":
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            states,
+        )
+        found = checkpoints.restore(target)
+    elif checkpoints.steps():
+        raise ValueError(
+            f"{folder} already holds a run and run.resume='never'; choose another "
+            "run.folder"
+        )
+    if cfg.run.resume == "must" and found is None:
+        raise ValueError(f"run.resume='must', but {folder} has no checkpoint")
+    first, taken = 0, 0
+    if found is not None:
+        states, meta, first = found
+        taken = meta["taken"]
+        say(f"resuming {folder} after step {first}")
+        report_changes(meta["config"], cfg, say)
+    elif main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(
+            json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+        )
+    say(
+        f"{cfg.model.path}: {count(states['policy'].params):,} parameters on "
+        f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
+    )
+
+    # ---- The compiled functions: each is traced once in a run ------------------------
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    scored = dict(plans)
+    reference = {}
+    if rl and cfg.objective.reference_beta:
+        scored["reference"] = learner.Plan(("policy",), cfg.policy_optim, updates)
+        _, reference["reference"] = hf.load(
+            cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
+        )
+    generate = functools.partial(denoise.generate, model=model, cfg=sampler)
+    score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
+    update = jax.jit(
+        functools.partial(learner.update, model=model, plans=plans, cfg=cfg.objective),
+        donate_argnums=0,
+        out_shardings=(places, whole),
+    )
+    cast = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params))
+
+    # ---- The data --------------------------------------------------------------------
+    heldout = data.problems(cfg.data.heldout, tok, cfg.data) if cfg.data.heldout else []
+    heldout = heldout[: cfg.eval.problems or None]
+    source = None
+    if rl:
+        source = data.problems(cfg.data.train, tok, cfg.data)
+        report_long(source, sampler, say)
+    else:
+        source, dropped = data.examples(
+            cfg.data.train,
+            tok,
+            cfg.data,
+            end=sampler.stop_ids[0],
+            pad=model.pad_id,
+            block=sampler.block,
+            slots=sampler.slots,
+        )
+        say(f"{len(source.len_B)} examples, {dropped} too long and left out")
+    report_long(heldout, sampler, say)
+    grader = GRADERS[cfg.rl.reward] if rl or heldout else None
+
+    def answer(acting, problems, group_n, key, temperature):
+        """Samples and grades one answer to each problem."""
+        trace = rollout.sample(
+            generate,
+            acting,
+            [p.prompt_ids for p in problems],
+            key,
+            cfg=sampler,
+            temperature=temperature,
+            mesh=mesh,
+        )
+        with timer("reward"):
+            return rollout.graded(
+                trace,
+                rollout.decode(trace, tok),
+                [p.answer for p in problems],
+                group_n,
+                grader,
+                truncated_wrong=cfg.rl.truncated_wrong,
+            )
+
+    def evaluate(step):
+        """Returns the held-out metrics of the present policy."""
+        with timer("eval"):
+            key = jax.random.fold_in(jax.random.key(cfg.seed + 1), step)
+            n = np.arange(len(heldout))
+            acting = cast(states["policy"].params)
+            told = rollout.summary(
+                answer(acting, heldout, n, key, cfg.eval.temperature)
+            )
+        return {
+            "heldout_accuracy": told["accuracy"],
+            "heldout_tokens_per_forward": told["tokens_per_forward"],
+            "heldout_response_length": told["response_length"],
+        }
+
+    def pack(trace, index, rng):
+        """Packs some of a host trace's trajectories into one update's batch."""
+        part = jax.tree.map(lambda x: x[index], trace)
+        steps = views.noised_steps(part, cfg.noise, sampler.block, rng)
+        return views.pack(
+            part,
+            steps,
+            mask_id=model.mask_id,
+            block=sampler.block,
+            grid_kind=cfg.noise.grid,
+            cfg=cfg.batch,
+            most=most,
+            aggregate=cfg.objective.aggregate,
+            longest=sampler.max_new,
+        )
+
+    per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
+    rounds = -(-sampler.block // cfg.noise.shrink) if cfg.noise.kind == "trace" else 1
+    most = views.microbatches(
+        per_update if rl else cfg.sft.examples,
+        sampler.slots,
+        sampler.max_new,
+        sampler.block,
+        rounds,
+        cfg.batch,
+    )
+
+    # ---- The loop --------------------------------------------------------------------
+    steps = cfg.rl.steps if rl else cfg.sft.steps
+    timer = metrics.Timer()
+    writer = metrics.Writer(folder, steps, first, enabled=main)
+    if first == 0 and heldout:
+        writer.write(0, {**evaluate(0), **timer.pop()})
+
+    for step in range(first + 1, steps + 1):
+        rng = np.random.default_rng([cfg.seed, step])
+        told, batches = {}, []
+        if rl:
+            key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+            chosen = data.order(
+                len(source),
+                taken,
+                cfg.rl.prompts,
+                seed=cfg.data.seed,
+                shuffle=cfg.data.shuffle,
+            )
+            problems = [source[i] for i in chosen for _ in range(cfg.rl.group)]
+            group_n = np.repeat(np.arange(cfg.rl.prompts), cfg.rl.group)
+            with timer("rollout"):
+                acting = cast(states["policy"].params)
+                rollouts = answer(acting, problems, group_n, key, sampler.temperature)
+                del acting
+            told = rollout.summary(rollouts)
+            told["tokens_per_second/rollout"] = (
+                rollouts.trace.len_B.sum() / timer.seconds["rollout"]
+            )
+            if main and cfg.run.samples:
+                write_samples(folder, step, rollouts, problems, cfg.run.samples)
+            if stopping():
+                break
+            solved = rollouts.reward_n >= 1
+            keep = advantage.solvable(
+                solved, group_n, cfg.rl.min_solved, cfg.rl.max_solved
+            )
+            told["groups_kept"] = len(np.unique(group_n[keep]))
+            keep &= rollouts.trace.len_B > 0
+            if keep.any():
+                with timer("score"):
+                    more, batches = experience(
+                        cfg, rollouts, keep, rng, pack, score, states, reference, mesh
+                    )
+                told |= more
+            else:
+                say(
+                    f"step {step}: no group has a solve rate in [{cfg.rl.min_solved}, "
+                    f"{cfg.rl.max_solved}], nothing to learn; the step is skipped"
+                )
+        else:
+            chosen = data.order(
+                len(source.len_B),
+                taken,
+                cfg.sft.examples,
+                seed=cfg.data.seed,
+                shuffle=cfg.data.shuffle,
+            )
+            batch, _ = pack(source, chosen, rng)
+            batches = [sharding.place_rows(batch, mesh, axis=1)]
+        taken += len(chosen)
+        if stopping():
+            break
+
+        with timer("update"):
+            parts = []
+            for batch in batches:
+                states, part = update(states, batch)
+                parts.append(part)
+            parts = sharding.fetch(parts)
+        for name in parts[0] if parts else ():
+            told[name] = float(np.mean([part[name] for part in parts]))
+
+        if heldout and (step % cfg.eval.every == 0 or step == steps):
+            told |= evaluate(step)
+        writer.write(step, told | timer.pop())
+        if step % cfg.run.save_every == 0 or step == steps or stopping():
+            with timer("checkpoint"):
+                meta = {"taken": taken, "config": dataclasses.asdict(cfg)}
+                checkpoints.save(step, states, meta)
+        if stopping():
+            break
+
+    # ---- What is left behind ---------------------------------------------------------
+    checkpoints.close()
+    writer.close()
+    if main:
+        metrics.curves(folder)
+    if stopping():
+        say(f"stopped by a signal; start the same command again to go on in {folder}")
+        return
+    if cfg.run.export:
+        policy = states["policy"].params
+        hf.save(folder / "export", model, policy, like=cfg.model.path)
+        say(f"exported to {folder / 'export'}")
+
+
+def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
+    """Returns (metrics, one complete TrainBatch on the mesh per update).
+
+    Old log-probs and values are scored by the weights that the step starts with, before
+    any of its updates; the gap to what the sampler recorded is measured on the way.
+    """
+    trace = rollouts.trace
+    shape = trace.step_BT.shape
+    index = rng.permutation(np.flatnonzero(keep))
+    deals = [d for d in np.array_split(index, cfg.rl.updates) if len(d)]
+    packed = [pack(trace, deal, rng) for deal in deals]
+
+    params = {name: state.params for name, state in states.items()} | reference
+    logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
+    for deal, (batch, source) in zip(deals, packed, strict=True):
+        out = score(params, sharding.place_rows(batch, mesh, axis=1))
+        out = sharding.fetch(out)
+
+        def whole(x_ABU, source=source, deal=deal):
+            return source.scatter(x_ABU, (len(deal), shape[1]))
+
+        logp_nT[deal] = whole(out["policy"]["logp"])
+        if cfg.rl.value != "none":
+            value_nT[deal] = whole(out.get("value", out["policy"])["value"])
+        if "reference" in out:
+            ref_nT[deal] = whole(out["reference"]["logp"])
+
+    answer_nT = views.answers(trace) & keep[:, None]
+    reward_n = rollouts.reward_n
+    if cfg.rl.normalize:
+        reward_n = advantage.group_zscore(reward_n, rollouts.group_n)
+    gap = np.abs(logp_nT - trace.logp_BT)[answer_nT]
+    told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
+    if cfg.rl.value == "none":
+        ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
+    else:
+        steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
+        ret_nT, adv_nT = advantage.gae(
+            advantage.outcome(reward_n, steps_nT, answer_nT),
+            value_nT,
+            steps_nT,
+            answer_nT,
+            gamma=cfg.rl.gamma,
+            lam=cfg.rl.lam,
+        )
+        told["explained_variance"] = advantage.explained_variance(
+            value_nT, ret_nT, answer_nT
+        )
+    told["advantage_std"] = float(adv_nT[answer_nT].std())
+
+    batches = []
+    for deal, (batch, source) in zip(deals, packed, strict=True):
+        batch = batch.replace(
+            adv_BU=source.gather(adv_nT[deal]),
+            old_logp_BU=source.gather(logp_nT[deal]),
+            ref_logp_BU=source.gather(ref_nT[deal]),
+            ret_BU=source.gather(ret_nT[deal]),
+            old_value_BU=source.gather(value_nT[deal]),
+        )
+        batches.append(sharding.place_rows(batch, mesh, axis=1))
+    return told, batches
+
+
+class StopSignal:
+    """True once SIGTERM or SIGINT has come; every process learns it at the same call."""
+
+    def __init__(self):
+        self.seen = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, *_):
+        """Remembers the signal; a second one ends the program at once."""
+        if self.seen:
+            sys.exit(1)
+        self.seen = True
+
+    def __call__(self) -> bool:
+        """Returns whether to stop now."""
+        if jax.process_count() == 1:
+            return self.seen
+        return bool(np.any(sharding.everywhere(np.array([self.seen]))))
+
+
+def report_long(problems, sampler, say):
+    """Says how many prompts are too long; they are skipped with a reward of 0."""
+    long = sum(len(p.prompt_ids) > sampler.max_prompt for p in problems)
+    if long:
+        say(
+            f"{long} of {len(problems)} prompts are longer than sampler.max_prompt="
+            f"{sampler.max_prompt} tokens: they are skipped and earn 0"
+        )
+
+
+def report_changes(old: dict, cfg, say):
+    """Says which keys a resumed run changes."""
+    new = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    for path in config.keys(new):
+        before, now = old, new
+        for part in path.split("."):
+            before, now = before.get(part, {}), now[part]
+        if before != now:
+            say(f"  config.{path} was {before!r}, is now {now!r}")
+
+
+def write_samples(folder, step, rollouts, problems, count):
+    """Writes some of a step's rollouts with their traces."""
+    path = folder / "samples" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    rows = rollout.as_records(rollouts, [p.prompt_ids for p in problems[:count]])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def count(params) -> int:
+    """Returns the number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def main(argv):
+    """Parses the command line and trains."""
+    del argv
+    if CONFIG.value is None:
+        raise ValueError("--config=FILE is required, such as configs/tracerl.py")
+    if DISTRIBUTED.value:
+        jax.distributed.initialize()
+    train(config.freeze(CONFIG.value))
+
+
+if __name__ == "__main__":
+    if {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
+        print(HELP)
+        sys.exit(0)
+    try:
+        config.check_overrides(sys.argv[1:])
+        app.run(main)
+    except ValueError as error:
+        config.fail(error)
