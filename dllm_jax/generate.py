@@ -185,11 +185,11 @@ def main(argv=None):
         rows=-(-min(args.rows, len(prompts)) // share) * share,
     )
     generate = functools.partial(denoise.generate, model=model, cfg=cfg)
+    quiet = not sys.stderr.isatty()
     with (
         open(args.out, "w") if args.out else contextlib.nullcontext(sys.stdout) as out,
-        tqdm(
-        total=len(prompts), unit="prompt", disable=not sys.stderr.isatty()
-    ) as bar:
+        tqdm(total=len(prompts), unit="prompt", disable=quiet) as bar,
+    ):
         for first in range(0, len(prompts), cfg.rows):
             part = prompts[first : first + cfg.rows]
             trace = rollout.sample(
