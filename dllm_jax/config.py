@@ -119,6 +119,17 @@ def default() -> ml_collections.ConfigDict:
     )
 
 
+def preset(table: dict, name: str, tree=None) -> ml_collections.ConfigDict:
+    """Returns the defaults (or `tree`) changed by the named function of a config file.
+
+    Raises ValueError with the known names.
+    """
+    choose("preset", name, tuple(table))
+    tree = default() if tree is None else tree
+    table[name](tree)
+    return tree
+
+
 def freeze(tree) -> Config:
     """Returns the static Config; a dataclass that refuses a value says which."""
 

@@ -1,0 +1,24 @@
+"""Four steps of TraceRL on the bundled model: does everything hold together?
+
+python -m dllm_jax.train --config=configs/smoke.py
+"""
+
+from dllm_jax import config
+
+
+def get_config():
+    """Returns the configuration."""
+    c = config.default()
+    c.model.path = "examples/arithmetic/model"
+    c.model.dtype = "float32"
+    c.data.train = "examples/arithmetic/train.jsonl"
+    c.data.heldout = "examples/arithmetic/heldout.jsonl"
+    c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 16})
+    c.batch.update({"rows": 8, "tokens": 128})
+    c.rl.update({"steps": 4, "prompts": 4, "group": 4, "updates": 2})
+    c.rl.update({"min_solved": 0.0, "max_solved": 1.0})
+    c.policy_optim.lr = 1e-4
+    c.value_optim.lr = 1e-4
+    c.eval.update({"every": 2, "problems": 16})
+    c.run.folder = "runs/smoke"
+    return c

@@ -1,0 +1,90 @@
+"""TraceRL with a diffusion value model (arXiv 2509.06949).
+
+    python -m dllm_jax.train --config=configs/tracerl.py
+
+trains the bundled arithmetic model on a CPU in a few minutes. Presets for real models
+follow the published recipe; they want accelerators, a checkpoint and a dataset:
+
+    python -m dllm_jax.train --config=configs/tracerl.py:trado-4b \
+        --config.model.path=DIR --config.data.train=MATH_train.json \
+        --config.data.heldout=MATH500.json
+
+Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b.
+"""
+
+from dllm_jax import config
+
+MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def arithmetic(c):
+    """A 0.6M-parameter model on sums and differences of numbers below 100."""
+    c.model.path = "examples/arithmetic/model"
+    c.model.dtype = "float32"
+    c.data.train = "examples/arithmetic/train.jsonl"
+    c.data.heldout = "examples/arithmetic/heldout.jsonl"
+    c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 128})
+    c.batch.update({"rows": 16, "tokens": 256})
+    c.rl.update({"steps": 80, "prompts": 16, "group": 8})
+    c.rl.update({"min_solved": 0.1, "max_solved": 0.95})
+    c.policy_optim.lr = 3e-4
+    c.value_optim.lr = 3e-4
+    c.eval.every = 10
+    c.run.folder = "runs/arithmetic/tracerl"
+
+
+def smollm2(c):
+    """SmolLM2-135M as a block-diffusion model, on one-digit arithmetic in chat form."""
+    c.model.path = "runs/smollm2/sft/export"
+    c.data.train = "runs/smollm2/train.jsonl"
+    c.data.heldout = "runs/smollm2/heldout.jsonl"
+    c.sampler.update({"max_prompt": 48, "max_new": 16, "rows": 32})
+    c.batch.update({"rows": 4, "tokens": 256})
+    c.rl.update({"steps": 40, "prompts": 4, "group": 8})
+    c.rl.update({"min_solved": 0.1, "max_solved": 0.95, "value": "head"})
+    c.policy_optim.lr = 1e-5
+    c.eval.update({"every": 10, "problems": 64})
+    c.run.folder = "runs/smollm2/tracerl"
+
+
+def published(c):
+    """The recipe of the paper's section 5 and appendix: 128 problems x 32 answers."""
+    c.data.update({"answer": "ground_truth_answer", "template": MATH})
+    c.data.update({"train": "data/MATH_train.json", "heldout": "data/MATH500.json"})
+    c.model.remat = "full"
+    c.sampler.update({"block": 4, "steps_per_block": 4, "threshold": 0.9})
+    c.sampler.update({"max_prompt": 784, "max_new": 2000, "rows": 256})
+    c.batch.update({"rows": 8, "tokens": 8192})
+    c.rl.update({"steps": 80, "prompts": 128, "group": 32, "updates": 16})
+    c.rl.update({"gamma": 1.0, "lam": 1.0, "min_solved": 0.2, "max_solved": 0.8})
+    c.objective.update({"clip": 0.2, "beta": 0.01, "kl": "k3"})
+    c.policy_optim.lr = 1e-6
+    c.value_optim.lr = 5e-6
+    c.eval.update({"every": 10, "temperature": 1.0})
+
+
+def real(repository: str):
+    """Returns the published recipe on a released checkpoint."""
+
+    def change(c):
+        published(c)
+        c.model.path = repository
+        c.run.folder = f"runs/{repository.split('/')[-1]}/tracerl"
+
+    return change
+
+
+PRESETS = {
+    "arithmetic": arithmetic,
+    "smollm2": smollm2,
+    "sdar-1.7b": real("JetLM/SDAR-1.7B-Chat"),
+    "sdar-4b": real("JetLM/SDAR-4B-Chat"),
+    "sdar-8b": real("JetLM/SDAR-8B-Chat"),
+    "trado-4b": real("Gen-Verse/TraDo-4B-Instruct"),
+    "trado-8b": real("Gen-Verse/TraDo-8B-Instruct"),
+}
+
+
+def get_config(preset: str = "arithmetic"):
+    """Returns the configuration of a preset."""
+    return config.preset(PRESETS, preset)

@@ -1,0 +1,153 @@
+"""Makes what the default run needs besides weights, and a blank checkpoint for SFT.
+
+    python examples/arithmetic/make.py
+
+writes train.jsonl and heldout.jsonl (disjoint problems: sums and differences of numbers
+below 100, with the answer and a worked response) beside this file, and a randomly
+initialised SDAR-format checkpoint with a character tokenizer to runs/arithmetic/blank,
+from which `configs/sft.py` trains the bundled model.
+"""
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+import transformers
+
+HERE = pathlib.Path(__file__).parent
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]
+WORDS = ["<unk>", "user", "assistant", "system", "\\boxed{"]
+CHARS = [chr(c) for c in range(32, 127)] + ["\n"]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 112,  # 105 tokens, filled up to a multiple of 16
+}
+
+
+def problems(rng: np.random.Generator) -> list[dict]:
+    """Returns every sum, and every difference that is not negative, in random order."""
+    rows = []
+    for a in range(100):
+        for b in range(100):
+            rows.append((f"{a}+{b}", a + b))
+            if a >= b:
+                rows.append((f"{a}-{b}", a - b))
+    return [
+        {
+            "question": question,
+            "answer": str(answer),
+            "response": f"{question}=\\boxed{{{answer}}}",
+        }
+        for question, answer in (rows[i] for i in rng.permutation(len(rows)))
+    ]
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters and a few words, with a chat template."""
+    vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + CHARS)}
+    tok = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
+    )
+    tok.decoder = tokenizers.decoders.Fuse()
+    tok.add_special_tokens(SPECIAL)
+    tok.add_tokens([tokenizers.AddedToken(w, normalized=False) for w in WORDS[1:]])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        mask_token="<|MASK|>",
+        unk_token="<unk>",
+        chat_template=CHAT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns random SDAR weights under their Hugging Face names: normal, std 0.02."""
+    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
+    q, kv = SHAPE["num_attention_heads"] * h, SHAPE["num_key_value_heads"] * h
+    shapes = {"model.embed_tokens.weight": (SHAPE["vocab_size"], d)}
+    for i in range(SHAPE["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        shapes |= {
+            layer + "self_attn.q_proj.weight": (q, d),
+            layer + "self_attn.k_proj.weight": (kv, d),
+            layer + "self_attn.v_proj.weight": (kv, d),
+            layer + "self_attn.o_proj.weight": (d, q),
+            layer + "self_attn.q_norm.weight": (h,),
+            layer + "self_attn.k_norm.weight": (h,),
+            layer + "mlp.gate_proj.weight": (f, d),
+            layer + "mlp.up_proj.weight": (f, d),
+            layer + "mlp.down_proj.weight": (d, f),
+            layer + "input_layernorm.weight": (d,),
+            layer + "post_attention_layernorm.weight": (d,),
+        }
+    shapes["model.norm.weight"] = (d,)
+    shapes["lm_head.weight"] = (SHAPE["vocab_size"], d)
+    return {
+        name: np.ones(shape, np.float32)
+        if "norm" in name
+        else rng.normal(0, 0.02, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def main():
+    """Writes the problems and the blank checkpoint."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--blank", default="runs/arithmetic/blank", help="checkpoint folder")
+    p.add_argument("--heldout", type=int, default=256, help="problems set aside")
+    p.add_argument("--train", type=int, default=8000, help="problems to train on")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    rng = np.random.default_rng(args.seed)
+
+    rows = problems(rng)
+    for name, part in (
+        ("heldout", rows[: args.heldout]),
+        ("train", rows[args.heldout : args.heldout + args.train]),
+    ):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (HERE / f"{name}.jsonl").write_text(text)
+
+    blank = pathlib.Path(args.blank)
+    blank.mkdir(parents=True, exist_ok=True)
+    tok = tokenizer()
+    tok.save_pretrained(blank)
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "block_size": 4,
+        "mask_token_id": tok.mask_token_id,
+        "bos_token_id": tok.eos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **SHAPE,
+    }
+    (blank / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.numpy.save_file(
+        weights(rng), blank / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+if __name__ == "__main__":
+    main()
