@@ -1,0 +1,412 @@
+r"""Math answers: strict extraction, exact comparison, math-verify in a killable worker.
+
+`grade` takes the last `\boxed{}` or `<answer>` of a completion, never a number that
+merely occurs in it, and compares it with the gold answer in three stages:
+
+1. the same string, once the spelling of LaTeX, units and currency are normalised;
+2. the same number: integers, decimals, fractions, thousands and percent, as exact
+   `Fraction`s (0.333 is not 1/3, and 12,34 is a list);
+3. element by element for lists, sets, tuples and intervals, symbolically for the rest.
+
+Stage 3 runs math-verify, which can think for ever (`9^{9^{9^9}}`) and misreads what a
+policy could learn to write (`1=5` passes for 5). So it lives in a subprocess with a
+memory limit, killed when an answer takes too long, and sees nothing that it is known to
+misread. The subprocess runs this file as a script: it imports neither JAX nor the
+package, and nothing ever forks the parent.
+"""
+
+import atexit
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+
+MAX_CHARS = 512  # an answer this much longer than the gold is wrong, whatever it says
+MEMORY_BYTES = 2**30  # of the worker
+START_S = 120.0  # sympy's import is slow on a busy machine
+ORPHAN_S = 60  # a worker whose parent was killed stops thinking after so long
+
+
+def extract(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{}` or `<answer>`, whichever opens last.
+
+    None if there is neither, or if that last one is never closed: a truncated final
+    answer is not replaced by an earlier one.
+    """
+    boxes = list(re.finditer(r"\\boxed\s*\{", text))
+    tag = text.rfind("<answer>")
+    if boxes and boxes[-1].start() > tag:
+        start, depth = boxes[-1].end(), 1
+        for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)  # an escaped brace is text
+            if depth == 0:
+                return text[start : start + brace.start()].strip()
+        return None
+    end = text.find("</answer>", tag)
+    return text[tag + len("<answer>") : end].strip() if 0 <= tag < end else None
+
+
+# ---- stage 1: the same string
+
+UNICODE = str.maketrans(
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "²": "^2"}
+    | {"∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "∪": r"\cup ", "³": "^3"}
+    | {"°": r"^\circ ", "∅": r"\emptyset ", "±": r"\pm ", "，": ","}
+)
+TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|[mh]box|operatorname)\s*"
+ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+REWRITES = (
+    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+    (r" ?\\! ?", ""),  # as in 10,\!080
+    (r"\{,\}", ","),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
+    (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
+    (r" ?\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
+    (r"\\([lgn])e(?![A-Za-z])", r"\\\1eq"),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\overline ?\{([A-Z]+)\}", r"\1"),  # a segment, not a repeating decimal
+    (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\(frac|sqrt) ?([0-9A-Za-z])", r"\\\1{\2}"),
+    (rf"(\\frac ?{ARGUMENT}) ?([0-9A-Za-z])", r"\1{\2}"),
+)
+# A unit follows a quantity; bare letters count only where they cannot be a product.
+POWER = r"(?: ?\^ ?\{?[23]\}?)?"
+UNIT = re.compile(
+    r"(?:(?<=[0-9)}\]])|(?<=\\pi))"
+    rf"(?: ?(?:{TEXT}\{{[^{{}}0-9]*\}}{POWER}[ /]*)+"
+    r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
+    r"|(?: (?:[A-Za-z]{3,}|[ckm]m|[km]g|ft|lbs?|oz|in|of|a)){1,4}"
+    rf"){POWER}$"
+)
+NOT_UNIT = re.compile(  # words that change the number before them
+    r"(?<!\\)\b(?:hundred|thousand|[mb]illion|trillion|dozen|percent|and|or|not|less|more"
+    r"|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring|base|mod"
+    r"|choose|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|inf|infinity)\b",
+    re.IGNORECASE,
+)
+
+
+def clean(text: str) -> str:
+    """Returns the answer in one spelling of LaTeX, without currency, degrees and units."""
+    text = " ".join(text.translate(UNICODE).split())
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    text = drop_unit(" ".join(text.split()))
+    text = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
+    text = " ".join(re.sub(r" *(?:\\?%| percent\b)", r"\\%", text).split())
+    return drop_unit(text.rstrip(" .,;:"))
+
+
+def drop_unit(text: str) -> str:
+    """Returns `text` without the unit of measure that ends it."""
+    unit = UNIT.search(text)
+    return text[: unit.start()] if unit and not NOT_UNIT.search(unit[0]) else text
+
+
+def spelling(text: str) -> str:
+    """Returns a key: cleaned answers are the same string iff their keys are equal."""
+    if re.fullmatch(r"[A-Za-z ]+", text):
+        text = re.sub(r"^(?:an?|the) (?=[a-z]{2})", "", text)
+        return text.casefold() if len(text) > 2 or not text.isupper() else text
+    text = re.sub(r"([_^]) ?\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"(?<![0-9]) | (?![0-9])", "", text)  # 1 1/2 is not 11/2
+    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # an option
+
+
+# ---- stage 2: the same number
+
+DIGITS = r"(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])|[0-9]+)"
+# Exponents end at three digits: nothing here may compute 10^999999999.
+DECIMAL = rf"[+-]?(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}})?"
+FRACTION = re.compile(rf"\\frac ?\{{ ?({DECIMAL}) ?\}} ?\{{ ?({DECIMAL}) ?\}}")
+MIXED = re.compile(r"([+-]?) ?([0-9]+) +([0-9]+) ?/ ?([0-9]+) ?(\\%)?")
+NUMBER = re.compile(rf"([+-]?)() ?({DECIMAL})(?: ?/ ?({DECIMAL}))? ?(\\%)?")
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """Returns (value, is a percentage) of a cleaned answer, None if it is no number."""
+    text = FRACTION.sub(r" \1/\2 ", text).strip()
+    mixed = MIXED.fullmatch(text)
+    match = mixed or NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    sign, *digits, percent = match.groups()
+    whole, top, bottom = (
+        Fraction(re.sub("[ ,]", "", part) if part else default)
+        for part, default in zip(digits, (0, 0, 1), strict=True)
+    )
+    if bottom == 0 or (mixed and top >= bottom):  # 1 100/3: thousands or a product?
+        return None
+    value = whole + top / bottom
+    return (-value if sign == "-" else value), bool(percent)
+
+
+def exact(answer: str, gold: str) -> bool | None:
+    """Stages 1 and 2 on cleaned answers: a verdict, or None where they cannot tell."""
+    keys = spelling(answer), spelling(gold)
+    if keys[0].casefold() == keys[1].casefold():
+        return keys[0] == keys[1]  # r is not R; math-verify would not mind
+    if ("=" in answer) != ("=" in gold):  # 2+3=5 is a calculation, not the answer 5
+        return False
+    if (a := number(answer)) is None or (g := number(gold)) is None:
+        return None
+    # 50% is 0.5, and is 50 where the question was "what percentage?".
+    scale = {(True, False): Fraction(1, 100), (False, True): 100}.get((a[1], g[1]), 1)
+    return a[0] == g[0] or a[0] * scale == g[0]
+
+
+# ---- stage 3, in the worker: the same structure of equal expressions
+
+NAME = re.compile(
+    r"^(?:[A-Za-z]{1,2}|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?: ?\([A-Za-z]\))?"
+    r" ?(?:=|\\in(?![A-Za-z])) ?"
+)
+ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
+# Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
+# and what follows an approximation is ignored.
+MISREAD = re.compile(
+    r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}"
+    r"|[0-9] +[.0-9]|[0-9] ?\{|[0-9})] ?_|\\approx|\\sim"
+)
+
+
+def unname(answer: str, gold: str) -> tuple[str, str]:
+    r"""Returns both without the `x =` or `x \in` that only one of them has."""
+    for relation in ("=", r"\in "):
+        if (relation in answer) != (relation in gold):
+            answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+    return answer, gold
+
+
+def elements(text: str) -> list[str] | None:
+    """Returns what commas, `and`, `or` separate outside brackets; None if unbalanced."""
+    parts, depth = [""], 0
+    for token in re.split(r"([(\[{]|[)\]}]|[,;]| (?:and|or) )", text):
+        depth += (token in tuple("([{")) - (token in tuple(")]}"))
+        if depth < 0:
+            return None
+        if depth == 0 and token in (",", ";", " and ", " or "):
+            parts.append("")
+        else:
+            parts[-1] += token
+    return [part.strip() for part in parts if part.strip()] if depth == 0 else None
+
+
+def split(text: str) -> tuple[str, list[str]]:
+    r"""Returns (brackets, elements): `(1,2]` is ("(]", ["1", "2"]).
+
+    Sets and bare lists have brackets "" and no order; there `a \pm b` is two elements.
+    """
+    text = text.replace(r"\{", "{").replace(r"\}", "}")
+    if re.fullmatch(r"[(\[{].*[)\]}]", text) and (inner := elements(text[1:-1])):
+        brackets, parts = (text[0] + text[-1]).replace("{}", ""), inner
+    else:
+        brackets, parts = "", elements(text) or [text]
+    if not brackets:
+        parts = [
+            part.replace(r"\pm", sign)
+            for part in parts
+            for sign in (("+", "-") if part.count(r"\pm") == 1 else (r"\pm",))
+        ]
+    return brackets, parts
+
+
+def same(answer: str, gold: str) -> bool:
+    """All stages on cleaned answers."""
+    answer, gold = unname(answer, gold)
+    if (verdict := exact(answer, gold)) is not None:
+        return verdict
+    if bool(ORDER.search(answer)) != bool(ORDER.search(gold)):  # an interval, if at all
+        return symbolic(answer, gold)
+    (brackets, parts), (gold_brackets, gold_parts) = split(answer), split(gold)
+    if len(parts) == len(gold_parts) == 1:
+        return symbolic(answer, gold)
+    if len(parts) != len(gold_parts) or brackets != gold_brackets:
+        return False
+    if brackets:
+        return all(map(same, parts, gold_parts))
+    for wanted in gold_parts:
+        found = next((part for part in parts if same(part, wanted)), None)
+        if found is None:
+            return False
+        parts.remove(found)
+    return True
+
+
+def symbolic(answer: str, gold: str) -> bool:
+    """Whether math-verify finds two single expressions, equations or sets equal."""
+    import math_verify
+    import sympy
+
+    config = math_verify.LatexExtractionConfig(boxed_match_priority=-1)
+    normal = dataclasses.replace(
+        config.normalization_config, units=False
+    )  # 3m is not 3
+    config = dataclasses.replace(config, normalization_config=normal)
+    pair = []
+    for text in (answer, gold):
+        text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9])", r"\1{\2}", text)
+        if MISREAD.search(text):
+            return False
+        text = re.sub(r"(?<=[0-9]) ?\(", r" \\cdot (", text)  # 2(3) is not 2 + 3
+        pair += math_verify.parse(
+            f"${text}$", [config], "no_fallback", "first_match", parsing_timeout=None
+        )
+    if len(pair) != 2:
+        return False
+    a, g = pair
+    if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
+        # Not by their solutions: then all equations without one would be equal.
+        ratio = sympy.simplify((a.lhs - a.rhs) / (g.lhs - g.rhs))
+        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+    return math_verify.verify(  # to 12 decimals: 3.14159 is not pi
+        g, a, 12, allow_set_relation_comp=True, timeout_seconds=None
+    )
+
+
+def serve() -> None:
+    """Answers JSON lines `[answer, gold]` on stdin with `true` or `false` on stdout."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    replies, sys.stdout = sys.stdout, sys.stderr  # whatever sympy prints is no reply
+    symbolic("x", "y")  # pays for the imports and the first parse
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        signal.alarm(ORPHAN_S)
+        try:
+            verdict = same(*json.loads(line))
+        except MemoryError:
+            return  # what it still holds would fail the next answers too
+        except Exception:  # noqa: BLE001 (sympy raises anything)
+            verdict = False
+        signal.alarm(0)
+        print(json.dumps(verdict), file=replies, flush=True)
+
+
+# ---- the parent's side
+
+
+class Worker:
+    """The subprocess that runs `serve`: started when first asked, and after a kill."""
+
+    def __init__(self, limit_s: float = 3.0):
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("math rewards need math-verify: pip install math-verify")
+        self.limit_s = limit_s
+        self.process = None
+        self.ready = False
+        self.lock = threading.Lock()
+
+    def ask(self, answer: str, gold: str) -> bool:
+        """Returns the worker's verdict; False after `limit_s`, or if it dies twice."""
+        with self.lock:
+            for _ in range(2):  # it may have died of something else than this answer
+                reply = self._reply(json.dumps([answer, gold]) + "\n")
+                if reply:
+                    return json.loads(reply)
+                self._stop()
+                if reply is None:
+                    self._start()  # imports while the caller goes on
+                    break
+            return False
+
+    def close(self) -> None:
+        """Kills the subprocess."""
+        with self.lock:
+            self._stop()
+
+    def _reply(self, request: str) -> str | None:
+        """Returns a line, "" if the worker has died, None if it takes too long."""
+        if self.process is None:
+            self._start()
+        if not self.ready and self._line(START_S) != "ready\n":
+            self._stop()
+            raise RuntimeError(f"the worker does not start: python -P {__file__}")
+        self.ready = True
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._line(self.limit_s)
+
+    def _line(self, seconds: float) -> str | None:
+        poller = select.poll()
+        poller.register(self.process.stdout, select.POLLIN)
+        return self.process.stdout.readline() if poller.poll(1000 * seconds) else None
+
+    def _start(self) -> None:
+        # -P: this file's folder on sys.path would shadow the standard library's `math`.
+        # No preexec_fn: Popen would run it in a fork of this process.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt of the run is not for the worker
+            text=True,
+        )
+
+    def _stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+        self.process, self.ready = None, False
+
+
+@functools.cache
+def worker() -> Worker:
+    """Returns this process's one worker."""
+    return Worker()
+
+
+@functools.lru_cache(maxsize=2**16)
+def ask(answer: str, gold: str) -> bool:
+    """The worker's verdict, remembered: the answers of a group repeat."""
+    return worker().ask(answer, gold)
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Returns whether an extracted answer is right; `gold` may end in GSM8K's `#### N`.
+
+    Raises ValueError if the gold is empty or no string, ImportError without math-verify.
+    """
+    worker()  # a missing package shows at the first answer, not at the first hard one
+    target = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
+    if not target:
+        raise ValueError(f"the gold answer {gold!r} is empty or not a string")
+    if not answer or len(answer) > MAX_CHARS + len(target):
+        return False
+    answer, target = unname(clean(answer), target)
+    verdict = exact(answer, target)
+    return ask(answer, target) if verdict is None else verdict
+
+
+def grade(completions: list[str], golds: list[str]) -> list[float]:
+    """Returns 1.0 or 0.0 for each completion: whether its extracted answer is right.
+
+    Raises as `equal` does, also for completions without an answer.
+    """
+    answers = [extract(completion) or "" for completion in completions]
+    return [float(equal(a, g)) for a, g in zip(answers, golds, strict=True)]
+
+
+def close() -> None:
+    """Stops the worker; the next call that needs one starts another."""
+    if worker.cache_info().currsize:
+        worker().close()
+
+
+atexit.register(close)
+
+if __name__ == "__main__":
+    serve()
