@@ -28,7 +28,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, oldest first."""
-        return sorted(self.manager.all_steps(read=True))
+        self.manager.reload()
+        return sorted(self.manager.all_steps())
 
     def save(self, step: int, tree, meta: dict) -> None:
         """Saves a pytree of arrays with a JSON-able dict; waits for the save before it."""

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 
+import flax.struct
 import numpy as np
 
 # Its notice that torch is missing is no news here.
@@ -140,7 +141,7 @@ def problems(path: str, tok, cfg: DataConfig) -> list[Problem]:
     return out
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Examples:
     """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
 

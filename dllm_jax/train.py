@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections.config_flags
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
@@ -37,7 +37,7 @@ DISTRIBUTED = flags.DEFINE_bool(
 HELP = f"""{__doc__}
 Flags:
   --config=FILE[:PRESET]   required; see configs/
-  --distributed            {DISTRIBUTED.help}
+  --distributed            {flags.FLAGS["distributed"].help}
 
 Every key of the configuration and its default (a config file may set others):
 {config.describe()}
@@ -431,6 +431,7 @@ def count(params) -> int:
 def main(argv):
     """Parses the command line and trains."""
     del argv
+    logging.set_verbosity(logging.ERROR)  # Orbax tells every file it touches
     if CONFIG.value is None:
         raise ValueError("--config=FILE is required, such as configs/tracerl.py")
     if DISTRIBUTED.value:
