@@ -143,7 +143,11 @@ def at(x_BT, pos_BW):
 
 def put(x_BT, pos_BW, take_BW, new_BW):
     """Returns x with `new` at the window's positions that were taken."""
-    rows_BW = jnp.broadcast_to(jnp.arange(x_BT.shape[0])[:, None], pos_BW.shape)
     kept_BW = jnp.where(take_BW, pos_BW, x_BT.shape[1])  # past the end: dropped
     new_BW = jnp.broadcast_to(new_BW, pos_BW.shape).astype(x_BT.dtype)
-    return x_BT.at[rows_BW, kept_BW].set(new_BW, mode="drop")
+
+    def row(x_T, kept_W, new_W):
+        return x_T.at[kept_W].set(new_W, mode="drop")
+
+    # Row by row: indices that also name the row would tie the rows of a mesh together.
+    return jax.vmap(row)(x_BT, kept_BW, new_BW)

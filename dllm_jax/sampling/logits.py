@@ -25,7 +25,8 @@ def keep(logits_BWV, *, top_k: int, top_p: float):
     """Returns the logits with all but the kept tokens at -inf.
 
     top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
-    whose renormalised probabilities reach p (1: all). Ties at the border stay in.
+    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th stay
+    in; of those that tie at the border of p, the fewest do, from the left.
     """
     if top_k:
         kth_BW1 = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))[0][
@@ -40,7 +41,12 @@ def keep(logits_BWV, *, top_k: int, top_p: float):
         least_BW1 = jnp.min(
             jnp.where(inside_BWV, sorted_BWV, jnp.inf), axis=-1, keepdims=True
         )
-        logits_BWV = jnp.where(logits_BWV >= least_BW1, logits_BWV, -jnp.inf)
+        above_BWV, tied_BWV = logits_BWV > least_BW1, logits_BWV == least_BW1
+        room_BW1 = jnp.sum(inside_BWV, axis=-1, keepdims=True) - jnp.sum(
+            above_BWV, axis=-1, keepdims=True
+        )
+        kept_BWV = above_BWV | (tied_BWV & (jnp.cumsum(tied_BWV, axis=-1) <= room_BW1))
+        logits_BWV = jnp.where(kept_BWV, logits_BWV, -jnp.inf)
     return logits_BWV
 
 
