@@ -20,7 +20,7 @@ def arithmetic(c):
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
     c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 128})
     c.batch.update({"rows": 16, "tokens": 256})
-    c.sft.update({"steps": 500, "examples": 256})
+    c.sft.update({"steps": 340, "examples": 256})
     c.noise.upper = 1.0
     c.policy_optim.update(
         {"lr": 2e-3, "schedule": "cosine", "final": 0.1, "warmup": 20}

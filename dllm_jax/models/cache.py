@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.sharding import constrain
 
 
 @flax.struct.dataclass
@@ -18,7 +19,7 @@ class KVCache:
 def empty(cfg: ModelConfig, rows: int, slots: int) -> KVCache:
     """Returns a zeroed cache of `slots` positions for each of `rows` rows."""
     shape = (cfg.layers, rows, slots, cfg.kv_heads, cfg.head_dim)
-    zeros = jnp.zeros(shape, cfg.dtype)
+    zeros = constrain(jnp.zeros(shape, cfg.dtype), "LBSKH")
     return KVCache(k_LBSKH=zeros, v_LBSKH=zeros)
 
 
@@ -31,6 +32,7 @@ def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
         at_B = jnp.where(keep_B, start_B, slots)
         at_BW = at_B[:, None] + jnp.arange(new_LBWKH.shape[2])[None]
         rows_BW = jnp.broadcast_to(jnp.arange(at_B.shape[0])[:, None], at_BW.shape)
-        return old_LBSKH.at[:, rows_BW, at_BW].set(new_LBWKH, mode="drop")
+        kept_LBSKH = old_LBSKH.at[:, rows_BW, at_BW].set(new_LBWKH, mode="drop")
+        return constrain(kept_LBSKH, "LBSKH")
 
     return jax.tree.map(put, cache, fresh)

@@ -182,7 +182,7 @@ def head(params: Params, cfg: ModelConfig):
 
 def logits(params: Params, x_BWD, cfg: ModelConfig):
     """Returns f32 logits [B, W, V] for a sampling window; the mask id is forbidden."""
-    logits_BWV = project(x_BWD, head(params, cfg), "DV")
+    logits_BWV = constrain(project(x_BWD, head(params, cfg), "DV"), "BWV")
     return logits_BWV.astype(jnp.float32).at[..., cfg.mask_id].set(NEVER)
 
 

@@ -85,7 +85,7 @@ UNIT = re.compile(
     r"(?:(?<=[0-9)}\]])|(?<=\\pi))"
     rf"(?: ?(?:{TEXT}\{{[^{{}}0-9]*\}}{POWER}[ /]*)+"
     r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
-    r"|(?: (?:[A-Za-z]{3,}|[ckm]m|[km]g|ft|lbs?|oz|in|of|a)){1,4}"
+    r"|(?: (?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|per|of|a)){1,4}"
     rf"){POWER}$"
 )
 NOT_UNIT = re.compile(  # words that change the number before them

@@ -154,6 +154,7 @@ WRONG = [
     (r"\boxed{5}", "4"),
     ("3m", "3"),
     ("5x", "5"),
+    ("5 abc", "5"),
     ("52", "52_8"),
     ("0.333", r"\frac13"),
     ("3.14159265", r"\pi"),
@@ -206,8 +207,8 @@ def printed(value):
         ways += [f"{sign}{whole} {rest}/{bottom}"]
         ways += [rf"{sign}{whole}\frac{{{rest}}}{{{bottom}}}"]
     if 10**6 % bottom == 0:
-        decimal = f"{sign}{size // bottom}.{size % bottom * 10**6 // bottom:06}"
-        ways += [decimal, rf"\${decimal}", decimal.replace("0.", ".", 1)]
+        decimal = f"{size // bottom}.{size % bottom * 10**6 // bottom:06}"
+        ways += [sign + decimal, rf"\${sign}{decimal}", sign + decimal.lstrip("0")]
     return ways
 
 
