@@ -1,4 +1,4 @@
-"""Eight fake CPU devices and exact matmuls, set before JAX starts."""
+"""Eight fake CPU devices and exact matmuls, set before JAX starts; the tiny model."""
 
 import os
 
@@ -7,7 +7,35 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import jax  # noqa: E402
+import jax
+import pytest
+
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A small random model that is sure of some answers: (ModelConfig, params)."""
+    cfg = ModelConfig(
+        vocab=67,
+        d_model=32,
+        layers=2,
+        heads=16,
+        kv_heads=8,
+        head_dim=8,
+        ffw=64,
+        mask_id=66,
+        eos_id=1,
+        pad_id=0,
+        dtype="float32",
+    )
+    params = transformer.init(jax.random.key(0), cfg)
+    # Weights of std 0.4: at 0.02 every distribution is flat and no threshold bites.
+    scale = jax.tree.map(
+        lambda spec: 20.0 if spec.init == "normal" else 1.0, transformer.specs(cfg)
+    )
+    return cfg, jax.tree.map(jax.numpy.multiply, params, scale)
