@@ -26,13 +26,18 @@ def empty(cfg: ModelConfig, rows: int, slots: int) -> KVCache:
 def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
     """Returns the cache with `fresh` (W positions) at `start`, in rows where `keep`."""
 
+    # Rows that keep nothing write past the end, where an update is dropped. Row by row:
+    # indices that also name the row would tie the rows of a mesh together.
+    slots = cache.k_LBSKH.shape[2]
+    at_B = jnp.where(keep_B, start_B, slots)
+
+    def row(old_LSKH, new_LWKH, at):
+        at_W = at + jnp.arange(new_LWKH.shape[1])
+        return old_LSKH.at[:, at_W].set(new_LWKH, mode="drop")
+
+    rows = jax.vmap(row, in_axes=(1, 1, 0), out_axes=1)
+
     def put(old_LBSKH, new_LBWKH):
-        # Rows that keep nothing write past the end, where a scatter drops its update.
-        slots = old_LBSKH.shape[2]
-        at_B = jnp.where(keep_B, start_B, slots)
-        at_BW = at_B[:, None] + jnp.arange(new_LBWKH.shape[2])[None]
-        rows_BW = jnp.broadcast_to(jnp.arange(at_B.shape[0])[:, None], at_BW.shape)
-        kept_LBSKH = old_LBSKH.at[:, rows_BW, at_BW].set(new_LBWKH, mode="drop")
-        return constrain(kept_LBSKH, "LBSKH")
+        return constrain(rows(old_LBSKH, new_LBWKH, at_B), "LBSKH")
 
     return jax.tree.map(put, cache, fresh)

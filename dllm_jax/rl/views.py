@@ -75,10 +75,14 @@ def grid(T: int, prompt_len: int, block: int, kind: str):
 
 
 def shrink(step_T, grid_T, size: int):
-    """Merges each block's neighbouring steps, `size` at a time, into the largest."""
+    """Merges each block's neighbouring steps, `size` at a time, into the largest.
+
+    What was never unmasked is no step: a token merged with it would be lost.
+    """
     out_T = step_T.copy()
-    for block in np.unique(grid_T[step_T != GIVEN]):
-        inside = (grid_T == block) & (step_T != GIVEN)
+    taken_T = (step_T != GIVEN) & (step_T != FAR)
+    for block in np.unique(grid_T[taken_T]):
+        inside = taken_T & (grid_T == block)
         steps, index = np.unique(step_T[inside], return_inverse=True)
         last = np.minimum((index // size + 1) * size, len(steps)) - 1
         out_T[inside] = steps[last]
@@ -130,7 +134,8 @@ def pieces(row: int, step_T, answer_T, grid_T, capacity: int, slots: int) -> lis
     """Returns the trajectory's noised blocks, cut where a row of `capacity` is full.
 
     A noised block belongs to every (block, step) in which an answer token was unmasked.
-    Raises ValueError when a clean copy and one block do not fit into a row.
+    A piece supervises at most `slots` tokens. Raises ValueError when a clean copy and one
+    block do not fit into a row.
     """
     out = []
     wanted_T = answer_T & (step_T != GIVEN) & (step_T != FAR)
@@ -146,7 +151,7 @@ def pieces(row: int, step_T, answer_T, grid_T, capacity: int, slots: int) -> lis
             ):
                 out.append(Piece(row, 0, [], [], 0, 0))
                 grow = int(inside[0]) + len(inside)
-            if grow > capacity:
+            if grow > capacity or count > slots:
                 raise ValueError(
                     f"batch.tokens={capacity} is too small for a trajectory of "
                     f"{int(inside[-1]) + 1} tokens and one noised block of {len(inside)}"
@@ -194,7 +199,10 @@ def microbatches(
     if slots + noised <= cfg.tokens:
         cost = slots + noised
     else:
-        cost = -(-noised // max(cfg.tokens - slots, block)) * cfg.tokens
+        # A piece is closed when a block no longer fits, by its slots or by its targets:
+        # these may run out up to one block earlier.
+        least = max(cfg.tokens - slots - block, block)
+        cost = -(-noised // least) * cfg.tokens
     rows = 2 * -(-trajectories * cost // cfg.tokens) + 1  # first fit fills half a row
     return -(-min(rows, trajectories * -(-cost // cfg.tokens)) // cfg.rows)
 
