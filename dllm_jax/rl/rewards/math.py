@@ -132,6 +132,9 @@ FRACTION = re.compile(rf"\\frac ?\{{ ?({DECIMAL}) ?\}} ?\{{ ?({DECIMAL}) ?\}}")
 MIXED = re.compile(r"([+-]?) ?([0-9]+) +([0-9]+) ?/ ?([0-9]+) ?(\\%)?")
 NUMBER = re.compile(rf"([+-]?)() ?({DECIMAL})(?: ?/ ?({DECIMAL}))? ?(\\%)?")
 
+PLAIN = re.compile(r"(?:[0-9.+*/() -]|\\(?:cdot|times|div)(?![a-z]))+")
+OPERATOR = re.compile(r"[0-9)] ?(?:[-+*]|\\(?:cdot|times|div))")
+
 
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Returns (value, is a percentage) of a cleaned answer, None if it is no number."""
@@ -158,7 +161,15 @@ def exact(answer: str, gold: str) -> bool | None:
         return keys[0] == keys[1]  # r is not R; math-verify would not mind
     if ("=" in answer) != ("=" in gold):  # 2+3=5 is a calculation, not the answer 5
         return False
-    if (a := number(answer)) is None or (g := number(gold)) is None:
+    a, g = number(answer), number(gold)
+    if (
+        a is None
+        and g is not None
+        and PLAIN.fullmatch(answer)
+        and OPERATOR.search(answer)
+    ):
+        return False  # the question copied into the box is not its answer
+    if a is None or g is None:
         return None
     # 50% is 0.5, and is 50 where the question was "what percentage?".
     scale = {(True, False): Fraction(1, 100), (False, True): 100}.get((a[1], g[1]), 1)

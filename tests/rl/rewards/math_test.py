@@ -85,6 +85,9 @@ DIFFERENCES = {
     ("Yes", "yes"): (True, "the case of a word says nothing"),
     (r"\text{yes}", "Yes"): (True, "the case of a word says nothing"),
     (r"\emptyset", r"\varnothing"): (True, "two glyphs of one symbol"),
+    (r"6 \times 7", "42"): (False, "a calculation left undone"),
+    ("2+2", "4"): (False, "a calculation left undone"),
+    ("1-2", "-1"): (False, "a calculation left undone"),
     ("12,34", "1234"): (False, "a list of two: thousands have three digits"),
 }
 
@@ -144,6 +147,7 @@ WRONG = [
     (r"5 \text{ or } 6", "5"),
     (r"\pm 3", "3"),
     ("2+3=5", "5"),
+    ("37+48", "85"),
     ("1=5", "5"),
     ("5 6", "11"),
     ("2(3)", "5"),
