@@ -18,8 +18,8 @@ comma := ,
 ALL_EXTRAS := test$(addprefix $(comma),$(EXTRAS))
 INSTALLED := .venv/.installed-$(ALL_EXTRAS)
 
-# $(call create,FOLDER,CANDIDATES,CONDITION,NAME): a virtual environment in FOLDER with
-# the first candidate that meets CONDITION. Running a candidate is the only sure test:
+# $(call create,FOLDER,CANDIDATES,CONDITION,NAME,VARIABLE): a virtual environment in
+# FOLDER with the first candidate that meets CONDITION; VARIABLE names one by hand. Running a candidate is the only sure test:
 # a pyenv shim can exist and exit 127, and a system Python can lack ensurepip.
 define create
 @for python in $(2); do \
@@ -28,8 +28,8 @@ define create
         "$$python" -m venv $(1); exit; \
     fi; \
 done; \
-echo "No $(4) with venv found; install one ('pyenv install', 'apt install'" \
-    "pythonX.Y-venv, ...) or name it: make PYTHON=/path/to/python" >&2; exit 1
+echo "No $(4) with its venv module found: install one, with pyenv or a system" \
+    "package, or name it: make $(5)=/path/to/python" >&2; exit 1
 endef
 
 help: ## List the commands
@@ -46,7 +46,8 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 
 aot: .venv-aot/.installed ## Compile for TPU and H200 without hardware
 	.venv-aot/bin/python -m benchmarks.topologies
-	$(if $(wildcard tests/aot),.venv-aot/bin/python -m pytest -q -rs tests/aot $(ARGS))
+	$(if $(wildcard tests/aot),.venv-aot/bin/python -m pytest -q -rs \
+	    --confcutdir=tests/aot tests/aot $(ARGS))
 
 test-torch: $(INSTALLED) .venv-torch/.installed ## Cross-check an export with PyTorch
 	DLLM_PYTHON=$(CURDIR)/.venv/bin/python .venv-torch/bin/python -m pytest -q \
@@ -62,7 +63,7 @@ lock: .venv/bin/uv ## Rewrite constraints.txt; ARGS=--upgrade takes newer versio
 
 .venv/bin/python:
 	$(call create,.venv,$(or $(PYTHON),python3.12 python3.13 python3 \
-	    $(wildcard $(PYENV_ROOT)/versions/3.1[2-9]*/bin/python)),sys.version_info >= (3$(comma) 12),Python >= 3.12)
+	    $(wildcard $(PYENV_ROOT)/versions/3.1[2-9]*/bin/python)),sys.version_info >= (3$(comma) 12),Python >= 3.12,PYTHON)
 
 .venv/bin/uv: | .venv/bin/python
 	@.venv/bin/python -m pip install --quiet uv==0.13.8
@@ -82,7 +83,7 @@ lock: .venv/bin/uv ## Rewrite constraints.txt; ARGS=--upgrade takes newer versio
 
 .venv-torch/bin/python:
 	$(call create,.venv-torch,$(or $(PYTHON_TORCH),python3.11 \
-	    $(wildcard $(PYENV_ROOT)/versions/3.11*/bin/python)),sys.version_info[:2] == (3$(comma) 11),Python 3.11)
+	    $(wildcard $(PYENV_ROOT)/versions/3.11*/bin/python)),sys.version_info[:2] == (3$(comma) 11),Python 3.11,PYTHON_TORCH)
 
 .venv-torch/.installed: | .venv-torch/bin/python
 	@echo "Installing PyTorch into .venv-torch"

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Trains on every worker of a Cloud TPU slice, from the commit checked out here.
+#
+#   launch/tpu_pod.sh TPU_NAME ZONE [CONFIG] [trainer flags...]
+#
+# Needs gcloud, logged in, with the project set. Output of all workers comes back here;
+# to survive a lost connection, run this in tmux on a machine that stays up.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if [[ $# -lt 2 ]]; then
+    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+tpu=$1 zone=$2
+shift 2
+config=configs/tracerl.py
+if [[ $# -gt 0 && $1 != -* ]]; then
+    config=$1
+    shift
+fi
+
+archive=$(mktemp -t dllm_jax.XXXXXX)
+trap 'rm -f "$archive"' EXIT
+git archive --format=tar.gz --output="$archive" HEAD
+gcloud compute tpus tpu-vm scp "$archive" "$tpu:dllm_jax.tar.gz" \
+    --worker=all --zone="$zone"
+
+# Quoted once more here because the remote shell splits the line again.
+train=$(printf '%q ' .venv/bin/python -m dllm_jax.train --distributed --config="$config" "$@")
+
+# TPU images bring an older Python; uv, from pip, adds one beside it. All workers must
+# enter the collective program together, so one command does all and any failure shows.
+gcloud compute tpus tpu-vm ssh "$tpu" --worker=all --zone="$zone" --command="
+    set -e
+    mkdir -p dllm_jax && tar -xzf dllm_jax.tar.gz -C dllm_jax && cd dllm_jax
+    if ! make install EXTRAS=tpu; then
+        python3 -m pip install --quiet --user uv
+        python3 -m uv python install --quiet 3.12
+        make install EXTRAS=tpu PYTHON=\$(python3 -m uv python find --managed-python 3.12)
+    fi
+    exec $train"
