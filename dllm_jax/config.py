@@ -7,8 +7,10 @@ ml_collections ConfigDict, so that any leaf can be overridden on the command lin
 
 import dataclasses
 import difflib
+import pathlib
 import re
 import sys
+import traceback
 
 import ml_collections
 
@@ -183,7 +185,13 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def fail(error: Exception):
-    """Ends the program with one line, for errors that the user can mend."""
+def fail(error: ValueError):
+    """Ends the program with one line if this package refused something of the user's.
+
+    Any other ValueError is a defect, and keeps its traceback.
+    """
+    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if pathlib.Path(__file__).parent not in raised_in.parents:
+        raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

@@ -186,13 +186,11 @@ def train(cfg: config.Config) -> None:
             "heldout_response_length": told["response_length"],
         }
 
-    def pack(trace, index, rng):
+    def pack(trace, steps_nT, index):
         """Packs some of a host trace's trajectories into one update's batch."""
-        part = jax.tree.map(lambda x: x[index], trace)
-        steps = views.noised_steps(part, cfg.noise, sampler.block, rng)
         return views.pack(
-            part,
-            steps,
+            take(trace, index),
+            steps_nT[index],
             mask_id=model.mask_id,
             block=sampler.block,
             grid_kind=cfg.noise.grid,
@@ -239,9 +237,7 @@ def train(cfg: config.Config) -> None:
                 rollouts = answer(acting, problems, group_n, key, sampler.temperature)
                 del acting
             told = rollout.summary(rollouts)
-            told["tokens_per_second/rollout"] = (
-                rollouts.trace.len_B.sum() / timer.seconds["rollout"]
-            )
+            sampled = int(rollouts.trace.len_B.sum())
             if main and cfg.run.samples:
                 write_samples(folder, step, rollouts, problems, cfg.run.samples)
             if stopping():
@@ -271,7 +267,9 @@ def train(cfg: config.Config) -> None:
                 seed=cfg.data.seed,
                 shuffle=cfg.data.shuffle,
             )
-            batch, _ = pack(source, chosen, rng)
+            part = take(source, chosen)
+            steps_nT = views.noised_steps(part, cfg.noise, sampler.block, rng)
+            batch, _ = pack(part, steps_nT, np.arange(len(chosen)))
             batches = [sharding.place_rows(batch, mesh, axis=1)]
         taken += len(chosen)
         if stopping():
@@ -288,6 +286,8 @@ def train(cfg: config.Config) -> None:
 
         if heldout and (step % cfg.eval.every == 0 or step == steps):
             told |= evaluate(step)
+        for phase, seconds in timer.seconds.items() if rl else ():
+            told[f"tokens_per_second/{phase}"] = sampled / seconds
         writer.write(step, told | timer.pop())
         if step % cfg.run.save_every == 0 or step == steps or stopping():
             with timer("checkpoint"):
@@ -320,7 +320,8 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
     shape = trace.step_BT.shape
     index = rng.permutation(np.flatnonzero(keep))
     deals = [d for d in np.array_split(index, cfg.rl.updates) if len(d)]
-    packed = [pack(trace, deal, rng) for deal in deals]
+    steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
+    packed = [pack(trace, steps_nT, deal) for deal in deals]
 
     params = {name: state.params for name, state in states.items()} | reference
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
@@ -346,7 +347,6 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
     if cfg.rl.value == "none":
         ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
     else:
-        steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
         ret_nT, adv_nT = advantage.gae(
             advantage.outcome(reward_n, steps_nT, answer_nT),
             value_nT,
@@ -371,6 +371,11 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
         )
         batches.append(sharding.place_rows(batch, mesh, axis=1))
     return told, batches
+
+
+def take(tree, index):
+    """Returns the rows `index` of every array."""
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 class StopSignal:
