@@ -45,9 +45,7 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 	.venv/bin/python -m pytest -q $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU and H200 without hardware
-	.venv-aot/bin/python -m benchmarks.topologies
-	$(if $(wildcard tests/aot),.venv-aot/bin/python -m pytest -q -rs \
-	    --confcutdir=tests/aot tests/aot $(ARGS))
+	.venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)
 
 test-torch: $(INSTALLED) .venv-torch/.installed ## Cross-check an export with PyTorch
 	DLLM_PYTHON=$(CURDIR)/.venv/bin/python .venv-torch/bin/python -m pytest -q \
