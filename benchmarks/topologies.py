@@ -21,15 +21,16 @@ import time
 from functools import cache
 from pathlib import Path
 
-# Before JAX starts: this process computes nothing, so no accelerator is to be claimed.
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from dllm_jax import sharding
+
+# This process computes nothing, so it is to claim no accelerator. Not by the variable
+# JAX_PLATFORMS: an importer may have imported JAX before.
+jax.config.update("jax_platforms", "cpu")
 
 GIB = 2**30
 
