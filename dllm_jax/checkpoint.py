@@ -7,6 +7,7 @@ checksums: it is whole, Orbax says so, and it is trusted.
 """
 
 import json
+import os
 import pathlib
 import sys
 import zlib
@@ -14,7 +15,7 @@ import zlib
 import jax
 import orbax.checkpoint as ocp
 
-SUMS = "checksums.json"
+SUMS, PARTIAL = "checksums.json", "checksums.partial"
 
 
 class Checkpoints:
@@ -23,7 +24,13 @@ class Checkpoints:
     def __init__(self, folder, keep: int | None = 2):
         self.folder = pathlib.Path(folder).absolute()
         self.manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep)
+            self.folder,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
+            # Without them a process that has not saved yet cannot read the metadata.
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def steps(self) -> list[int]:
@@ -32,8 +39,14 @@ class Checkpoints:
         return sorted(self.manager.all_steps())
 
     def save(self, step: int, tree, meta: dict) -> None:
-        """Saves a pytree of arrays with a JSON-able dict; waits for the save before it."""
+        """Saves a pytree of arrays with a JSON-able dict; waits for the save before it.
+
+        Steps from this one on are those that `restore` found damaged, or passed over by
+        name: they make way, since Orbax saves nothing older than what it has.
+        """
         self.wait()
+        for late in [number for number in self.steps() if number >= step]:
+            self.manager.delete(late)
         self.manager.save(
             step,
             args=ocp.args.Composite(
@@ -48,7 +61,9 @@ class Checkpoints:
             for step in self.steps():
                 file = self.folder / str(step) / SUMS
                 if not file.exists():
-                    file.write_text(json.dumps(checksums(file.parent)))
+                    partial = file.with_name(PARTIAL)
+                    partial.write_text(json.dumps(checksums(file.parent)))
+                    os.replace(partial, file)
 
     def restore(self, target, step: int | None = None):
         """Returns (tree, meta, step) of the newest whole checkpoint, or None without any.
@@ -82,7 +97,7 @@ class Checkpoints:
                 file=sys.stderr,
             )
         if tried:
-            raise ValueError(f"{self.folder}: no checkpoint of {steps} can be read")
+            raise ValueError(f"{self.folder}: no checkpoint of {tried} can be read")
         return None
 
     def damage(self, step: int) -> str | None:
@@ -149,7 +164,7 @@ def checksums(folder: pathlib.Path) -> dict[str, int]:
     """Returns the CRC-32 of every file below a folder by relative name."""
     out = {}
     for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != SUMS:
+        if file.is_file() and file.name not in (SUMS, PARTIAL):
             total = 0
             with file.open("rb") as data:
                 while part := data.read(1 << 22):
