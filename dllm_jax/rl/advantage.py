@@ -14,9 +14,9 @@ def group_zscore(reward_n, group_n):
     out_n = np.zeros(len(reward_n), np.float32)
     for group in np.unique(group_n):
         inside = group_n == group
-        deviation = reward_n[inside].std()
-        if deviation > 0:
-            out_n[inside] = (reward_n[inside] - reward_n[inside].mean()) / deviation
+        reward = reward_n[inside]
+        if reward.min() < reward.max():  # a rounded mean would give equal ones a std
+            out_n[inside] = (reward - reward.mean()) / reward.std()
     return out_n
 
 

@@ -199,10 +199,7 @@ def microbatches(
     if slots + noised <= cfg.tokens:
         cost = slots + noised
     else:
-        # A piece is closed when a block no longer fits, by its slots or by its targets:
-        # these may run out up to one block earlier.
-        least = max(cfg.tokens - slots - block, block)
-        cost = -(-noised // least) * cfg.tokens
+        cost = -(-noised // max(cfg.tokens - slots, block)) * cfg.tokens
     rows = 2 * -(-trajectories * cost // cfg.tokens) + 1  # first fit fills half a row
     return -(-min(rows, trajectories * -(-cost // cfg.tokens)) // cfg.rows)
 
@@ -241,6 +238,7 @@ def pack(
     def filled(width, value=0):
         return np.full((most * cfg.rows, width), value, np.int32)
 
+    # What stays as it is, with end = begin, sees nothing, and nothing sees it.
     tokens, pos, begin = (filled(cfg.tokens) for _ in range(3))
     end, group = filled(cfg.tokens), filled(cfg.tokens, -1)
     where, target = filled(half), filled(half)
@@ -278,7 +276,6 @@ def pack(
                 which[hit]
             ]
             first, supervised = span.stop, seat.stop
-        end[r, first:] = 0  # what is left of the row sees nothing, and nothing sees it
     held = row >= 0
     weight = np.where(held, weights(aggregate, row, size, trace, longest, held), 0.0)
 

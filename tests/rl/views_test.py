@@ -1,0 +1,503 @@
+"""Views against dLLM-RL's rows, and their promises on random traces."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_jax.models import mask
+from dllm_jax.models.mask import FAR
+from dllm_jax.rl import views
+from dllm_jax.rl.config import AGGREGATES, BatchConfig, NoiseConfig
+from dllm_jax.sampling.state import GIVEN
+from tests.rl import dllm_rl
+
+MASK_ID = 99
+
+
+# ---- dLLM-RL's rows ------------------------------------------------------------------
+
+
+def cases(*names):
+    """Returns the cases of golden tables as test parameters."""
+    return [
+        pytest.param(case, id=f"{name}-{case['name']}")
+        for name in names
+        for case in dllm_rl.read(f"dataprep/{name}.json")["cases"]
+    ]
+
+
+def check_rows(case, traces, steps):
+    """Asserts that our rounds are the reference's rows: targets, input, positions."""
+    out, post_num = case["out"], case["config"]["post_num"]
+    block, L0 = case["config"]["block_size"], out["start_pos"]
+    golden_mask = np.array(out["p_mask"], bool)
+    golden_input = np.array(out["extended_input_ids"])
+    golden_pos = np.array(out["tok_idx_ext"])
+    inputs, ours = np.array(out["input_ids"]), 0
+    L1 = inputs.shape[1] - L0
+    labels = np.array(out["labels"]) if "labels" in out else inputs[out["seq_ids"]]
+    assert len(traces) == len(inputs)
+    for i, (one, step_nT) in enumerate(zip(traces, steps, strict=True)):
+        np.testing.assert_array_equal(
+            one.tokens_BT[0], inputs[i, L0 - one.prompt_len_B[0] :]
+        )
+        rows = np.flatnonzero((labels == inputs[i]).all(axis=1))
+        batch, source = dllm_rl.pack(one, step_nT, mask_id=case["mask_id"], block=block)
+        shift = L0 - one.prompt_len_B[0]  # of the left padding
+        is_pad_L = labels[rows[:1]].reshape(-1) == case["pad_id"]
+        trained = []
+        for parts in dllm_rl.rounds(dllm_rl.noised(batch, source)):
+            selected_L = np.zeros(L0 + L1, bool)
+            selected_L[np.concatenate([v.supervised for v in parts]) + shift] = True
+            selected_L = dllm_rl.first_pads(selected_L, is_pad_L, post_num)
+            if selected_L.any():  # the reference removes rows without targets
+                trained.append((selected_L, parts))
+        assert len(trained) == len(rows)
+        for row, (selected_L, parts) in zip(rows, trained, strict=True):
+            np.testing.assert_array_equal(golden_mask[row], selected_L)
+            for view in parts:
+                at = view.pos + shift + L1  # in the noisy copy
+                np.testing.assert_array_equal(golden_input[row, at], view.shown)
+                np.testing.assert_array_equal(golden_pos[row, at], view.pos)
+                np.testing.assert_array_equal(
+                    labels[row, view.supervised + shift], view.target
+                )
+        ours += len(trained)
+    assert ours == len(golden_mask)
+
+
+@pytest.mark.parametrize(
+    "case", cases("sdar_rl_tracerl", "sdar_sft_trace", "sdar_value_tracerl")
+)
+def test_rounds_are_the_references_rows(case):
+    cfg = case["config"]
+    traces = dllm_rl.padded(
+        case["samples"],
+        case["pad_id"],
+        post_num=cfg["post_num"],
+        max_prompt=cfg["max_prompt_len"],
+        max_gen=cfg["max_gen_length"],
+    )
+    noise = dllm_rl.noise(cfg["shrink"])
+    steps = [views.noised_steps(one, noise, cfg["block_size"]) for one in traces]
+    check_rows(case, traces, steps)
+    if "step_map_shrunk" in case["out"]:
+        ours = [
+            step_nT[0, one.prompt_len_B[0] :] - 1
+            for one, step_nT in zip(traces, steps, strict=True)
+        ]
+        # One step map more than samples where the reference dropped a prompt.
+        np.testing.assert_array_equal(ours, case["out"]["step_map_shrunk"][: len(ours)])
+
+
+class Draws:
+    """A generator that returns recorded numbers behind a prompt of zeros."""
+
+    def __init__(self, prompt: int, threshold, u):
+        self.numbers = {
+            name: np.concatenate([np.zeros(prompt), x])
+            for name, x in (("uniform", threshold), ("random", u))
+        }
+
+    def uniform(self, lower, upper, shape):
+        """Returns the recorded masking probabilities."""
+        answer = self.numbers["uniform"][self.numbers["uniform"] > 0]
+        assert ((lower <= answer) & (answer <= upper)).all()
+        return self.numbers["uniform"].reshape(shape)
+
+    def random(self, shape):
+        """Returns the recorded coins."""
+        return self.numbers["random"].reshape(shape)
+
+
+@pytest.mark.parametrize("case", cases("sdar_rl_random_masking", "sdar_sft_semi_ar"))
+def test_bernoulli_masks_what_the_reference_masks(case):
+    cfg = case["config"]
+    traces = dllm_rl.padded(
+        case["samples"],
+        case["pad_id"],
+        post_num=cfg["post_num"],
+        max_gen=cfg["max_gen_length"],
+    )
+    noise = NoiseConfig(
+        kind="bernoulli", lower=cfg["lower_p"], upper=cfg["upper_p"], grid="response"
+    )
+    steps = [
+        views.noised_steps(
+            one,
+            noise,
+            cfg["block_size"],
+            Draws(one.prompt_len_B[0], threshold, u),
+        )
+        for one, threshold, u in zip(
+            traces, case["draws"]["threshold"], case["draws"]["u"], strict=True
+        )
+    ]
+    check_rows(case, traces, steps)
+
+
+def filled(batch, a: int, b: int):
+    """Returns which slots of a packed row are in use, [T] of booleans."""
+    return (batch.end_BT[a, b] > 0) | (batch.group_BT[a, b] >= 0)
+
+
+def sees(batch, a: int, b: int):
+    """Returns who sees whom in a packed row, [T, T] of booleans."""
+    m = mask.packed(
+        *(x[a, b][None] for x in (batch.begin_BT, batch.end_BT, batch.group_BT))
+    )
+    m = mask.Mask(**{k: np.asarray(v)[0] for k, v in vars(m).items()})
+    ranged = (m.k_pos_BS >= m.q_begin_BT[:, None]) & (m.k_pos_BS < m.q_end_BT[:, None])
+    return ranged | (m.k_group_BS == m.q_group_BT[:, None])
+
+
+@pytest.mark.parametrize(
+    "case", dllm_rl.read("dataprep/sdar_train_attention_mask.json")["cases"]
+)
+def test_visibility_is_the_references(case):
+    L0, L1, block = case["L0"], case["L1"], case["block_size"]
+    for ids, golden in zip(case["input_ids"], case["mask_with_padding"], strict=True):
+        golden = np.array([[int(bit) for bit in row] for row in golden], bool)
+        left = ids[:L0].count(case["pad_id"])
+        prompt, response = ids[left:L0], ids[L0 : L0 + L1]
+        one = dllm_rl.trace(
+            [prompt + response],
+            [[GIVEN] * len(prompt) + [1] * L1],
+            [len(prompt)],
+            [L1],
+        )
+        batch, _ = dllm_rl.pack(one, one.step_BT, mask_id=MASK_ID, block=block)
+        used = np.flatnonzero(filled(batch, 0, 0))
+        clean = batch.group_BT[0, 0, used] < 0
+        at = batch.pos_BT[0, 0, used] + left + np.where(clean, 0, L1)
+        ours = sees(batch, 0, 0)[used]
+        assert len(np.unique(at)) == len(used)
+        np.testing.assert_array_equal(ours[:, used], golden[np.ix_(at, at)])
+        # Nor does a query see anything more here, or there.
+        np.testing.assert_array_equal(ours.sum(axis=1), golden[at].sum(axis=1))
+        assert set(range(L0 + L1, L0 + 2 * L1)) <= set(at)  # the whole noisy copy
+
+
+@pytest.mark.parametrize(
+    "case", dllm_rl.read("dataprep/collapse_k_unique.json")["cases"], ids=str
+)
+def test_shrink_is_the_references(case):
+    if "raises" in case:
+        with pytest.raises(ValueError, match="shrink"):
+            NoiseConfig(shrink=case["k"])
+        return
+    steps = np.array(case["list"]) + 2  # above GIVEN
+    one_block = np.zeros(len(steps), int)
+    out = views.shrink(steps, one_block, case["k"])
+    np.testing.assert_array_equal(out - 2, case["out"])
+
+
+def test_grids():
+    np.testing.assert_array_equal(
+        views.grid(9, 5, 4, "absolute"), [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    )
+    np.testing.assert_array_equal(
+        views.grid(9, 5, 4, "response"), [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    )
+    np.testing.assert_array_equal(
+        views.grid(9, 4, 4, "response"), views.grid(9, 4, 4, "absolute")
+    )
+
+
+def test_shrink_stays_inside_a_block():
+    steps = np.array([1, 2, 2, 3, 4, 4, 5, 6, 7, 7])
+    grid = np.arange(10) // 4
+    np.testing.assert_array_equal(
+        views.shrink(steps, grid, 2), [2, 2, 2, 3, 5, 5, 5, 6, 7, 7]
+    )
+    np.testing.assert_array_equal(
+        views.shrink(steps, grid, 4), [3, 3, 3, 3, 6, 6, 6, 6, 7, 7]
+    )
+
+
+def test_shrink_never_merges_a_token_with_what_stayed_masked():
+    # A stop id at the third token: the fourth was never unmasked.
+    steps = np.array([GIVEN, GIVEN, 1, 2, 3, FAR, FAR, FAR])
+    out = views.shrink(steps, np.arange(8) // 4, 2)
+    np.testing.assert_array_equal(out, [GIVEN, GIVEN, 2, 2, 3, FAR, FAR, FAR])
+
+
+# ---- Random traces -------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """Returns (trace, block): ragged prompts, random orders, tails after the stop."""
+    block = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    n = draw(st.integers(1, 6))
+    blocks = draw(st.integers(2, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    T = blocks * block
+    steps, prompts, lens = np.full((n, T), FAR), [], []
+    for i in range(n):
+        prompt = int(rng.integers(1, T))
+        length = int(rng.integers(0 if n > 1 else 1, T - prompt + 1))
+        steps[i, :prompt] = GIVEN
+        count = 0
+        last = (prompt + length - 1) // block
+        for j in range(prompt // block, last + 1 if length else 0):
+            inside = np.arange(max(j * block, prompt), (j + 1) * block)
+            # Beyond the stop a token may have been unmasked or not.
+            open_ = (inside < prompt + length) | (rng.random(len(inside)) < 0.5)
+            drawn = rng.integers(0, rng.integers(1, block + 1), len(inside))[open_]
+            rank = np.unique(drawn, return_inverse=True)[1]
+            steps[i, inside[open_]] = count + 1 + rank
+            count += rank.max() + 1
+        prompts.append(prompt)
+        lens.append(length)
+    tokens = rng.integers(0, MASK_ID, (n, T))
+    return dllm_rl.trace(tokens, steps, prompts, lens), block
+
+
+def packed(trace, block, draw):
+    """Returns (batch, source, step_nT, noise) of randomly drawn settings."""
+    T = trace.tokens_BT.shape[1]
+    noise = NoiseConfig(
+        shrink=draw(st.integers(1, block)),
+        grid=draw(st.sampled_from(["absolute", "response"])),
+    )
+    cfg = BatchConfig(
+        rows=draw(st.integers(1, 4)), tokens=T + block + draw(st.integers(0, 3 * T))
+    )
+    step_nT = views.noised_steps(trace, noise, block)
+    most = views.microbatches(
+        len(trace.len_B),
+        T,
+        max(int(trace.len_B.max()), 1),
+        block,
+        -(-block // noise.shrink),
+        cfg,
+    )
+    batch, source = views.pack(
+        trace,
+        step_nT,
+        mask_id=MASK_ID,
+        block=block,
+        grid_kind=noise.grid,
+        cfg=cfg,
+        most=most,
+        aggregate="token",
+        longest=T,
+    )
+    assert batch.used <= most
+    return batch, source, step_nT, noise
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_every_answer_token_is_supervised_exactly_once(problem, data):
+    trace, block = problem
+    batch, source, step_nT, noise = packed(trace, block, data.draw)
+    held = source.row_ABU >= 0
+    found = sorted(zip(source.row_ABU[held], source.pos_ABU[held], strict=True))
+    assert found == list(zip(*np.nonzero(views.answers(trace)), strict=True))
+    np.testing.assert_array_equal(held, batch.weight_BU > 0)
+    # A view shows what was there before its round, and supervises that round.
+    for view in dllm_rl.noised(batch, source):
+        step_T, tokens_T = step_nT[view.row], trace.tokens_BT[view.row]
+        (now,) = np.unique(step_T[view.supervised])
+        np.testing.assert_array_equal(
+            view.shown,
+            np.where(step_T[view.pos] < now, tokens_T[view.pos], MASK_ID),
+        )
+        np.testing.assert_array_equal(view.target, tokens_T[view.supervised])
+        grid = views.grid(len(step_T), trace.prompt_len_B[view.row], block, noise.grid)
+        np.testing.assert_array_equal(
+            view.pos, np.flatnonzero(grid == grid[view.pos[0]])
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_packed_rows_by_definition(problem, data):
+    """Who sees whom, from positions and membership alone."""
+    trace, block = problem
+    batch, source, _, noise = packed(trace, block, data.draw)
+    for a, b in np.ndindex(batch.group_BT.shape[:2]):
+        group, pos = batch.group_BT[a, b], batch.pos_BT[a, b]
+        used = filled(batch, a, b)
+        copy = batch.begin_BT[a, b]  # which clean copy a slot belongs to
+        ours = sees(batch, a, b)
+        assert a < batch.used or not used.any()
+        assert not ours[~used].any() and not ours[:, ~used].any()
+        held = source.row_ABU[a, b] >= 0
+        for start in np.unique(copy[used]):
+            mine = used & (copy == start)
+            seats = held & mine[batch.where_BU[a, b]]
+            (row,) = np.unique(source.row_ABU[a, b, seats])
+            grid = views.grid(
+                trace.tokens_BT.shape[1], trace.prompt_len_B[row], block, noise.grid
+            )
+            clean = mine & (group < 0)
+            np.testing.assert_array_equal(pos[clean], np.arange(clean.sum()))
+            np.testing.assert_array_equal(
+                batch.tokens_BT[a, b, clean], trace.tokens_BT[row, : clean.sum()]
+            )
+            for q in np.flatnonzero(mine):
+                if group[q] < 0:
+                    expected = clean & (grid[pos] <= grid[pos[q]])
+                else:
+                    expected = (clean & (grid[pos] < grid[pos[q]])) | (
+                        mine & (group == group[q])
+                    )
+                    # Its context is whole.
+                    assert expected.sum() == (grid <= grid[pos[q]]).sum()
+                np.testing.assert_array_equal(ours[q], expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
+    trace, block = problem
+    step_nT = views.noised_steps(trace, NoiseConfig(), block)
+    answer_nT = views.answers(trace)
+    T = trace.tokens_BT.shape[1]
+    for i in range(len(step_nT)):
+        grid = np.arange(T) // block
+        items = views.pieces(i, step_nT[i], answer_nT[i], grid, 10**6, 10**6)
+        assert len(items) == (trace.len_B[i] > 0)
+        steps = {(p // block, step_nT[i, p]) for p in np.flatnonzero(answer_nT[i])}
+        bound = trace.prompt_len_B[i] + trace.len_B[i] + len(steps) * block
+        assert sum(item.cost for item in items) <= bound
+
+
+def test_a_long_trajectory_is_split_into_the_same_views():
+    order = [GIVEN] * 5 + [1 + (7 * i) % 27 for i in range(27)]
+    trace = dllm_rl.trace([range(32)], [order], [5], [27])
+    found = []
+    for tokens in (36, 50, 400):
+        batch, source = views.pack(
+            trace,
+            trace.step_BT,
+            mask_id=MASK_ID,
+            block=4,
+            grid_kind="absolute",
+            cfg=BatchConfig(rows=1, tokens=tokens),
+            most=30,
+            aggregate="token",
+            longest=27,
+        )
+        found.append(
+            sorted((*v.pos, *v.shown, *v.target) for v in dllm_rl.noised(batch, source))
+        )
+        assert (batch.used > 1) == (tokens < 400)
+    assert found[0] == found[1] == found[2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.data())
+def test_gather_undoes_scatter(problem, data):
+    trace, block = problem
+    _, source, _, _ = packed(trace, block, data.draw)
+    shape = trace.tokens_BT.shape
+    rng = np.random.default_rng(0)
+    x_nT = rng.normal(size=shape).astype(np.float32)
+    x_ABU = source.gather(x_nT)
+    assert x_ABU.dtype == np.float32
+    assert (x_ABU[source.row_ABU < 0] == 0).all()
+    np.testing.assert_array_equal(
+        source.scatter(x_ABU + (source.row_ABU < 0), shape),
+        np.where(views.answers(trace), x_nT, 0),
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_shrink_by_one_is_the_identity(problem):
+    trace, block = problem
+    grid = np.arange(trace.tokens_BT.shape[1]) // block
+    for step_T in trace.step_BT:
+        np.testing.assert_array_equal(views.shrink(step_T, grid, 1), step_T)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_weights_sum_to_their_definition(aggregate, problem, data):
+    trace, block = problem
+    n, T = trace.tokens_BT.shape
+    step_nT = trace.step_BT
+    cfg = BatchConfig(rows=2, tokens=T + block + data.draw(st.integers(0, 2 * T)))
+    most = views.microbatches(n, T, T, block, block, cfg)
+    batch, source = views.pack(
+        trace,
+        step_nT,
+        mask_id=MASK_ID,
+        block=block,
+        grid_kind="absolute",
+        cfg=cfg,
+        most=most,
+        aggregate=aggregate,
+        longest=100,
+    )
+    weight_nT = source.scatter(batch.weight_BU, (n, T))
+    answer_nT = views.answers(trace)
+    for i in range(n):
+        inside = answer_nT[i]
+        if not inside.any():
+            continue
+        _, step, size = np.unique(
+            step_nT[i, inside], return_inverse=True, return_counts=True
+        )
+        expected = {
+            "token": np.full(inside.sum(), 1 / answer_nT.sum()),
+            "sequence": np.full(inside.sum(), 1 / (n * inside.sum())),
+            "step": 1 / (n * size[step]),
+            "constant": np.full(inside.sum(), 1 / (n * 100)),
+        }[aggregate]
+        np.testing.assert_allclose(weight_nT[i, inside], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "slots", "block", "tokens", "rows"),
+    [
+        (6, 20, 1, 60, 6),  # each fills little more than half a row: one a row
+        (8, 8, 8, 32, 4),  # four fit by their slots, but only two by their targets
+    ],
+)
+def test_the_bound_on_microbatches_holds_where_it_is_tight(
+    n, slots, block, tokens, rows
+):
+    step_nT = np.array([[GIVEN] + [1] * (slots - 1)] * n)
+    trace = dllm_rl.trace(np.ones((n, slots)), step_nT, [1] * n, [slots - 1] * n)
+    cfg = BatchConfig(rows=1, tokens=tokens)
+    batch, source = views.pack(
+        trace,
+        step_nT,
+        mask_id=MASK_ID,
+        block=block,
+        grid_kind="absolute",
+        cfg=cfg,
+        most=views.microbatches(n, slots, slots - 1, block, 1, cfg),
+        aggregate="token",
+        longest=slots,
+    )
+    assert batch.used == rows
+    assert (source.row_ABU >= 0).sum() == n * (slots - 1)
+
+
+def test_a_batch_that_is_too_small_says_so():
+    trace = dllm_rl.trace([[1] * 12], [[GIVEN] * 4 + [1] * 8], [4], [8])
+    few = {
+        "mask_id": MASK_ID,
+        "block": 4,
+        "grid_kind": "absolute",
+        "aggregate": "token",
+        "longest": 8,
+    }
+    with pytest.raises(ValueError, match="batch.tokens=11 is too small"):
+        views.pack(trace, trace.step_BT, cfg=BatchConfig(1, 11), most=9, **few)
+    with pytest.raises(ValueError, match="raise batch.tokens"):
+        views.pack(trace, trace.step_BT, cfg=BatchConfig(1, 12), most=1, **few)
+    # An answer that is drawn at once from almost nothing has more targets than seats.
+    trace = dllm_rl.trace([[1] * 8], [[GIVEN] + [1] * 7], [1], [7])
+    with pytest.raises(ValueError, match="batch.tokens=8 is too small"):
+        views.pack(
+            trace, trace.step_BT, cfg=BatchConfig(1, 8), most=9, **few | {"block": 8}
+        )
