@@ -8,7 +8,7 @@ axis carries a letter, and a dimension that does not divide its axis is replicat
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "model")
@@ -48,9 +48,11 @@ def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
             f"mesh: data x fsdp x model = {sizes} does not cover {len(devices)} "
             "device(s); set one axis to -1 to let it take what is left"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    # jax.make_mesh refuses a mesh that splits an axis of a TPU's torus; we need not.
+    grid = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), list(devices), allow_split_physical_axes=True
     )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def pspec(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> PartitionSpec:
