@@ -135,14 +135,14 @@ def preset(table: dict, name: str, tree=None) -> ml_collections.ConfigDict:
 def freeze(tree) -> Config:
     """Returns the static Config; a dataclass that refuses a value says which."""
 
-    def build(kind, values):
+    def build(kind, values, prefix=""):
         known = {f.name: f for f in dataclasses.fields(kind)}
         out = {}
         for name, value in dict(values).items():
             if name not in known:
-                raise ValueError(unknown(name, list(known)))
+                raise ValueError(unknown(prefix + name, [prefix + k for k in known]))
             if dataclasses.is_dataclass(known[name].type):
-                value = build(known[name].type, value)
+                value = build(known[name].type, value, f"{prefix}{name}.")
             out[name] = tuple(value) if isinstance(value, list) else value
         return kind(**out)
 

@@ -1,10 +1,12 @@
 """What a run writes about itself: metrics.jsonl, TensorBoard, a console line, curves."""
 
+import collections
 import contextlib
 import json
 import math
 import os
 import pathlib
+import statistics
 import sys
 import time
 
@@ -25,23 +27,39 @@ CONSOLE = (
     ("value_loss", "value", ".3f"),
     ("grad_norm", "grad", ".2f"),
 )
-# The panels of curves.png: title and the metrics drawn in it.
+# The panels of curves.png: title, the metrics drawn in it and the scale. The first is
+# drawn large.
 PANELS = (
-    ("training loss", ("loss",)),
-    ("accuracy of rollouts", ("accuracy", "reward")),
-    ("held-out accuracy", ("heldout_accuracy",)),
-    ("tokens per forward", ("tokens_per_forward", "heldout_tokens_per_forward")),
-    ("answer length, tokens", ("response_length", "heldout_response_length")),
-    ("KL to the rollout policy", ("kl", "reference_kl")),
-    ("clip fraction", ("clip_fraction",)),
-    ("entropy, nats", ("entropy",)),
-    ("value loss", ("value_loss",)),
-    ("explained variance", ("explained_variance",)),
-    ("advantage spread", ("advantage_std",)),
-    ("log-prob gap, sampling to training", ("logprob_gap_mean", "logprob_gap_max")),
-    ("gradient norm", ("grad_norm", "value_grad_norm")),
-    ("learning rate", ("learning_rate", "value_learning_rate")),
+    ("accuracy", ("heldout_accuracy", "accuracy", "reward"), "linear"),
+    ("training loss", ("loss",), "linear"),
+    (
+        "tokens per forward",
+        ("heldout_tokens_per_forward", "tokens_per_forward"),
+        "linear",
+    ),
+    (
+        "answer length, tokens",
+        ("heldout_response_length", "response_length"),
+        "linear",
+    ),
+    ("KL to the rollout policy", ("kl",), "linear"),
+    ("KL to the first policy", ("reference_kl",), "linear"),
+    ("clip fraction", ("clip_fraction",), "linear"),
+    ("entropy, nats", ("entropy",), "linear"),
+    ("value loss", ("value_loss",), "linear"),
+    ("explained variance of the value", ("explained_variance",), "linear"),
+    ("advantage spread", ("advantage_std",), "linear"),
+    (
+        "log-prob gap, sampling to training",
+        ("logprob_gap_max", "logprob_gap_mean"),
+        "log",
+    ),
+    ("gradient norm", ("grad_norm", "value_grad_norm"), "linear"),
+    ("learning rate", ("learning_rate", "value_learning_rate"), "linear"),
 )
+COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a")
+WIDE = 4  # panels side by side
+FEW = 30  # points that are drawn one by one
 PHASES = ("rollout", "reward", "score", "update", "checkpoint", "eval")
 
 
@@ -96,7 +114,8 @@ class Writer:
             disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
         )
-        self.started, self.first = time.perf_counter(), step
+        self.first, self.last = step, time.perf_counter()
+        self.paces = collections.deque(maxlen=10)  # seconds of the last steps
 
     def write(self, step: int, metrics: dict) -> None:
         """Writes one step; numbers that are not finite become null and are called out."""
@@ -108,6 +127,10 @@ class Writer:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
+        now = time.perf_counter()
+        if step > self.first:
+            self.paces.append(now - self.last)
+        self.last = now
         for name, x in values.items():
             self.board.add_scalar(name, x, step)
         self.board.flush()
@@ -125,9 +148,9 @@ class Writer:
                 parts.append(f"{short} {values[name]:{form}}")
         seconds = sum(x for name, x in values.items() if name.startswith("seconds/"))
         parts.append(f"{seconds:.1f}s")
-        done = step - self.first
-        if done > 0:
-            left = (time.perf_counter() - self.started) / done * (self.total - step)
+        if self.paces:
+            # The median: the first step compiles, and some evaluate.
+            left = statistics.median(self.paces) * (self.total - step)
             parts.append(f"left {int(left // 60)}:{int(left % 60):02d}")
         return "  ".join(parts)
 
@@ -152,46 +175,93 @@ def read(folder) -> list[dict]:
 
 
 def curves(folder, name: str = "curves.png") -> None:
-    """Draws metrics.jsonl; panels without data are left out."""
+    """Draws metrics.jsonl; what has no data is left out, and so is what repeats another.
+
+    A metric of every step is drawn faintly, with its running mean over it.
+    """
     import matplotlib as mpl  # slow to import, and only wanted here
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = read(folder)
-    panels = [
-        (title, [m for m in metrics if any(r.get(m) is not None for r in rows)])
-        for title, metrics in PANELS
-    ]
-    panels = [(title, metrics) for title, metrics in panels if metrics]
-    phases = [p for p in PHASES if any(f"seconds/{p}" in row for row in rows)]
-    wide = 4
-    high = -(-(len(panels) + bool(phases)) // wide)
-    figure, axes = plt.subplots(
-        high, wide, figsize=(4 * wide, 2.6 * high), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) + bool(phases) :]:
-        axis.axis("off")
-    for axis, (title, metrics) in zip(axes.flat, panels, strict=False):
+    panels = []
+    for title, metrics, scale in PANELS:
+        lines = {}
         for metric in metrics:
             points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
-            marker = "o" if metric.startswith("heldout") else None
+            if scale == "log":
+                points = [(step, x) for step, x in points if x > 0]
+            if points and points not in lines.values():
+                lines[metric] = points
+        if lines:
+            panels.append((title, lines, scale))
+    timed = [r for r in rows if any(f"seconds/{p}" in r for p in PHASES)]
+    timed = [r for r in timed if r["step"] > 0]
+    count = len(panels) + bool(timed)
+    if not count:
+        return
+
+    high = max(-(-(count + 3) // WIDE), 2)
+    figure = plt.figure(figsize=(3.3 * WIDE, 2.3 * high), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    grid = figure.add_gridspec(high, WIDE)
+    cells = [(i, j) for i in range(high) for j in range(WIDE) if i > 1 or j > 1]
+    places = [grid[:2, :2]] + [grid[i, j] for i, j in cells]
+    if 1 < count < len(places):  # the last panel takes what is left of its row
+        i, j = cells[count - 2]
+        places[count - 1] = grid[i, j:]
+    axes = [figure.add_subplot(place) for place in places[:count]]
+    for axis, (title, lines, scale) in zip(axes, panels, strict=False):
+        for color, (metric, points) in zip(COLORS, lines.items(), strict=False):
             label = metric.replace("_", " ")
-            axis.plot(
-                *zip(*points, strict=True), marker=marker, ms=4, lw=1.5, label=label
-            )
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-        if len(metrics) > 1:
-            axis.legend(fontsize=7)
-    if phases:
-        axis = axes.flat[len(panels)]
-        timed = [r for r in rows if r["step"] > 0]
+            if metric.startswith("heldout_"):
+                label = "held-out problems"
+            elif f"heldout_{metric}" in lines:
+                label = "rollouts"
+            draw(axis, points, color, label)
+        axis.set_yscale(scale)
+        if scale == "linear":
+            axis.ticklabel_format(axis="y", scilimits=(-2, 4))
+        axis.set_title(title)
+        if len(lines) > 1 or "held-out problems" in axis.get_legend_handles_labels()[1]:
+            axis.legend()
+    if timed:
+        axis = axes[-1]
+        phases = [p for p in PHASES if any(f"seconds/{p}" in r for r in timed)]
         stack = [[r.get(f"seconds/{p}") or 0.0 for r in timed] for p in phases]
-        axis.stackplot([r["step"] for r in timed], stack, labels=phases)
-        axis.set_title("seconds per step", fontsize=10)
-        axis.legend(fontsize=7, ncols=2)
-    for axis in axes[-1]:
-        axis.set_xlabel("step", fontsize=9)
-    figure.savefig(pathlib.Path(folder) / name, dpi=100)
+        colors = [COLORS[PHASES.index(phase)] for phase in phases]
+        steps = [r["step"] for r in timed]
+        axis.stackplot(steps, stack, labels=phases, colors=colors, alpha=0.85)
+        # The first step compiles, and would hide the others.
+        total = sorted(sum(column) for column in zip(*stack, strict=True))
+        axis.set_ylim(0, 1.5 * total[int(0.97 * (len(total) - 1))] or 1)
+        axis.set_title("seconds per step")
+        axis.legend(ncols=3, loc="upper right", handlelength=1, columnspacing=1)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        axis.yaxis.get_offset_text().set_fontsize(8)
+        axis.title.set(fontsize=9 if axis is not axes[0] else 12, fontweight="bold")
+        if (legend := axis.get_legend()) is not None:
+            size = 7 if axis is not axes[0] else 10
+            for text in legend.get_texts():
+                text.set_fontsize(size)
+            legend.set_frame_on(False)
+    axes[0].set_xlabel("step", fontsize=9)
+    figure.savefig(pathlib.Path(folder) / name, dpi=110)
     plt.close(figure)
+
+
+def draw(axis, points, color, label):
+    """Draws one metric: few points as they are, many with their running mean."""
+    steps, values = zip(*points, strict=True)
+    if len(points) <= FEW:
+        axis.plot(steps, values, color=color, marker="o", ms=3.5, lw=1.6, label=label)
+        return
+    half = min(len(values) // 20 + 1, 8)
+    near = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
+    mean = [sum(part) / len(part) for part in near]
+    axis.plot(steps, mean, color=color, lw=1.8, label=label)

@@ -1,0 +1,210 @@
+"""Configurations: every file freezes, and what is wrong is named."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from dllm_jax import config, generate, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = sorted((ROOT / "configs").glob("*.py"))
+
+
+def load(path: pathlib.Path):
+    """Returns a config file as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PRESETS = [
+    (path, name)
+    for path in FILES
+    for name in getattr(load(path), "PRESETS", {None: None})
+]
+
+
+def changed(**leaves):
+    """Returns the defaults with leaves changed; a dot is written as two underscores."""
+    tree = config.default()
+    for name, value in leaves.items():
+        *groups, leaf = name.split("__")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[leaf] = value
+    return tree
+
+
+def test_defaults_survive_the_round_trip():
+    assert config.freeze(config.default()) == config.Config()
+    hash(config.Config())  # a static argument
+
+
+def test_changes_arrive():
+    cfg = config.freeze(
+        changed(seed=3, sampler__block=8, sampler__stop_ids=(1, 2), rl__value="head")
+    )
+    assert cfg.seed == 3
+    assert cfg.sampler.block == 8
+    assert cfg.sampler.stop_ids == (1, 2)
+    assert cfg.rl.value == "head"
+    assert cfg.policy_optim == config.Config().policy_optim
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), PRESETS, ids=[f"{p.stem}:{n}" for p, n in PRESETS]
+)
+def test_every_preset_freezes(path, name):
+    module = load(path)
+    cfg = config.freeze(module.get_config(*([name] if name else [])))
+    assert cfg.model.path
+    assert cfg.run.folder != config.RunConfig().folder
+    assert f"--config=configs/{path.name}" in module.__doc__
+    assert name is None or name in module.__doc__
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if hasattr(load(p), "PRESETS")])
+def test_an_unknown_preset_lists_the_known(path):
+    module = load(path)
+    with pytest.raises(ValueError, match="preset='nope'") as caught:
+        module.get_config("nope")
+    for name in module.PRESETS:
+        assert name in str(caught.value)
+
+
+def test_an_unknown_key_in_a_file_is_named_with_the_nearest():
+    tree = config.default()
+    with tree.unlocked():
+        tree.rl.gruop = 8
+    message = "unknown config key 'rl.gruop'; the nearest is 'rl.group'"
+    with pytest.raises(ValueError, match=message):
+        config.freeze(tree)
+    tree = config.default()
+    tree.update({"optim": {}})  # a group that does not exist
+    with pytest.raises(ValueError, match="unknown config key 'optim'"):
+        config.freeze(tree)
+
+
+@pytest.mark.parametrize(
+    ("arg", "nearest"),
+    [
+        ("--config.rl.gruop=8", "rl.group"),
+        ("--config.sampler.treshold=0.5", "sampler.threshold"),
+        ("-config.model.pth=x", "model.path"),
+        ("--noconfig.data.shufle", "data.shuffle"),
+        ("--config.rl=8", "rl."),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_nearest(arg, nearest):
+    with pytest.raises(ValueError, match="unknown config key") as caught:
+        config.check_overrides(["train", arg])
+    assert f"the nearest is '{nearest}" in str(caught.value)
+
+
+def test_known_flags_pass():
+    config.check_overrides(
+        [
+            "train",
+            "--config=configs/tracerl.py:trado-4b",
+            "--config.rl.group=8",
+            "--config.mesh.fsdp",
+            "-1",
+            "--noconfig.data.shuffle",
+            "--distributed",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"method": "ppo"}, "method='ppo': choose from rl, sft"),
+        ({"sampler__strategy": "greedy"}, "sampler.strategy='greedy'.*dynamic"),
+        ({"sampler__steps_per_block": 5}, "steps_per_block=5 .*block of 4"),
+        ({"sampler__steps_per_block": 0}, "steps_per_block=0"),
+        ({"sampler__top_p": 0.0}, "top_p"),
+        ({"sampler__max_new": 0}, "max_new"),
+        ({"rl__group": 1}, "rl.group=1: the z-score .*rl.normalize=False"),
+        ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
+        ({"rl__updates": 9999}, "rl.updates"),
+        ({"batch__tokens": 1000}, "batch.tokens=1000 .*set it to 1028 or more"),
+        ({"model__remat": "some"}, "model.remat='some'"),
+        ({"model__dtype": "int8"}, "model.dtype='int8'"),
+        ({"noise__shrink": 0}, "shrink >= 1"),
+        ({"noise__lower": 0.9, "noise__upper": 0.1}, "lower <= upper"),
+        ({"objective__kl": "k2"}, "objective.kl='k2'"),
+        ({"policy_optim__schedule": "step"}, "schedule='step'"),
+        ({"data__template": "no question"}, "data.template"),
+        ({"run__resume": "maybe"}, "run.resume='maybe'"),
+    ],
+)
+def test_bad_values_are_named(leaves, message):
+    with pytest.raises(ValueError, match=message):
+        config.freeze(changed(**leaves))
+
+
+def test_a_group_of_one_is_fine_without_the_z_score():
+    config.freeze(changed(rl__group=1, rl__normalize=False, rl__prompts=4))
+
+
+def test_help_of_train_lists_every_key():
+    told = train.HELP
+    for key in config.keys(dataclasses.asdict(config.Config())):
+        assert f"--config.{key}=" in told
+    assert "--config=FILE[:PRESET]" in told
+    assert "--distributed" in told
+
+
+def test_help_of_generate_lists_every_flag():
+    told = generate.parser().format_help()
+    for flag in [
+        "--model",
+        "--prompts",
+        "--out",
+        "--max-new-tokens",
+        "--block",
+        "--steps-per-block",
+        "--strategy",
+        "--threshold",
+        "--entropy-bound",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--seed",
+        "--stop-ids",
+    ]:
+        assert flag in told
+
+
+def test_help_of_generate_runs():
+    told = subprocess.run(
+        [sys.executable, "-m", "dllm_jax.generate", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "--steps-per-block" in told
+
+
+def test_errors_of_the_user_end_in_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        try:
+            config.choose("method", "ppo", ("rl", "sft"))
+        except ValueError as error:
+            config.fail(error)
+    assert capsys.readouterr().err == "error: method='ppo': choose from rl, sft\n"
+
+
+def test_defects_keep_their_traceback():
+    with pytest.raises(ValueError, match="invalid literal"):
+        try:
+            int("defect")
+        except ValueError as error:
+            config.fail(error)

@@ -1,0 +1,146 @@
+"""Metrics: what is kept on resume, what is called out, and a picture from any run."""
+
+import json
+import math
+
+import pytest
+
+from dllm_jax import metrics
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when a test moves it; holds the time as its one item."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def steps(folder) -> list[int]:
+    """Returns the steps in metrics.jsonl."""
+    return [row["step"] for row in metrics.read(folder)]
+
+
+def fill(folder, count, total=10):
+    """Writes some steps."""
+    writer = metrics.Writer(folder, total, 0)
+    for step in range(1, count + 1):
+        writer.write(step, {"reward": 0.1 * step})
+    writer.close()
+
+
+def test_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
+    fill(tmp_path, 4)
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    writer = metrics.Writer(tmp_path, 10, 2)
+    assert steps(tmp_path) == [1, 2]
+    writer.write(3, {"reward": 7.0})
+    writer.close()
+    after = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert after[:2] == before[:2]
+    assert json.loads(after[2]) == {"step": 3, "reward": 7.0}
+    assert len(after) == 3
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path):
+    fill(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-10])
+    assert steps(tmp_path) == [1, 2]
+    writer = metrics.Writer(tmp_path, 10, 3)
+    writer.write(4, {"reward": 1.0})
+    writer.close()
+    assert steps(tmp_path) == [1, 2, 4]
+
+
+def test_numbers_that_are_not_finite_become_null_and_are_called_out(tmp_path, capsys):
+    writer = metrics.Writer(tmp_path, 10, 0)
+    writer.write(1, {"kl": math.nan, "grad_norm": math.inf, "reward": 0.5})
+    writer.close()
+    (row,) = metrics.read(tmp_path)
+    assert row == {"step": 1, "kl": None, "grad_norm": None, "reward": 0.5}
+    assert "warning: not finite: grad_norm, kl" in capsys.readouterr().err
+
+
+def test_console_line(tmp_path, clock, capsys):
+    writer = metrics.Writer(tmp_path, 100, 0)
+    writer.write(0, {"heldout_accuracy": 0.25, "seconds/eval": 3.0})
+    clock[0] += 2
+    values = {"reward": 0.5, "kl": 0.00123, "tokens_per_forward": 1.25}
+    writer.write(1, values | {"seconds/rollout": 1.5, "seconds/update": 0.5, "odd": 9})
+    writer.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step   0/100  held-out 0.250  3.0s"
+    assert second == (
+        "step   1/100  reward 0.500  tok/fwd 1.25  kl 1.2e-03  2.0s  left 3:18"
+    )
+
+
+def test_time_left_follows_the_recent_pace(tmp_path, clock):
+    writer = metrics.Writer(tmp_path, 50, 20)
+    for step in range(21, 31):
+        clock[0] += 600 if step == 21 else 60 if step == 25 else 3
+        writer.write(step, {})
+    assert writer.line(30, {}).endswith("left 1:00")  # 20 steps of 3 seconds
+    writer.close()
+
+
+def test_a_silent_process_writes_nothing(tmp_path, capsys):
+    writer = metrics.Writer(tmp_path / "run", 10, 0, enabled=False)
+    writer.write(1, {"reward": 1.0})
+    writer.close()
+    assert not (tmp_path / "run").exists()
+    assert not capsys.readouterr().out
+
+
+def test_timer_counts_inner_phases_once(clock):
+    timer = metrics.Timer()
+    for _ in range(2):
+        with timer("eval"):
+            clock[0] += 1
+            with timer("rollout"):
+                clock[0] += 2
+                with timer("reward"):
+                    clock[0] += 4
+            with timer("reward"):
+                clock[0] += 8
+    assert timer.pop() == {
+        "seconds/eval": 2,
+        "seconds/rollout": 4,
+        "seconds/reward": 24,
+    }
+    assert timer.pop() == {}
+
+
+def test_timer_counts_what_fails(clock):
+    timer = metrics.Timer()
+    with pytest.raises(KeyError), timer("eval"):
+        clock[0] += 5
+        raise KeyError
+    assert timer.pop() == {"seconds/eval": 5}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 40])
+def test_curves_are_drawn_from_any_number_of_steps(tmp_path, count):
+    rows = [{"step": 0, "heldout_accuracy": 0.2, "seconds/eval": 1.0}] * (count > 0)
+    for step in range(1, count):
+        rows.append(
+            {
+                "step": step,
+                "reward": step / count,
+                "accuracy": step / count,
+                "kl": None,
+                "value_loss": 1 / step,
+                "logprob_gap_max": 0.0,
+                "seconds/rollout": 1.0,
+                "seconds/update": 2.0,
+            }
+        )
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.curves(tmp_path)
+    picture = tmp_path / "curves.png"
+    assert picture.exists() == (count > 0)
+    if count:
+        assert picture.read_bytes().startswith(b"\x89PNG")
