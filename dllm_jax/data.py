@@ -54,14 +54,18 @@ def records(path: str) -> list[dict]:
     if not file.is_file():
         raise ValueError(f"dataset {path!r}: no such file")
     if file.suffix == ".json":
-        rows = json.loads(file.read_text())
+        try:
+            rows = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"dataset {path!r}: not JSON ({error})") from None
         if not isinstance(rows, list):
             raise ValueError(
                 f"dataset {path!r}: a .json file must hold a list of records"
             )
     else:
         rows = []
-        for number, line in enumerate(file.read_text().splitlines(), 1):
+        # Not splitlines(): a string may hold U+2028 and other breaks of a text.
+        for number, line in enumerate(file.read_text().split("\n"), 1):
             if line.strip():
                 try:
                     rows.append(json.loads(line))
@@ -154,8 +158,8 @@ class Examples:
 def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
     """Returns (prompt ids, answer text) of an SFT record: fields, or `messages`."""
     if "messages" in row:
-        *before, last = row["messages"]
-        if last["role"] != "assistant":
+        *before, last = row["messages"] or [{}]
+        if last.get("role") != "assistant":
             raise ValueError(
                 f"dataset {path!r}, record {number}: the last message is not the "
                 "assistant's"

@@ -1,0 +1,208 @@
+"""Data: files in, ids out, and an order that is a function of the position alone."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from dllm_jax import data
+
+ROOT = pathlib.Path(__file__).parents[1]
+CFG = data.DataConfig()
+
+
+@pytest.fixture(scope="module")
+def tok():
+    """The tokenizer of the arithmetic example: a character is a token."""
+    path = ROOT / "examples" / "arithmetic" / "make.py"
+    spec = importlib.util.spec_from_file_location("make", path)
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    return make.tokenizer()
+
+
+def write(path: pathlib.Path, *rows) -> str:
+    """Writes records as lines; strings are lines as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+# ---- Files ---------------------------------------------------------------------------
+
+
+def test_records_of_both_kinds(tmp_path):
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    assert data.records(write(tmp_path / "x.jsonl", *lines, "")) == rows
+    assert data.records(write(tmp_path / "x.json", json.dumps(rows))) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"a": 1}\n\n{"a": 2\n', r"x.jsonl', line 3: not JSON"),
+        ("x.jsonl", '{"a": 1}\n[1]\n', "record 2 is not a JSON object"),
+        ("x.jsonl", "\n", "it is empty"),
+        ("x.json", "[]", "it is empty"),
+        ("x.json", '{"a": 1}', "must hold a list of records"),
+        ("x.json", '[{"a": 1}', r"x.json': not JSON"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        data.records(str(tmp_path / name))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match="'none.jsonl': no such file"):
+        data.records("none.jsonl")
+
+
+def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
+    path = write(
+        tmp_path / "x.jsonl",
+        {"question": "1+1", "answer": 2},
+        {"question": "2+2", "anwser": 4},
+    )
+    with pytest.raises(ValueError, match=r"record 2: no field 'answer'.*'anwser'\?"):
+        data.problems(path, tok, CFG)
+    with pytest.raises(ValueError, match=r"no field 'zzz', it has \['answer', 'qu"):
+        data.problems(path, tok, dataclasses.replace(CFG, question="zzz"))
+
+
+# ---- Order ---------------------------------------------------------------------------
+
+
+@hypothesis.given(st.integers(1, 40), st.integers(0, 9), st.integers(0, 5))
+def test_every_epoch_is_a_permutation(size, seed, epoch):
+    got = data.order(size, epoch * size, size, seed=seed, shuffle=True)
+    assert sorted(got) == list(range(size))
+    plain = data.order(size, epoch * size, size, seed=seed, shuffle=False)
+    assert list(plain) == list(range(size))
+
+
+@hypothesis.given(
+    size=st.integers(1, 20),
+    counts=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    start=st.integers(0, 100),
+    shuffle=st.booleans(),
+)
+def test_order_is_a_function_of_the_position(size, counts, start, shuffle):
+    how = {"seed": 3, "shuffle": shuffle}
+    parts, position = [], start
+    for count in counts:
+        parts.append(data.order(size, position, count, **how))
+        position += count
+    whole = data.order(size, start, sum(counts), **how)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_epochs_and_seeds_differ():
+    orders = [
+        tuple(data.order(50, start, 50, seed=seed, shuffle=True))
+        for seed in (0, 1)
+        for start in (0, 50)
+    ]
+    assert len(set(orders)) == 4
+
+
+# ---- Prompts -------------------------------------------------------------------------
+
+
+def test_render_uses_the_chat_template(tok):
+    ids = data.render(tok, [{"role": "user", "content": "1+2"}])
+    assert tok.decode(ids) == (
+        "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids[0] == tok.convert_tokens_to_ids("<|im_start|>")
+    assert tok.unk_token_id not in ids
+
+
+def test_render_without_a_template_is_an_error(tok):
+    bare = type(tok)(tokenizer_object=tok.backend_tokenizer)
+    with pytest.raises(ValueError, match="no chat template"):
+        data.render(bare, [{"role": "user", "content": "1+2"}])
+
+
+def test_problems_fill_the_template(tmp_path, tok):
+    path = write(tmp_path / "x.jsonl", {"question": "1+2", "answer": 3})
+    cfg = dataclasses.replace(CFG, template="{question}= {x}?")
+    (problem,) = data.problems(path, tok, cfg)
+    assert "user\n1+2= {x}?<|im_end|>" in tok.decode(problem.prompt_ids)
+    assert (problem.text, problem.answer) == ("1+2", "3")
+
+
+def test_stop_ids_begin_with_the_end_of_the_turn(tok):
+    turn = tok.convert_tokens_to_ids("<|im_end|>")
+    end = tok.eos_token_id
+    assert data.stop_ids(tok, end, 50) == (turn, end, 50)
+    assert data.stop_ids(None, 7, 7, 8) == (7, 8)
+    assert data.stop_ids(None) == ()
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no usable tokenizer"):
+        data.tokenizer(str(tmp_path))
+
+
+# ---- Examples of SFT -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 4, 5])
+def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
+    path = write(
+        tmp_path / "x.jsonl",
+        {"question": "1+2", "response": "3"},
+        {"question": "10+20", "response": "=30"},
+    )
+    end, pad, slots = 2, 0, 40
+    got, dropped = data.examples(
+        path, tok, CFG, end=end, pad=pad, block=block, slots=slots
+    )
+    assert dropped == 0
+    assert got.tokens_BT.shape == got.step_BT.shape == (2, slots)
+    for i, text in enumerate(("3", "=30")):
+        first, count = int(got.prompt_len_B[i]), int(got.len_B[i])
+        assert (first + count) % block == 0
+        answer = got.tokens_BT[i, first : first + count].tolist()
+        written = tok(text, add_special_tokens=False)["input_ids"]
+        assert answer[: len(written) + 1] == [*written, end]
+        assert set(answer[len(written) + 1 :]) <= {pad}
+        assert count - len(written) - 1 < block
+        learned = np.flatnonzero(got.step_BT[i])
+        np.testing.assert_array_equal(learned, np.arange(first, first + count))
+        assert (got.tokens_BT[i, first + count :] == pad).all()
+
+
+def test_examples_of_conversations(tmp_path, tok):
+    turns = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4"},
+    ]
+    path = write(tmp_path / "x.jsonl", {"messages": turns})
+    got, _ = data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=80)
+    first = int(got.prompt_len_B[0])
+    assert got.tokens_BT[0, :first].tolist() == data.render(tok, turns[:3])
+    for wrong in (turns[:3], []):
+        path = write(tmp_path / "x.jsonl", {"messages": wrong})
+        with pytest.raises(ValueError, match="record 1: the last message is not the"):
+            data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=80)
+
+
+def test_examples_that_are_too_long_are_counted(tmp_path, tok):
+    short = {"question": "1+2", "response": "3"}
+    long = {"question": "1+2", "response": "3" * 100}
+    path = write(tmp_path / "x.jsonl", short, long, long)
+    got, dropped = data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=40)
+    assert (len(got.len_B), dropped) == (1, 2)
+    with pytest.raises(ValueError, match="no record fits into 8 tokens"):
+        data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=8)
