@@ -217,6 +217,8 @@ def train(cfg: config.Config) -> None:
     writer = metrics.Writer(folder, steps, first, enabled=main)
     if first == 0 and heldout:
         writer.write(0, {**evaluate(0), **timer.pop()})
+    done = saved = first
+    described = dataclasses.asdict(cfg)
 
     for step in range(first + 1, steps + 1):
         rng = np.random.default_rng([cfg.seed, step])
@@ -271,7 +273,6 @@ def train(cfg: config.Config) -> None:
             steps_nT = views.noised_steps(part, cfg.noise, sampler.block, rng)
             batch, _ = pack(part, steps_nT, np.arange(len(chosen)))
             batches = [sharding.place_rows(batch, mesh, axis=1)]
-        taken += len(chosen)
         if stopping():
             break
 
@@ -289,14 +290,17 @@ def train(cfg: config.Config) -> None:
         for phase, seconds in timer.seconds.items() if rl else ():
             told[f"tokens_per_second/{phase}"] = sampled / seconds
         writer.write(step, told | timer.pop())
-        if step % cfg.run.save_every == 0 or step == steps or stopping():
+        done, taken = step, taken + len(chosen)
+        if step % cfg.run.save_every == 0 or step == steps:
             with timer("checkpoint"):
-                meta = {"taken": taken, "config": dataclasses.asdict(cfg)}
-                checkpoints.save(step, states, meta)
+                checkpoints.save(step, states, {"taken": taken, "config": described})
+            saved = step
         if stopping():
             break
 
     # ---- What is left behind ---------------------------------------------------------
+    if done > saved:  # a signal came before a save was due
+        checkpoints.save(done, states, {"taken": taken, "config": described})
     checkpoints.close()
     writer.close()
     if main:
