@@ -7,7 +7,7 @@ A prompt on the command line is shown while it is unmasked. A line of a prompts 
 `prompt` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
 (token ids: no tokenizer is needed); the line written for it holds prompt_ids,
 response_ids, step_map (the denoising step at which each token was unmasked, from 1),
-logprobs (nats), confidence, forwards, finished ("stop", "length" or "skipped") and text.
+logprobs (nats), confidence, forwards, finished ("stop" or "length") and text.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
-        "--stop-ids", help="token ids, comma-separated; default: the model's"
+        "--stop-ids",
+        type=lambda text: tuple(int(t) for t in text.split(",") if t),
+        help="token ids, comma-separated; default: the model's",
     )
     p.add_argument("--rows", type=int, default=32, help="prompts sampled together")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -70,19 +72,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def read(path: str, tok) -> tuple[list[list[int]], list[dict]]:
+def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
     """Returns (prompt ids, the lines) of a prompts file.
 
-    Raises ValueError naming the line that has none of the three fields.
+    Raises ValueError naming the record that has none of the three fields, and the one
+    whose ids are not a list of ids below `vocab`.
     """
     ids, rows = [], data.records(path)
     for number, row in enumerate(rows, 1):
         if "prompt_ids" in row:
-            ids.append([int(t) for t in row["prompt_ids"]])
+            given = row["prompt_ids"]
+            given = given if isinstance(given, list) else []
+            if not given or not all(t in range(vocab) for t in given):
+                raise ValueError(
+                    f"{path!r}, record {number}: prompt_ids must be one or more ids "
+                    f"in 0..{vocab - 1}"
+                )
+            ids.append(given)
         elif tok is None:
             raise ValueError(
-                f"{path!r}, line {number}: the model has no tokenizer, so each line "
-                "needs prompt_ids"
+                f"{path!r}, record {number}: the model has no tokenizer, so each "
+                "record needs prompt_ids"
             )
         elif "messages" in row:
             ids.append(data.render(tok, row["messages"]))
@@ -90,7 +100,7 @@ def read(path: str, tok) -> tuple[list[list[int]], list[dict]]:
             ids.append(data.render(tok, [{"role": "user", "content": row["prompt"]}]))
         else:
             raise ValueError(
-                f"{path!r}, line {number}: needs prompt, messages or prompt_ids, "
+                f"{path!r}, record {number}: needs prompt, messages or prompt_ids, "
                 f"it has {sorted(row)}"
             )
     return ids, rows
@@ -152,10 +162,8 @@ def main(argv=None):
     model, params = hf.load(args.model, mesh=mesh, dtype=args.dtype, heads=("lm",))
     block = args.block or model.block
     model = dataclasses.replace(model, dtype=args.dtype, block=block)
-    ids = args.stop_ids
-    if ids is not None:
-        stops = tuple(int(t) for t in ids.split(",") if t)
-    else:
+    stops = args.stop_ids
+    if stops is None:
         stops = data.stop_ids(tok, model.eos_id)
     cfg = SamplerConfig(
         block=block,
@@ -176,7 +184,7 @@ def main(argv=None):
         stream(params, prompt, args, model=model, cfg=cfg, tok=tok)
         return
 
-    prompts, rows = read(args.prompts, tok)
+    prompts, rows = read(args.prompts, tok, model.vocab)
     longest = max(map(len, prompts))
     share = mesh.size // args.model_parallel
     cfg = dataclasses.replace(
@@ -196,10 +204,11 @@ def main(argv=None):
                 generate,
                 params,
                 part,
-                jax.random.fold_in(jax.random.key(args.seed), first),
+                jax.random.key(args.seed),
                 cfg=cfg,
                 temperature=args.temperature,
                 mesh=mesh,
+                offset=first,  # an answer does not depend on --rows
             )
             texts = rollout.decode(trace, tok) if tok else [None] * len(part)
             for i, prompt in enumerate(part):

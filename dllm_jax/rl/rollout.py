@@ -23,21 +23,22 @@ class Rollouts:
     text: list[str]  # decoded once, for graders and people
     reward_n: np.ndarray
 
-    def select(self, keep_n):
-        """Returns the rollouts where `keep`."""
-        return Rollouts(
-            trace=jax.tree.map(lambda x: x[keep_n], self.trace),
-            group_n=self.group_n[keep_n],
-            text=[t for t, keep in zip(self.text, keep_n, strict=True) if keep],
-            reward_n=self.reward_n[keep_n],
-        )
 
-
-def sample(generate, params, prompts: list[list[int]], key, *, cfg, temperature, mesh):
+def sample(
+    generate,
+    params,
+    prompts: list[list[int]],
+    key,
+    *,
+    cfg,
+    temperature,
+    mesh,
+    offset: int = 0,
+):
     """Returns the host Trace of one answer to each prompt, sampled `cfg.rows` at a time.
 
     generate: the jitted `denoise.generate`, its static arguments bound; key: a typed
-    random key, from which row i draws by fold_in(i). A prompt longer than
+    random key, from which prompt i draws by fold_in(offset + i). A prompt longer than
     `cfg.max_prompt` gets an empty answer; the caller reports it.
     """
     n = len(prompts)
@@ -58,7 +59,7 @@ def sample(generate, params, prompts: list[list[int]], key, *, cfg, temperature,
                 "prompt_len_B": real,
                 "limit_B": real + cfg.max_new,
                 "temperature_B": np.full(cfg.rows, temperature, np.float32),
-                "index_B": index.astype(np.uint32),
+                "index_B": (offset + index).astype(np.uint32),
             },
             mesh,
         )
@@ -141,6 +142,9 @@ def record(trace: Trace, i: int, prompt: list[int]) -> dict:
     """Returns row i of a host trace as a JSON-able record: ids, steps, log-probs."""
     first = int(trace.prompt_len_B[i])
     span = slice(first, first + int(trace.len_B[i]))
+    finished = "stop" if trace.stopped_B[i] else "length"
+    if trace.len_B[i] == 0:
+        finished = "skipped"
     return {
         "prompt_ids": [int(t) for t in prompt],
         "response_ids": trace.tokens_BT[i, span].tolist(),
@@ -148,5 +152,5 @@ def record(trace: Trace, i: int, prompt: list[int]) -> dict:
         "logprobs": [round(float(x), 6) for x in trace.logp_BT[i, span]],
         "confidence": [round(float(x), 6) for x in trace.conf_BT[i, span]],
         "forwards": int(trace.forwards_B[i]),
-        "finished": "stop" if trace.stopped_B[i] else "length",
+        "finished": finished,
     }

@@ -1,0 +1,173 @@
+"""Rollouts: prompts of any number and length through a fixed batch, and their rewards."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import sharding
+from dllm_jax.rl import rollout
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.state import Trace
+
+CFG = SamplerConfig(max_prompt=6, max_new=5, rows=4, stop_ids=(9,))
+PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8, 1], [1] * 7, [], [3, 3, 3]]
+LONG = np.array([False, False, False, True, True, False])
+
+
+class Fake:
+    """A `generate` that answers row b with its prompt's first token, keeping its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, params, **arrays) -> Trace:
+        """Returns answers of 3 tokens, of which the last stops rows of even length."""
+        self.calls.append(arrays)
+        len_B = arrays["prompt_len_B"]
+        live_B = len_B > 0
+        pos_T = jnp.arange(CFG.slots)[None]
+        prompt_BT = jnp.pad(
+            arrays["prompt_BT"], ((0, 0), (0, CFG.slots - CFG.max_prompt))
+        )
+        answer_BT = (pos_T >= len_B[:, None]) & (pos_T < len_B[:, None] + 3)
+        step_BT = jnp.where(answer_BT, pos_T - len_B[:, None] + 1, 0)
+        return Trace(
+            tokens_BT=jnp.where(answer_BT, prompt_BT[:, :1], prompt_BT),
+            step_BT=step_BT,
+            logp_BT=-0.1234567 * step_BT,
+            conf_BT=0.5 * answer_BT,
+            prompt_len_B=len_B,
+            len_B=3 * live_B,
+            steps_B=2 * live_B,
+            forwards_B=4 * live_B,
+            stopped_B=live_B & (len_B % 2 == 0),
+        )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Eight devices, four of which hold a row each."""
+    return sharding.make_mesh(data=4, model=2, fsdp=1)
+
+
+def sample(generate, mesh, prompts=PROMPTS, **how):
+    """Returns the host trace of the prompts."""
+    return rollout.sample(
+        generate,
+        None,
+        prompts,
+        jax.random.key(5),
+        cfg=CFG,
+        temperature=0.7,
+        mesh=mesh,
+        **how,
+    )
+
+
+def test_any_number_of_prompts_in_batches_of_one_shape(mesh):
+    fake = Fake()
+    trace = sample(fake, mesh)
+    assert len(fake.calls) == 2  # 6 prompts in rows of 4: two fillers
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(trace))
+    assert trace.tokens_BT.shape == (6, CFG.slots)
+    for i in np.flatnonzero(~LONG):
+        n = len(PROMPTS[i])
+        assert trace.prompt_len_B[i] == n
+        assert trace.tokens_BT[i, :n].tolist() == PROMPTS[i]
+        assert trace.tokens_BT[i, n : n + 3].tolist() == [PROMPTS[i][0]] * 3
+    for call in fake.calls:
+        assert call["prompt_BT"].shape == (4, CFG.max_prompt)
+        assert call["prompt_BT"].sharding.spec[0] is not None  # rows are split
+        np.testing.assert_array_equal(
+            call["limit_B"] - call["prompt_len_B"], CFG.max_new
+        )
+        np.testing.assert_allclose(call["temperature_B"], 0.7)
+    assert fake.calls[1]["prompt_len_B"].tolist() == [0, 3, 0, 0]
+
+
+def test_prompts_that_are_too_long_or_empty_get_empty_answers(mesh):
+    trace = sample(Fake(), mesh)
+    np.testing.assert_array_equal(trace.len_B == 0, LONG)
+    assert (trace.prompt_len_B[LONG] == 0).all()
+
+
+def test_a_prompt_draws_from_its_own_key(mesh):
+    def keys(fake, count):
+        rows = [jax.random.key_data(call["key_B"]) for call in fake.calls]
+        return np.concatenate(rows)[:count]
+
+    whole, part = Fake(), Fake()
+    sample(whole, mesh)
+    sample(part, mesh, PROMPTS[4:], offset=4)
+    all_keys = keys(whole, 6)
+    assert len(np.unique(all_keys, axis=0)) == 6
+    np.testing.assert_array_equal(keys(part, 2), all_keys[4:])
+
+
+@pytest.mark.parametrize("truncated_wrong", [True, False])
+def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
+    trace = sample(Fake(), mesh)
+    texts, golds = list("abcdef"), list("ABCDEF")
+    asked = []
+
+    def grader(texts, golds):
+        asked.append((texts, golds))
+        return [1.0] * len(texts)
+
+    got = rollout.graded(
+        trace, texts, golds, np.arange(6), grader, truncated_wrong=truncated_wrong
+    )
+    assert asked == [(texts, golds)]
+    even = np.array([len(p) % 2 == 0 for p in PROMPTS])
+    want = ~LONG & (even | (not truncated_wrong))
+    np.testing.assert_array_equal(got.reward_n, want.astype(np.float32))
+    told = rollout.summary(got)
+    assert told["accuracy"] == pytest.approx(want.mean())
+    assert told["reward"] == pytest.approx(want.mean())
+    assert told["response_length"] == 3  # of those that were answered
+    assert told["tokens_per_forward"] == pytest.approx(3 / 4)
+    assert told["tokens_per_step"] == pytest.approx(3 / 2)
+    assert told["truncated"] == pytest.approx((~LONG & ~even).mean())
+
+
+def test_a_step_without_any_answer_can_be_told(mesh):
+    trace = sample(Fake(), mesh, [[], [1] * 9])
+    got = rollout.graded(
+        trace, ["", ""], ["", ""], np.zeros(2), lambda *_: [1, 1], truncated_wrong=True
+    )
+    told = rollout.summary(got)
+    assert all(x == 0 for x in told.values())
+
+
+def test_records_hold_the_answer_and_its_trace(mesh):
+    trace = sample(Fake(), mesh)
+    got = rollout.graded(
+        trace,
+        list("abcdef"),
+        [""] * 6,
+        np.arange(6) // 2,
+        lambda texts, golds: [0.5] * 6,
+        truncated_wrong=False,
+    )
+    records = rollout.as_records(got, PROMPTS[:4])
+    assert len(records) == 4
+    assert json.loads(json.dumps(records)) == records
+    assert records[1] == {
+        "prompt_ids": [2, 3],
+        "response_ids": [2, 2, 2],
+        "step_map": [1, 2, 3],
+        "logprobs": [-0.123457, -0.246913, -0.37037],
+        "confidence": [0.5, 0.5, 0.5],
+        "forwards": 4,
+        "finished": "stop",
+        "text": "b",
+        "reward": 0.5,
+        "group": 0,
+    }
+    assert records[0]["finished"] == "length"
+    assert records[3]["finished"] == "skipped"
+    assert records[3]["prompt_ids"] == PROMPTS[3]
+    assert records[3]["response_ids"] == records[3]["step_map"] == []

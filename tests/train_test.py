@@ -1,0 +1,239 @@
+"""Whole runs of the command: killed, stopped, damaged and resumed, bit for bit."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Returns a function that starts a run; all runs share what one has compiled."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def start(folder, *overrides, file="smoke.py") -> subprocess.Popen:
+        keys = [
+            f"run.folder={folder}",
+            f"rl.steps={STEPS}",
+            "eval.problems=8",
+            *overrides,
+        ]
+        return subprocess.Popen(
+            [sys.executable, "-m", "dllm_jax.train", f"--config=configs/{file}"]
+            + [f"--config.{key}" for key in keys],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def end(run: subprocess.Popen, code: int = 0) -> str:
+    """Returns what a run printed, once it has ended as it should."""
+    told, _ = run.communicate(timeout=300)
+    assert run.returncode == code, told
+    return told
+
+
+def until(run: subprocess.Popen, *paths: pathlib.Path):
+    """Waits for a run to write some files."""
+    while not all(path.exists() for path in paths):
+        if run.poll() is not None:
+            pytest.fail(f"ended too early: {run.communicate()[0]}")
+        time.sleep(0.002)
+
+
+def rows(folder) -> list[dict]:
+    """Returns the metrics, without those that a clock decides."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    clock = ("seconds/", "tokens_per_second/")
+    return [
+        {k: x for k, x in json.loads(line).items() if not k.startswith(clock)}
+        for line in text.split("\n")[:-1]
+    ]
+
+
+def saved(folder) -> list[int]:
+    """Returns the steps that have a committed checkpoint."""
+    path = folder / "checkpoints"
+    names = [p.name for p in path.iterdir()] if path.exists() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def same(folder, whole):
+    """Asserts that two runs left the same metrics and, bit for bit, the same weights."""
+    assert rows(folder) == rows(whole)
+    file = pathlib.Path("export", "model.safetensors")
+    got = safetensors.numpy.load_file(folder / file)
+    want = safetensors.numpy.load_file(whole / file)
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    end(command(folder))
+    return folder
+
+
+def test_a_run_leaves_everything_behind(whole):
+    for name in ("config.json", "curves.png", "export", "tensorboard", "samples"):
+        assert (whole / name).exists(), name
+    assert saved(whole) == [3, 4]
+    assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3, 4]
+    last = rows(whole)[-1]
+    for name in (
+        ["reward", "accuracy", "heldout_accuracy", "response_length", "kl"]
+        + ["tokens_per_forward", "clip_fraction", "entropy", "value_loss"]
+        + ["explained_variance", "advantage_std", "grad_norm", "learning_rate"]
+        + ["logprob_gap_max", "logprob_gap_mean"]
+    ):
+        assert np.isfinite(last[name]), name
+    assert last["logprob_gap_max"] < 1e-4
+    first = json.loads(
+        (whole / "samples" / "step_000001.jsonl").read_text().split("\n")[0]
+    )
+    assert first["response_ids"]
+    assert len(first["step_map"]) == len(first["response_ids"])
+    start = safetensors.numpy.load_file(
+        ROOT / "examples/arithmetic/model/model.safetensors"
+    )
+    got = safetensors.numpy.load_file(whole / "export/model.safetensors")
+    assert any((got[name] != x).any() for name, x in start.items())  # it has learned
+
+
+def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
+    folder = tmp_path / "run"
+    run = command(folder)
+    until(run, folder / "checkpoints" / "1", folder / "samples" / "step_000003.jsonl")
+    run.kill()
+    end(run, -signal.SIGKILL)
+    assert rows(folder)[-1]["step"] in (2, 3)
+    told = end(command(folder))
+    assert f"resuming {folder} after step" in told
+    same(folder, whole)
+
+
+def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
+    folder = tmp_path / "run"
+    every = "run.save_every=2"
+    run = command(folder, every)
+    until(run, folder / "samples" / "step_000004.jsonl")  # in the middle of a step
+    run.send_signal(signal.SIGTERM)
+    told = end(run)
+    assert "stopped by a signal" in told
+    newest = rows(folder)[-1]["step"]
+    assert newest in (3, 4)
+    assert saved(folder) == [2, newest]  # also what was not yet due
+
+    state = folder / "checkpoints" / str(newest) / "state"
+    file = max(
+        (f for f in state.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
+    )
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    told = end(command(folder, every))
+    assert f"{folder / 'checkpoints' / str(newest)} is damaged" in told
+    assert f"resuming {folder} after step 2" in told
+    same(folder, whole)
+
+
+@pytest.fixture(scope="module")
+def others(command, tmp_path_factory):
+    """Folders of short runs by name, with what they printed; they ran side by side."""
+    folder = tmp_path_factory.mktemp("others")
+    two = ("rl.steps=2", "eval.every=2")
+    runs = {
+        "none": command(
+            folder / "none", *two, "rl.min_solved=0.99", "rl.max_solved=0.995"
+        ),
+        "head": command(folder / "head", *two, "rl.value=head", "rl.updates=1"),
+        "sft": command(
+            folder / "sft",
+            "model.path=examples/arithmetic/model",
+            "sft.steps=2",
+            "sft.examples=16",
+            "sampler.rows=16",
+            file="sft.py",
+        ),
+    }
+    return {name: (folder / name, end(run)) for name, run in runs.items()}
+
+
+def test_no_group_left_is_reported_and_the_run_goes_on(others):
+    folder, told = others["none"]
+    for step in (1, 2):
+        assert f"step {step}: no group has a solve rate" in told
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2]
+    assert rows(folder)[1]["groups_kept"] == 0
+    start = ROOT / "examples/arithmetic/model"
+    want = safetensors.numpy.load_file(start / "model.safetensors")
+    got = safetensors.numpy.load_file(folder / "export/model.safetensors")
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x)
+
+
+def test_the_value_may_be_a_head_on_the_policy(others):
+    folder, _ = others["head"]
+    last = rows(folder)[-1]
+    assert last["step"] == 2
+    assert np.isfinite(last["value_loss"])
+    assert "value_grad_norm" not in last  # one network, one gradient
+
+
+def test_sft(others):
+    folder, _ = others["sft"]
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2]
+    assert rows(folder)[-1]["loss"] > 0
+    assert (folder / "export" / "model.safetensors").exists()
+
+
+def test_help_lists_every_key():
+    told = subprocess.run(
+        [sys.executable, "-m", "dllm_jax.train", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in ("--config=FILE", "--config.rl.group=16", "--config.mesh.fsdp=-1"):
+        assert name in told
+
+
+def test_bad_flags_end_in_one_line(command, tmp_path):
+    told = end(command(tmp_path / "run", "rl.gruop=8"), 2)
+    assert told.strip().splitlines()[-1] == (
+        "error: unknown config key 'rl.gruop'; the nearest is 'rl.group'"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_never_resume_refuses_a_folder_in_use(command, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    told = end(command(tmp_path / "run", "run.resume=never"), 2)
+    assert "already holds a run" in told
