@@ -1,0 +1,194 @@
+"""The command that answers prompts, on a random checkpoint without a tokenizer."""
+
+import importlib.util
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dllm_jax import generate, sharding
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROMPTS = [
+    {"prompt_ids": [5, 6, 7], "id": "first"},
+    {"prompt_ids": [8] * 9},
+    {"prompt_ids": [9, 66, 11, 12]},  # 66 is the mask token: here it is text
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_mesh_left_behind():
+    """Puts the mesh in force back: the command sets its own for the whole process."""
+    with jax.set_mesh(sharding.make_mesh()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def make():
+    """The script of the arithmetic example."""
+    path = ROOT / "examples" / "arithmetic" / "make.py"
+    spec = importlib.util.spec_from_file_location("make", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, make):
+    """The folder of a tiny SDAR checkpoint that is sure of some answers."""
+    folder = tmp_path_factory.mktemp("model")
+    make.SHAPE.update(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=8,
+        vocab_size=67,
+    )
+    config = {"model_type": "sdar", "block_size": 4, "mask_token_id": 66}
+    config |= {"eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-6}
+    config |= {"rope_theta": 10000, "tie_word_embeddings": False} | make.SHAPE
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = make.weights(np.random.default_rng(0))
+    for name, x in weights.items():
+        weights[name] = x if "norm" in name else 20 * x
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def ask(model, tmp_path):
+    """Returns a function that runs the command and reads what it wrote."""
+
+    def run(*flags, prompts=PROMPTS) -> list[dict]:
+        file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        generate.main(
+            [f"--model={model}", f"--prompts={file}", f"--out={out}"]
+            + ["--dtype=float32", "--max-new-tokens=10", *flags]
+        )
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run
+
+
+def answers(lines) -> list:
+    """Returns the answers with their traces."""
+    return [(line["response_ids"], line["step_map"]) for line in lines]
+
+
+def test_lines_hold_the_answer_and_its_trace(ask):
+    lines = ask("--stop-ids=")
+    assert [line.get("id") for line in lines] == ["first", None, None]
+    for line, row in zip(lines, PROMPTS, strict=True):
+        assert line.keys() - {"id"} == {
+            *("prompt_ids", "response_ids", "step_map", "logprobs", "confidence"),
+            *("forwards", "finished", "text"),
+        }
+        assert line["prompt_ids"] == row["prompt_ids"]
+        assert len(line["response_ids"]) == 10
+        assert len(line["step_map"]) == len(line["logprobs"]) == 10
+        assert min(line["step_map"]) == 1
+        assert max(line["step_map"]) <= line["forwards"]
+        assert max(line["logprobs"]) <= 0
+        assert all(0 <= token < 66 for token in line["response_ids"])  # never a mask
+        assert line["finished"] == "length"
+        assert line["text"] is None
+
+
+def test_answers_follow_from_the_seed_alone(ask):
+    first = ask("--seed=1")
+    assert ask("--seed=1") == first
+    assert answers(ask("--seed=2")) != answers(first)
+    # Neither from the neighbours nor from how many are sampled together.
+    many = ask("--seed=1", "--rows=8", prompts=PROMPTS[:1] * 8 + PROMPTS)
+    few = ask("--seed=1", "--rows=64", prompts=PROMPTS[:1] * 8 + PROMPTS)
+    assert answers(many) == answers(few)
+    assert answers(many)[:1] == answers(first)[:1]
+
+
+def test_temperature_0_is_the_arg_max(ask):
+    first = ask("--temperature=0")
+    assert answers(ask("--temperature=0", "--seed=3")) == answers(first)
+
+
+def test_stop_ids_end_an_answer(ask):
+    long = ask("--temperature=0", "--stop-ids=")[0]["response_ids"]
+    stop = long[3]
+    line = ask("--temperature=0", f"--stop-ids=0,{stop}")[0]
+    assert line["response_ids"] == long[: long.index(stop) + 1]
+    assert line["finished"] == "stop"
+
+
+def test_max_new_tokens(ask):
+    lines = ask("--stop-ids=", "--max-new-tokens=1")
+    assert {len(line["response_ids"]) for line in lines} == {1}
+
+
+def test_strategies_and_steps(ask):
+    flags = ("--stop-ids=", "--temperature=0", "--max-new-tokens=9")
+    order = ask(*flags, "--strategy=sequential")[0]["step_map"]
+    assert order == list(range(1, 10))
+    order = ask(*flags, "--strategy=static", "--steps-per-block=2")[0]["step_map"]
+    # The prompt ends one short of a block: 1 token, then 2 steps of 2 in each block.
+    assert order[0] == 1
+    assert sorted(order[1:]) == [2, 2, 3, 3, 4, 4, 5, 5]
+    dynamic = ask(*flags, "--strategy=dynamic", "--threshold=0.01")[0]
+    assert max(dynamic["step_map"]) < 9
+    bounded = ask(*flags, "--strategy=entropy_bounded", "--entropy-bound=100")[0]
+    assert max(bounded["step_map"]) == 3  # a block at a step
+    wide = ask(*flags, "--strategy=sequential", "--block=8", "--steps-per-block=4")[0]
+    assert wide["step_map"] == [1, 1, 2, 2, 3, 4, 4, 5, 5]  # blocks begin at 8
+
+
+def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(model / file)
+    make.tokenizer().save_pretrained(tmp_path)
+    turn = {"role": "user", "content": "1+2"}
+    flags = (f"--model={tmp_path}", "--temperature=0")
+    with pytest.raises(ValueError, match="prompt_ids must be one or more ids in 0..66"):
+        ask(*flags, prompts=[{"prompt_ids": [67]}])
+    lines = ask(*flags, prompts=[{"prompt": "!!"}, {"messages": [turn]}])
+    text = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
+    assert make.tokenizer().decode(lines[1]["prompt_ids"]) == text
+    assert isinstance(lines[1]["text"], str)
+    generate.main([*flags, "--max-new-tokens=10", "--dtype=float32", "1+2"])
+    told = capsys.readouterr()
+    assert told.out.strip() == lines[1]["text"].strip()
+    assert "tokens per forward" in told.err
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "hello"}, "record 2: the model has no tokenizer"),
+        ({"prompt": "hello"}, "record 2: the model has no tokenizer"),
+        ({"prompt_ids": []}, r"record 2: prompt_ids must be .* in 0\.\.66"),
+        ({"prompt_ids": [3, 67]}, "record 2: prompt_ids must be"),
+        ({"prompt_ids": "abc"}, "record 2: prompt_ids must be"),
+        ({"prompt_ids": 5}, "record 2: prompt_ids must be"),
+    ],
+)
+def test_bad_lines_are_named(ask, row, message):
+    with pytest.raises(ValueError, match=message):
+        ask(prompts=[{"prompt_ids": [5]}, row])
+
+
+def test_bad_flags_are_named(ask, model, tmp_path, capsys):
+    with pytest.raises(ValueError, match="either one prompt or --prompts"):
+        generate.main([f"--model={model}"])
+    with pytest.raises(ValueError, match="either one prompt or --prompts"):
+        ask("and a prompt")
+    with pytest.raises(ValueError, match="has no tokenizer; use --prompts"):
+        generate.main([f"--model={model}", "hello"])
+    with pytest.raises(ValueError, match="steps_per_block=5"):
+        ask("--steps-per-block=5")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        generate.main([f"--model={tmp_path}", "hello"])
+    for flag in ("--stop-ids=a", "--strategy=greedy", "--unknown=1"):
+        with pytest.raises(SystemExit):
+            ask(flag)
+        assert flag.split("=")[0] in capsys.readouterr().err
