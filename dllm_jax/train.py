@@ -205,7 +205,7 @@ def train(cfg: config.Config) -> None:
     most = views.microbatches(
         per_update if rl else cfg.sft.examples,
         sampler.slots,
-        sampler.max_new,
+        sampler.max_new if rl else sampler.slots,
         sampler.block,
         rounds,
         cfg.batch,
