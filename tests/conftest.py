@@ -8,6 +8,8 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dllm_jax.models import transformer
@@ -33,9 +35,11 @@ def tiny():
         pad_id=0,
         dtype="float32",
     )
-    params = transformer.init(jax.random.key(0), cfg)
-    # Weights of std 0.4: at 0.02 every distribution is flat and no threshold bites.
-    scale = jax.tree.map(
-        lambda spec: 20.0 if spec.init == "normal" else 1.0, transformer.specs(cfg)
-    )
-    return cfg, jax.tree.map(jax.numpy.multiply, params, scale)
+    rng = np.random.default_rng(0)
+
+    def weight(spec):
+        # Of std 0.4: at 0.02 every distribution is flat and no threshold bites.
+        noise = rng.normal(size=transformer.shape(spec, cfg))
+        return jnp.asarray(0.4 * noise if spec.init == "normal" else 1 + 0.2 * noise)
+
+    return cfg, jax.tree.map(weight, transformer.specs(cfg))

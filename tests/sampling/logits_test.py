@@ -1,0 +1,164 @@
+"""From logits to a token: filters, the draw, and what is recorded of it."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.sampling import logits
+from dllm_jax.sampling.config import SamplerConfig
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+HASTY = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
+draw = jax.jit(logits.draw, static_argnames="cfg", compiler_options=HASTY)
+keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"), compiler_options=HASTY)
+FREE = SamplerConfig()
+FILTERED = SamplerConfig(top_k=4, top_p=0.8)
+
+B, W, V = 6, 3, 9
+MANY = 4096
+RNG = np.random.default_rng(0)
+LOGITS_BWV = RNG.normal(size=(B, W, V), scale=2).astype(np.float32)
+KEY_B = jax.random.split(jax.random.key(0), B)
+TEMPERATURE_B = np.array([0, 0.3, 0.7, 1, 1.5, 0], np.float32)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def distribution(x_V, temperature, top_k, top_p):
+    """Returns the probabilities drawn from, token by token, in f64."""
+    p_V = softmax(np.asarray(x_V, np.float64) / temperature)
+    order = sorted(range(len(p_V)), key=lambda i: (-p_V[i], i))
+    order = order[: top_k or None]
+    kept, total = [], sum(p_V[order])
+    for i in order:
+        if sum(p_V[kept]) / total >= top_p:
+            break
+        kept.append(i)
+    out_V = np.zeros_like(p_V)
+    out_V[kept] = p_V[kept] / sum(p_V[kept])
+    return out_V
+
+
+def test_filters_of_the_reference():
+    cases = json.loads((GOLDENS / "sampling/filters.json").read_text())["cases"]
+    for case in cases:
+        x_WV = jnp.asarray(case["logits"])
+        kept_WV = keep(x_WV, top_k=case["top_k"], top_p=case["top_p"])
+        expected_WV = np.array(case["kept_block_sampler"], bool)
+        assert (np.isfinite(kept_WV) == expected_WV).all(), case
+        assert (np.asarray(kept_WV)[expected_WV] == x_WV[expected_WV]).all()
+    assert len(cases) == 36
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p, expected",
+    [
+        (0, 1.0, "111111"),
+        (2, 1.0, "111000"),  # the tie with the second stays
+        (99, 1.0, "111111"),
+        (0, 0.45, "100000"),
+        (0, 0.6, "110000"),  # of the tie, the left one is enough
+        (0, 0.8, "111000"),
+        (3, 0.9, "111000"),  # renormalised: 5/9, 2/9, 2/9
+        (3, 0.7, "110000"),
+        (0, 1e-9, "100000"),  # never none
+    ],
+)
+def test_filters_by_hand(top_k, top_p, expected):
+    x_V = jnp.log(jnp.asarray([0.5, 0.2, 0.2, 0.06, 0.04 - 1e-6, 1e-6]))
+    got_V = np.isfinite(logits.keep(x_V[None], top_k=top_k, top_p=top_p)[0])
+    assert "".join("01"[int(x)] for x in got_V) == expected
+
+
+@pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
+def test_what_is_recorded(cfg):
+    drawn = jax.device_get(draw(KEY_B, LOGITS_BWV, TEMPERATURE_B, cfg))
+    for b in range(B):
+        for w in range(W):
+            token, x_V = drawn.token_BW[b, w], LOGITS_BWV[b, w]
+            p_V = distribution(x_V, TEMPERATURE_B[b] or 1, cfg.top_k, cfg.top_p)
+            if TEMPERATURE_B[b] == 0:
+                assert token == x_V.argmax()
+            own = np.log(softmax(x_V))[token]  # whatever the filters and temperature
+            np.testing.assert_allclose(drawn.logp_BW[b, w], own, atol=1e-5)
+            np.testing.assert_allclose(drawn.conf_BW[b, w], p_V[token], atol=1e-5)
+            entropy = -sum(p * np.log(p) for p in p_V if p > 0)
+            np.testing.assert_allclose(drawn.entropy_BW[b, w], entropy, atol=1e-5)
+            assert p_V[token] > 0
+
+
+def test_one_token_left_is_certain():
+    cfg = SamplerConfig(top_k=1)
+    drawn = draw(KEY_B, LOGITS_BWV, TEMPERATURE_B, cfg)
+    assert (drawn.token_BW == LOGITS_BWV.argmax(axis=-1)).all()
+    assert (drawn.conf_BW == 1).all() and (drawn.entropy_BW == 0).all()
+    assert (drawn.logp_BW < 0).all()
+
+
+@pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
+def test_frequencies_are_the_probabilities(cfg):
+    temperature = np.resize(np.array([0.5, 1.0, 1.7], np.float32), MANY)
+    x_BWV = np.broadcast_to(LOGITS_BWV[0], (MANY, W, V))
+    drawn = draw(jax.random.split(jax.random.key(1), MANY), x_BWV, temperature, cfg)
+    for t in np.unique(temperature):
+        for w in range(W):
+            tokens = np.asarray(drawn.token_BW)[temperature == t, w]
+            p_V = distribution(LOGITS_BWV[0, w], t, cfg.top_k, cfg.top_p)
+            seen_V = np.bincount(tokens, minlength=V)
+            assert (seen_V[p_V == 0] == 0).all()
+            # Five standard deviations, and one draw for what is rarer than that.
+            bound_V = 5 * np.sqrt(len(tokens) * p_V * (1 - p_V)) + 1
+            assert (abs(seen_V - len(tokens) * p_V) <= bound_V).all()
+
+
+def test_positions_and_steps_draw_apart():
+    """Equal distributions at different positions or keys do not give equal draws."""
+    flat_BWV = np.zeros((MANY, W, V), np.float32)
+    key_B = jax.random.split(jax.random.key(2), MANY)
+    drawn = np.asarray(draw(key_B, flat_BWV, np.ones(MANY, np.float32), FREE).token_BW)
+    for a, b in [(drawn[:, 0], drawn[:, 1]), (drawn[:-1, 0], drawn[1:, 0])]:
+        assert abs((a == b).mean() - 1 / V) < 0.03
+
+
+def test_a_draw_depends_on_its_own_row_alone():
+    one = draw(KEY_B, LOGITS_BWV, TEMPERATURE_B, FREE)
+    order = np.array([3, 1, 5, 0, 2, 4])
+    other = draw(KEY_B[order], LOGITS_BWV[order], TEMPERATURE_B[order], FREE)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a[order], b)
+    # Its neighbours' logits, keys and temperatures do not matter; its own key does.
+    mine = np.arange(B) == 3
+    logits_BWV = np.where(mine[:, None, None], LOGITS_BWV, 0)
+    key_B = jax.random.split(jax.random.key(5), B).at[3].set(KEY_B[3])
+    changed = draw(key_B, logits_BWV, np.where(mine, TEMPERATURE_B, 0.1), FREE)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(changed), strict=True):
+        np.testing.assert_array_equal(a[3], b[3])
+    redrawn = [
+        draw(jax.random.split(jax.random.key(s), B), LOGITS_BWV, TEMPERATURE_B, FREE)
+        for s in range(6)
+    ]
+    assert len({tuple(np.asarray(d.token_BW)[3]) for d in redrawn}) > 1
+
+
+@pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.1, 1.0, 100.0])
+def test_a_forbidden_token_is_never_drawn(cfg, temperature):
+    x_BWV = np.broadcast_to(LOGITS_BWV[1], (MANY, W, V)).copy()
+    x_BWV[..., 4] = NEVER
+    drawn = draw(
+        jax.random.split(jax.random.key(3), MANY),
+        x_BWV,
+        np.full(MANY, temperature, np.float32),
+        cfg,
+    )
+    assert (drawn.token_BW != 4).all()
+    for x in jax.tree.leaves(drawn):
+        assert np.isfinite(x).all()
