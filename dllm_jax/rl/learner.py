@@ -186,7 +186,7 @@ def update(states: dict, batch, *, model, plans: dict, cfg: ObjectiveConfig):
             lambda i, kept, one=one: jax.tree.map(jnp.add, kept, one(i)),
             zeros,
         )
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         step, opt_state = optimizer(plan).update(grads, state.opt_state, state.params)
         new[name] = TrainState(
             step=state.step + 1,

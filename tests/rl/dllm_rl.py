@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import numpy as np
 import safetensors.numpy
 
@@ -91,6 +92,44 @@ def pack(one: Trace, step_nT, *, mask_id: int, block: int, tokens=None):
         aggregate="token",
         longest=T,
     )
+
+
+def pack_each(traces, steps, *, mask_id: int, block: int, tokens: int, count=0):
+    """Returns (TrainBatch, Source): a microbatch for each trace, and empty ones after.
+
+    The traces differ in length, as the reference's blocks end where a response is cut.
+    """
+    packs = [
+        pack(one, step_nT, mask_id=mask_id, block=block, tokens=tokens)
+        for one, step_nT in zip(traces, steps, strict=True)
+    ]
+    empty = trace([[0]], [[GIVEN]], [1], [0])
+    for _ in range(count - len(packs)):
+        packs.append(
+            pack(empty, empty.step_BT, mask_id=mask_id, block=block, tokens=tokens)
+        )
+
+    def join(*parts):
+        return np.int32(len(traces)) if parts[0].ndim == 0 else np.concatenate(parts)
+
+    rows = [np.where(source.row_ABU < 0, -1, i) for i, (_, source) in enumerate(packs)]
+    source = views.Source(
+        np.concatenate(rows), np.concatenate([source.pos_ABU for _, source in packs])
+    )
+    return jax.tree.map(join, *[batch for batch, _ in packs]), source
+
+
+def row_numbers(batch, source, shape):
+    """Returns the reference's row, [n, T], of every supervised token; -1 elsewhere."""
+    out_nT, first = np.full(shape, -1), 0
+    found = noised(batch, source)
+    for i in range(shape[0]):
+        parts = rounds([view for view in found if view.row == i])
+        for r, part in enumerate(parts):
+            for view in part:
+                out_nT[i, view.supervised] = first + r
+        first += len(parts)
+    return out_nT
 
 
 def noise(shrink: int) -> NoiseConfig:

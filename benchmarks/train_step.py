@@ -1,0 +1,266 @@
+"""One update, timed: the packed layout against one row per round.
+
+    python -m benchmarks.train_step [--steps-per-block=2 ...]
+
+Random trajectories with a forced number of rounds in every block are laid out twice: as
+`views.pack` does, and as dLLM-RL does, a row [prompt | response | noised response] for
+every round, padded to the longest prompt and response. Both go through the same
+`learner.update`; their gradients must agree. Times are medians over alternating calls,
+compilation excluded.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl import learner, views
+from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
+from dllm_jax.sampling.state import GIVEN, Trace
+
+
+def one_row_per_round(trace, step_nT, *, mask_id: int, block: int, rows: int):
+    """Returns (TrainBatch, Source) of dLLM-RL's rows on the absolute grid.
+
+    Row r of a trajectory is its clean copy and a copy of all its answer's blocks, of
+    which each shows its r-th round. Rows are padded to the longest; `rows` of them are a
+    microbatch. The weights are 1: gather them from a packed batch.
+    """
+    T = step_nT.shape[1]
+    grid_T = np.arange(T) // block
+    answer_nT = views.answers(trace)
+    made = []
+    for i in np.flatnonzero(trace.len_B):
+        blocks = np.unique(grid_T[answer_nT[i]])
+        first, last = blocks[0] * block, (blocks[-1] + 1) * block
+        noised = np.arange(first, last)
+        in_block = [np.flatnonzero(answer_nT[i] & (grid_T == b)) for b in blocks]
+        steps = [np.unique(step_nT[i, inside]) for inside in in_block]
+        for r in range(max(len(s) for s in steps)):
+            # A block whose rounds are over shows all its tokens and supervises none.
+            now = np.repeat([s[r] if r < len(s) else 2**31 - 1 for s in steps], block)
+            shown = np.where(
+                step_nT[i, noised] >= now, mask_id, trace.tokens_BT[i, noised]
+            )
+            target = np.flatnonzero((step_nT[i, noised] == now) & answer_nT[i, noised])
+            made.append(
+                {
+                    "tokens": np.concatenate([trace.tokens_BT[i, :last], shown]),
+                    "pos": np.concatenate([np.arange(last), noised]),
+                    "end": np.concatenate(
+                        [(grid_T[:last] + 1) * block, grid_T[noised] * block]
+                    ),
+                    "group": np.concatenate([np.full(last, -1), grid_T[noised]]),
+                    "where": last + target,
+                    "target": trace.tokens_BT[i, noised[target]],
+                    "row": np.full(len(target), i),
+                    "at": noised[target],
+                    "prompt": first,
+                    "response": last - first,
+                }
+            )
+    width = max(m["prompt"] for m in made) + 2 * max(m["response"] for m in made)
+    seats = max(len(m["where"]) for m in made)
+    count = -(-len(made) // rows)
+
+    def stack(name, size, fill=0):
+        out = np.full((count * rows, size), fill, np.int32)
+        for line, m in zip(out, made, strict=False):
+            line[: len(m[name])] = m[name]
+        return out.reshape(count, rows, size)
+
+    source = views.Source(stack("row", seats, -1), stack("at", seats))
+    batch = views.TrainBatch(
+        used=np.int32(count),
+        tokens_BT=stack("tokens", width),
+        pos_BT=stack("pos", width),
+        begin_BT=np.zeros((count, rows, width), np.int32),
+        end_BT=stack("end", width),
+        group_BT=stack("group", width, -1),
+        where_BU=stack("where", seats),
+        target_BU=stack("target", seats),
+        weight_BU=(source.row_ABU >= 0).astype(np.float32),
+    )
+    return batch, source
+
+
+def trajectories(args, rng: np.random.Generator):
+    """Returns a host Trace of random answers, every whole block in as many steps."""
+    n, Q = args.trajectories, args.block
+    prompt_n = rng.integers(args.max_prompt // 2, args.max_prompt + 1, n)
+    len_n = rng.exponential(args.mean_answer, n).astype(int).clip(1, args.max_answer)
+    T = -(-(args.max_prompt + args.max_answer) // Q) * Q
+    step_nT = np.full((n, T), GIVEN, np.int32)
+    for i in range(n):
+        last = -(-(prompt_n[i] + len_n[i]) // Q)
+        for j in range(prompt_n[i] // Q, last):
+            inside = np.arange(max(j * Q, prompt_n[i]), (j + 1) * Q)
+            order = np.arange(len(inside)) % args.steps_per_block
+            step_nT[i, inside] = 1 + j * Q + rng.permutation(order)
+    zero_nT, zero_n = np.zeros((n, T), np.float32), np.zeros(n, np.int32)
+    return Trace(
+        tokens_BT=rng.integers(1, args.vocab, (n, T)).astype(np.int32),
+        step_BT=step_nT,
+        logp_BT=zero_nT,
+        conf_BT=zero_nT,
+        prompt_len_B=prompt_n.astype(np.int32),
+        len_B=len_n.astype(np.int32),
+        steps_B=zero_n,
+        forwards_B=zero_n,
+        stopped_B=zero_n.astype(bool),
+    )
+
+
+def main():
+    """Prints tokens and seconds of both layouts and their ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for flag, default, text in (
+        ("--steps-per-block", 2, "rounds of every block"),
+        ("--block", 4, "positions of a block"),
+        ("--trajectories", 32, "answers of one update"),
+        ("--max-prompt", 64, "longest prompt; they are uniform from half of it"),
+        ("--max-answer", 256, "longest answer"),
+        ("--mean-answer", 96, "mean of the exponential that lengths are drawn from"),
+        ("--rows", 2, "rows of a packed microbatch"),
+        ("--tokens", 576, "slots of a packed row"),
+        ("--d-model", 128, "width"),
+        ("--layers", 4, "layers"),
+        ("--heads", 8, "query heads"),
+        ("--kv-heads", 4, "key and value heads"),
+        ("--head-dim", 16, "head size"),
+        ("--ffw", 384, "feed-forward width"),
+        ("--vocab", 2048, "vocabulary, the mask token being one more"),
+        ("--repeats", 3, "timed calls of each layout"),
+        ("--seed", 0, "of weights and trajectories"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=default, help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of computation (default: float32)",
+    )
+    args = parser.parse_args()
+
+    model = ModelConfig(
+        vocab=args.vocab + 1,
+        d_model=args.d_model,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        ffw=args.ffw,
+        block=args.block,
+        mask_id=args.vocab,
+        dtype=args.dtype,
+    )
+    rng = np.random.default_rng(args.seed)
+    trace = trajectories(args, rng)
+    shape = trace.tokens_BT.shape
+    cfg = BatchConfig(rows=args.rows, tokens=args.tokens)
+    packed, source = views.pack(
+        trace,
+        trace.step_BT,
+        mask_id=model.mask_id,
+        block=args.block,
+        grid_kind="absolute",
+        cfg=cfg,
+        most=views.microbatches(
+            shape[0], shape[1], args.max_answer, args.block, args.steps_per_block, cfg
+        ),
+        aggregate="token",
+        longest=args.max_answer,
+    )
+    weight_nT = source.scatter(packed.weight_BU, shape)
+    split = functools.partial(
+        one_row_per_round,
+        trace,
+        trace.step_BT,
+        mask_id=model.mask_id,
+        block=args.block,
+    )
+    # Microbatches of about as many slots as the packed ones.
+    width = split(rows=1)[0].tokens_BT.shape[-1]
+    rows, rows_source = split(rows=max(1, args.rows * args.tokens // width))
+    adv_nT, old_nT = rng.normal(size=(2, *shape)) - np.array([0, 8])[:, None, None]
+
+    def complete(batch, source):
+        return jax.device_put(
+            batch.replace(
+                weight_BU=source.gather(weight_nT),
+                adv_BU=source.gather(adv_nT),
+                old_logp_BU=source.gather(old_nT),
+            )
+        )
+
+    batches = {
+        "packed": complete(packed, source),
+        "a row per round": complete(rows, rows_source),
+    }
+    plans = {
+        "policy": learner.Plan(("policy",), OptimConfig(lr=1e-6, max_grad_norm=1e9), 1)
+    }
+    params = transformer.init(jax.random.key(args.seed), model)
+    states = {"policy": learner.begin(params, plans["policy"])}
+    update = jax.jit(
+        functools.partial(
+            learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
+        )
+    )
+
+    gradients, seconds = {}, {name: [] for name in batches}
+    for name, batch in batches.items():  # compiles
+        new, _ = jax.block_until_ready(update(states, batch))
+        gradients[name] = new["policy"].opt_state[1][0].mu  # (1 - b1) x gradient
+    for _ in range(args.repeats):
+        for name, batch in batches.items():
+            start = time.perf_counter()
+            jax.block_until_ready(update(states, batch))
+            seconds[name].append(time.perf_counter() - start)
+
+    def gap(a, b):
+        return float(np.abs(a - b).max() / np.abs(b).max())
+
+    worst = max(
+        jax.tree.leaves(jax.tree.map(gap, *jax.device_get([*gradients.values()])))
+    )
+    limit = 2e-4 if args.dtype == "float32" else 5e-2
+    held = {  # slots that are not padding, and all that are computed
+        name: (
+            int((b.end_BT + (b.group_BT >= 0) > 0).sum()),
+            int(b.used * b.tokens_BT[0].size),
+        )
+        for name, b in batches.items()
+    }
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    print(
+        f"{shape[0]} answers, {trace.len_B.sum()} tokens, {args.steps_per_block} rounds a "
+        f"block of {args.block}; {jax.devices()[0].device_kind}, {args.dtype}"
+    )
+    print(f"{'':16}{'tokens':>10}{'with padding':>14}{'seconds':>10}")
+    for name in batches:
+        print(f"{name:16}{held[name][0]:10}{held[name][1]:14}{median[name]:10.3f}")
+    ratio = [
+        b / a
+        for a, b in zip(
+            (*held["packed"], median["packed"]),
+            (*held["a row per round"], median["a row per round"]),
+            strict=True,
+        )
+    ]
+    print(f"{'times less':16}{ratio[0]:10.2f}{ratio[1]:14.2f}{ratio[2]:10.2f}")
+    print(f"largest gradient difference, of each tensor's largest: {worst:.1e}")
+    assert worst < limit, f"the layouts' gradients differ by {worst}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,730 @@
+"""The learner against dLLM-RL, the sampler, other layouts and other meshes."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import train_step
+from dllm_jax import sharding
+from dllm_jax.models import hf, transformer
+from dllm_jax.models.mask import FAR
+from dllm_jax.rl import learner, objectives, views
+from dllm_jax.rl.config import (
+    BatchConfig,
+    NoiseConfig,
+    ObjectiveConfig,
+    OptimConfig,
+)
+from dllm_jax.sampling import denoise
+from dllm_jax.sampling.config import SamplerConfig
+from tests.rl import dllm_rl
+
+SLOTS = 192  # of a packed row: enough for every golden trajectory
+COUNT = 4  # microbatches of a golden batch: one shape for all
+
+# Compiling is most of this file's time, and its tiny arrays run fast enough as they are.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+score = jit(learner.score, static_argnames=("model", "plans"))
+update = jit(learner.update, static_argnames=("model", "plans", "cfg"))
+
+
+class Plans(dict):
+    """Plans by name, hashable as a static argument."""
+
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+
+# ---- dLLM-RL -------------------------------------------------------------------------
+
+
+HEADS = ("lm", "value")
+
+
+@functools.cache
+def checkpoint(family: str):
+    """Returns (ModelConfig, params) of a golden checkpoint, with both heads.
+
+    The reference lets the mask token be an answer; ours forbids it. An id beyond the
+    vocabulary forbids nothing.
+    """
+    cfg, params = hf.load(str(dllm_rl.GOLDENS / family / "checkpoint"), heads=HEADS)
+    return dataclasses.replace(cfg, mask_id=cfg.vocab, dtype="float32"), params
+
+
+def theirs(params, cfg) -> dict:
+    """Returns parameters, or their gradients, under the checkpoint's names."""
+    out = {}
+    for path, spec, name in hf.leaves(cfg, HEADS):
+        leaf = params
+        for step in path:
+            leaf = leaf[step.key]
+        layered = spec.dims.startswith("L")
+        for i, one in enumerate(np.asarray(leaf) if layered else [np.asarray(leaf)]):
+            out[name.format(i)] = hf.theirs(one, spec, cfg)
+    return out
+
+
+@functools.partial(jit, static_argnames="model")
+def pull(params, batch, cotangents, *, model):
+    """Returns (outputs, gradient of sum(cotangents x outputs)) of one microbatch."""
+    out, back = jax.vjp(
+        lambda params: learner.outputs(params, batch, model, HEADS), params
+    )
+    return out, back(cotangents)[0]
+
+
+def check_loss(params, cfg, batch, name, objective, told, loss, full):
+    """Asserts an objective's loss and its gradient, within 2e-4 of the largest entry.
+
+    The objective's own derivative is taken apart, so that all cases share one program.
+    """
+    batch = flat(batch)
+    bare = batch.replace(
+        **dict.fromkeys(("adv_BU", "old_logp_BU", "ret_BU", "old_value_BU"))
+    )
+    zeros = dict.fromkeys(("logp", "entropy", "value"), jnp.zeros(batch.where_BU.shape))
+    out, _ = pull(params, bare, zeros, model=cfg)
+    (found, _), cotangents = jax.value_and_grad(
+        lambda out: objectives.OBJECTIVES[name](out, batch, objective), has_aux=True
+    )(out)
+    assert float(found) == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    _, grads = pull(params, bare, cotangents, model=cfg)
+    ours = theirs(grads, cfg)
+    assert told.keys() | {"lm_head.weight", "value_head.weight"} == ours.keys()
+    for tensor, grad in ours.items():
+        stats = told.get(tensor)
+        if stats is None:
+            assert not grad.any(), tensor
+            continue
+        near = 2e-4 * stats["absmax"]
+        assert np.abs(grad).max() == pytest.approx(stats["absmax"], abs=near), tensor
+        assert np.linalg.norm(grad) == pytest.approx(stats["l2"], rel=2e-4), tensor
+    for tensor, golden in full.items():
+        near = 2e-4 * np.abs(golden).max()
+        np.testing.assert_allclose(ours[tensor], golden, atol=near, err_msg=tensor)
+
+
+@dataclasses.dataclass
+class Rows:
+    """A golden case in our layout, and where the reference has each supervised slot."""
+
+    batch: views.TrainBatch  # a microbatch of one row for each sample
+    row_ABU: np.ndarray  # -1: not trained
+    column_ABU: np.ndarray
+    L1: int
+
+    def pick(self, x_RC, rows):
+        """Returns the reference's values at our slots; x has these of its rows."""
+        full_RC = np.zeros((self.row_ABU.max() + 1, x_RC.shape[1]), np.float32)
+        full_RC[rows] = x_RC
+        return np.where(self.inside(rows), full_RC[self.row_ABU, self.column_ABU], 0)
+
+    def inside(self, rows):
+        """Returns which slots are trained in some of the reference's rows."""
+        return (self.row_ABU >= 0) & np.isin(self.row_ABU, rows)
+
+    def weights(self, rows):
+        """Returns the reference's weights: the mean over rows of sums over L1."""
+        return (self.inside(rows) / (len(rows) * self.L1)).astype(np.float32)
+
+
+def lay_out(traces, steps, *, mask_id, block, L0: int, L1: int) -> Rows:
+    """Packs traces and numbers the reference's rows."""
+    batch, source = dllm_rl.pack_each(
+        traces, steps, mask_id=mask_id, block=block, tokens=SLOTS, count=COUNT
+    )
+    row_nT = dllm_rl.row_numbers(batch, source, (len(traces), L0 + L1))
+    prompt_n = np.array([one.prompt_len_B[0] for one in traces])
+    held = source.row_ABU >= 0
+    return Rows(
+        batch,
+        np.where(held, row_nT[source.row_ABU, source.pos_ABU], -1),
+        np.where(held, source.pos_ABU + L0 - prompt_n[source.row_ABU], 0),
+        L1,
+    )
+
+
+def flat(batch):
+    """Returns the microbatches of one row each as one microbatch."""
+    return jax.tree.map(lambda x: x[:, 0] if np.ndim(x) else x, batch)
+
+
+@functools.cache
+def golden_rows() -> Rows:
+    """Returns the batch that the cases of RL and of the value model share."""
+    case = dllm_rl.read("sdar_value/value/case.json")
+    assert case["samples"] == dllm_rl.read("sdar/rl_trace/case.json")["samples"]
+    golden = dllm_rl.tensors("sdar_value/value/goldens.safetensors")
+    traces = dllm_rl.padded(case["samples"], case["pad_id"], post_num=case["post_num"])
+    noise = dllm_rl.noise(case["shrink"])
+    rows = lay_out(
+        traces,
+        [views.noised_steps(one, noise, case["block_size"]) for one in traces],
+        mask_id=case["mask_id"],
+        block=case["block_size"],
+        L0=case["L0"],
+        L1=case["L1"],
+    )
+    # Surplus pads have a row of ours, but the reference does not train them.
+    trained = golden["p_mask"][rows.row_ABU, rows.column_ABU] & (rows.row_ABU >= 0)
+    rows.row_ABU = np.where(trained, rows.row_ABU, -1)
+    assert trained.sum() == golden["p_mask"].sum()
+    return rows
+
+
+def test_log_probs_are_the_references():
+    cfg, params = checkpoint("sdar")
+    rows, golden = golden_rows(), dllm_rl.tensors("sdar/rl_trace/goldens.safetensors")
+    case = dllm_rl.read("sdar/rl_trace/case.json")
+    plans = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
+    out = score({"policy": params}, rows.batch, model=cfg, plans=plans)["policy"]
+    every = np.arange(len(golden["p_mask_all_rows"]))
+    inside = rows.inside(every)
+    assert inside.sum() == golden["p_mask_all_rows"].sum()
+    np.testing.assert_allclose(
+        out["logp"][inside],
+        rows.pick(golden["logp_old_all_rows"], every)[inside],
+        atol=1e-4,
+    )
+    inside = rows.inside(case["rows"])
+    assert inside.sum() == golden["p_mask"].sum()
+    for name in ("logp", "entropy"):
+        np.testing.assert_allclose(
+            out[name][inside], rows.pick(golden[name], case["rows"])[inside], atol=1e-4
+        )
+
+
+def check_policy(subset, golden, told, old: str, config: dict, full: dict):
+    """Asserts the policy loss over some of the reference's rows, and its gradient."""
+    cfg, params = checkpoint("sdar")
+    rows, adv = golden_rows(), golden["adv"]
+    adv_RC = adv if adv.ndim == 2 else np.repeat(adv[:, None], golden[old].shape[1], 1)
+    batch = rows.batch.replace(
+        weight_BU=rows.weights(subset),
+        adv_BU=rows.pick(adv_RC, subset),
+        old_logp_BU=rows.pick(golden[old], subset),
+    )
+    objective = ObjectiveConfig(
+        clip=config["eps"],
+        beta=config["beta"],
+        kl="k3" if config["use_kl_estimator_k3"] else "k1",
+    )
+    check_loss(
+        params, cfg, batch, "policy", objective, told["grads"], told["loss"], full
+    )
+
+
+def starting(golden, prefix: str) -> dict:
+    """Returns the arrays whose name starts so, without it."""
+    return {
+        name.removeprefix(prefix): x
+        for name, x in golden.items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("variant", range(6))
+def test_policy_loss_is_the_references(variant):
+    case = dllm_rl.read("sdar/rl_trace/case.json")
+    golden = dllm_rl.tensors("sdar/rl_trace/goldens.safetensors")
+    told = case["loss_variants"][variant]
+    full = starting(golden, told.get("full_grads_prefix", "none."))
+    assert bool(full) == (variant in (0, 3))
+    check_policy(case["rows"], golden, told, told["old"], told["config"], full)
+
+
+def test_policy_loss_with_token_advantages_is_the_references():
+    case = dllm_rl.read("sdar_value/policy/case.json")
+    golden = dllm_rl.tensors("sdar_value/policy/goldens.safetensors")
+    full = starting(golden, "grad.")
+    check_policy(golden["rows"], golden, case, "old_logp", case["config"], full)
+
+
+def test_value_loss_is_the_references():
+    cfg, params = checkpoint("sdar_value")
+    case = dllm_rl.read("sdar_value/value/case.json")
+    golden = dllm_rl.tensors("sdar_value/value/goldens.safetensors")
+    rows, subset = golden_rows(), golden["loss_rows"]
+    plans = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
+    out = score({"policy": params}, rows.batch, model=cfg, plans=plans)["policy"]
+    inside = rows.inside(subset)
+    raw_RC = golden["loss_values_raw"][:, case["L1"] :]  # of the noisy copy
+    np.testing.assert_allclose(
+        out["value"][inside], rows.pick(raw_RC, subset)[inside], atol=1e-4
+    )
+    every = np.arange(len(golden["p_mask"]))
+    inside = rows.inside(every)
+    np.testing.assert_allclose(
+        out["value"][inside], rows.pick(golden["old_values"], every)[inside], atol=1e-4
+    )
+    batch = rows.batch.replace(
+        weight_BU=rows.weights(subset),
+        ret_BU=rows.pick(golden["Return"], every),
+        old_value_BU=rows.pick(golden["loss_old_values"], subset),
+    )
+    check_loss(
+        params,
+        cfg,
+        batch,
+        "value",
+        ObjectiveConfig(clip=case["eps"]),
+        case["grads"],
+        case["value_loss"],
+        starting(golden, "grad."),
+    )
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_sft_loss_is_the_references(index):
+    """Each of the reference's rows is a trajectory of ours with the same noise."""
+    cfg, params = checkpoint("sdar")
+    case = dllm_rl.read("sdar/sft/case.json")
+    told = case["cases"][index]
+    golden = starting(dllm_rl.tensors("sdar/sft/goldens.safetensors"), told["prefix"])
+    L0, L1 = told["L0"], told["L1"]
+    traces = []
+    for ids, labels, trained in zip(
+        golden["extended_input_ids"], golden["labels"], golden["p_mask"], strict=True
+    ):
+        left = (labels[:L0] == case["pad_id"]).sum()
+        hidden = ids[L0 + L1 :] == case["mask_id"]
+        step = np.where(trained[L0:], 1, np.where(hidden, FAR, 0))
+        traces.append(
+            dllm_rl.trace(
+                [labels[left:]], [[*[0] * (L0 - left), *step]], [L0 - left], [L1]
+            )
+        )
+    rows = lay_out(
+        traces,
+        [one.step_BT for one in traces],
+        mask_id=case["mask_id"],
+        block=told["config"]["block_size"],
+        L0=L0,
+        L1=L1,
+    )
+    subset = np.arange(len(traces))
+    assert rows.inside(subset).sum() == golden["p_mask"].sum()
+    check_loss(
+        params,
+        cfg,
+        rows.batch.replace(weight_BU=rows.weights(subset)),
+        "nll",
+        ObjectiveConfig(),
+        told["grads"],
+        told["loss"],
+        starting(golden, "grad."),
+    )
+
+
+# ---- dLLM-RL's optimizer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    dllm_rl.read("train/lr_schedules.json")["cases"],
+    ids=lambda c: f"{c['scheduler']}-{c['warmup_steps']}-{c['num_training_steps']}",
+)
+def test_schedules_are_the_references(case):
+    if "raises" in case:
+        pytest.skip("the reference's own failure")
+    name, base = case["scheduler"], case["base_lr"]
+    cfg = OptimConfig(
+        lr=base,
+        schedule={"constant_with_warmup": "constant", "polynomial": "linear"}.get(
+            name, name
+        ),
+        warmup=case["warmup_steps"],
+        final=1e-7 / base if name == "polynomial" else 0.0,
+    )
+    run = case["num_training_steps"]
+    ours = learner.schedule(cfg, run)
+    # Beyond the run the reference's cosine rises again; ours stays where it ended.
+    np.testing.assert_allclose(
+        [ours(step) for step in range(run + 1)],
+        case["lr_at_step"][: run + 1],
+        rtol=1e-5,
+        atol=1e-9,
+    )
+    assert float(ours(run + 5)) == pytest.approx(float(ours(run)), abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_ends_at_its_final_fraction(schedule):
+    cfg = OptimConfig(lr=2.0, schedule=schedule, warmup=4, final=0.25)
+    ours = learner.schedule(cfg, 12)
+    assert [float(ours(step)) for step in (0, 2, 4)] == [0, 1, 2]
+    assert float(ours(8)) == pytest.approx((2 + 0.5) / 2)  # half-way
+    assert float(ours(12)) == float(ours(99)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_training_stage_ends_at_the_references_weights(index):
+    """Old log-probs, then every update of its stage: AdamW, accumulation, clipping.
+
+    The first update may come after fewer microbatches and a tail is left out, as the
+    reference's step counter has it; its RL scripts divide by the accumulation twice.
+    """
+    run = dllm_rl.read("train/end_to_end/case.json")["runs"][index]
+    golden = dllm_rl.tensors("train/end_to_end/goldens.safetensors")
+    told, sft = run["training"], "sft" in run["script"]
+    cfg, params = checkpoint("sdar")
+
+    traces = dllm_rl.padded(run["samples"], run["pad_id"], post_num=told["post_num"])
+    noise = dllm_rl.noise(told["shrink"])
+    L1 = max(len(sample["response"]) for sample in run["samples"])
+    rows = lay_out(
+        traces,
+        [views.noised_steps(one, noise, told["block_size"]) for one in traces],
+        mask_id=run["mask_id"],
+        block=told["block_size"],
+        L0=max(len(sample["prompt"]) for sample in run["samples"]),
+        L1=L1,
+    )
+    every, size = np.arange(rows.row_ABU.max() + 1), told["batch_size_lm"]
+    micro = [every[k : k + size] for k in range(0, len(every), size)]
+    assert len(micro) == len(run["losses_passed_to_backward"])
+    accumulate = told["gradient_accumulation_steps"]
+    ends = [k for k in range(len(micro)) if (k + 2) % accumulate == 0]
+    assert len(ends) == run["optimizer_steps"]
+
+    optim = OptimConfig(
+        lr=run["optimizer"]["learning_rate"],
+        schedule=run["lr_scheduler"]["scheduler"],
+        b1=run["optimizer"]["beta1"],
+        b2=run["optimizer"]["beta2"],
+        eps=run["optimizer"]["epsilon"],
+        weight_decay=run["optimizer"]["weight_decay"],
+        max_grad_norm=told["max_grad_norm"],
+    )
+    updates = -(-len(every) // (size * accumulate)) * told["num_train_epochs"] + 1
+    plans = Plans(policy=learner.Plan(("nll" if sft else "policy",), optim, updates))
+    objective = ObjectiveConfig(clip=told["eps"], beta=told["beta"])
+
+    reward_A11 = np.zeros((COUNT, 1, 1), np.float32)
+    reward_A11[: len(traces), 0, 0] = [sample["reward"] for sample in run["samples"]]
+    both = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
+    old = score({"policy": params}, rows.batch, model=cfg, plans=both)["policy"]["logp"]
+    batch = rows.batch.replace(
+        adv_BU=np.broadcast_to(reward_A11, rows.row_ABU.shape), old_logp_BU=old
+    )
+    states = {"policy": learner.begin(params, plans["policy"])}
+    for first, last in zip([0, *[k + 1 for k in ends]], ends, strict=False):
+        weight = sum(rows.weights(part) for part in micro[first : last + 1])
+        weight /= accumulate if sft else accumulate**2
+        states, metrics = update(
+            states,
+            batch.replace(weight_BU=weight),
+            model=cfg,
+            plans=plans,
+            cfg=objective,
+        )
+        if sft or not told["beta"] or first == 0:  # without KL, or before it moves
+            passed = sum(run["losses_passed_to_backward"][first : last + 1])
+            assert float(metrics["loss" if sft else "policy_loss"]) == pytest.approx(
+                passed / accumulate, rel=1e-4, abs=1e-5
+            )
+    ours, start = theirs(states["policy"].params, cfg), theirs(params, cfg)
+    for name, stats in run["parameters"].items():
+        delta = ours[name] - start[name]
+        assert np.abs(delta).max() == pytest.approx(stats["delta_absmax"], abs=2e-5)
+        assert np.linalg.norm(delta) == pytest.approx(stats["delta_l2"], rel=2e-3), name
+    final = starting(golden, run["prefix"])
+    assert len(final) == 10
+    for name, tensor in final.items():
+        np.testing.assert_allclose(ours[name], tensor, atol=2e-5, err_msg=name)
+
+
+# ---- Training sees what sampling saw -------------------------------------------------
+
+SAMPLERS = {
+    "static": SamplerConfig(
+        strategy="static",
+        steps_per_block=2,
+        max_prompt=10,
+        max_new=14,
+        stop_ids=(3, 4, 5, 6),
+    ),
+    "dynamic": SamplerConfig(
+        strategy="dynamic",
+        threshold=0.5,
+        max_prompt=10,
+        max_new=14,
+        stop_ids=(3, 4, 5, 6),
+    ),
+}
+BLOCK, SLOTS_OF_CANVAS, N = 4, 24, 16
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny):
+    """Returns (ModelConfig, params with a value head, host traces by strategy)."""
+    cfg, params = tiny
+    value = jax.random.normal(jax.random.key(5), params["norm"].shape)
+    params = dict(params, value=value)
+    prompt_BT = jax.random.randint(jax.random.key(6), (N, 10), 7, 60)
+    len_B = jnp.array([8, 5, 1, 0, 7, 4, 10, 9, 2, 3, 6, 10, 1, 5, 7, 8])
+    traces = {}
+    for name, sampler in SAMPLERS.items():
+        generate = jit(functools.partial(denoise.generate, model=cfg, cfg=sampler))
+        traces[name] = jax.device_get(
+            generate(
+                params,
+                prompt_BT,
+                len_B,
+                len_B + sampler.max_new,
+                jnp.ones(N),
+                jax.random.split(jax.random.key(7), N),
+            )
+        )
+    return cfg, params, traces
+
+
+def cut(trace, cfg, batch_cfg: BatchConfig, most=None):
+    """Returns (batch, source) of a trace as the product packs it."""
+    most = most or views.microbatches(N, SLOTS_OF_CANVAS, 14, BLOCK, BLOCK, batch_cfg)
+    return views.pack(
+        trace,
+        views.noised_steps(trace, NoiseConfig(), BLOCK),
+        mask_id=cfg.mask_id,
+        block=BLOCK,
+        grid_kind="absolute",
+        cfg=batch_cfg,
+        most=most,
+        aggregate="token",
+        longest=14,
+    )
+
+
+@pytest.mark.parametrize("strategy", SAMPLERS)
+def test_log_probs_are_those_recorded_in_sampling(strategy, sampled):
+    cfg, params, traces = sampled
+    trace = traces[strategy]
+    answer_nT = views.answers(trace)
+    # Every kind of row is here: ragged prompts inside a block, rows that stopped inside a
+    # block with the rest of it still masked, or unmasked, and rows cut at their limit.
+    live_n = trace.len_B > 0
+    assert live_n.sum() == N - 1
+    assert len(set(trace.prompt_len_B[live_n] % BLOCK)) == BLOCK
+    end_n = trace.prompt_len_B + trace.len_B
+    tail_nT = np.arange(SLOTS_OF_CANVAS)[None] // BLOCK == (end_n[:, None] - 1) // BLOCK
+    tail_nT &= (np.arange(SLOTS_OF_CANVAS)[None] >= end_n[:, None]) & live_n[:, None]
+    assert (tail_nT & (trace.step_BT == FAR)).any()
+    assert (tail_nT & (trace.step_BT != FAR)).any()
+    assert trace.stopped_B.any() and not trace.stopped_B[live_n].all()
+    sizes = np.unique(
+        np.stack([np.nonzero(answer_nT)[0], trace.step_BT[answer_nT]]),
+        axis=1,
+        return_counts=True,
+    )[1]
+    assert sizes.max() > 1  # some step unmasked several tokens
+
+    batch, source = cut(trace, cfg, CUT)
+    plans = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
+    out = score({"policy": params}, batch, model=cfg, plans=plans)["policy"]
+    logp_nT = source.scatter(out["logp"], trace.step_BT.shape)
+    assert (trace.logp_BT[answer_nT] < 0).all()
+    np.testing.assert_allclose(
+        logp_nT[answer_nT], trace.logp_BT[answer_nT], atol=1e-4, rtol=0
+    )
+
+
+# ---- The same update, however it is laid out -----------------------------------------
+
+CUT = BatchConfig(rows=8, tokens=40)
+OPTIM = OptimConfig(
+    lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1, max_grad_norm=0.5
+)
+PLANS = Plans(
+    policy=learner.Plan(("policy", "value"), OPTIM, 10),  # a head on its trunk
+    value=learner.Plan(("value",), OPTIM, 10),  # its own network
+)
+OBJECTIVE = ObjectiveConfig(reference_beta=0.1, value_weight=0.5)
+
+
+def begin(params):
+    """Returns both states, whose parameters differ."""
+    value = jax.tree.map(lambda x: 0.9 * x, params)
+    value = {k: v for k, v in value.items() if k != "head"}
+    return {
+        "policy": learner.begin(params, PLANS["policy"]),
+        "value": learner.begin(value, PLANS["value"]),
+    }
+
+
+def complete(batch, source, trace, weight_nT=None):
+    """Returns the batch with everything that the objectives ask for, the same by token."""
+    rng = np.random.default_rng(3)
+    shape = trace.step_BT.shape
+    adv_nT, old_nT, ref_nT, ret_nT, value_nT = rng.normal(size=(5, *shape))
+    if weight_nT is not None:
+        batch = batch.replace(weight_BU=source.gather(weight_nT))
+    return batch.replace(
+        adv_BU=source.gather(adv_nT),
+        old_logp_BU=source.gather(trace.logp_BT + 0.3 * old_nT),
+        ref_logp_BU=source.gather(trace.logp_BT + 0.3 * ref_nT),
+        ret_BU=source.gather(ret_nT),
+        old_value_BU=source.gather(value_nT),
+    )
+
+
+def run(params, cfg, batch):
+    """Returns one update's (states, metrics) on the host."""
+    return jax.device_get(
+        update(begin(params), batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
+    )
+
+
+def check_equal(one, two):
+    """Asserts two (states, metrics) equal to rounding."""
+    jax.tree.map_with_path(
+        lambda path, x, y: np.testing.assert_allclose(
+            x, y, rtol=1e-4, atol=2e-5 * max(np.abs(y).max(), 1e-3), err_msg=str(path)
+        ),
+        one,
+        two,
+    )
+
+
+def on_mesh(shape, cfg, params, trace):
+    """Returns ((batch, source, result) of each of two updates, the states, traces).
+
+    The second batch holds fewer microbatches than the first; the last number says how
+    often `update` was traced.
+    """
+    data, fsdp, model = shape
+    devices = jax.devices()[: data * fsdp * model]
+    mesh = sharding.make_mesh(data=data, fsdp=fsdp, model=model, devices=devices)
+    traced = collections.Counter()
+
+    def counted(states, batch):
+        traced["update"] += 1
+        return learner.update(states, batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
+
+    with jax.set_mesh(mesh):
+        states, places = {}, {}
+        for name, state in begin(params).items():
+            placed = jax.tree.map(
+                lambda x, like: jax.device_put(np.asarray(x), like.sharding),
+                state.params,
+                transformer.abstract(cfg, mesh, jnp.float32, PLANS[name].heads),
+            )
+            start = functools.partial(learner.begin, plan=PLANS[name])
+            abstract = jax.eval_shape(start, placed).replace(params=placed)
+            places[name] = learner.shardings(abstract, PLANS[name], mesh)
+            states[name] = jax.jit(start, out_shardings=places[name])(placed)
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        step = jit(counted, donate_argnums=0, out_shardings=(places, whole))
+        out = []
+        for count in (N, N // 3):
+            part = jax.tree.map(lambda x, count=count: x[:count], trace)
+            batch, source = cut(part, cfg, CUT, most=8)
+            batch = complete(batch, source, part)
+            states, metrics = step(states, sharding.place_rows(batch, mesh, axis=1))
+            out.append((batch, source, jax.device_get((states, metrics))))
+        assert out[0][0].used > out[1][0].used
+    return out, states, traced["update"]
+
+
+@pytest.fixture(scope="module")
+def alone(sampled):
+    """Returns what one device arrives at: batch, source and result of each update."""
+    cfg, params, traces = sampled
+    return on_mesh((1, 1, 1), cfg, params, traces["dynamic"])[0]
+
+
+def test_one_row_per_round_gives_the_same_update(sampled, alone):
+    """The packed layout against dLLM-RL's, made by a loop over rows."""
+    cfg, params, traces = sampled
+    trace = traces["dynamic"]
+    packed, source, after = alone[0]
+    shape = trace.step_BT.shape
+    rows, rows_source = train_step.one_row_per_round(
+        trace, trace.step_BT, mask_id=cfg.mask_id, block=BLOCK, rows=8
+    )
+    rows = complete(rows, rows_source, trace, source.scatter(packed.weight_BU, shape))
+    plans = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
+    for name in ("logp", "entropy", "value"):
+        one, two = (
+            s.scatter(
+                score({"policy": params}, b, model=cfg, plans=plans)["policy"][name],
+                shape,
+            )
+            for b, s in ((packed, source), (rows, rows_source))
+        )
+        np.testing.assert_allclose(one, two, atol=1e-5)
+    check_equal(run(params, cfg, rows), after)
+    # In fewer tokens, although these answers are nearly of one length.
+    assert (packed.end_BT > 0).sum() < (rows.end_BT > 0).sum()
+
+
+def test_the_cut_into_microbatches_leaves_the_update(sampled, alone):
+    """Rows so short that trajectories are split, in microbatches of another size."""
+    cfg, params, traces = sampled
+    batch, source = cut(traces["dynamic"], cfg, BatchConfig(rows=3, tokens=28))
+    assert batch.used > alone[0][0].used > 1
+    batch = complete(batch, source, traces["dynamic"])
+    check_equal(run(params, cfg, batch), alone[0][2])
+
+
+def test_an_update_moves_every_parameter_and_reports(sampled, alone):
+    _, params, _ = sampled
+    states, metrics = alone[0][2]
+    for name, state in states.items():
+        assert state.step == 1
+        before = begin(params)[name].params
+        for one, two in zip(
+            jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True
+        ):
+            assert (np.asarray(one) != two).mean() > 0.3
+    assert metrics.keys() == {
+        "policy_loss",
+        "kl",
+        "reference_kl",
+        "clip_fraction",
+        "entropy",
+        "value_loss",
+        "grad_norm",
+        "learning_rate",
+        "value_grad_norm",
+        "value_learning_rate",
+    }
+    assert all(np.isfinite(v) for v in metrics.values())
+    assert 0 < metrics["clip_fraction"] < 1
+    assert 0 < metrics["entropy"] < np.log(66)
+    assert metrics["grad_norm"] > OPTIM.max_grad_norm  # so that clipping is at work
+    np.testing.assert_allclose(metrics["learning_rate"], 1e-2)
+
+
+# ---- On a mesh -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_an_update_is_the_same_on_every_mesh(shape, sampled, alone):
+    """As on one device; traced once; parameters and moments lie where the table says."""
+    cfg, params, traces = sampled
+    out, states, traced = on_mesh(shape, cfg, params, traces["dynamic"])
+    assert traced == 1
+    for (_, _, ours), (_, _, single) in zip(out, alone, strict=True):
+        check_equal(ours, single)
+    _, fsdp, model = shape
+    for state in states.values():
+        adam = state.opt_state[1][0]
+        for tree in (state.params, adam.mu, adam.nu):
+            wq, embed = tree["layers"]["wq"], tree["embed"]
+            assert wq.sharding.spec[1:3] == (
+                "fsdp" if fsdp > 1 else None,
+                "model" if model > 1 else None,
+            )
+            assert wq.addressable_shards[0].data.size * fsdp * model == wq.size
+            assert embed.addressable_shards[0].data.size * fsdp == embed.size
+        assert state.step.sharding.is_fully_replicated
