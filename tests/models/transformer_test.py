@@ -1,0 +1,271 @@
+"""The language tower against dLLM-RL's numbers, and under its own options."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dllm_jax import sharding
+from dllm_jax.models import cache as kv
+from dllm_jax.models import hf, mask, transformer
+from dllm_jax.models.mask import FAR, Mask
+from dllm_jax.pallas_kernels.reference import NEVER
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+FAMILIES = ["sdar", "sdar_tied"]
+NEAR = {"atol": 1e-4, "rtol": 0}
+
+
+@functools.cache
+def checkpoint(family: str):
+    """Returns (ModelConfig, params) of a golden checkpoint."""
+    return hf.load(GOLDENS / family / "checkpoint")
+
+
+@functools.cache
+def goldens(case: str) -> dict:
+    """Returns the tensors of a golden case."""
+    return safetensors.numpy.load_file(GOLDENS / case / "goldens.safetensors")
+
+
+# Compiling is most of this file's time, and its tiny arrays run fast enough as they are.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+init = jit(transformer.init, static_argnums=(1, 2, 3))
+
+
+def forward(params, tokens_BT, pos_BT, mask, cache=None, *, cfg):
+    """Returns the normed hidden states of a forward pass, and its keys and values."""
+    x_BTD = transformer.embed(params, tokens_BT, cfg)
+    return transformer.trunk(params, x_BTD, pos_BT, mask, cfg, cache)
+
+
+hidden = jit(forward, static_argnames="cfg")
+
+
+def logits(params, *args, cfg):
+    """Returns the logits of a forward pass."""
+    return np.array(transformer.logits(params, hidden(params, *args, cfg=cfg)[0], cfg))
+
+
+def assert_logits(found, golden, cfg):
+    """Asserts equal logits, and that the mask token is never an answer."""
+    assert (found[..., cfg.mask_id] == NEVER).all()
+    keep = np.arange(cfg.vocab) != cfg.mask_id
+    np.testing.assert_allclose(found[..., keep], golden[..., keep], **NEAR)
+
+
+def dense(mask: Mask) -> np.ndarray:
+    """Returns who sees whom as booleans [B, T, S], one pair at a time."""
+    m = jax.tree.map(np.asarray, mask)
+    sees = np.zeros((*m.q_end_BT.shape, m.k_pos_BS.shape[1]), bool)
+    for b, t, s in np.ndindex(*sees.shape):
+        in_range = m.q_begin_BT[b, t] <= m.k_pos_BS[b, s] < m.q_end_BT[b, t]
+        sees[b, t, s] = in_range or m.q_group_BT[b, t] == m.k_group_BS[b, s]
+    return sees
+
+
+def ranges(sees_BTS) -> Mask:
+    """Returns the Mask of a dense one: each query's first run, and groups of the rest."""
+    B, T, S = sees_BTS.shape
+    begin, end, q_group = (np.full((B, T), x, np.int32) for x in (0, 0, -1))
+    k_pos = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S)).copy()
+    k_group = np.full((B, S), -2, np.int32)
+    for b, t in np.ndindex(B, T):
+        keys = np.flatnonzero(sees_BTS[b, t])
+        run = keys[: np.argmax(np.append(np.diff(keys) > 1, True)) + 1]
+        begin[b, t], end[b, t] = run[0], run[-1] + 1
+        if len(run) < len(keys):
+            rest = keys[len(run) :]
+            q_group[b, t] = rest[0]
+            k_pos[b, rest], k_group[b, rest] = FAR, rest[0]
+    out = Mask(begin, end, q_group, k_pos, k_group)
+    np.testing.assert_array_equal(dense(out), sees_BTS)
+    return out
+
+
+def positions(B: int, T: int):
+    """Returns the positions of rows that start at 0."""
+    return jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+
+
+@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_attention_of_the_reference(family, block):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    tokens, golden = g["input_ids"], g[f"logits_bs{block}"]
+    pos = positions(*tokens.shape)
+    seen = mask.block(pos, block)
+    np.testing.assert_array_equal(dense(seen)[0], g[f"mask_bs{block}"] > 0)
+    assert_logits(logits(params, tokens, pos, seen, cfg=cfg), golden, cfg)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_hidden_state_of_the_reference(family):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    tokens, golden = g["input_ids"], g["hidden_states_bs4"]
+    pos = positions(*tokens.shape)
+    x = transformer.embed(params, tokens, cfg)
+    np.testing.assert_array_equal(x, golden[0])
+    x, _ = hidden(params, tokens, pos, mask.block(pos, 4), cfg=cfg)
+    np.testing.assert_allclose(x, golden[2], **NEAR)
+    first = jax.tree.map(lambda x: x[:1], params["layers"])
+    x, _ = hidden(params | {"layers": first}, tokens, pos, mask.block(pos, 4), cfg=cfg)
+    # Theirs is before the final norm, which comes after every depth here.
+    normed = transformer.rms_norm(jnp.array(golden[1]), params["norm"], cfg.norm_eps)
+    np.testing.assert_allclose(x, normed, **NEAR)
+    assert len(golden) == cfg.layers + 1 == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_attention_of_the_reference(family):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    B, T = g["input_ids"].shape
+    pos = positions(B, T)
+    seen = mask.ranged(jnp.full((B, T), T), pos)
+    found = logits(params, g["input_ids"], pos, seen, cfg=cfg)
+    assert_logits(found, g["logits_full"], cfg)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_of_the_reference(family):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    seen = ranges(g["mask_leftpad"] > 0)
+    pos = g["position_ids_leftpad"]
+    found = logits(params, g["input_ids"], pos, seen, cfg=cfg)
+    assert_logits(found, g["logits_leftpad"], cfg)
+
+
+@pytest.mark.parametrize("slots", [16, 21])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_block_of_the_reference(family, slots):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    tokens = g["input_ids"][:1]
+    pos, start, block = positions(1, 24), 16, 8
+    _, fresh = hidden(
+        params, tokens[:, :16], pos[:, :16], mask.block(pos[:, :16], block), cfg=cfg
+    )
+    cache = kv.write(
+        kv.empty(cfg, 1, slots), fresh, jnp.zeros(1, jnp.int32), jnp.array([True])
+    )
+    seen = mask.window(pos[:, 16:], jnp.array([start]), slots)
+    found = logits(params, tokens[:, 16:], pos[:, 16:], seen, cache, cfg=cfg)
+    assert_logits(found, g["logits_cached_block"], cfg)
+
+
+def test_values_of_the_reference():
+    cfg, params = checkpoint("sdar_value")
+    g = goldens("sdar_value/forward")
+    seen = ranges(g["mask"] > 0)
+    x, _ = hidden(params, g["input_ids"], g["position_ids"], seen, cfg=cfg)
+    np.testing.assert_allclose(transformer.value(params, x), g["values"], **NEAR)
+
+
+def test_golden_cases_are_those_we_compare():
+    for family in FAMILIES:
+        told = json.loads((GOLDENS / family / "forward" / "case.json").read_text())
+        compared = {"bs4", "bs8", "full", "leftpad", "cached_block"}
+        names = {n.removeprefix("logits_") for n in told["tensors"] if "logits" in n}
+        assert names == compared
+
+
+# ---- Options that must not change the answer -----------------------------------------
+
+
+@functools.partial(jit, static_argnames="cfg")
+@jax.grad
+def gradient(params, tokens_BT, cfg):
+    """Returns the gradient of a number that depends on every parameter."""
+    pos = positions(*tokens_BT.shape)
+    x, _ = forward(params, tokens_BT, pos, mask.block(pos, cfg.block), cfg=cfg)
+    logp, entropy = transformer.token_logprob(params, x, tokens_BT, cfg)
+    return jnp.mean(logp) + 0.1 * jnp.mean(entropy)
+
+
+def test_remat_leaves_the_gradient(tiny):
+    cfg, params = tiny
+    tokens = np.arange(24).reshape(2, 12)
+    grads = {
+        kind: gradient(params, tokens, cfg=dataclasses.replace(cfg, remat=kind))
+        for kind in transformer.REMAT
+    }
+    for kind in set(grads) - {"none"}:
+        pairs = map(jax.tree.leaves, (grads["none"], grads[kind]))
+        for plain, again in zip(*pairs, strict=True):
+            assert np.abs(plain).max() > 0
+            np.testing.assert_allclose(plain, again, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}])
+def test_a_mesh_leaves_the_logits(tiny, sizes):
+    cfg, params = tiny
+    tokens = np.arange(96).reshape(8, 12) % 60
+    pos = positions(*tokens.shape)
+    alone = logits(params, tokens, pos, mask.block(pos, 4), cfg=cfg)
+    mesh = sharding.make_mesh(**{"fsdp": 1} | sizes)
+    placed = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding),
+        params,
+        transformer.abstract(cfg, mesh, jnp.float32),
+    )
+    with jax.set_mesh(mesh):
+        spread = logits(placed, tokens, pos, mask.block(pos, 4), cfg=cfg)
+    np.testing.assert_allclose(spread, alone, atol=2e-5, rtol=1e-5)
+
+
+def test_bfloat16_computes_near_its_f32_masters(tiny):
+    cfg, params = tiny
+    tokens = np.arange(24).reshape(2, 12)
+    pos = positions(*tokens.shape)
+    seen = mask.block(pos, 4)
+    exact, _ = hidden(params, tokens, pos, seen, cfg=cfg)
+    low = dataclasses.replace(cfg, dtype="bfloat16")
+    x, fresh = hidden(params, tokens, pos, seen, cfg=low)
+    assert x.dtype == fresh.k_LBSKH.dtype == jnp.bfloat16
+    assert transformer.logits(params, x, low).dtype == jnp.float32
+    assert np.abs(x - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+def test_bias_and_norm_are_fields(tiny):
+    cfg = tiny[0]
+    bare = dataclasses.replace(cfg, qk_norm=False)
+    biased = dataclasses.replace(bare, qkv_bias=True)
+    names = {c: set(transformer.specs(c)["layers"]) for c in (cfg, bare, biased)}
+    assert names[cfg] - names[bare] == {"q_norm", "k_norm"}
+    assert names[biased] - names[bare] == {"bq", "bk", "bv"}
+    fresh = init(jax.random.key(0), biased)
+    assert not fresh["layers"]["bq"].any()
+    tokens = np.arange(24).reshape(2, 12)
+    pos = positions(*tokens.shape)
+    seen = mask.block(pos, 4)
+    plain, _ = hidden(fresh, tokens, pos, seen, cfg=bare)
+    same, _ = hidden(fresh, tokens, pos, seen, cfg=biased)
+    np.testing.assert_array_equal(plain, same)
+    fresh["layers"] |= {"bv": fresh["layers"]["bv"] + 1}
+    other, _ = hidden(fresh, tokens, pos, seen, cfg=biased)
+    assert np.abs(other - plain).max() > 1e-3
+
+
+def test_init_follows_the_specs(tiny):
+    cfg = tiny[0]
+    heads = ("lm", "value")
+    params = init(jax.random.key(0), cfg, jnp.bfloat16, heads)
+    mesh = sharding.make_mesh()
+    want = transformer.abstract(cfg, mesh, jnp.bfloat16, heads)
+    assert jax.tree.structure(params) == jax.tree.structure(want)
+    for x, like in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+    assert not params["value"].any()
+    assert (params["norm"] == 1).all()
+    assert float(params["embed"].std()) == pytest.approx(0.02, rel=0.1)
+    assert params["head"].shape == (cfg.d_model, cfg.vocab)
