@@ -191,7 +191,7 @@ class Tensors:
         if (folder / SINGLE).is_file():
             files = [SINGLE]
         elif (folder / INDEX).is_file():
-            files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+            files = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         else:
             raise ValueError(
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
@@ -393,8 +393,8 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     if target == origin or target in origin.parents or origin in target.parents:
         raise ValueError(f"cannot export to {path}: the original {like} is there")
     held = [target] if target.is_file() else list(target.glob("*"))
-    if held and not (target / "config.json").is_file():
-        raise ValueError(f"cannot export to {path}: it is there and not a checkpoint")
+    if held and not any((target / name).is_file() for name in (SINGLE, INDEX)):
+        raise ValueError(f"cannot export to {path}: it is there and not an export")
     tensors = Tensors(origin)
     check(tensors, cfg, (), origin)
     source = {}  # tensor name -> (leaf, Spec, layer or None)

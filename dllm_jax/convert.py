@@ -1,0 +1,126 @@
+"""Converts checkpoints: Hugging Face folders to Orbax and back.
+
+    python -m dllm_jax.convert to-orbax HF_DIR OUT_DIR
+    python -m dllm_jax.convert to-hf ORBAX_DIR OUT_DIR --like=HF_DIR [--step=N]
+
+`to-orbax` writes the weights as step 0, laid out as in a run's checkpoints. `to-hf` reads
+what it wrote, or a run's folder; of a training state only the policy's weights are read.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import logging
+
+from dllm_jax import config, sharding
+from dllm_jax.checkpoint import Checkpoints, dotted
+from dllm_jax.models import hf, transformer
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m dllm_jax.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = p.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("to-orbax", help="Hugging Face folder -> Orbax")
+    one.add_argument("source", metavar="HF_DIR", help="a Hugging Face folder")
+    one.add_argument("out", metavar="OUT_DIR", help="a new folder of checkpoints")
+    one.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="of the weights; default: as they are stored",
+    )
+    one = commands.add_parser("to-hf", help="Orbax -> Hugging Face folder")
+    one.add_argument(
+        "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
+    )
+    one.add_argument("out", metavar="OUT_DIR", help="the Hugging Face folder to write")
+    one.add_argument(
+        "--like",
+        metavar="HF_DIR",
+        required=True,
+        help="the original, whose names, dtypes and other files the export takes over",
+    )
+    one.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    return p
+
+
+def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
+    """Writes a Hugging Face folder's weights as step 0 of a folder of checkpoints."""
+    if pathlib.Path(out).exists():
+        raise ValueError(f"{out} exists; name a new folder")
+    _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
+    checkpoints = Checkpoints(out)
+    checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
+    checkpoints.close()
+
+
+def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
+    """Writes the policy's weights of an Orbax checkpoint as a Hugging Face folder."""
+    folder = pathlib.Path(source)
+    if (folder / "checkpoints").is_dir():
+        folder /= "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"{source} is not a folder")
+    cfg = hf.read_config(hf.find(like))
+    checkpoints = Checkpoints(folder, keep=None)
+    steps = checkpoints.steps()
+    if not steps or step not in (None, *steps):
+        raise ValueError(f"{folder} has the steps {steps}; asked for {step}")
+    step = steps[-1] if step is None else step
+    if checkpoints.damaged(step):
+        raise ValueError(f"{folder / str(step)} is damaged; --step= takes another")
+
+    held = checkpoints.manager.item_metadata(step).state["policy"]["params"]
+    heads = ("lm", "value") if "value" in held else ("lm",)
+    want = transformer.abstract(cfg, sharding.make_mesh(), jnp.float32, heads)
+    have, need = (
+        {dotted(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (held, want)
+    )
+    for name in sorted(have.keys() | need.keys()):
+        if have.get(name) != need.get(name):
+            raise ValueError(
+                f"{folder / str(step)} does not hold the weights of {like}: {name} is "
+                f"{have.get(name, 'missing')}, expected {need.get(name, 'no such array')}"
+            )
+    target = jax.tree.map(
+        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+        held,
+        want,
+    )
+    # Part of a state: Orbax's standard handler, which writes it, cannot read one.
+    item = {"policy": {"params": target}}
+    with ocp.PyTreeCheckpointer() as reader:
+        state = reader.restore(
+            folder.absolute() / str(step) / "state",
+            args=ocp.args.PyTreeRestore(
+                item=item,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                partial_restore=True,
+            ),
+        )
+    hf.save(out, cfg, state["policy"]["params"], like=like)
+
+
+def main(argv=None):
+    """Parses the command line and converts."""
+    logging.set_verbosity(logging.ERROR)  # Orbax tells every file it touches
+    args = parser().parse_args(argv)
+    if args.command == "to-orbax":
+        to_orbax(args.source, args.out, args.dtype)
+    else:
+        to_hf(args.source, args.out, args.like, args.step)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        config.fail(error)
