@@ -1,31 +1,48 @@
 """Checkpoints that survive: Orbax, with checksums, and a fall-back to the one before.
 
-Orbax commits a step atomically and notices missing and truncated files, but not a byte
-that changed on disk; so once a step is committed, the checksums of its files are written
-beside it and compared before it is read. A step that was killed between the two has no
-checksums: it is whole, Orbax says so, and it is trusted.
+Orbax commits a step by a rename, so a save that is killed leaves nothing that looks like
+a step. It notices files that are missing or cut short, but not a byte that changed inside
+a large array. So the CRC-32 of every file is written into the step before that rename:
+a step without them was never whole, and no step is ever trusted unseen. The two files
+that Orbax touches last (its time stamps, its mark of success) hold nothing we read and
+stay out.
 """
 
+import concurrent.futures
 import json
-import os
 import pathlib
 import sys
 import zlib
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
-SUMS, PARTIAL = "checksums.json", "checksums.partial"
+SUMS = "checksums.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; `save` writes in the background."""
+    """The checkpoints of one run folder; `save` writes in the background.
 
-    def __init__(self, folder, keep: int | None = 2):
+    keep: the newest that stay. keep_every: multiples of it stay for good. Every process
+    makes the same calls on one shared folder.
+    """
+
+    def __init__(
+        self, folder, keep: int | None = 2, keep_every: int | None = None
+    ) -> None:
         self.folder = pathlib.Path(folder).absolute()
+        self.saving = None
         self.manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                keep_period=keep_every,
+                async_options=ocp.options.AsyncOptions(
+                    post_finalization_callback=self.seal
+                ),
+            ),
             # Without them a process that has not saved yet cannot read the metadata.
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
@@ -34,19 +51,29 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, oldest first."""
+        """Returns the committed steps, oldest first, as process 0 finds them.
+
+        No process returns before all have looked: a step that one then deletes would
+        otherwise be missing from another's list.
+        """
         self.manager.reload()
-        return sorted(self.manager.all_steps())
+        found = sorted(self.manager.all_steps())
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
+        same = np.resize(np.array(found, np.int32), count)
+        return multihost_utils.broadcast_one_to_all(same).tolist()
 
     def save(self, step: int, tree, meta: dict) -> None:
-        """Saves a pytree of arrays with a JSON-able dict; waits for the save before it.
+        """Saves a pytree of arrays with a JSON-able dict.
 
-        Steps from this one on are those that `restore` found damaged, or passed over by
-        name: they make way, since Orbax saves nothing older than what it has.
+        Waits for the save before it and for the copy to the host; the arrays may be
+        donated then. Steps from this one on are those that `restore` found damaged, or
+        passed over by name: they make way, since Orbax saves nothing older than it has.
         """
         self.wait()
         for late in [number for number in self.steps() if number >= step]:
+            warn(f"checkpoint {self.folder / str(late)} makes way for step {step}")
             self.manager.delete(late)
+        self.saving = step
         self.manager.save(
             step,
             args=ocp.args.Composite(
@@ -54,84 +81,73 @@ class Checkpoints:
             ),
         )
 
+    def seal(self) -> None:
+        """Writes the checksums of the step being saved; Orbax calls it in process 0.
+
+        It calls when every process has written its part, just before the rename.
+        """
+        folders = list(self.folder.glob(f"{self.saving}.*"))
+        assert folders, "Orbax renamed the step before its checksums were written"
+        for folder in folders:
+            files = [f for f in sorted(folder.glob("*/**/*")) if f.is_file()]
+            names = [str(f.relative_to(folder)) for f in files]
+            sums = dict(zip(names, crc32s(files), strict=True))
+            (folder / SUMS).write_text(json.dumps(sums))
+
     def wait(self) -> None:
-        """Blocks until every save is committed and its checksums are written."""
+        """Blocks until the last save is committed; raises what went wrong with it."""
         self.manager.wait_until_finished()
-        if jax.process_index() == 0:
-            for step in self.steps():
-                file = self.folder / str(step) / SUMS
-                if not file.exists():
-                    partial = file.with_name(PARTIAL)
-                    partial.write_text(json.dumps(checksums(file.parent)))
-                    os.replace(partial, file)
 
     def restore(self, target, step: int | None = None):
         """Returns (tree, meta, step) of the newest whole checkpoint, or None without any.
 
         target: a pytree of ShapeDtypeStructs with shardings, which may belong to another
-        mesh than the one that saved; None restores whatever is there as host arrays.
+        mesh than the one that saved; arrays are cast to its dtypes. None restores
+        whatever is there as host arrays.
         step: that one and no other. A damaged checkpoint is reported and the one before
         it is taken.
 
         Raises ValueError when none is whole, and when a tree does not have the target's
         structure and shapes.
         """
+        self.wait()
         steps = self.steps()
         if step is not None and step not in steps:
             raise ValueError(f"{self.folder} has no step {step}; it has {steps}")
         tried = [step] if step is not None else steps[::-1]
         for number in tried:
-            damage = self.damage(number)
-            if damage is None:
-                try:
-                    self.fits(number, target)
-                    tree, meta = self.read(number, target)
-                    return tree, meta, number
-                except Misfit as error:
-                    raise ValueError(str(error)) from None
-                except Exception as error:  # noqa: BLE001  (Orbax raises many kinds)
-                    damage = str(error).split("\n")[0][:200]
-            print(
-                f"warning: checkpoint {self.folder / str(number)} is damaged "
-                f"({damage}); trying the one before",
-                file=sys.stderr,
-            )
+            if not self.damaged(number):
+                self.fits(number, target)
+                return *self.read(number, target), number
         if tried:
-            raise ValueError(f"{self.folder}: no checkpoint of {tried} can be read")
+            raise ValueError(f"{self.folder}: no checkpoint of {tried} is whole")
         return None
 
-    def damage(self, step: int) -> str | None:
-        """Returns what the checksums say is wrong with a step, or None."""
-        file = self.folder / str(step) / SUMS
-        if not file.exists():
-            return None
-        try:
-            wanted = json.loads(file.read_text())
-        except json.JSONDecodeError:
-            return f"{SUMS} is not JSON"
-        found = checksums(file.parent)
-        for name in sorted(wanted.keys() | found.keys()):
-            if found.get(name) != wanted.get(name):
-                return f"{name} is {'changed' if name in found else 'missing'}"
-        return None
+    def damaged(self, step: int) -> bool:
+        """Returns whether a step is not what was saved, and reports what differs.
+
+        Process 0 looks, and its word holds for all: processes that went on from
+        different steps would train on a mixture.
+        """
+        found = damage(self.folder / str(step)) if jax.process_index() == 0 else None
+        if found is not None:
+            warn(f"checkpoint {self.folder / str(step)} is damaged: {found}")
+        return bool(multihost_utils.broadcast_one_to_all(np.bool_(found is not None)))
 
     def fits(self, step: int, target) -> None:
-        """Raises Misfit naming the first leaf that the target wants otherwise."""
+        """Raises ValueError naming the first leaf that the target wants otherwise."""
         if target is None:
             return
-        held = self.manager.item_metadata(step).state
         flat = jax.tree_util.tree_leaves_with_path
-        have = {names(path): leaf for path, leaf in flat(held)}
-        want = {names(path): leaf for path, leaf in flat(target)}
-        where = f"{self.folder / str(step)} does not fit this configuration: "
-        for name in sorted(have.keys() | want.keys()):
-            if name not in have or name not in want:
-                side = "has no" if name in want else "has an unexpected"
-                raise Misfit(f"{where}it {side} {name}")
-            if tuple(have[name].shape) != tuple(want[name].shape):
-                raise Misfit(
-                    f"{where}{name} is {tuple(have[name].shape)}, "
-                    f"expected {tuple(want[name].shape)}"
+        held = self.manager.item_metadata(step).state
+        have = {dotted(path): str(list(leaf.shape)) for path, leaf in flat(held)}
+        want = {dotted(path): str(list(leaf.shape)) for path, leaf in flat(target)}
+        for leaf in sorted(have.keys() | want.keys()):
+            if have.get(leaf) != want.get(leaf):
+                raise ValueError(
+                    f"{self.folder / str(step)} does not fit this configuration: {leaf} "
+                    f"is {have.get(leaf, 'missing')}, "
+                    f"expected {want.get(leaf, 'no such array')}"
                 )
 
     def read(self, step: int, target):
@@ -148,11 +164,13 @@ class Checkpoints:
         self.manager.close()
 
 
-class Misfit(Exception):
-    """A whole checkpoint of something else."""
+def warn(text: str) -> None:
+    """Tells the terminal, once for all processes."""
+    if jax.process_index() == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def names(path) -> str:
+def dotted(path) -> str:
     """Returns a leaf's dotted name, however its containers spell their keys."""
     keys = (
         getattr(p, "key", getattr(p, "name", getattr(p, "idx", None))) for p in path
@@ -160,14 +178,32 @@ def names(path) -> str:
     return ".".join(str(key) for key in keys)
 
 
-def checksums(folder: pathlib.Path) -> dict[str, int]:
-    """Returns the CRC-32 of every file below a folder by relative name."""
-    out = {}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name not in (SUMS, PARTIAL):
-            total = 0
-            with file.open("rb") as data:
-                while part := data.read(1 << 22):
-                    total = zlib.crc32(part, total)
-            out[str(file.relative_to(folder))] = total
-    return out
+def damage(folder: pathlib.Path) -> str | None:
+    """Returns how a step's files differ from its checksums, or None."""
+    try:
+        sums = json.loads((folder / SUMS).read_text())
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no JSON
+        return f"{SUMS} cannot be read ({error})"
+    try:
+        found = crc32s([folder / name for name in sums])
+    except OSError as error:
+        return str(error)
+    for name, was, now in zip(sums, sums.values(), found, strict=True):
+        if was != now:
+            return f"{name} has changed"
+    return None
+
+
+def crc32s(files: list[pathlib.Path]) -> list[int]:
+    """Returns the CRC-32 of each file; reads several at a time."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(crc32, files))
+
+
+def crc32(file: pathlib.Path) -> int:
+    """Returns the CRC-32 of a file."""
+    total = 0
+    with file.open("rb") as data:
+        while part := data.read(1 << 22):
+            total = zlib.crc32(part, total)
+    return total
