@@ -18,15 +18,16 @@ def arithmetic(c):
     c.model.dtype = "float32"
     c.data.train = "examples/arithmetic/train.jsonl"
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
-    c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 128})
+    c.sampler.update({"max_prompt": 16, "max_new": 32, "rows": 128})
     c.batch.update({"rows": 16, "tokens": 256})
-    c.sft.update({"steps": 340, "examples": 256})
+    c.sft.update({"steps": 600, "examples": 128})
     c.noise.upper = 1.0
     c.policy_optim.update(
         {"lr": 2e-3, "schedule": "cosine", "final": 0.1, "warmup": 20}
     )
-    c.eval.every = 50
-    c.run.update({"folder": "runs/arithmetic/sft", "save_every": 50})
+    c.policy_optim.horizon = 700  # stops at 600, while there is something left to learn
+    c.eval.update({"every": 100, "temperature": 1.0})
+    c.run.update({"folder": "runs/arithmetic/sft", "save_every": 100})
 
 
 def smollm2(c):

@@ -13,7 +13,7 @@ def get_config():
     c.model.dtype = "float32"
     c.data.train = "examples/arithmetic/train.jsonl"
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
-    c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 16})
+    c.sampler.update({"max_prompt": 16, "max_new": 32, "rows": 16})
     c.batch.update({"rows": 8, "tokens": 128})
     c.rl.update({"steps": 4, "prompts": 4, "group": 4, "updates": 2})
     c.rl.update({"min_solved": 0.0, "max_solved": 1.0})

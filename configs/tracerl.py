@@ -18,18 +18,18 @@ MATH = "{question}\nPlease reason step by step, and put your final answer within
 
 
 def arithmetic(c):
-    """A 0.6M-parameter model on sums and differences of numbers below 100."""
+    """A 0.6M-parameter model on sums of two numbers below 1000."""
     c.model.path = "examples/arithmetic/model"
     c.model.dtype = "float32"
     c.data.train = "examples/arithmetic/train.jsonl"
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
-    c.sampler.update({"max_prompt": 16, "max_new": 16, "rows": 128})
+    c.sampler.update({"max_prompt": 16, "max_new": 32, "rows": 128})
     c.batch.update({"rows": 16, "tokens": 256})
-    c.rl.update({"steps": 80, "prompts": 16, "group": 8})
+    c.rl.update({"steps": 60, "prompts": 32, "group": 8})
     c.rl.update({"min_solved": 0.1, "max_solved": 0.95})
-    c.policy_optim.lr = 3e-4
+    c.policy_optim.lr = 3e-5
     c.value_optim.lr = 3e-4
-    c.eval.every = 10
+    c.eval.update({"every": 5, "temperature": 1.0})
     c.run.folder = "runs/arithmetic/tracerl"
 
 

@@ -57,6 +57,7 @@ class OptimConfig:
     lr: float = 1e-6
     schedule: str = "constant"  # after the warm-up: "constant", "linear" or "cosine"
     warmup: int = 0  # updates
+    horizon: int = 0  # updates that linear and cosine decay over; 0: those of the run
     final: float = 0.0  # fraction of lr that linear and cosine end at
     b1: float = 0.9
     b2: float = 0.999

@@ -44,7 +44,7 @@ class Plan:
 
 def schedule(cfg: OptimConfig, updates: int) -> optax.Schedule:
     """Returns the learning rate by update: linear warm-up, then the named decay."""
-    rest = max(updates - cfg.warmup, 1)
+    rest = max((cfg.horizon or updates) - cfg.warmup, 1)
     decay = {
         "constant": optax.constant_schedule(cfg.lr),
         "linear": optax.linear_schedule(cfg.lr, cfg.lr * cfg.final, rest),

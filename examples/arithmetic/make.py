@@ -2,10 +2,13 @@
 
     python examples/arithmetic/make.py
 
-writes train.jsonl and heldout.jsonl (disjoint problems: sums and differences of numbers
-below 100, with the answer and a worked response) beside this file, and a randomly
-initialised SDAR-format checkpoint with a character tokenizer to runs/arithmetic/blank,
-from which `configs/sft.py` trains the bundled model.
+writes train.jsonl and heldout.jsonl (disjoint problems: sums of two numbers below 1000)
+beside this file, and a randomly initialised SDAR-format checkpoint with a character
+tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundled model.
+
+The responses to learn from come in two manners: half answer at once, half work it out
+digit by digit. A model trained on both does both, and is mostly wrong where it guesses;
+which manner pays is left to reinforcement learning.
 """
 
 import argparse
@@ -36,21 +39,26 @@ SHAPE = {
 }
 
 
-def problems(rng: np.random.Generator) -> list[dict]:
-    """Returns every sum, and every difference that is not negative, in random order."""
-    rows = []
-    for a in range(100):
-        for b in range(100):
-            rows.append((f"{a}+{b}", a + b))
-            if a >= b:
-                rows.append((f"{a}-{b}", a - b))
+def respond(a: int, b: int, *, worked: bool) -> str:
+    """Returns the text that answers a + b, at once or digit by digit from the right."""
+    steps, carry, x, y = "", 0, a, b
+    while worked and (x or y or not steps):
+        digits = x % 10 + y % 10 + carry
+        steps += f"{x % 10}+{y % 10}{'+1' if carry else ''}={digits},"
+        carry, x, y = digits // 10, x // 10, y // 10
+    return f"{steps}\\boxed{{{a + b}}}"
+
+
+def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
+    """Returns different problems in random order; a `share` of responses is worked."""
+    pairs = rng.choice(1_000_000, size=count, replace=False)
     return [
         {
-            "question": question,
-            "answer": str(answer),
-            "response": f"{question}=\\boxed{{{answer}}}",
+            "question": f"{a}+{b}",
+            "answer": str(a + b),
+            "response": respond(a, b, worked=bool(rng.random() < share)),
         }
-        for question, answer in (rows[i] for i in rng.permutation(len(rows)))
+        for a, b in zip((pairs // 1000).tolist(), (pairs % 1000).tolist(), strict=True)
     ]
 
 
@@ -110,14 +118,17 @@ def main():
     p.add_argument("--blank", default="runs/arithmetic/blank", help="checkpoint folder")
     p.add_argument("--heldout", type=int, default=256, help="problems set aside")
     p.add_argument("--train", type=int, default=8000, help="problems to train on")
+    p.add_argument(
+        "--worked", type=float, default=0.5, help="share of worked responses"
+    )
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     rng = np.random.default_rng(args.seed)
 
-    rows = problems(rng)
+    rows = problems(rng, args.heldout + args.train, args.worked)
     for name, part in (
         ("heldout", rows[: args.heldout]),
-        ("train", rows[args.heldout : args.heldout + args.train]),
+        ("train", rows[args.heldout :]),
     ):
         text = "".join(json.dumps(row) + "\n" for row in part)
         (HERE / f"{name}.jsonl").write_text(text)
