@@ -74,6 +74,7 @@ class RunConfig:
     resume: str = "auto"  # "auto": if the folder has a checkpoint; "must"; "never"
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
+    keep_every: int = 0  # multiples of it stay for good; 0: none
     samples: int = 8  # rollouts written out at every step
     export: bool = True  # write a Hugging Face folder at the end
 

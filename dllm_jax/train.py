@@ -80,7 +80,9 @@ def train(cfg: config.Config) -> None:
         cfg.sampler, stop_ids=data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     )
 
-    checkpoints = Checkpoints(folder / "checkpoints", keep=cfg.run.keep)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
+    )
     found = None
     if cfg.run.resume != "never":
         target = jax.tree.map(
