@@ -23,7 +23,7 @@ from absl import app, flags, logging
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf
+from dllm_jax.models import hf, transformer
 from dllm_jax.rl import advantage, learner, rollout, views
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import denoise
@@ -63,16 +63,18 @@ def train(cfg: config.Config) -> None:
     if rl and cfg.rl.value == "own":
         plans["value"] = learner.Plan(("value",), cfg.value_optim, updates)
 
-    states, places = {}, {}
+    model = hf.read_config(hf.find(cfg.model.path))
+    begin = {name: functools.partial(learner.begin, plan=plans[name]) for name in plans}
+    wanted, places = {}, {}
     for name, plan in plans.items():
-        model, params = hf.load(
-            cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
+        params = transformer.abstract(model, mesh, jnp.float32, plan.heads)
+        fresh = jax.eval_shape(begin[name], params).replace(params=params)
+        places[name] = learner.shardings(fresh, plan, mesh)
+        wanted[name] = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            fresh,
+            places[name],
         )
-        begin = functools.partial(learner.begin, plan=plan)
-        abstract = jax.eval_shape(begin, params).replace(params=params)
-        places[name] = learner.shardings(abstract, plan, mesh)
-        states[name] = jax.jit(begin, out_shardings=places[name])(params)
-        del params
     model = dataclasses.replace(
         model, dtype=cfg.model.dtype, remat=cfg.model.remat, block=cfg.sampler.block
     )
@@ -85,11 +87,7 @@ def train(cfg: config.Config) -> None:
     )
     found = None
     if cfg.run.resume != "never":
-        target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            states,
-        )
-        found = checkpoints.restore(target)
+        found = checkpoints.restore(wanted)
     elif checkpoints.steps():
         raise ValueError(
             f"{folder} already holds a run and run.resume='never'; choose another "
@@ -97,13 +95,21 @@ def train(cfg: config.Config) -> None:
         )
     if cfg.run.resume == "must" and found is None:
         raise ValueError(f"run.resume='must', but {folder} has no checkpoint")
-    first, taken = 0, 0
+    states, first, taken = {}, 0, 0
     if found is not None:
         states, meta, first = found
         taken = meta["taken"]
         say(f"resuming {folder} after step {first}")
         report_changes(meta["config"], cfg, say)
-    elif main:
+    else:
+        for name, plan in plans.items():
+            _, params = hf.load(
+                cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
+            )
+            start = jax.jit(begin[name], out_shardings=places[name], donate_argnums=0)
+            states[name] = start(params)
+            del params
+    if found is None and main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(
             json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
