@@ -70,8 +70,8 @@ def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw)
     masked_BW &= ~take_BW
 
     # A row ends when nothing is masked up to its first stop id, or to its limit.
-    answer_BW = (pos_BW >= s.prompt_len_B[:, None]) & (pos_BW < s.limit_B[:, None])
-    stops_BW = answer_BW & ~masked_BW & state.isin(tokens_BW, cfg.stop_ids)
+    answer_BW = (pos_BW >= s.prompt_len_B[:, None]) & ~masked_BW
+    stops_BW = answer_BW & state.isin(tokens_BW, cfg.stop_ids)
     stop_B = jnp.min(jnp.where(stops_BW, pos_BW, FAR), axis=1)
     end_B = jnp.minimum(stop_B + 1, s.limit_B)
     open_B = (masked_BW & (pos_BW < end_B[:, None])).any(axis=1)

@@ -91,10 +91,9 @@ def read(path: str) -> list[Case]:
             first, bug, forwards = len(prompt), None, None
             limit = first + a["max_tokens"] if engine else len(answer)
             if not engine:  # whole blocks, which nothing ends: ours ends at a stop id
-                answer, steps = answer[first:], steps[first:]
-                ends = [at + 1 for at, token in enumerate(answer) if token in stops]
-                answer, steps = answer[: min(ends, default=None)], steps[: len(answer)]
-                steps = steps[: len(answer)]
+                ends = [at + 1 for at in range(first, limit) if answer[at] in stops]
+                span = slice(first, min(ends, default=None))
+                answer, steps = answer[span], steps[span]
                 if not stops:  # it keeps the last block's keys too, ours need not
                     count = case["denoise_forwards"]
                     forwards = count, count + case["store_forwards"] - 1
@@ -277,7 +276,7 @@ def test_trajectories_of_the_reference(path, compared, monkeypatch):
 
 # --- The definition -------------------------------------------------------------------
 
-BASE = SamplerConfig(block=4, max_prompt=12, max_new=12, stop_ids=(3, 19, 20, 14))
+BASE = SamplerConfig(block=4, max_prompt=12, max_new=12, stop_ids=(3, 19, 20, 14, 0))
 CONFIGS = {
     "sequential": dataclasses.replace(BASE, strategy="sequential", steps_per_block=2),
     "static": dataclasses.replace(
@@ -288,12 +287,12 @@ CONFIGS = {
         BASE, strategy="entropy_bounded", entropy_bound=2.5
     ),
 }
-MASK, STOP = 66, 3  # `tiny`'s mask id; one of the stop ids
+MASK, STOP = 66, 3  # `tiny`'s mask id; one of the stop ids, of which 0 is what pads
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(30, 66, n).tolist() for n in (3, 4, 6, 9, 11, 1, 12)]
 PROMPTS[2][-1] = STOP  # in the prompt's last, partial block
 PROMPTS[3][2] = PROMPTS[3][-1] = PROMPTS[4][5] = MASK
-NEW = [12, 9, 5, 7, 12, 12, 1]  # limits inside blocks and at their ends
+NEW = [12, 9, 5, 7, 13, 12, 1]  # limits inside blocks, at their ends, at the last slot
 TEMPERATURES = [0, 1, 0, 1, 0.7, 1, 0]
 
 keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
@@ -394,7 +393,7 @@ def test_generate_is_what_it_means(tiny, strategy):
     inside_B = (trace.prompt_len_B + trace.len_B) % cfg.block != 0
     assert (inside_B & trace.stopped_B).any()
     assert (inside_B & ~trace.stopped_B).any()
-    assert trace.len_B.max() == 12
+    assert trace.len_B.max() >= 12
 
 
 # --- What rows do not share -----------------------------------------------------------
