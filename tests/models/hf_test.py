@@ -1,0 +1,519 @@
+"""Hugging Face folders: in and out bit for bit, on a mesh, and every way to be refused."""
+
+import json
+import math
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dllm_jax import sharding
+from dllm_jax.models import hf, transformer
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+SDAR, TIED, VALUE = (
+    GOLDENS / family / "checkpoint" for family in ("sdar", "sdar_tied", "sdar_value")
+)
+
+
+def files(folder: pathlib.Path) -> dict[str, bytes]:
+    """Returns every file below a folder."""
+    found = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+def same(a, b) -> bool:
+    """Returns whether two parameter trees are equal bit for bit."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+def variant(folder, *, origin=TIED, config=(), tensors=(), drop=()) -> pathlib.Path:
+    """Writes a copy of a one-file checkpoint with other fields and tensors."""
+    shutil.copytree(origin, folder)
+    raw = json.loads((folder / "config.json").read_text()) | dict(config)
+    told = {name: value for name, value in raw.items() if name not in drop}
+    (folder / "config.json").write_text(json.dumps(told))
+    held = safetensors.numpy.load_file(folder / hf.SINGLE) | dict(tensors)
+    held = {name: x for name, x in held.items() if name not in drop}
+    safetensors.numpy.save_file(held, folder / hf.SINGLE, metadata={"format": "pt"})
+    return folder
+
+
+# ---- There and back ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("origin", [SDAR, TIED, VALUE], ids=lambda p: p.parent.name)
+def test_round_trip_is_the_same_folder(origin, tmp_path):
+    cfg, params = hf.load(origin)
+    assert set(jax.tree.leaves(jax.tree.map(lambda x: x.dtype.name, params))) == {
+        cfg.dtype
+    }
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+    again, back = hf.load(str(tmp_path / "out"))
+    assert again == cfg
+    assert same(params, back)
+
+
+def test_everything_but_weights_is_copied(tmp_path):
+    origin = shutil.copytree(SDAR, tmp_path / "origin")
+    for name in (
+        "tokenizer.json",
+        "modeling_sdar.py",
+        "README.md",
+        "templates/a.jinja",
+    ):
+        (origin / name).parent.mkdir(exist_ok=True)
+        (origin / name).write_text(f"I am {name}")
+    kept = files(origin)
+    for name in ("pytorch_model.bin", "original/model.pth", ".cache/lock"):
+        (origin / name).parent.mkdir(exist_ok=True)
+        (origin / name).write_text("weights, or none of our business")
+    cfg, params = hf.load(origin)
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == kept
+
+
+def test_f32_masters_of_bfloat16_weights(tmp_path):
+    held = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    low = {name: x.astype(ml_dtypes.bfloat16) for name, x in held.items()}
+    origin = variant(tmp_path / "origin", tensors=low)
+    cfg, params = hf.load(origin)
+    assert cfg.dtype == "bfloat16"
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    cfg, masters = hf.load(origin, dtype=jnp.float32)
+    assert cfg.dtype == "float32"
+    assert same(masters, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    hf.save(tmp_path / "out", cfg, masters, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    held = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
+    low = {name: held.astype(ml_dtypes.bfloat16)}
+    origin = variant(tmp_path / "origin", tensors=low)
+    cfg, params = hf.load(origin)
+    assert params["layers"]["w_up"].dtype == jnp.float32
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
+    embed = safetensors.numpy.load_file(TIED / hf.SINGLE)["model.embed_tokens.weight"]
+    tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    more = {"lm_head.weight": embed} | tables
+    origin = variant(tmp_path / "origin", tensors=more)
+    cfg, params = hf.load(origin)
+    assert "head" not in params
+    params["embed"] = params["embed"] + 1
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    out = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)
+    np.testing.assert_array_equal(out["lm_head.weight"], embed + 1)
+    np.testing.assert_array_equal(out["model.embed_tokens.weight"], embed + 1)
+    assert all(np.array_equal(out[name], x) for name, x in tables.items())
+
+
+# ---- Heads ---------------------------------------------------------------------------
+
+
+def test_heads_on_demand():
+    _, both = hf.load(VALUE)
+    assert {"head", "value"} <= both.keys()
+    _, value = hf.load(VALUE, heads=("value",))
+    assert "head" not in value
+    np.testing.assert_array_equal(value["value"], both["value"])
+    _, policy = hf.load(VALUE, heads=("lm",))
+    assert "value" not in policy
+    _, fresh = hf.load(SDAR, heads=("lm", "value"))
+    assert fresh["value"].shape == (64,)
+    assert not fresh["value"].any()
+
+
+def test_a_value_model_needs_no_language_head(tmp_path):
+    origin = variant(tmp_path / "origin", origin=VALUE, drop=["lm_head.weight"])
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
+        hf.load(origin)
+    cfg, params = hf.load(origin, heads=("value",))
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
+    cfg, params = hf.load(SDAR, heads=("lm", "value"))
+    params["value"] = params["value"] + 0.25
+    hf.save(tmp_path / "out", cfg, params, like=SDAR)
+    index = json.loads((tmp_path / "out" / hf.INDEX).read_text())
+    was = json.loads((SDAR / hf.INDEX).read_text())
+    file = "model-00002-of-00002.safetensors"
+    assert index["weight_map"] == was["weight_map"] | {"value_head.weight": file}
+    added = index["metadata"]["total_size"] - was["metadata"]["total_size"]
+    assert added == 4 * cfg.d_model
+    stored = safetensors.numpy.load_file(tmp_path / "out" / file)
+    assert stored["value_head.weight"].shape == (1, cfg.d_model)
+    assert same(hf.load(tmp_path / "out")[1], params)
+
+
+def test_export_takes_what_params_lack_from_the_original(tmp_path):
+    cfg, params = hf.load(VALUE, heads=("value",))
+    params["norm"] = 2 * params["norm"]
+    hf.save(tmp_path / "out", cfg, params, like=VALUE)
+    out, was = (
+        safetensors.numpy.load_file(folder / hf.SINGLE)
+        for folder in (tmp_path / "out", VALUE)
+    )
+    differ = [name for name in was if not np.array_equal(out[name], was[name])]
+    assert out.keys() == was.keys()
+    assert differ == ["model.norm.weight"]
+
+
+# ---- Onto a mesh, and no more than its part ------------------------------------------
+
+MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}, {"model": 2, "data": 4}]
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_load_places_every_tensor_on_the_mesh(sizes, tmp_path):
+    mesh = sharding.make_mesh(**{"fsdp": 1} | sizes)
+    cfg, params = hf.load(VALUE, mesh=mesh)
+    want = transformer.abstract(cfg, mesh, jnp.float32, ("lm", "value"))
+    for x, like in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.sharding) == (like.shape, like.sharding)
+    split = math.prod(size for axis, size in sizes.items() if axis != "data")
+    wq = params["layers"]["wq"]
+    assert wq.addressable_shards[0].data.size == wq.size // split
+    assert same(params, hf.load(VALUE)[1])
+    hf.save(tmp_path / "out", cfg, params, like=VALUE)
+    assert files(tmp_path / "out") == files(VALUE)
+
+
+class Meter:
+    """A tensor's handle that notes what is read of it."""
+
+    def __init__(self, handle, log: list[int]):
+        self.handle, self.log = handle, log
+
+    def __getitem__(self, index):
+        x = self.handle[index]
+        self.log.append(x.size)
+        return x
+
+    def __getattr__(self, name):
+        return getattr(self.handle, name)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_load_reads_every_number_once_and_only_slices(sizes, monkeypatch):
+    log = []
+    plain = hf.Tensors.slice
+    monkeypatch.setattr(
+        hf.Tensors, "slice", lambda self, name: Meter(plain(self, name), log)
+    )
+    mesh = sharding.make_mesh(**{"fsdp": 1} | sizes)
+    _, params = hf.load(SDAR, mesh=mesh)
+    leaves = jax.tree.leaves(params)
+    assert sum(log) == sum(x.size for x in leaves)
+    assert max(log) == max(x.addressable_shards[0].data.size for x in leaves)
+
+
+@pytest.mark.slow
+def test_two_processes_load_and_save_together(tmp_path):
+    script = """
+import sys
+import jax
+from dllm_jax import sharding
+from dllm_jax.models import hf
+
+port, me, origin, out = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(me))
+mesh = sharding.make_mesh(fsdp=4, model=-1)
+cfg, params = hf.load(origin, mesh=mesh)
+assert not params["embed"].is_fully_addressable
+hf.save(out, cfg, params, like=origin)
+"""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    rest = [str(SDAR), str(tmp_path / "out")]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, port, str(me), *rest],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me in range(2)
+    ]
+    try:
+        told = [run.communicate(timeout=120)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], told
+    assert files(tmp_path / "out") == files(SDAR)
+
+
+# ---- Exports that could do harm ------------------------------------------------------
+
+
+def test_a_crash_leaves_the_old_export_or_none(tmp_path, monkeypatch):
+    cfg, params = hf.load(SDAR)
+    out = tmp_path / "out"
+
+    def crash(*args, **kwargs):
+        if str(args[1]).endswith("2-of-00002.safetensors"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf.safetensors.numpy, "save_file", crash)
+        with pytest.raises(KeyboardInterrupt):
+            hf.save(out, cfg, params, like=SDAR)
+        assert not out.exists()
+    hf.save(out, cfg, params, like=SDAR)
+    params["norm"] = 2 * params["norm"]
+    with monkeypatch.context() as patched:
+        patched.setattr(hf.safetensors.numpy, "save_file", crash)
+        with pytest.raises(KeyboardInterrupt):
+            hf.save(out, cfg, params, like=SDAR)
+        assert files(out) == files(SDAR)
+    hf.save(out, cfg, params, like=SDAR)
+    assert same(hf.load(out)[1], params)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_export_refuses_to_destroy(tmp_path):
+    cfg, params = hf.load(TIED)
+    origin = shutil.copytree(TIED, tmp_path / "models" / "origin")
+    for path in (origin, origin / "export", tmp_path / "models"):
+        with pytest.raises(ValueError, match=f"cannot export to {path}: the original"):
+            hf.save(path, cfg, params, like=origin)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "config.json").write_text("of a run")
+    with pytest.raises(ValueError, match="is there and not an export"):
+        hf.save(full, cfg, params, like=origin)
+    with pytest.raises(ValueError, match="is there and not an export"):
+        hf.save(full / "config.json", cfg, params, like=origin)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has shape"):
+        hf.save(tmp_path / "other", cfg, params, like=SDAR)
+    assert files(full) == {"config.json": b"of a run"}
+    assert files(origin) == files(TIED)
+
+
+# ---- config.json ---------------------------------------------------------------------
+
+
+def test_fields_of_the_reference():
+    cfg, _ = hf.load(SDAR)
+    told = json.loads((SDAR / "config.json").read_text())
+    assert cfg.head_dim == told["head_dim"] != told["hidden_size"] // cfg.heads
+    assert (cfg.mask_id, cfg.eos_id, cfg.pad_id, cfg.block) == (315, 309, 309, 4)
+    assert (cfg.rope_theta, cfg.norm_eps, cfg.tied) == (1e6, 1e-6, False)
+    assert cfg.qk_norm
+    assert not cfg.qkv_bias
+
+
+@pytest.mark.parametrize(
+    "config, drop, wanted",
+    [
+        ({}, ["block_size"], {"block": 4}),
+        ({"block_size": 16}, [], {"block": 16}),
+        ({"pad_token_id": 7, "eos_token_id": [5, 6]}, [], {"pad_id": 7, "eos_id": 5}),
+        ({"eos_token_id": None}, [], {"eos_id": 0, "pad_id": 0}),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            ["rope_theta", "rope_scaling"],
+            {"rope_theta": 5e5},
+        ),
+        ({}, ["rope_theta"], {"rope_theta": 1e4}),
+        ({"head_dim": None, "hidden_size": 48}, [], {"head_dim": 12}),
+        ({"rms_norm_eps": 1e-5}, [], {"norm_eps": 1e-5}),
+        ({"num_attention_heads": 6}, ["num_key_value_heads"], {"kv_heads": 6}),
+        ({"model_type": "qwen3"}, [], {"family": "qwen3", "qk_norm": True}),
+        ({"model_type": "llama"}, [], {"family": "llama", "qk_norm": False}),
+    ],
+)
+def test_fields(tmp_path, config, drop, wanted):
+    folder = variant(tmp_path / "model", config=config, drop=drop)
+    cfg = hf.read_config(folder)
+    assert {name: getattr(cfg, name) for name in wanted} == wanted
+
+
+def test_a_llama_that_fills_blocks(tmp_path):
+    held = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    norms = [name for name in held if "q_norm" in name or "k_norm" in name]
+    origin = variant(tmp_path / "origin", config={"model_type": "llama"}, drop=norms)
+    cfg, params = hf.load(origin)
+    assert not {"q_norm", "k_norm"} & params["layers"].keys()
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+@pytest.mark.parametrize(
+    "name, held",
+    [
+        ("added_tokens.json", {"<|MASK|>": 77}),
+        ("tokenizer.json", {"added_tokens": [{"content": "[MASK]", "id": 77}]}),
+    ],
+)
+def test_mask_token_of_the_tokenizer(tmp_path, name, held):
+    folder = variant(tmp_path / "model", drop=["mask_token_id"])
+    (folder / name).write_text(json.dumps(held))
+    assert hf.read_config(folder).mask_id == 77
+
+
+@pytest.mark.parametrize("name", ["<gap>", {"content": "<gap>", "lstrip": False}])
+def test_mask_token_that_the_tokenizer_names(tmp_path, name):
+    folder = variant(tmp_path / "model", drop=["mask_token_id"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": name}))
+    ids = {"<|MASK|>": 77, "<gap>": 78}
+    (folder / "added_tokens.json").write_text(json.dumps(ids))
+    assert hf.read_config(folder).mask_id == 78
+
+
+# ---- What is refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, drop, message",
+    [
+        ({"model_type": "gpt2"}, [], "'gpt2' is not supported; .* llama, qwen3, sdar"),
+        ({}, ["model_type"], "model_type None is not supported"),
+        ({"hidden_act": "gelu"}, [], "hidden_act='gelu' is not supported"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            [],
+            "rope_scaling=.*linear",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            [],
+            "rope_scaling=.*yarn.* is not supported",
+        ),
+        (
+            {"sliding_window": 64, "use_sliding_window": True},
+            [],
+            "sliding_window=64 is not supported",
+        ),
+        ({"attention_bias": True}, [], "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, [], "mlp_bias=True is not supported"),
+        ({"model_type": "qwen3"}, ["block_size"], "plain autoregressive qwen3 model"),
+        ({}, ["mask_token_id"], "tokenizer without mask token"),
+        ({"mask_token_id": 256}, [], "mask token 256 is outside the vocabulary of 256"),
+        ({}, ["vocab_size"], "no field 'vocab_size'"),
+    ],
+)
+def test_configs_refused(tmp_path, config, drop, message):
+    folder = variant(tmp_path / "model", config=config, drop=drop)
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+def with_nan(name: str) -> dict:
+    """Returns a golden tensor with one number that is none."""
+    x = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
+    x.flat[3] = np.nan
+    return {name: x}
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "tensors, drop, message",
+    [
+        ({}, [NORM], f"missing {NORM}"),
+        ({}, [NORM, DOWN], f"missing {NORM}; missing {DOWN}"),
+        ({"extra": np.ones(3)}, [], "unknown extra"),
+        (
+            {DOWN: np.ones((96, 48), np.float32)},
+            [],
+            rf"{DOWN} has shape \(96, 48\), expected \(48, 96\)",
+        ),
+        (
+            {f"model.layers.{i}.z": np.ones(1) for i in range(9)},
+            [],
+            r"layers\.7\.z and 1 more",
+        ),
+        ({DOWN: np.zeros((48, 96), np.float32)}, [], f"{DOWN} is all zero"),
+        ({NORM: np.ones(48, np.int8)}, [], f"tensor '{NORM}': dtype I8"),
+        (with_nan(DOWN), [], f"{DOWN} is not finite"),
+        (with_nan("model.norm.weight"), [], r"model\.norm\.weight is not finite"),
+    ],
+)
+def test_tensors_refused(tmp_path, tensors, drop, message):
+    folder = variant(tmp_path / "model", tensors=tensors, drop=drop)
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+def test_more_layers_than_the_config_says_are_unknown(tmp_path):
+    folder = variant(tmp_path / "model", config={"num_hidden_layers": 1})
+    with pytest.raises(ValueError, match=r"unknown model\.layers\.1\."):
+        hf.load(folder)
+
+
+def test_files_refused(tmp_path):
+    folder = tmp_path / "model"
+    with pytest.raises(ValueError, match="is not a folder, nor a hub repository"):
+        hf.load(folder)
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"not a checkpoint: it has no config\.json"):
+        hf.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+        hf.load(folder)
+    shutil.copy(SDAR / "config.json", folder)
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        hf.load(folder)
+    shutil.copy(SDAR / hf.INDEX, folder)
+    with pytest.raises(
+        ValueError, match=r"00001-of-00002\.safetensors: cannot be read"
+    ):
+        hf.load(folder)
+    for shard in SDAR.glob("*.safetensors"):
+        shutil.copy(shard, folder)
+    half = folder / "model-00002-of-00002.safetensors"
+    half.write_bytes(half.read_bytes()[:1000])
+    with pytest.raises(
+        ValueError, match=r"00002-of-00002\.safetensors: cannot be read"
+    ):
+        hf.load(folder)
+
+
+def test_an_index_that_names_too_few_files(tmp_path):
+    folder = shutil.copytree(SDAR, tmp_path / "model")
+    index = json.loads((folder / hf.INDEX).read_text())
+    first = "model-00001-of-00002.safetensors"
+    index["weight_map"] = dict.fromkeys(index["weight_map"], first)
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\."):
+        hf.load(folder)
+
+
+def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(monkeypatch):
+    asked = []
+
+    def fetch(repository):
+        asked.append(repository)
+        if repository != "org/model":
+            raise OSError("no such repository")
+        return str(SDAR)
+
+    monkeypatch.setattr(hf.huggingface_hub, "snapshot_download", fetch)
+    assert hf.find("org/model") == SDAR
+    with pytest.raises(ValueError, match="the hub did not give it: no such repository"):
+        hf.find("org/other")
+    with pytest.raises(ValueError, match="nor a hub repository"):
+        hf.find("models")
+    assert asked == ["org/model", "org/other"]
