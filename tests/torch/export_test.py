@@ -1,0 +1,81 @@
+"""Checkpoints of PyTorch's transformers in, and ours out, with equal logits.
+
+Its own environment, without JAX: `make test-torch` names the interpreter that has it in
+DLLM_PYTHON.
+"""
+
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHAPE = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    # What makes a causal model ours: blocks of one position, and a mask token.
+    "block_size": 1,
+    "mask_token_id": 66,
+}
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def original(kind: str, **fields):
+    """Returns a model of transformers in which every parameter is random."""
+    config = transformers.AutoConfig.for_model(kind, **SHAPE | fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def logits(model, ids) -> np.ndarray:
+    """Returns a model's logits."""
+    with torch.no_grad():
+        return model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("qwen3", {"head_dim": 24, "tie_word_embeddings": False}),
+        ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    ],
+)
+def test_logits_of_import_and_export(kind, fields, tmp_path):
+    theirs = original(kind, rope_parameters=ROPE, **fields)
+    theirs.save_pretrained(tmp_path / "origin", max_shard_size="40KB")
+    assert len(list((tmp_path / "origin").glob("*.safetensors"))) > 1
+    script = ROOT / "tests" / "torch" / "make_export.py"
+    subprocess.run([os.environ["DLLM_PYTHON"], script, tmp_path], check=True, cwd=ROOT)
+
+    ours = np.load(tmp_path / "ours.npz")
+    answers = np.arange(SHAPE["vocab_size"]) != ours["mask_id"]
+    exported, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", output_loading_info=True, attn_implementation="eager"
+    )
+    assert type(exported) is type(theirs)
+    assert not any(told.values()), told
+    for model, found in ((theirs, ours["before"]), (exported, ours["after"])):
+        want = logits(model, ours["ids"])
+        assert want.std() > 0.1
+        np.testing.assert_allclose(
+            found[..., answers], want[..., answers], atol=1e-4, rtol=1e-4
+        )
+    assert np.abs(ours["after"] - ours["before"])[..., answers].max() > 0.1

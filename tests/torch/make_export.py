@@ -1,0 +1,46 @@
+"""The JAX half of the cross-check: imports FOLDER/origin, changes it, exports it.
+
+    python tests/torch/make_export.py FOLDER
+
+Writes FOLDER/export and FOLDER/ours.npz: `ids`, and our logits `before` and `after` the
+change. A block of one position is causal attention, which PyTorch's models can do.
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax.models import hf, mask, transformer
+
+
+def main(folder: pathlib.Path) -> None:
+    """Runs the JAX half in a folder that holds `origin`."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    cfg, params = hf.load(folder / "origin")
+    assert cfg.block == 1
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, cfg.vocab - 1, (2, 17)).astype(np.int32)
+    pos = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+
+    @jax.jit
+    def logits(params):
+        x = transformer.embed(params, ids, cfg)
+        x, _ = transformer.trunk(params, x, pos, mask.block(pos, cfg.block), cfg)
+        return transformer.logits(params, x, cfg)
+
+    trained = jax.tree.map(
+        lambda x: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype), params
+    )
+    hf.save(folder / "export", cfg, trained, like=folder / "origin")
+    out = {"before": logits(params), "after": logits(trained)}
+    np.savez(folder / "ours.npz", ids=ids, mask_id=cfg.mask_id, **out)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
