@@ -71,7 +71,9 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
     cfg = hf.read_config(hf.find(like))
     checkpoints = Checkpoints(folder, keep=None)
     steps = checkpoints.steps()
-    if not steps or step not in (None, *steps):
+    if not steps:
+        raise ValueError(f"{folder} holds no checkpoints")
+    if step not in (None, *steps):
         raise ValueError(f"{folder} has the steps {steps}; asked for {step}")
     step = steps[-1] if step is None else step
     if checkpoints.damaged(step):

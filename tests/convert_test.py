@@ -1,0 +1,131 @@
+"""The command that converts checkpoints: to Orbax, back, and from a training state."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dllm_jax import convert, sharding
+from dllm_jax.checkpoint import Checkpoints
+from dllm_jax.models import hf
+from dllm_jax.rl.learner import TrainState
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+SDAR, TIED, VALUE = (
+    GOLDENS / family / "checkpoint" for family in ("sdar", "sdar_tied", "sdar_value")
+)
+
+
+def files(folder: pathlib.Path) -> dict[str, bytes]:
+    """Returns every file of a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def orbax(tmp_path_factory) -> pathlib.Path:
+    """A folder that `to-orbax` wrote."""
+    out = tmp_path_factory.mktemp("orbax") / "weights"
+    convert.main(["to-orbax", str(SDAR), str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> pathlib.Path:
+    """A run's folder with two checkpoints of a policy that has both heads."""
+    folder = tmp_path_factory.mktemp("run")
+    _, params = hf.load(VALUE, mesh=sharding.make_mesh(data=2, fsdp=4))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for step in (1, 2):
+        params["norm"] = params["norm"] + 1
+        opt_state = optax.adamw(1e-3).init(params)
+        state = TrainState(step=jnp.int32(step), params=params, opt_state=opt_state)
+        checkpoints.save(step, {"policy": state, "value": state}, {"taken": step})
+    checkpoints.close()
+    return folder
+
+
+def test_there_and_back_is_the_same_folder(orbax, tmp_path):
+    out = tmp_path / "out"
+    convert.main(["to-hf", str(orbax), str(out), f"--like={SDAR}"])
+    assert files(out) == files(SDAR)
+
+
+def test_weights_may_be_stored_in_another_dtype(tmp_path):
+    out = tmp_path / "weights"
+    convert.main(["to-orbax", str(TIED), str(out), "--dtype=bfloat16"])
+    state, _, step = Checkpoints(out).restore(None)
+    assert step == 0
+    held = state["policy"]["params"]
+    assert {x.dtype.name for x in jax.tree.leaves(held)} == {"bfloat16"}
+    convert.main(["to-hf", str(out), str(tmp_path / "hf"), f"--like={TIED}"])
+    _, params = hf.load(tmp_path / "hf")
+    assert params["norm"].dtype == jnp.float32
+    np.testing.assert_array_equal(params["norm"], held["norm"].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("step, added", [(None, 2), (1, 1)])
+def test_the_policy_of_a_run(run, tmp_path, step, added):
+    flags = [] if step is None else [f"--step={step}"]
+    out = tmp_path / "out"
+    convert.main(["to-hf", str(run), str(out), f"--like={VALUE}", *flags])
+    _, params = hf.load(out)
+    _, was = hf.load(VALUE)
+    np.testing.assert_array_equal(params.pop("norm"), was.pop("norm") + 1 * added)
+    jax.tree.map(np.testing.assert_array_equal, params, was)
+
+
+def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):
+    asked = []
+    plain = convert.ocp.args.PyTreeRestore
+
+    def note(item, **rest):
+        asked.append(item)
+        return plain(item=item, **rest)
+
+    monkeypatch.setattr(convert.ocp.args, "PyTreeRestore", note)
+    convert.main(["to-hf", str(run), str(tmp_path / "out"), f"--like={VALUE}"])
+    assert [set(item) for item in asked] == [{"policy"}]
+    assert set(asked[0]["policy"]) == {"params"}
+
+
+def test_what_is_refused(orbax, run, tmp_path):
+    def refused(message, *argv):
+        with pytest.raises(ValueError, match=message):
+            convert.main([str(word) for word in argv])
+
+    out = tmp_path / "out"
+    refused("exists; name a new folder", "to-orbax", SDAR, orbax)
+    refused("is not a folder", "to-orbax", tmp_path / "nothing", out)
+    refused("is not a folder", "to-hf", tmp_path / "nothing", out, f"--like={SDAR}")
+    refused("asked for 7", "to-hf", run, out, f"--like={VALUE}", "--step=7")
+    refused("no checkpoints", "to-hf", tmp_path, out, f"--like={SDAR}")
+    refused(
+        r"does not hold the weights of .*: embed is \(320, 64\), expected \(256, 48\)",
+        *("to-hf", orbax, out, f"--like={TIED}"),
+    )
+    broken = shutil.copytree(orbax, tmp_path / "broken")
+    largest = max((broken / "0").rglob("*"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"?")
+    refused("0 is damaged", "to-hf", broken, out, f"--like={SDAR}")
+    assert not out.exists()
+
+
+def test_command_line(tmp_path):
+    def call(*argv):
+        command = [sys.executable, "-m", "dllm_jax.convert", *map(str, argv)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    told = call("to-hf", "--help")
+    assert told.returncode == 0
+    for flag in ("--like", "--step", "ORBAX_DIR", "OUT_DIR"):
+        assert flag in told.stdout
+    told = call("to-orbax", tmp_path, tmp_path / "out")
+    assert told.returncode == 2
+    assert told.stderr.strip().endswith("is not a checkpoint: it has no config.json")
+    assert "Traceback" not in told.stderr
