@@ -418,10 +418,10 @@ def test_configs_refused(tmp_path, config, drop, message):
         hf.load(folder)
 
 
-def with_nan(name: str) -> dict:
-    """Returns a golden tensor with one number that is none."""
-    x = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
-    x.flat[3] = np.nan
+def spoiled(name: str, value: float, dtype="float32") -> dict:
+    """Returns a golden tensor with one number replaced."""
+    x = safetensors.numpy.load_file(TIED / hf.SINGLE)[name].astype(dtype)
+    x.flat[3] = value
     return {name: x}
 
 
@@ -447,8 +447,14 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         ),
         ({DOWN: np.zeros((48, 96), np.float32)}, [], f"{DOWN} is all zero"),
         ({NORM: np.ones(48, np.int8)}, [], f"tensor '{NORM}': dtype I8"),
-        (with_nan(DOWN), [], f"{DOWN} is not finite"),
-        (with_nan("model.norm.weight"), [], r"model\.norm\.weight is not finite"),
+        (spoiled(DOWN, np.nan), [], f"{DOWN} is not finite"),
+        (spoiled(DOWN, -np.inf), [], f"{DOWN} is not finite"),
+        (spoiled(NORM, np.nan, ml_dtypes.bfloat16), [], f"{NORM} is not finite"),
+        (
+            spoiled("model.norm.weight", np.nan),
+            [],
+            r"model\.norm\.weight is not finite",
+        ),
     ],
 )
 def test_tensors_refused(tmp_path, tensors, drop, message):
