@@ -361,6 +361,11 @@ def test_a_schedule_ends_at_its_final_fraction(schedule):
     assert [float(ours(step)) for step in (0, 2, 4)] == [0, 1, 2]
     assert float(ours(8)) == pytest.approx((2 + 0.5) / 2)  # half-way
     assert float(ours(12)) == float(ours(99)) == pytest.approx(0.5)
+    # A horizon in the place of the run's length: the same schedule for any run.
+    fixed = learner.schedule(dataclasses.replace(cfg, horizon=12), 1000)
+    assert [float(fixed(step)) for step in range(15)] == [
+        float(ours(step)) for step in range(15)
+    ]
 
 
 @pytest.mark.parametrize("index", range(3))
