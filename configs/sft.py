@@ -33,17 +33,18 @@ def arithmetic(c):
 def smollm2(c):
     """Turns SmolLM2-135M into a block-diffusion model; see examples/smollm2."""
     c.model.path = "runs/smollm2/base"
+    c.model.dtype = "float32"
     c.data.train = "runs/smollm2/train.jsonl"
     c.data.heldout = "runs/smollm2/heldout.jsonl"
-    c.sampler.update({"max_prompt": 48, "max_new": 16, "rows": 32})
-    c.batch.update({"rows": 4, "tokens": 256})
-    c.sft.update({"steps": 200, "examples": 8})
-    c.noise.upper = 1.0
+    c.sampler.update({"max_prompt": 32, "max_new": 16, "rows": 32})
+    c.batch.update({"rows": 1, "tokens": 192})
+    c.sft.update({"steps": 120, "examples": 8})
+    c.noise.update({"lower": 0.3, "upper": 1.0})
     c.policy_optim.update(
         {"lr": 1e-4, "schedule": "cosine", "final": 0.1, "warmup": 10}
     )
-    c.eval.update({"every": 50, "problems": 64})
-    c.run.update({"folder": "runs/smollm2/sft", "save_every": 50})
+    c.eval.update({"every": 20, "problems": 64, "temperature": 1.0})
+    c.run.update({"folder": "runs/smollm2/sft", "save_every": 40})
 
 
 PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2}
