@@ -39,12 +39,12 @@ def smollm2(c):
     c.model.dtype = "float32"
     c.data.train = "runs/smollm2/train.jsonl"
     c.data.heldout = "runs/smollm2/heldout.jsonl"
-    c.sampler.update({"max_prompt": 32, "max_new": 16, "rows": 32})
+    c.sampler.update({"max_prompt": 32, "max_new": 16, "rows": 64})
     c.batch.update({"rows": 2, "tokens": 256})
-    c.rl.update({"steps": 30, "prompts": 4, "group": 8})
+    c.rl.update({"steps": 40, "prompts": 8, "group": 8})
     c.rl.update({"min_solved": 0.1, "max_solved": 0.95, "value": "head"})
     c.policy_optim.lr = 2e-5
-    c.eval.update({"every": 10, "problems": 64, "temperature": 1.0})
+    c.eval.update({"every": 10, "problems": 128, "temperature": 1.0})
     c.run.update({"folder": "runs/smollm2/tracerl", "save_every": 10})
 
 
