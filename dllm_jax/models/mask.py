@@ -42,6 +42,23 @@ def block(pos_BT, size: int) -> Mask:
     return ranged((pos_BT // size + 1) * size, pos_BT)
 
 
+def full(pos_BT, len_B) -> Mask:
+    """Each position sees the first `len` positions of its row."""
+    return ranged(jnp.broadcast_to(len_B[:, None], pos_BT.shape), pos_BT)
+
+
+def causal(pos_BT) -> Mask:
+    """Each position sees itself and those before it."""
+    return ranged(pos_BT + 1, pos_BT)
+
+
+def clean(kind: str, pos_BT, len_B, size: int) -> Mask:
+    """Who sees whom in a clean canvas of `len` tokens: ModelConfig.attention's meaning."""
+    if kind == "full":
+        return full(pos_BT, len_B)
+    return block(pos_BT, size) if kind == "block" else causal(pos_BT)
+
+
 def window(pos_BW, start_B, cached: int) -> Mask:
     """A window that sees itself and the cache slots before its row's `start`."""
     slots_BS = jnp.broadcast_to(jnp.arange(cached)[None], (pos_BW.shape[0], cached))
