@@ -23,7 +23,9 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = True
     tied: bool = False  # the head is the embedding
-    attention: str = "block"  # who sees whom in a clean canvas: block, full, causal (mask.clean)
+    attention: str = (
+        "block"  # who sees whom in a clean canvas: block, full, causal (mask.clean)
+    )
     shift: int = 0  # the hidden state at position i - shift answers for position i
     block: int = 4  # positions denoised together, on the absolute grid pos // block
     mask_id: int = 151669
