@@ -16,6 +16,10 @@ import numpy as np
 # Its notice that torch is missing is no news here.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+# Tokenizers that checkpoints bring as code, and the library's own that is the same.
+CLONES = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +102,9 @@ def tokenizer(path: str):
     Raises ValueError when the folder holds none.
     """
     try:
+        kind = get_tokenizer_config(path).get("tokenizer_class")
+        if kind in CLONES:
+            return CLONES[kind].from_pretrained(path)
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path!r} holds no usable tokenizer: {error}") from None

@@ -9,6 +9,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data
 
@@ -31,6 +32,31 @@ def write(path: pathlib.Path, *rows) -> str:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines))
     return str(path)
+
+
+def test_a_tokenizer_that_comes_as_code(tmp_path):
+    letters = sorted(ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*letters, "he"])}
+    special = ["<|endoftext|>", "<|im_end|>", "<|mask|>"]
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {
+            str(len(vocab) + i): {"content": token, "special": True}
+            for i, token in enumerate(special)
+        },
+        "eos_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+        "chat_template": "{{ messages[0].content }}<|im_end|>",
+    }
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tok = data.tokenizer(str(tmp_path))
+    ids = data.ask(tok, CFG, "hey<|mask|>")
+    assert ids == [vocab["he"], vocab["y"], tok.mask_token_id, len(vocab) + 1]
+    assert data.stop_ids(tok) == (len(vocab) + 1, len(vocab))
+    assert tok.mask_token_id == len(vocab) + 2
 
 
 # ---- Files ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What a checkpoint is: the fields in which language towers differ.
 
-A family is a value of these fields plus a name table (`hf.py`), never a class.
+A family is a value of these fields plus a row of `families.py`, never a class.
 """
 
 import dataclasses
@@ -10,7 +10,9 @@ import dataclasses
 class ModelConfig:
     """A decoder-only language tower. Hashable, so that it can be a static argument."""
 
-    family: str = "sdar"  # a key of hf.FAMILIES: the checkpoint's names and fields
+    family: str = (
+        "sdar"  # a key of families.FAMILIES: the checkpoint's names and fields
+    )
     vocab: int = 151936
     d_model: int = 2560
     layers: int = 36

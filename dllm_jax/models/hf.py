@@ -1,6 +1,5 @@
-"""Hugging Face folders in and out: one name table per family, read in two directions.
+"""Hugging Face folders in and out: a family's name table, read in two directions.
 
-A table maps our parameter to the checkpoint's tensor name, `{}` standing for the layer.
 Linear weights are stored there as (out, in) and here input-first with heads apart, so a
 tensor is reshaped and transposed on its way; a layer is one slice of a stacked leaf.
 """
@@ -24,35 +23,9 @@ import safetensors.numpy
 from dllm_jax import sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.families import FAMILIES, read_config, read_json
 
-DECODER = {
-    "embed": "model.embed_tokens.weight",
-    "layers.attn_norm": "model.layers.{}.input_layernorm.weight",
-    "layers.wq": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.wk": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.wv": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.wo": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.bq": "model.layers.{}.self_attn.q_proj.bias",
-    "layers.bk": "model.layers.{}.self_attn.k_proj.bias",
-    "layers.bv": "model.layers.{}.self_attn.v_proj.bias",
-    "layers.q_norm": "model.layers.{}.self_attn.q_norm.weight",
-    "layers.k_norm": "model.layers.{}.self_attn.k_norm.weight",
-    "layers.ffw_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "layers.w_gate": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.w_up": "model.layers.{}.mlp.up_proj.weight",
-    "layers.w_down": "model.layers.{}.mlp.down_proj.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "value": "value_head.weight",
-}
-# model_type -> (name table, fields that the family fixes)
-FAMILIES = {
-    "sdar": (DECODER, {"qk_norm": True}),
-    "qwen3": (DECODER, {"qk_norm": True}),
-    "llama": (DECODER, {"qk_norm": False}),
-}
-# Stored in some checkpoints, and ours without being read: a tied head, rotary tables.
-DERIVED = ("lm_head.weight", "rotary_emb.inv_freq")
+DERIVED = "rotary_emb.inv_freq"  # stored in some checkpoints, never read
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -77,108 +50,6 @@ def find(path) -> pathlib.Path:
         raise ValueError(
             f"{str(path)!r} is not a folder, and the hub did not give it: {error}"
         ) from None
-
-
-def read_json(file: pathlib.Path) -> dict:
-    """Returns what a JSON file holds; raises ValueError naming a file that is broken."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-
-
-# ---- config.json -> ModelConfig --------------------------------------------------------
-
-
-def read_config(folder: pathlib.Path) -> ModelConfig:
-    """Returns the ModelConfig of a folder's config.json.
-
-    Raises ValueError naming what is missing or not supported.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
-    raw = read_json(file)
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(
-            f"{folder}: model_type {family!r} is not supported; supported are "
-            + ", ".join(sorted(FAMILIES))
-        )
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    sliding = raw.get("use_sliding_window") and raw.get("sliding_window")
-    refused = {  # field: (its value, whether we compute something else)
-        "hidden_act": (raw.get("hidden_act"), raw.get("hidden_act", "silu") != "silu"),
-        "rope_scaling": (rope, kind != "default"),
-        "sliding_window": (raw.get("sliding_window"), sliding),
-        "attention_bias": (True, raw.get("attention_bias")),
-        "mlp_bias": (True, raw.get("mlp_bias")),
-    }
-    for name, (value, bad) in refused.items():
-        if bad:
-            raise ValueError(f"{file}: {name}={value!r} is not supported")
-    if family != "sdar" and "block_size" not in raw:
-        raise ValueError(
-            f"{folder}: a plain autoregressive {family} model; a block-diffusion one has "
-            "block_size and mask_token_id in its config.json"
-        )
-    try:
-        heads, width = raw["num_attention_heads"], raw["hidden_size"]
-        eos = first(raw.get("eos_token_id"), 0)
-        cfg = ModelConfig(
-            family=family,
-            vocab=raw["vocab_size"],
-            d_model=width,
-            layers=raw["num_hidden_layers"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or width // heads,
-            ffw=raw["intermediate_size"],
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-            tied=raw.get("tie_word_embeddings", False),
-            block=raw.get("block_size", 4),
-            mask_id=mask_id(folder, raw),
-            eos_id=eos,
-            pad_id=first(raw.get("pad_token_id"), eos),
-            **FAMILIES[family][1],
-        )
-    except KeyError as error:
-        raise ValueError(f"{file}: no field {error}") from None
-    if not 0 <= cfg.mask_id < cfg.vocab:
-        raise ValueError(
-            f"{folder}: mask token {cfg.mask_id} is outside the vocabulary of {cfg.vocab}"
-        )
-    return cfg
-
-
-def first(value, default: int) -> int:
-    """Returns an id that may be given as a list, or not at all."""
-    value = value[0] if isinstance(value, list) and value else value
-    return default if value is None or value == [] else int(value)
-
-
-def mask_id(folder: pathlib.Path, raw: dict) -> int:
-    """Returns the mask token's id, from config.json or the tokenizer's files."""
-    if raw.get("mask_token_id") is not None:
-        return int(raw["mask_token_id"])
-    added = folder / "added_tokens.json"
-    known = read_json(added) if added.is_file() else {}
-    table = folder / "tokenizer.json"
-    if table.is_file():
-        for token in read_json(table).get("added_tokens", []):
-            known[token["content"]] = token["id"]
-    named = folder / "tokenizer_config.json"
-    name = read_json(named).get("mask_token") if named.is_file() else None
-    name = name["content"] if isinstance(name, dict) else name
-    for token in (name, "<|MASK|>", "<|mask|>", "[MASK]"):
-        if token in known:
-            return int(known[token])
-    raise ValueError(
-        f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
-        "tokenizer a mask_token"
-    )
 
 
 # ---- Tensors: theirs in files, ours in leaves ------------------------------------------
@@ -224,7 +95,7 @@ class Tensors:
 
 def leaves(cfg: ModelConfig, heads):
     """Yields (path, Spec, tensor name with {} for the layer) of every parameter."""
-    names, _ = FAMILIES[cfg.family]
+    names = FAMILIES[cfg.family].names
     for path, spec in jax.tree_util.tree_leaves_with_path(
         transformer.specs(cfg, heads)
     ):
@@ -290,6 +161,7 @@ def check(tensors: Tensors, cfg: ModelConfig, heads, folder):
                 wrong.append(
                     f"{one} has shape {tensors.shape(one)}, expected {stored(spec, cfg)}"
                 )
+    known.add(FAMILIES[cfg.family].names["head"])  # a tied head may be stored too
     extra = sorted(set(tensors.file_of) - known)
     wrong += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
     refuse(folder, wrong)
@@ -319,7 +191,8 @@ def load(path, *, mesh=None, dtype=None, heads=None):
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
-        heads = ("lm", "value") if "value_head.weight" in tensors.file_of else ("lm",)
+        valued = FAMILIES[cfg.family].names["value"] in tensors.file_of
+        heads = ("lm", "value") if valued else ("lm",)
     check(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params = {}
@@ -403,8 +276,9 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
             leaf = functools.reduce(lambda node, key: node[key.key], keys, params)
             for i, one in enumerate(each(name, spec, cfg)):
                 source[one] = (leaf, spec, i if spec.dims[0] == "L" else None)
-    if cfg.tied and "lm_head.weight" in tensors.file_of:
-        source["lm_head.weight"] = source[DECODER["embed"]]
+    called = FAMILIES[cfg.family].names
+    if cfg.tied and called["head"] in tensors.file_of:
+        source[called["head"]] = source[called["embed"]]
     added = [name for name in source if name not in tensors.file_of]
 
     writing = jax.process_index() == 0

@@ -19,9 +19,8 @@ from dllm_jax import sharding
 from dllm_jax.models import hf, transformer
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-SDAR, TIED, VALUE = (
-    GOLDENS / family / "checkpoint" for family in ("sdar", "sdar_tied", "sdar_value")
-)
+ORIGINS = {path.parent.name: path for path in sorted(GOLDENS.glob("*/checkpoint"))}
+SDAR, TIED, VALUE = (ORIGINS[name] for name in ("sdar", "sdar_tied", "sdar_value"))
 
 
 def files(folder: pathlib.Path) -> dict[str, bytes]:
@@ -52,7 +51,10 @@ def variant(folder, *, origin=TIED, config=(), tensors=(), drop=()) -> pathlib.P
 # ---- There and back ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("origin", [SDAR, TIED, VALUE], ids=lambda p: p.parent.name)
+every_family = pytest.mark.parametrize("origin", ORIGINS.values(), ids=ORIGINS)
+
+
+@every_family
 def test_round_trip_is_the_same_folder(origin, tmp_path):
     cfg, params = hf.load(origin)
     assert set(jax.tree.leaves(jax.tree.map(lambda x: x.dtype.name, params))) == {
@@ -138,6 +140,21 @@ def test_heads_on_demand():
     _, fresh = hf.load(SDAR, heads=("lm", "value"))
     assert fresh["value"].shape == (64,)
     assert not fresh["value"].any()
+
+
+@every_family
+def test_a_value_head_of_every_family(origin, tmp_path):
+    cfg, params = hf.load(origin, heads=("value",))
+    assert "head" not in params
+    params["value"] = params["value"] + 0.25
+    params["norm"] = 2 * params["norm"]
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    again, back = hf.load(tmp_path / "out", heads=("value",))
+    assert again == cfg
+    assert same(params, back)
+    _, both = hf.load(tmp_path / "out")
+    assert "value" in both
+    assert ("head" in both) != cfg.tied
 
 
 def test_a_value_model_needs_no_language_head(tmp_path):
@@ -322,6 +339,33 @@ def test_fields_of_the_reference():
     assert not cfg.qkv_bias
 
 
+RELEASED = {
+    "SDAR-4B-Chat": {"d_model": 2560, "heads": 32, "head_dim": 128, "block": 4},
+    "SDAR-8B-Chat": {"d_model": 4096, "ffw": 12288, "mask_id": 151669},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs(name, tmp_path):
+    shutil.copy(GOLDENS / "hf_configs" / f"{name}.json", tmp_path / "config.json")
+    cfg = hf.read_config(tmp_path)
+    assert {key: getattr(cfg, key) for key in RELEASED[name]} == RELEASED[name]
+
+
+@pytest.mark.parametrize(
+    "family, wanted",
+    [
+        ("dream", {"qkv_bias": True, "shift": 1, "kv_heads": 2, "mask_id": 315}),
+        ("llada", {"qkv_bias": False, "shift": 0, "kv_heads": 4, "norm_eps": 1e-5}),
+        ("mmada", {"vocab": 448, "mask_id": 379, "pad_id": 374, "rope_theta": 5e5}),
+    ],
+)
+def test_fields_of_full_attention(family, wanted):
+    cfg = hf.read_config(ORIGINS[family])
+    wanted = wanted | {"attention": "full", "qk_norm": False, "block": 32}
+    assert {key: getattr(cfg, key) for key in wanted} == wanted
+
+
 @pytest.mark.parametrize(
     "config, drop, wanted",
     [
@@ -363,6 +407,10 @@ def test_a_llama_that_fills_blocks(tmp_path):
     [
         ("added_tokens.json", {"<|MASK|>": 77}),
         ("tokenizer.json", {"added_tokens": [{"content": "[MASK]", "id": 77}]}),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"77": {"content": "<|mdm_mask|>"}}},
+        ),
     ],
 )
 def test_mask_token_of_the_tokenizer(tmp_path, name, held):
@@ -386,7 +434,11 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
 @pytest.mark.parametrize(
     "config, drop, message",
     [
-        ({"model_type": "gpt2"}, [], "'gpt2' is not supported; .* llama, qwen3, sdar"),
+        (
+            {"model_type": "gpt2"},
+            [],
+            "'gpt2' is not supported; .* llada, llama, mmada, ",
+        ),
         ({}, ["model_type"], "model_type None is not supported"),
         ({"hidden_act": "gelu"}, [], "hidden_act='gelu' is not supported"),
         (
@@ -414,6 +466,21 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
 )
 def test_configs_refused(tmp_path, config, drop, message):
     folder = variant(tmp_path / "model", config=config, drop=drop)
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"block_type": "sequential"}, "block_type='sequential' is not supported"),
+        ({"alibi": True}, "alibi=True is not supported"),
+        ({"include_qkv_bias": True}, "include_qkv_bias=True is not supported"),
+        ({"mlp_hidden_size": None}, "no field 'mlp_hidden_size'"),
+    ],
+)
+def test_configs_of_llada_refused(tmp_path, config, message):
+    folder = variant(tmp_path / "model", origin=ORIGINS["llada"], config=config)
     with pytest.raises(ValueError, match=message):
         hf.load(folder)
 

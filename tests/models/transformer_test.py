@@ -19,6 +19,7 @@ from dllm_jax.pallas_kernels.reference import NEVER
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 FAMILIES = ["sdar", "sdar_tied"]
+FULL = ["dream", "llada", "mmada"]  # full attention
 NEAR = {"atol": 1e-4, "rtol": 0}
 
 
@@ -143,6 +144,56 @@ def test_left_padding_of_the_reference(family):
     pos = g["position_ids_leftpad"]
     found = logits(params, g["input_ids"], pos, seen, cfg=cfg)
     assert_logits(found, g["logits_leftpad"], cfg)
+
+
+@pytest.mark.parametrize("family", FULL)
+def test_the_families_of_full_attention(family):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    tokens = g["input_ids"]
+    B, T = tokens.shape
+    pos = positions(B, T)
+    whole = mask.clean(cfg.attention, pos, jnp.full(B, T), cfg.block)
+    found = logits(params, tokens, pos, whole, cfg=cfg)
+    assert_logits(found, g["logits_full"], cfg)
+    # Beyond its length a row sees nothing of what follows: padding changes nothing.
+    more = np.pad(tokens, ((0, 0), (0, 3)), constant_values=7)
+    pos = positions(B, T + 3)
+    whole = mask.clean(cfg.attention, pos, jnp.full(B, T), cfg.block)
+    found = logits(params, more, pos, whole, cfg=cfg)[:, :T]
+    assert_logits(found, g["logits_full"], cfg)
+
+
+@pytest.mark.parametrize("family", ["llada", "mmada"])
+def test_every_hidden_state_of_full_attention(family):
+    cfg, params = checkpoint(family)
+    g = goldens(f"{family}/forward")
+    tokens, golden = g["input_ids"], jnp.array(g["hidden_states"])
+    pos = positions(*tokens.shape)
+    seen = mask.full(pos, jnp.full(len(tokens), tokens.shape[1]))
+    for depth, want in enumerate(golden):
+        layers = jax.tree.map(lambda x, n=depth: x[:n], params["layers"])
+        x, _ = hidden(params | {"layers": layers}, tokens, pos, seen, cfg=cfg)
+        if depth < cfg.layers:  # theirs is before the final norm, except the last
+            want = transformer.rms_norm(want, params["norm"], cfg.norm_eps)
+        np.testing.assert_allclose(x, want, **NEAR)
+    assert depth == cfg.layers == 2
+
+
+def test_pads_and_causal_attention_of_dream():
+    cfg, params = checkpoint("dream")
+    g = goldens("dream/forward")
+    tokens = g["input_ids"]
+    pos = positions(*tokens.shape)
+    begin = np.argmax(g["key_bias_pad"], axis=1)  # the first key that is no pad
+    whole = mask.full(pos, jnp.full(len(tokens), tokens.shape[1]))
+    for seen, name in ((whole, "pad_masked"), (mask.causal(pos), "causal")):
+        seen = seen.replace(q_begin_BT=jnp.zeros_like(pos) + begin[:, None])
+        found = logits(params, tokens, pos, seen, cfg=cfg)
+        live = ~g["causal_dead_rows"]  # the others saw no key there, or answer nothing
+        assert_logits(found[live], g[f"logits_{name}"][live], cfg)
+        if name == "causal":
+            np.testing.assert_array_equal(dense(seen), g["causal_visible"])
 
 
 @pytest.mark.parametrize("slots", [16, 21])

@@ -1,0 +1,205 @@
+"""The families: what each calls its tensors, and how its config.json is read.
+
+A name table maps our parameter to the checkpoint's tensor, `{}` standing for the layer.
+A field table maps a field of ModelConfig to its key in config.json.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+from dllm_jax.models.config import ModelConfig
+
+DECODER = {
+    "embed": "model.embed_tokens.weight",
+    "layers.attn_norm": "model.layers.{}.input_layernorm.weight",
+    "layers.wq": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.wk": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.wv": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.wo": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.bq": "model.layers.{}.self_attn.q_proj.bias",
+    "layers.bk": "model.layers.{}.self_attn.k_proj.bias",
+    "layers.bv": "model.layers.{}.self_attn.v_proj.bias",
+    "layers.q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "layers.ffw_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.w_gate": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.w_up": "model.layers.{}.mlp.up_proj.weight",
+    "layers.w_down": "model.layers.{}.mlp.down_proj.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "value": "value_head.weight",
+}
+LLADA = {
+    "embed": "model.transformer.wte.weight",
+    "layers.attn_norm": "model.transformer.blocks.{}.attn_norm.weight",
+    "layers.wq": "model.transformer.blocks.{}.q_proj.weight",
+    "layers.wk": "model.transformer.blocks.{}.k_proj.weight",
+    "layers.wv": "model.transformer.blocks.{}.v_proj.weight",
+    "layers.wo": "model.transformer.blocks.{}.attn_out.weight",
+    "layers.ffw_norm": "model.transformer.blocks.{}.ff_norm.weight",
+    "layers.w_gate": "model.transformer.blocks.{}.ff_proj.weight",
+    "layers.w_up": "model.transformer.blocks.{}.up_proj.weight",
+    "layers.w_down": "model.transformer.blocks.{}.ff_out.weight",
+    "norm": "model.transformer.ln_f.weight",
+    "head": "model.transformer.ff_out.weight",
+    "value": "value_head.weight",
+}
+
+FIELDS = {
+    "vocab": "vocab_size",
+    "d_model": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffw": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "block": "block_size",
+}
+LLADA_FIELDS = {
+    "vocab": "embedding_size",
+    "d_model": "d_model",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "ffw": "mlp_hidden_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "weight_tying",
+}
+
+# Keys of config.json that we read as one value only; a key may also be absent.
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+LLADA_PLAIN = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "multi_query_attention": None,
+    "rope": True,
+    "scale_logits": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the checkpoints of one model_type are read and written."""
+
+    fixed: dict  # fields of ModelConfig that config.json does not tell
+    names: dict = dataclasses.field(default_factory=lambda: DECODER)
+    fields: dict = dataclasses.field(default_factory=lambda: FIELDS)
+    plain: dict = dataclasses.field(default_factory=lambda: PLAIN)
+
+
+FULL = {"attention": "full", "qk_norm": False, "block": 32}
+OLMO = {"names": LLADA, "fields": LLADA_FIELDS, "plain": LLADA_PLAIN}
+FAMILIES = {  # by model_type
+    "sdar": Family({}),  # and TraDo
+    "Dream": Family(FULL | {"qkv_bias": True, "shift": 1}),  # and DiffuCoder
+    "llada": Family(FULL, **OLMO),
+    "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
+    "qwen3": Family({}),
+    "llama": Family({"qk_norm": False}),
+}
+MASKS = ("<|MASK|>", "<|mask|>", "<|mdm_mask|>", "[MASK]")  # tokens that mean it
+
+
+def read_json(file: pathlib.Path) -> dict:
+    """Returns what a JSON file holds; raises ValueError naming a file that is broken."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+
+
+def read_config(folder: pathlib.Path) -> ModelConfig:
+    """Returns the ModelConfig of a folder's config.json.
+
+    Raises ValueError naming what is missing or not supported.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
+    raw = read_json(file)
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{folder}: model_type {kind!r} is not supported; supported are "
+            + ", ".join(sorted(FAMILIES, key=str.lower))
+        )
+    family = FAMILIES[kind]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{file}: rope_scaling={rope!r} is not supported")
+    if raw.get("use_sliding_window") and raw.get("sliding_window"):
+        raise ValueError(
+            f"{file}: sliding_window={raw['sliding_window']!r} is not supported"
+        )
+    for key, value in family.plain.items():
+        if raw.get(key, value) != value:
+            raise ValueError(f"{file}: {key}={raw[key]!r} is not supported")
+    if kind in ("qwen3", "llama") and "block_size" not in raw:
+        raise ValueError(
+            f"{folder}: a plain autoregressive {kind} model; a block-diffusion one has "
+            "block_size and mask_token_id in its config.json"
+        )
+
+    told = {field: raw.get(key) for field, key in family.fields.items()}
+    told = family.fixed | {k: value for k, value in told.items() if value is not None}
+    for field in ("vocab", "d_model", "layers", "heads", "ffw"):
+        if field not in told:
+            raise ValueError(f"{file}: no field {family.fields[field]!r}")
+    told.setdefault("kv_heads", told["heads"])
+    told.setdefault("head_dim", told["d_model"] // told["heads"])
+    theta = raw.get("rope_theta") or rope.get("rope_theta", 10000.0)
+    eos = first(raw.get("eos_token_id"), 0)
+    cfg = ModelConfig(
+        family=kind,
+        rope_theta=float(theta),
+        mask_id=mask_id(folder, raw),
+        eos_id=eos,
+        pad_id=first(raw.get("pad_token_id"), eos),
+        **told,
+    )
+    if not 0 <= cfg.mask_id < cfg.vocab:
+        raise ValueError(
+            f"{folder}: mask token {cfg.mask_id} is outside the vocabulary of {cfg.vocab}"
+        )
+    return cfg
+
+
+def first(value, default: int) -> int:
+    """Returns an id that may be given as a list, or not at all."""
+    value = value[0] if isinstance(value, list) and value else value
+    return default if value is None or value == [] else int(value)
+
+
+def mask_id(folder: pathlib.Path, raw: dict) -> int:
+    """Returns the mask token's id, from config.json or the tokenizer's files."""
+    if raw.get("mask_token_id") is not None:
+        return int(raw["mask_token_id"])
+    added = folder / "added_tokens.json"
+    known = read_json(added) if added.is_file() else {}
+    table = folder / "tokenizer.json"
+    if table.is_file():
+        for token in read_json(table).get("added_tokens", []):
+            known[token["content"]] = token["id"]
+    settings = folder / "tokenizer_config.json"
+    settings = read_json(settings) if settings.is_file() else {}
+    for number, token in settings.get("added_tokens_decoder", {}).items():
+        known[token["content"]] = int(number)
+    name = settings.get("mask_token")
+    name = name["content"] if isinstance(name, dict) else name
+    for token in (name, *MASKS):
+        if token in known:
+            return int(known[token])
+    raise ValueError(
+        f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
+        "tokenizer a mask_token"
+    )
