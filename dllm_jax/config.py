@@ -13,6 +13,7 @@ import sys
 import traceback
 
 import ml_collections
+from absl import flags
 
 from dllm_jax.data import DataConfig
 from dllm_jax.models.transformer import REMAT
@@ -71,15 +72,11 @@ class RunConfig:
     """What a run leaves behind, and how it survives."""
 
     folder: str = "runs/default"
-    resume: str = "auto"  # "auto": if the folder has a checkpoint; "must"; "never"
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
     samples: int = 8  # rollouts written out at every step
     export: bool = True  # write a Hugging Face folder at the end
-
-    def __post_init__(self):
-        choose("run.resume", self.resume, ("auto", "must", "never"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,13 +162,33 @@ def keys(tree: dict, prefix: str = "") -> list[str]:
     return out
 
 
+def parse(argv: list[str]):
+    """Parses absl's flags, among them --config=FILE[:PRESET] and --config.a.b=value.
+
+    Raises ValueError for anything unknown: a flag, a file, a preset, a leaf of Config.
+    """
+    check_overrides(argv)
+    try:
+        rest = flags.FLAGS(argv)[1:]
+    except flags.Error as error:  # a config file's own error comes with its traceback
+        last = str(error).strip().splitlines()[-1]
+        raise ValueError(last.removeprefix("ValueError: ")) from None
+    if rest:
+        raise ValueError(
+            f"unknown argument {rest[0]!r}; overrides are --config.a.b=value"
+        )
+
+
 def check_overrides(argv: list[str]):
-    """Raises ValueError for a `--config.a.b` that names no leaf of Config."""
+    """Raises ValueError for a file that is not there or a leaf that Config lacks."""
     known = keys(dataclasses.asdict(Config()))
-    for arg in argv:
-        match = re.match(r"--?(?:no)?config\.([^=]+)", arg)
-        if match and match[1] not in known:
-            raise ValueError(unknown(match[1], known))
+    for arg in argv[1:]:
+        leaf = re.match(r"--?(?:no)?config\.([^=]+)", arg)
+        if leaf and leaf[1] not in known:
+            raise ValueError(unknown(leaf[1], known))
+        file = re.match(r"--?config=([^:]*)", arg)
+        if file and not pathlib.Path(file[1]).is_file():
+            raise ValueError(f"--config={file[1]}: there is no such file")
 
 
 def describe() -> str:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections.config_flags
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
@@ -31,20 +31,27 @@ from dllm_jax.sampling import denoise
 CONFIG = ml_collections.config_flags.DEFINE_config_file(
     "config", None, "a file of configs/, optionally with :PRESET"
 )
+RESUME = flags.DEFINE_enum(
+    "resume",
+    "auto",
+    ["auto", "must", "never"],
+    "go on from the folder's newest checkpoint: if there is one, or else fail, or never",
+)
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "join the other processes of this SLURM job, pod or mpirun"
 )
 HELP = f"""{__doc__}
 Flags:
-  --config=FILE[:PRESET]   required; see configs/
-  --distributed            {flags.FLAGS["distributed"].help}
+  --config=FILE[:PRESET]      required; see configs/
+  --resume=auto|must|never    {flags.FLAGS["resume"].help}
+  --distributed               {flags.FLAGS["distributed"].help}
 
 Every key of the configuration and its default (a config file may set others):
 {config.describe()}
 """
 
 
-def train(cfg: config.Config) -> None:
+def train(cfg: config.Config, resume: str = "auto") -> None:
     """Runs to the last step, to SIGTERM, or to the first error of the user's."""
     # ---- What is trained, where, and how far it has come ------------------------------
     stopping = StopSignal()
@@ -86,15 +93,14 @@ def train(cfg: config.Config) -> None:
         folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
     )
     found = None
-    if cfg.run.resume != "never":
+    if resume != "never":
         found = checkpoints.restore(wanted)
     elif checkpoints.steps():
         raise ValueError(
-            f"{folder} already holds a run and run.resume='never'; choose another "
-            "run.folder"
+            f"--resume=never, but {folder} already holds a run; choose another run.folder"
         )
-    if cfg.run.resume == "must" and found is None:
-        raise ValueError(f"run.resume='must', but {folder} has no checkpoint")
+    if resume == "must" and found is None:
+        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
     states, first, taken = {}, 0, 0
     if found is not None:
         states, meta, first = found
@@ -445,15 +451,15 @@ def count(params) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def main(argv):
+def main():
     """Parses the command line and trains."""
-    del argv
+    config.parse(sys.argv)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every file it touches
     if CONFIG.value is None:
         raise ValueError("--config=FILE is required, such as configs/tracerl.py")
     if DISTRIBUTED.value:
         jax.distributed.initialize()
-    train(config.freeze(CONFIG.value))
+    train(config.freeze(CONFIG.value), RESUME.value)
 
 
 if __name__ == "__main__":
@@ -461,7 +467,6 @@ if __name__ == "__main__":
         print(HELP)
         sys.exit(0)
     try:
-        config.check_overrides(sys.argv[1:])
-        app.run(main)
+        main()
     except ValueError as error:
         config.fail(error)

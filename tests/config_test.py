@@ -141,7 +141,6 @@ def test_known_flags_pass():
         ({"objective__kl": "k2"}, "objective.kl='k2'"),
         ({"policy_optim__schedule": "step"}, "schedule='step'"),
         ({"data__template": "no question"}, "data.template"),
-        ({"run__resume": "maybe"}, "run.resume='maybe'"),
     ],
 )
 def test_bad_values_are_named(leaves, message):

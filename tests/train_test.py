@@ -37,7 +37,7 @@ def command(tmp_path_factory):
         ]
         return subprocess.Popen(
             [sys.executable, "-m", "dllm_jax.train", f"--config=configs/{file}"]
-            + [f"--config.{key}" for key in keys],
+            + [key if key.startswith("--") else f"--config.{key}" for key in keys],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -225,15 +225,39 @@ def test_help_lists_every_key():
         assert name in told
 
 
-def test_bad_flags_end_in_one_line(command, tmp_path):
-    told = end(command(tmp_path / "run", "rl.gruop=8"), 2)
-    assert told.strip().splitlines()[-1] == (
-        "error: unknown config key 'rl.gruop'; the nearest is 'rl.group'"
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--config.rl.gruop=8"], "unknown config key 'rl.gruop'; the nearest is"),
+        (["--config=configs/nope.py"], "--config=configs/nope.py: there is no such"),
+        (["--config=configs/tracerl.py:nope"], "preset='nope': choose from arithmetic"),
+        (["--config=configs/tracerl.py", "more"], "unknown argument 'more'"),
+        (["--resume=maybe"], "--resume=maybe: value should be one of <auto|must|"),
+        (["--bogus"], "Unknown command line flag 'bogus'"),
+        ([], "--config=FILE is required"),
+    ],
+)
+def test_bad_flags_end_in_one_line(args, message):
+    run = subprocess.run(
+        [sys.executable, "-m", "dllm_jax.train", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert not (tmp_path / "run").exists()
+    assert run.returncode == 2
+    assert run.stdout == ""
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_never_resume_refuses_a_folder_in_use(command, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
-    told = end(command(tmp_path / "run", "run.resume=never"), 2)
+    told = end(command(tmp_path / "run", "--resume=never"), 2)
     assert "already holds a run" in told
+
+
+def test_must_resume_wants_a_checkpoint(command, tmp_path):
+    told = end(command(tmp_path / "run", "--resume=must"), 2)
+    assert "has no checkpoint" in told
