@@ -83,6 +83,29 @@ def constrain(x: jax.Array, dims: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, pspec(dims, x.shape, ACT, mesh))
 
 
+def per_device(f, dims_in, dims_out, *args):
+    """Returns f of each device's part of `args`, for code that XLA cannot split itself.
+
+    dims_in: the letters of each argument, or a tree of them; dims_out: those of the
+    results, whose sizes are those of the arguments. Without a mesh, or where the caller
+    is such a part already, it is f(*args).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+        return f(*args)
+    sizes = {}
+    for dims, x in zip(jax.tree.leaves(dims_in), jax.tree.leaves(args), strict=True):
+        sizes |= dict(zip(dims, x.shape, strict=True))
+
+    def spec(dims):
+        return pspec(dims, tuple(sizes[n] for n in dims), ACT, mesh)
+
+    in_specs, out_specs = (jax.tree.map(spec, dims) for dims in (dims_in, dims_out))
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )(*args)
+
+
 def replicate(x, mesh: Mesh) -> jax.Array:
     """Puts a host array, the same in every process, on all devices of the mesh."""
     return place(x, PartitionSpec(), mesh)

@@ -1,14 +1,122 @@
-"""The public ops: arrays in, arrays out; nothing here knows a config or parameters."""
+"""The public ops: arrays in, arrays out; nothing here knows a config or parameters.
+
+Each op has a specification in `reference`, and may have a kernel for TPU and one for GPU.
+`implementation` names one, or "auto": the kernel of the platform that is compiled for,
+where KERNELS has one that takes these shapes, else the specification. A kernel that is
+named and missing raises ValueError. `interpret=True` runs a kernel on any platform,
+slowly, for tests.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from dllm_jax import sharding
 from dllm_jax.pallas_kernels import reference
-from dllm_jax.pallas_kernels.reference import attention
+from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
 __all__ = ["attention", "token_logprob"]
 
+KERNELS = {("attention", "tpu"): tpu_attention}
+HEAD_SIZES = (64, 128)  # of the kernels that have heads
 HEAD_TILE = 512  # positions of a row whose logits are alive at once
+FEW = 64  # queries below which a key head's queries fill a tile together
+
+
+def platform() -> str:
+    """Returns the platform that is compiled for: the mesh's in force, or the default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def kernel(op: str, implementation: str, head_size: int | None = None):
+    """Returns the module that implements `op`, or None for the specification.
+
+    Raises ValueError for an implementation that the op, or its head size, does not have.
+    """
+    if implementation == "reference":
+        return None
+    takes = head_size is None or head_size in HEAD_SIZES
+    if implementation == "auto":
+        return KERNELS.get((op, platform())) if takes else None
+    found = KERNELS.get((op, implementation))
+    if found is None:
+        have = [name for other, name in KERNELS if other == op]
+        raise ValueError(
+            f"pallas_kernels.{op}: implementation={implementation!r} does not exist; "
+            f"choose from {['auto', 'reference', *have]}"
+        )
+    if not takes:
+        raise ValueError(
+            f"pallas_kernels.{op}: implementation={implementation!r} takes heads of "
+            f"size {HEAD_SIZES}, not {head_size}; use 'reference'"
+        )
+    return found
+
+
+def attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None, implementation="auto", interpret=False
+):
+    """Returns the grouped-query attention of q over k, v under a range-or-group mask.
+
+    See `reference.attention`. The kernels differ in what a query that sees nothing gets:
+    zero. Differentiable in q, k and v, and split over rows and key heads of the mesh.
+    """
+    found = kernel("attention", implementation, q_BTNH.shape[3])
+    if found is None:
+        return reference.attention(q_BTNH, k_BSKH, v_BSKH, mask, cached=cached)
+    if cached is not None:
+        pairs = zip(cached, (k_BSKH, v_BSKH), strict=True)
+        k_BSKH, v_BSKH = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    if T > FEW:
+        return flash(found, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
+    # Few queries leave a tile half empty: a key head's G heads become queries of one.
+    q_BGTKH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 3, 1)
+    folded = mask.replace(
+        **{
+            name: jnp.tile(getattr(mask, name), (1, N // K))
+            for name in ("q_begin_BT", "q_end_BT", "q_group_BT")
+        }
+    )
+    q_BTKH = q_BGTKH.reshape(B, -1, K, H)
+    out_BTKH = flash(found, interpret, q_BTKH, k_BSKH, v_BSKH, folded)
+    return jnp.moveaxis(out_BTKH.reshape(q_BGTKH.shape), 1, 3).reshape(B, T, N, H)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def flash(found, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
+    """Returns the attention that the module `found` computes."""
+    return flash_forward(found, interpret, q_BTNH, k_BSKH, v_BSKH, mask)[0]
+
+
+def flash_dims(q_BTNH, k_BSKH, mask):
+    """Returns the letters of q, k and the mask, without heads that cannot be split alike."""
+    mesh = jax.sharding.get_abstract_mesh()
+    split = mesh.shape.get("model", 1)
+    keep = q_BTNH.shape[2] % split == 0 and k_BSKH.shape[2] % split == 0
+    q, k = ("BTNH", "BSKH") if keep else ("BTnH", "BSkH")
+    return q, k, type(mask)("BT", "BT", "BT", "BS", "BS")
+
+
+def flash_forward(found, interpret, *args):
+    q, k, mask = flash_dims(args[0], args[1], args[3])
+    run = functools.partial(found.forward, interpret=interpret)
+    lse = "B" + q[2] + "T"
+    out, lse_BNT = sharding.per_device(run, (q, k, k, mask), (q, lse), *args)
+    return out, (*args, out, lse_BNT)
+
+
+def flash_backward(found, interpret, saved, dout_BTNH):
+    q, k, mask = flash_dims(saved[0], saved[1], saved[3])
+    run = functools.partial(found.backward, interpret=interpret)
+    dims = (q, k, k, mask, q, "B" + q[2] + "T", q)
+    return *sharding.per_device(run, dims, (q, k, k), *saved, dout_BTNH), None
+
+
+flash.defvjp(flash_forward, flash_backward)
 
 
 def token_logprob(x_BUD, head_DV, token_BU, *, forbidden: int):

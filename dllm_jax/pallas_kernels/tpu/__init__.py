@@ -1,0 +1,1 @@
+"""The ops for TPU: `pl.pallas_call`, Mosaic."""

@@ -1,0 +1,270 @@
+"""Flash attention under the range-or-group mask, for TPU.
+
+Forward and backward of FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2), with
+tiles of scores held as [keys, queries]: a query's running maximum and sum are then rows,
+their reductions run over sublanes, and every product is one that the matrix unit takes
+without a transposition. The G query heads of a key head share its tiles and their mask.
+Only the tiles of `tiles.schedule` are visited. A lower-case letter is a tile's share.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dllm_jax.pallas_kernels import tiles
+from dllm_jax.pallas_kernels.reference import NEVER
+
+TILE_T, TILE_S = 256, 512
+LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
+NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
+
+
+def dot(x, y, dims=NN):
+    """Returns a product of tiles, accumulated in f32."""
+    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+
+
+def score(q_Ht, k_sH, sees_st):
+    """Returns scores [s, t], f32; `sees` None: all are seen."""
+    score_st = dot(k_sH, q_Ht)
+    return score_st if sees_st is None else jnp.where(sees_st, score_st, NEVER)
+
+
+def visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref):
+    """Runs body(sees_st) if this step of the grid visits a tile."""
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    live, whole = j < count_ref[b, i], visit_ref[b, i, j] % 2 == 1
+
+    @pl.when(live & whole)
+    def _():
+        body(None)
+
+    @pl.when(live & ~whole)
+    def _():
+        begin_1t, end_1t, group_1t = (q_mask_ref[0, n : n + 1] for n in range(3))
+        pos_s1, group_s1 = k_mask_ref[0, :, 0:1], k_mask_ref[0, :, 1:2]
+        body(((pos_s1 >= begin_1t) & (pos_s1 < end_1t)) | (group_s1 == group_1t))
+
+
+def forward_kernel(
+    visit_ref, count_ref, q_ref, k_ref, v_ref, q_mask_ref, k_mask_ref,
+    out_ref, lse_ref, max_ref, sum_ref, acc_ref,
+):  # fmt: skip
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        max_ref[...] = jnp.full_like(max_ref, LOWEST)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def body(sees_st):
+        for g in range(q_ref.shape[2]):
+            row = slice(g, g + 1)
+            score_st = score(q_ref[0, 0, g], k_ref[0, 0], sees_st)
+            max_1t = jnp.maximum(max_ref[row], score_st.max(axis=0, keepdims=True))
+            prob_st = jnp.exp(score_st - max_1t)
+            fade_1t = jnp.exp(max_ref[row] - max_1t)
+            max_ref[row] = max_1t
+            sum_ref[row] = sum_ref[row] * fade_1t + prob_st.sum(axis=0, keepdims=True)
+            v_Hs = v_ref[0, 0]
+            acc_ref[g] = acc_ref[g] * fade_1t + dot(v_Hs, prob_st.astype(v_Hs.dtype))
+
+    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+
+    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    def _():
+        sum_Gt = sum_ref[...]
+        # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
+        lse_ref[0, 0] = jnp.where(sum_Gt > 0, max_ref[...] + jnp.log(sum_Gt), -NEVER)
+        share_Gt = 1 / jnp.where(sum_Gt > 0, sum_Gt, 1)
+        for g in range(q_ref.shape[2]):
+            out_ref[0, 0, g] = (acc_ref[g] * share_Gt[g : g + 1]).astype(out_ref.dtype)
+
+
+def score_gradient(g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref):
+    """Returns (probabilities, gradient of the scores), each [s, t], f32."""
+    row = slice(g, g + 1)
+    score_st = score(q_ref[0, 0, g], k_ref[0, 0], sees_st)
+    prob_st = jnp.exp(score_st - lse_ref[0, 0, row])
+    dprob_st = dot(v_ref[0, 0], dout_ref[0, 0, g])
+    return prob_st, prob_st * (dprob_st - delta_ref[0, 0, row])
+
+
+def dq_kernel(
+    visit_ref, count_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref,
+    q_mask_ref, k_mask_ref, k_Hs_ref, dq_ref, acc_ref,
+):  # fmt: skip
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def body(sees_st):
+        for g in range(q_ref.shape[2]):
+            _, dscore_st = score_gradient(
+                g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
+            )
+            acc_ref[g] += dot(k_Hs_ref[0, 0], dscore_st.astype(k_Hs_ref.dtype))
+
+    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+
+    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    def _():
+        dq_ref[0, 0] = acc_ref[...].astype(dq_ref.dtype)
+
+
+def dkv_kernel(
+    visit_ref, count_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref,
+    q_mask_ref, k_mask_ref, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref,
+):  # fmt: skip
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
+        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
+
+    def body(sees_st):
+        for g in range(q_ref.shape[2]):
+            q_Ht, dout_Ht = q_ref[0, 0, g], dout_ref[0, 0, g]
+            prob_st, dscore_st = score_gradient(
+                g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
+            )
+            dv_acc_ref[...] += dot(dout_Ht, prob_st.astype(dout_Ht.dtype), NT)
+            dk_acc_ref[...] += dot(q_Ht, dscore_st.astype(q_Ht.dtype), NT)
+
+    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+
+    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    def _():
+        dk_ref[0, 0] = dk_acc_ref[...].astype(dk_ref.dtype)
+        dv_ref[0, 0] = dv_acc_ref[...].astype(dv_ref.dtype)
+
+
+def launch(kernel, inputs, outputs, scratch, kinds_BIJ, size, interpret):
+    """Runs a kernel over (row, key head, tile of one side, visited tiles of the other).
+
+    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. `size`:
+    how much of a letter is a tile, the one whose tiles are visited being last.
+    """
+    major, minor = size
+    visit_BIJ, count_BI = tiles.schedule(kinds_BIJ)
+    full = {}
+    for dims, x in inputs:
+        full |= dict(zip(dims, x.shape, strict=True))
+
+    def spec(dims):
+        def at(b, k, i, j, visit_ref, count_ref):
+            index = {"B": b, "K": k, major: i, minor: visit_ref[b, i, j] // 2}
+            return tuple(index.get(letter, 0) for letter in dims)
+
+        block = {"B": 1, "K": 1, **size}
+        return pl.BlockSpec([block.get(n, full[n]) for n in dims], at)
+
+    dtype = inputs[0][1].dtype
+    grid = (full["B"], full["K"], kinds_BIJ.shape[1], jnp.maximum(count_BI.max(), 1))
+    return pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                [full[n] for n in dims], dtype if "H" in dims else jnp.float32
+            )
+            for dims in outputs
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=grid,
+            in_specs=[spec(dims) for dims, _ in inputs],
+            out_specs=[spec(dims) for dims in outputs],
+            scratch_shapes=[
+                pltpu.VMEM([size.get(n, full[n]) for n in dims], jnp.float32)
+                for dims in scratch
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name=kernel.__name__,
+    )(visit_BIJ, count_BI, *(x for _, x in inputs))
+
+
+def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
+    """Returns what the kernels read, padded to whole tiles, and the kinds of the tiles."""
+    T, H, K = q_BTNH.shape[1], q_BTNH.shape[3], k_BSKH.shape[2]
+    size = {"T": tiles.fit(TILE_T, T), "S": tiles.fit(TILE_S, k_BSKH.shape[1])}
+    k_BSKH, v_BSKH = (tiles.pad(x, 1, size["S"]) for x in (k_BSKH, v_BSKH))
+    q_mask, k_mask = tiles.mask_arrays(mask, **size)
+    return (
+        queries(q_BTNH * H**-0.5, K, size["T"]),
+        (jnp.moveaxis(k_BSKH, 1, 2), jnp.moveaxis(v_BSKH, 1, 2)),
+        [("B3T", jnp.stack(q_mask, axis=1)), ("BS2", jnp.stack(k_mask, axis=2))],
+        tiles.kinds(q_mask, k_mask, **size),
+        size,
+    )
+
+
+def queries(x_BTNH, K: int, t: int):
+    """Returns [B, K, G, H, T], T padded to whole tiles of t."""
+    B, T, N, H = x_BTNH.shape
+    x_BTKGH = tiles.pad(x_BTNH.reshape(B, T, K, N // K, H), 1, t)
+    return jnp.transpose(x_BTKGH, (0, 2, 3, 4, 1))
+
+
+def positions(x_BKGHT, T: int):
+    """Returns [B, T, N, H]: undoes `queries`."""
+    B, K, G, H, _ = x_BKGHT.shape
+    return jnp.transpose(x_BKGHT[..., :T], (0, 4, 1, 2, 3)).reshape(B, T, K * G, H)
+
+
+def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
+    """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
+    q, (k, v), masks, kinds_BIJ, size = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    out, lse = launch(
+        forward_kernel,
+        [("BKGHT", q), ("BKSH", k), ("BKHS", v.swapaxes(2, 3)), *masks],
+        outputs=["BKGHT", "BKGT"],
+        scratch=["GT", "GT", "GHT"],
+        kinds_BIJ=kinds_BIJ,
+        size=size,
+        interpret=interpret,
+    )
+    B, T, N, _ = q_BTNH.shape
+    return positions(out, T), lse.reshape(B, N, -1)[..., :T]
+
+
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
+):
+    """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
+    q, (k, v), masks, kinds_BIJ, size = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
+    dout, out = (queries(x, k.shape[1], size["T"]) for x in (dout_BTNH, out_BTNH))
+    delta_BKGT = jnp.sum(dout.astype(jnp.float32) * out, axis=3)
+    lse_BNT = tiles.pad(lse_BNT, 2, size["T"])
+    inputs = [
+        ("BKGHT", q),
+        ("BKSH", k),
+        ("BKSH", v),
+        ("BKGHT", dout),
+        ("BKGT", lse_BNT.reshape(delta_BKGT.shape)),
+        ("BKGT", delta_BKGT),
+        *masks,
+    ]
+    (dq,) = launch(
+        dq_kernel,
+        [*inputs, ("BKHS", k.swapaxes(2, 3))],
+        outputs=["BKGHT"],
+        scratch=["GHT"],
+        kinds_BIJ=kinds_BIJ,
+        size=size,
+        interpret=interpret,
+    )
+    dk, dv = launch(
+        dkv_kernel,
+        inputs,
+        outputs=["BKHS", "BKHS"],
+        scratch=["HS", "HS"],
+        kinds_BIJ=kinds_BIJ.swapaxes(1, 2),
+        size=dict(reversed(size.items())),
+        interpret=interpret,
+    )
+    dk, dv = (jnp.moveaxis(x[..., :S], 3, 1) for x in (dk, dv))
+    return positions(dq, T) * H**-0.5, dk, dv

@@ -1,0 +1,45 @@
+"""Every kernel compiles for the chips that it is for: it lowers, and it fits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import topologies
+from dllm_jax import pallas_kernels, sharding
+from dllm_jax.models.mask import Mask
+
+TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
+
+
+def arrays(dtype, *shapes):
+    """Returns what stands for arrays."""
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def compiled(topology, f, *args):
+    """Returns f compiled for one device of a topology."""
+    try:
+        device = topologies.devices(topology)[0]
+    except topologies.SkipReason as reason:
+        pytest.skip(str(reason))
+    mesh = sharding.make_mesh(devices=[device])
+    place = NamedSharding(mesh, PartitionSpec())
+    structs = jax.tree.map(lambda x: x.update(sharding=place), args)
+    with jax.set_mesh(mesh):
+        program = jax.jit(f).lower(*structs).compile()
+    assert "custom-call" in program.as_text()
+    return program
+
+
+@pytest.mark.parametrize("topology", TPUS)
+@pytest.mark.parametrize("heads, kv_heads, size", [(32, 8, 128), (14, 2, 64)])
+def test_attention_and_its_gradient(topology, heads, kv_heads, size):
+    B, T = 1, 8192
+
+    def gradient(q, k, v, mask, dout):
+        _, pull = jax.vjp(lambda *qkv: pallas_kernels.attention(*qkv, mask), q, k, v)
+        return pull(dout)
+
+    q, k = arrays(jnp.bfloat16, (B, T, heads, size), (B, T, kv_heads, size))
+    compiled(topology, gradient, q, k, k, Mask(*arrays(jnp.int32, *[(B, T)] * 5)), q)

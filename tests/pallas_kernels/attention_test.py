@@ -1,0 +1,219 @@
+"""The attention kernels, interpreted, against the specification; the tiles they visit."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import pallas_kernels, sharding
+from dllm_jax.models import mask
+from dllm_jax.models.mask import FAR, Mask
+from dllm_jax.pallas_kernels import reference, tiles
+from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
+
+B, T, N, H = 2, 280, 4, 64
+POS = jnp.broadcast_to(jnp.arange(T), (B, T))
+LEN = jnp.array([T, 37])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles in each direction, the last ones partly padding."""
+    monkeypatch.setattr(tpu_attention, "TILE_T", 128)
+    monkeypatch.setattr(tpu_attention, "TILE_S", 128)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    """Returns standard normal numbers."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def packed_row(block: int, prompts, rng):
+    """Returns (begin, end, group) of trajectories with noised copies of some blocks."""
+    begin, end, group, at = [], [], [], 0
+    for length in prompts:
+        pos = np.arange(length)
+        begin += [at] * length
+        end += list(np.minimum(at + (pos // block + 1) * block, at + length))
+        group += [-1] * length
+        for j in sorted(rng.choice(-(-length // block), 5, replace=False)):
+            begin += [at] * block
+            end += [at + j * block] * block
+            group += [len(begin)] * block
+        at = len(begin)
+    pad = T - len(begin)
+    assert pad > 0
+    full = begin + [0] * pad, end + [0] * pad, group + [-1] * pad
+    return [np.array(x, np.int32) for x in full]
+
+
+def packed() -> Mask:
+    """Returns two packed rows of several trajectories, each with padding behind."""
+    rng = np.random.default_rng(3)
+    rows = [packed_row(4, (90, 41, 60), rng), packed_row(8, (130, 50), rng)]
+    return mask.packed(*(jnp.array(x) for x in zip(*rows, strict=True)))
+
+
+MASKS = {
+    "causal": mask.causal(POS),
+    "block": mask.block(POS, 4),
+    "full, ragged": mask.full(POS, LEN),
+    "packed": packed(),
+}
+
+
+def dense(seen: Mask):
+    """Returns who sees whom as [B, T, S] booleans."""
+    pos, group = seen.k_pos_BS[:, None], seen.k_group_BS[:, None]
+    inside = (pos >= seen.q_begin_BT[..., None]) & (pos < seen.q_end_BT[..., None])
+    return np.asarray(inside | (group == seen.q_group_BT[..., None]))
+
+
+def with_gradients(f, q, k, v, seen, dout):
+    """Returns (output, dq, dk, dv)."""
+    out, pull = jax.vjp(lambda *qkv: f(*qkv, seen), q, k, v)
+    return out, *pull(dout)
+
+
+SPECIFIED = jax.jit(functools.partial(with_gradients, reference.attention))
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("K", [1, 2, N])
+def test_the_kernel_is_the_specification_under_every_mask(implementation, K):
+    kernel = functools.partial(
+        pallas_kernels.attention, implementation=implementation, interpret=True
+    )
+    found = jax.jit(functools.partial(with_gradients, kernel))
+    q, dout = normal(B, T, N, H), normal(B, T, N, H, seed=1)
+    k, v = normal(B, T, K, H, seed=2), normal(B, T, K, H, seed=3)
+    for name, seen in MASKS.items():
+        # What sees nothing is the specification's to choose; nobody reads it.
+        blind_BT11 = ~dense(seen).any(axis=2)[..., None, None]
+        args = q, k, v, seen, jnp.where(blind_BT11, 0, dout)
+        for x, y in zip(found(*args), SPECIFIED(*args), strict=True):
+            assert np.isfinite(x).all()
+            if x.shape == q.shape:
+                x, y = (jnp.where(blind_BT11, 0, z) for z in (x, y))
+            np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("K", [1, 2, N])
+def test_few_queries_over_cached_keys(implementation, K):
+    W, S, start = 4, 150, jnp.array([96, 0])
+    q, k, v = normal(B, W, N, H), normal(B, W, K, H, seed=1), normal(B, W, K, H, seed=2)
+    cached = normal(B, S, K, H, seed=3), normal(B, S, K, H, seed=4)
+    seen = mask.window(start[:, None] + jnp.arange(W)[None], start, S)
+    found = pallas_kernels.attention(
+        q, k, v, seen, cached=cached, implementation=implementation, interpret=True
+    )
+    want = reference.attention(q, k, v, seen, cached=cached)
+    np.testing.assert_allclose(found, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+def test_bfloat16_is_accumulated_in_f32(implementation):
+    q, k, v = (normal(1, T, 2, H, seed=n, dtype=jnp.bfloat16) for n in range(3))
+    seen = mask.block(POS[:1], 4)
+    found = pallas_kernels.attention(
+        q, k, v, seen, implementation=implementation, interpret=True
+    )
+    exact = reference.attention(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "model": 2}, {"model": 8}])
+def test_on_a_mesh(implementation, sizes):
+    rows, heads = 4, 4
+    mesh = sharding.make_mesh(**{"fsdp": 1, **sizes})
+    q, k, v = (normal(rows, T, n, H, seed=n) for n in (2 * heads, heads, heads))
+    seen = mask.block(jnp.broadcast_to(jnp.arange(T), (rows, T)), 4)
+    kernel = functools.partial(
+        pallas_kernels.attention, implementation=implementation, interpret=True
+    )
+    args = q, k, v, seen, q
+    want = SPECIFIED(*args)
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(with_gradients, kernel))(*args)
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
+    # Heads that do not divide the axis are computed everywhere.
+    assert ("model" in found[0].sharding.spec) == (heads % mesh.shape["model"] == 0)
+
+
+def test_auto_is_the_specification_where_there_is_no_kernel():
+    q, seen = normal(B, 12, N, 8), mask.causal(POS[:, :12])
+    jaxpr = str(jax.make_jaxpr(pallas_kernels.attention)(q, q, q, seen))
+    assert jaxpr == str(jax.make_jaxpr(reference.attention)(q, q, q, seen))
+
+
+def test_auto_is_the_kernel_of_the_mesh(monkeypatch):
+    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
+    for size, kernel in ((H, True), (8, False)):
+        q = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
+        jaxpr = jax.make_jaxpr(pallas_kernels.attention)(q, q, q, MASKS["causal"])
+        assert ("pallas_call" in str(jaxpr)) == kernel
+
+
+def test_what_does_not_exist_is_said():
+    q, seen = normal(1, 4, 2, 8), mask.causal(POS[:1, :4])
+    with pytest.raises(ValueError, match="implementation='triton'.*reference"):
+        pallas_kernels.attention(q, q, q, seen, implementation="triton")
+    with pytest.raises(ValueError, match="heads of size.*not 8"):
+        pallas_kernels.attention(q, q, q, seen, implementation="tpu")
+
+
+# ---- Tiles ---------------------------------------------------------------------------
+
+
+@st.composite
+def masks(draw):
+    """Returns a mask of small numbers: holes, groups, empty ranges and padding."""
+    t, s = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+
+    def ints(size, low, high):
+        return jnp.array([draw(st.lists(st.integers(low, high), min_size=size, max_size=size))])  # fmt: skip
+
+    pos = ints(s, 0, 12)
+    return Mask(
+        q_begin_BT=ints(t, 0, 12),
+        q_end_BT=ints(t, 0, 12),
+        q_group_BT=ints(t, -1, 4),
+        k_pos_BS=jnp.where(pos > 9, FAR, pos),
+        k_group_BS=jnp.where((group := ints(s, -2, 4)) < 0, -2, group),
+    )
+
+
+@hypothesis.given(masks(), st.integers(1, 5), st.integers(1, 5))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_no_tile_is_skipped_that_holds_a_seen_key(seen, t, s):
+    q_arrays, k_arrays = tiles.mask_arrays(seen, t, s)
+    kinds = np.asarray(tiles.kinds(q_arrays, k_arrays, t, s))[0]
+    sees = dense(Mask(*q_arrays, *k_arrays))[0]
+    for (i, j), kind in np.ndenumerate(kinds):
+        tile = sees[i * t : (i + 1) * t, j * s : (j + 1) * s]
+        assert kind > 0 or not tile.any()
+        assert kind < 2 or tile.all()
+
+
+def test_the_packed_layout_is_mostly_skipped():
+    q_arrays, k_arrays = tiles.mask_arrays(MASKS["packed"], 16, 16)
+    kinds = np.asarray(tiles.kinds(q_arrays, k_arrays, 16, 16))
+    sees = dense(Mask(*q_arrays, *k_arrays)).reshape(B, 18, 16, 18, 16)
+    needed = sees.any(axis=(2, 4))
+    assert (kinds > 0).sum() <= 1.2 * needed.sum() < 0.5 * kinds.size
+
+
+def test_a_schedule_visits_each_live_tile_once():
+    kinds = jnp.array([[[0, 2, 0, 1], [0, 0, 0, 0], [1, 1, 1, 2]]])
+    visit, count = tiles.schedule(kinds)
+    assert count.tolist() == [[2, 0, 4]]
+    assert visit[0, 0].tolist() == [3, 6, 6, 6]
+    assert visit[0, 2].tolist() == [0, 2, 4, 7]
