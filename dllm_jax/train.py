@@ -258,9 +258,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 write_samples(folder, step, rollouts, problems, cfg.run.samples)
             if stopping():
                 break
-            solved = rollouts.reward_n >= 1
-            keep = advantage.solvable(
-                solved, group_n, cfg.rl.min_solved, cfg.rl.max_solved
+            keep = advantage.kept(
+                rollouts.reward_n,
+                rollout.speed(rollouts.trace),
+                group_n,
+                cfg.rl.filter,
+                cfg.rl.min_solved,
+                cfg.rl.max_solved,
             )
             told["groups_kept"] = len(np.unique(group_n[keep]))
             keep &= rollouts.trace.len_B > 0
@@ -271,9 +275,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                     )
                 told |= more
             else:
+                bounds = f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
                 say(
-                    f"step {step}: no group has a solve rate in [{cfg.rl.min_solved}, "
-                    f"{cfg.rl.max_solved}], nothing to learn; the step is skipped"
+                    f"step {step}: no group is {cfg.rl.filter}"
+                    f"{bounds if cfg.rl.filter == 'solvable' else ''}, nothing to learn; "
+                    "the step is skipped"
                 )
         else:
             chosen = data.order(
@@ -357,9 +363,14 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
             ref_nT[deal] = whole(out["reference"]["logp"])
 
     answer_nT = views.answers(trace) & keep[:, None]
-    reward_n = rollouts.reward_n
-    if cfg.rl.normalize:
-        reward_n = advantage.group_zscore(reward_n, rollouts.group_n)
+    reward_n = advantage.combined(
+        rollouts.reward_n,
+        rollout.speed(trace),
+        rollouts.group_n,
+        keep,
+        cfg.rl.advantage,
+        speed=cfg.rl.speed,
+    )
     gap = np.abs(logp_nT - trace.logp_BT)[answer_nT]
     told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
     if cfg.rl.value == "none":

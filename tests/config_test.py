@@ -130,7 +130,7 @@ def test_known_flags_pass():
         ({"sampler__steps_per_block": 0}, "steps_per_block=0"),
         ({"sampler__top_p": 0.0}, "top_p"),
         ({"sampler__max_new": 0}, "max_new"),
-        ({"rl__group": 1}, "rl.group=1: the z-score .*rl.normalize=False"),
+        ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),
         ({"batch__tokens": 1000}, "batch.tokens=1000 .*set it to 1028 or more"),
@@ -149,7 +149,7 @@ def test_bad_values_are_named(leaves, message):
 
 
 def test_a_group_of_one_is_fine_without_the_z_score():
-    config.freeze(changed(rl__group=1, rl__normalize=False, rl__prompts=4))
+    config.freeze(changed(rl__group=1, rl__advantage="none", rl__prompts=4))
 
 
 def test_help_of_train_lists_every_key():

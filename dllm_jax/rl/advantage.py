@@ -1,32 +1,98 @@
-"""From rewards to advantages: group z-scores, and GAE over the steps of the trace.
+"""From rewards to advantages: baselines within a group, and GAE over the trace's steps.
 
 Host numpy: a few thousand numbers once per RL step.
 """
 
 import numpy as np
 
+# ---- Rewards -> advantages -------------------------------------------------------------
 
-def group_zscore(reward_n, group_n):
-    """Returns each reward's z-score within its group (population std; 0 if all equal).
 
-    GRPO's advantage (arXiv 2402.03300, section 4.1.1).
+def zscore(reward_n):
+    """(r - mean) / std, population std: GRPO (arXiv 2402.03300, section 4.1.1)."""
+    return (reward_n - reward_n.mean()) / reward_n.std()
+
+
+def center(reward_n):
+    """r - mean: GRPO without its std, Dr. GRPO (arXiv 2503.20783, section 3.2)."""
+    return reward_n - reward_n.mean()
+
+
+def loo(reward_n):
+    """r - the mean of the others' rewards: RLOO (arXiv 2402.14740)."""
+    others = len(reward_n) - 1
+    return reward_n - (reward_n.sum() - reward_n) / others
+
+
+BASELINES = {"zscore": zscore, "center": center, "loo": loo}  # of one group's rewards
+
+
+def relative(reward_n, group_n, kind: str):
+    """Returns each reward relative to its group's; 0 where a group's are all equal.
+
+    kind: a key of BASELINES, or "none" for the rewards as they are.
     """
+    if kind == "none":
+        return reward_n
     out_n = np.zeros(len(reward_n), np.float32)
     for group in np.unique(group_n):
         inside = group_n == group
         reward = reward_n[inside]
         if reward.min() < reward.max():  # a rounded mean would give equal ones a std
-            out_n[inside] = (reward - reward.mean()) / reward.std()
+            out_n[inside] = BASELINES[kind](reward)
     return out_n
 
 
-def solvable(correct_n, group_n, low: float, high: float):
-    """Returns the rollouts whose group's mean of `correct` lies in [low, high]."""
-    keep_n = np.zeros(len(correct_n), bool)
+def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
+    """Returns the advantages of rewards and, with weight `speed`, of decoding speed.
+
+    LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made relative
+    to its group on its own, then they are added, and their sum is z-scored over all that
+    is kept of the step. The paper's equation numbers could not be looked up; the published code's
+    defaults (z-scores, weight 1) decide. speed_n: tokens per forward.
+    """
+    adv_n = relative(reward_n, group_n, kind)
+    if not speed:
+        return adv_n
+    adv_n = adv_n + speed * relative(speed_n, group_n, kind)
+    adv_n[keep_n] = relative(adv_n[keep_n], np.zeros(keep_n.sum()), "zscore")
+    return adv_n
+
+
+# ---- Which groups are kept -------------------------------------------------------------
+
+
+def solvable(reward_n, speed_n, low, high) -> bool:
+    """The mean of "solved" lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
+    return low <= (reward_n >= 1).mean() <= high
+
+
+def varied(reward_n, speed_n, low, high) -> bool:
+    """The rewards are not all equal: DAPO (arXiv 2503.14476, section 3.2)."""
+    return reward_n.min() < reward_n.max()
+
+
+def paced(reward_n, speed_n, low, high) -> bool:
+    """One is right, and they differ in speed: LightningRL (arXiv 2603.13319).
+
+    The least difference, 0.01 tokens per forward, is its published configuration's.
+    """
+    return bool((reward_n >= 1).any() and np.ptp(speed_n) >= 0.01)
+
+
+FILTERS = {"solvable": solvable, "varied": varied, "paced": paced}
+
+
+def kept(reward_n, speed_n, group_n, rule: str, low: float, high: float):
+    """Returns the rollouts whose group passes the rule, a key of FILTERS."""
+    keep_n = np.zeros(len(reward_n), bool)
     for group in np.unique(group_n):
         inside = group_n == group
-        keep_n[inside] = low <= correct_n[inside].mean() <= high
+        keep_n[inside] = FILTERS[rule](reward_n[inside], speed_n[inside], low, high)
     return keep_n
+
+
+# ---- Steps of the trace ----------------------------------------------------------------
 
 
 def outcome(reward_n, step_nT, answer_nT):

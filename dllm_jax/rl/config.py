@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from dllm_jax.rl import advantage
+
 AGGREGATES = ("token", "sequence", "step", "constant")
 SCHEDULES = ("constant", "linear", "cosine")
 NOISES = ("trace", "bernoulli")
@@ -36,6 +38,7 @@ class ObjectiveConfig:
     """The losses and how tokens are weighed against each other."""
 
     clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
+    clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
     beta: float = 0.01  # weight of the KL to the policy that sampled
     reference_beta: float = 0.0  # weight of the KL to the first policy; 0: not loaded
     kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
@@ -80,7 +83,13 @@ class RLConfig:
     value: str = "own"  # value model: "none", "own" network, or "head" on the policy
     gamma: float = 1.0  # discount per denoising step
     lam: float = 1.0  # GAE lambda per denoising step
-    normalize: bool = True  # rewards: z-score within the group; False: as graded
+    # Rewards within their group. zscore: GRPO. center: less the mean. loo: less the mean
+    # of the others. none: as graded.
+    advantage: str = "zscore"
+    speed: float = 0.0  # weight of tokens per forward as a second reward; 0: none
+    # Groups to learn from. solvable: their solve rate is within the bounds below. varied:
+    # their rewards differ. paced: one answer is right and their speeds differ.
+    filter: str = "solvable"
     min_solved: float = 0.2  # groups solved less often than this are dropped, and
     max_solved: float = 0.8  # ... those solved more often
     truncated_wrong: bool = True  # an answer cut at its limit earns nothing
@@ -88,10 +97,12 @@ class RLConfig:
 
     def __post_init__(self):
         choose("rl.value", self.value, VALUES)
-        if self.normalize and self.group < 2:
+        choose("rl.advantage", self.advantage, (*advantage.BASELINES, "none"))
+        choose("rl.filter", self.filter, tuple(advantage.FILTERS))
+        if self.advantage != "none" and self.group < 2:
             raise ValueError(
-                f"rl.group={self.group}: the z-score of a group needs at least 2 "
-                "rollouts; raise rl.group or set rl.normalize=False"
+                f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at least "
+                "2 rollouts; raise rl.group or set rl.advantage='none'"
             )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")

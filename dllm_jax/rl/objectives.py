@@ -36,13 +36,14 @@ def nll(out, batch, cfg: ObjectiveConfig):
 def policy(out, batch, cfg: ObjectiveConfig):
     """Clipped surrogate with KL, TraceRL (arXiv 2509.06949) Eq. 3.
 
-    -min(rho A, clip(rho, 1 - eps, 1 + eps) A) + beta KL(pi || pi_old), and with a fixed
-    reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old.
+    -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a fixed
+    reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider eps' is
+    DAPO's clip-higher (arXiv 2503.14476, section 3.1).
     """
     held = batch.weight_BU > 0
     delta = jnp.where(held, out["logp"] - batch.old_logp_BU, 0.0)
     ratio = jnp.exp(jnp.clip(delta, -LIMIT, LIMIT))
-    clipped = jnp.clip(ratio, 1 - cfg.clip, 1 + cfg.clip)
+    clipped = jnp.clip(ratio, 1 - cfg.clip, 1 + (cfg.clip_high or cfg.clip))
     surrogate = jnp.minimum(ratio * batch.adv_BU, clipped * batch.adv_BU)
     to_old = kl(delta, cfg.kl)
     per_token = -surrogate + cfg.beta * to_old

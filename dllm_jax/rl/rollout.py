@@ -105,6 +105,11 @@ def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool
     return Rollouts(trace=trace, group_n=group_n, text=texts, reward_n=reward_n)
 
 
+def speed(trace: Trace):
+    """Returns each row's tokens per forward; 0 for a row without an answer."""
+    return trace.len_B / np.maximum(trace.forwards_B, 1)
+
+
 def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns what a step says about its rollouts: means over answers.
 

@@ -18,7 +18,7 @@ def test_zscores_of_sixteen(solved, right, wrong):
     reward_n = np.zeros(32, np.float32)
     reward_n[0 : 2 * solved : 2] = 1
     reward_n[1:13:2] = 5
-    out_n = advantage.group_zscore(reward_n, np.arange(32) % 2)[0::2]
+    out_n = advantage.relative(reward_n, np.arange(32) % 2, "zscore")[0::2]
     np.testing.assert_allclose(out_n[:solved], right, atol=5e-5)
     np.testing.assert_allclose(out_n[solved:], wrong, atol=5e-5)
 
@@ -26,7 +26,62 @@ def test_zscores_of_sixteen(solved, right, wrong):
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, 1e-3, 12345.678])
 def test_equal_rewards_have_no_advantage(reward):
     reward_n = np.full(7, reward, np.float32)  # whose mean may round
-    np.testing.assert_array_equal(advantage.group_zscore(reward_n, np.zeros(7)), 0)
+    for kind in advantage.BASELINES:
+        out_n = advantage.relative(reward_n, np.zeros(7), kind)
+        np.testing.assert_array_equal(out_n, 0)
+
+
+def test_baselines_of_two_groups():
+    reward_n, group_n = np.array([1, 5, 0, 0, 7, 2.0]), np.array([0, 1, 0, 0, 1, 0])
+    center = [0.25, -1, -0.75, -0.75, 1, 1.25]  # means 3/4 and 6
+    others = [1 / 3, -2, -1, -1, 2, 5 / 3]  # means of the others: 2/3, 7, 1, 1, 5, 1/3
+    std = np.sqrt((0.25**2 + 2 * 0.75**2 + 1.25**2) / 4)
+    for kind, expected in (
+        ("center", center),
+        ("loo", others),
+        ("zscore", center / np.where(group_n == 0, std, 1)),
+        ("none", reward_n),
+    ):
+        found = advantage.relative(reward_n, group_n, kind)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=kind)
+
+
+def test_speed_is_normalised_on_its_own():
+    """However small the spread of the speeds, it counts as much as that of the rewards."""
+    reward_n, speed_n = np.array([0, 0, 1, 1.0]), np.array([1, 1.01, 1, 1.01])
+    rest = np.array([0.0, 1]), np.array([5, 9.0])  # a second group, which is dropped
+    reward_n, speed_n = map(np.append, (reward_n, speed_n), rest)
+    group_n, keep_n = np.array([0, 0, 0, 0, 1, 1]), np.arange(6) < 4
+    given = reward_n, speed_n, group_n, keep_n, "zscore"
+    # z-scores (-1, -1, 1, 1) and (-1, 1, -1, 1) add to (-2, 0, 0, 2), of std sqrt(2)
+    found = advantage.combined(*given, speed=1.0)[:4]
+    np.testing.assert_allclose(found, np.array([-1, 0, 0, 1]) * np.sqrt(2), rtol=1e-5)
+    # with half the weight to (-3, -1, 1, 3) / 2, of std sqrt(5) / 2
+    found = advantage.combined(*given, speed=0.5)[:4]
+    np.testing.assert_allclose(found, np.array([-3, -1, 1, 3]) / np.sqrt(5), rtol=1e-5)
+    np.testing.assert_array_equal(
+        advantage.combined(*given, speed=0.0),
+        advantage.relative(reward_n, group_n, "zscore"),
+    )
+
+
+def solvable(correct_n, group_n):
+    """Returns what the default filter keeps of binary rewards."""
+    none_n = np.zeros(len(correct_n))
+    return advantage.kept(correct_n, none_n, group_n, "solvable", 0.2, 0.8)
+
+
+def test_filters():
+    reward_n = np.array([0, 0, 0, 0.5, 1, 1, 0, 1, 0, 0])
+    speed_n = np.array([1, 2, 1, 2, 1, 2, 3, 3, 1, 1.005])
+    groups = np.arange(5)  # all wrong, partly right, all right, mixed, all wrong
+    for rule, wanted in (
+        ("solvable", [0, 0, 0, 1, 0]),
+        ("varied", [0, 1, 0, 1, 0]),
+        ("paced", [0, 0, 1, 0, 0]),
+    ):
+        keep = advantage.kept(reward_n, speed_n, np.repeat(groups, 2), rule, 0.2, 0.8)
+        np.testing.assert_array_equal(keep, np.repeat(wanted, 2), err_msg=rule)
 
 
 @pytest.mark.parametrize("kind", [bool, np.float32])
@@ -34,7 +89,7 @@ def test_equal_rewards_have_no_advantage(reward):
 def test_the_bounds_of_the_solve_rate_are_inclusive(kind, group):
     rates = np.arange(group + 1)  # group k has k correct answers
     correct = (np.arange(group)[None] < rates[:, None]).astype(kind).reshape(-1)
-    keep = advantage.solvable(correct, np.repeat(rates, group), 0.2, 0.8)
+    keep = solvable(correct, np.repeat(rates, group))
     kept = keep.reshape(-1, group)
     assert (kept == kept[:, :1]).all()
     np.testing.assert_array_equal(
@@ -44,7 +99,7 @@ def test_the_bounds_of_the_solve_rate_are_inclusive(kind, group):
 
 def test_thirteen_of_sixteen_is_too_many():
     correct = np.arange(16) < 13
-    assert not advantage.solvable(correct, np.zeros(16), 0.2, 0.8).any()
+    assert not solvable(correct, np.zeros(16)).any()
 
 
 @pytest.mark.parametrize(
@@ -56,9 +111,9 @@ def test_rewards_and_filter_are_the_references(case):
     sizes = [len(task) for task in case["correctness"]]
     group_n = np.repeat(np.arange(len(sizes)), sizes)
     correct_n = np.concatenate(case["correctness"])
-    reward_n = advantage.group_zscore(correct_n.astype(np.float32), group_n)
+    reward_n = advantage.relative(correct_n.astype(np.float32), group_n, "zscore")
     np.testing.assert_allclose(reward_n, np.concatenate(case["rewards"]), rtol=1e-6)
-    keep_n = advantage.solvable(correct_n, group_n, 0.2, 0.8)
+    keep_n = solvable(correct_n, group_n)
     responses = np.concatenate([task["full_output"] for task in case["tasks"]])
     samples = case["training_samples"]
     assert list(responses[keep_n]) == [sample["response"] for sample in samples]

@@ -75,6 +75,17 @@ def test_clipped_surrogate(ratio, adv, surrogate, slope):
     assert float(sums["policy_loss"]) == pytest.approx(-0.5 * surrogate, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "adv", "surrogate"),
+    [(1.25, 2.0, 2.5), (1.5, 2.0, 2.6), (0.5, -2.0, -1.6), (1.5, -2.0, -3.0)],
+)
+def test_clip_higher_moves_the_upper_bound_alone(ratio, adv, surrogate):
+    cfg = ObjectiveConfig(clip=0.2, clip_high=0.3, beta=0.0)
+    b = batch([0.5], adv_BU=[adv], old_logp_BU=[-3.0])
+    loss, _ = objectives.policy(out(logp=[-3.0 + np.log(ratio)]), b, cfg)
+    assert float(loss) == pytest.approx(-0.5 * surrogate, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_to_both_anchors(kind):
     cfg = ObjectiveConfig(beta=0.1, reference_beta=0.3, kl=kind)
