@@ -1,0 +1,71 @@
+"""Pages: none lost, none shared by mistake, what is known is what was written."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from dllm_jax.sampling.pages import Pages, names
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.integers(1, 8), st.lists(st.integers(0, 99), max_size=60))
+def test_pages_are_conserved(count, moves):
+    pages, held, content = Pages(count), [], {}
+    for move in moves:
+        kind, value = move % 4, move // 4 % 6
+        if kind == 0:
+            room = pages.available
+            taken = pages.take(value % 4)
+            assert (taken is None) == (value % 4 > room)
+            for page in taken or []:
+                assert all(page != other for other in held)  # it is nobody else's
+                content[page] = None
+                held.append(page)
+        elif kind == 1 and held:
+            page, name = held[value % len(held)], bytes([value])
+            known = name in pages.page_of or page in pages.name_of
+            pages.publish(page, name)
+            if not known:
+                content[page] = name
+        elif kind == 2:
+            page = pages.share(bytes([value]))
+            if page is not None:
+                assert content[page] == bytes([value])
+                held.append(page)
+        elif held:
+            pages.release([held.pop(value % len(held))])
+        if move == 99:
+            pages.clear()
+            assert not pages.page_of
+            content = dict.fromkeys(content)
+        for page in range(count):
+            assert pages.holders[page] == held.count(page)
+        assert sorted([*set(held), *pages.free, *pages.idle]) == list(range(count))
+
+
+def test_the_oldest_idle_page_goes_first():
+    pages = Pages(2)
+    first, second = pages.take(2)
+    pages.publish(first, b"first")
+    pages.publish(second, b"second")
+    pages.release([second])
+    pages.release([first])
+    assert pages.take(1) == [second]
+    assert pages.share(b"second") is None
+    assert pages.share(b"first") == first
+
+
+def test_a_page_is_not_released_twice():
+    pages = Pages(1)
+    (page,) = pages.take(1)
+    pages.release([page])
+    with pytest.raises(RuntimeError, match="page 0 is released"):
+        pages.release([page])
+
+
+def test_a_name_tells_all_tokens_up_to_the_page_s_end():
+    a, b = names([1, 2, 3, 4, 5], 2), names([9, 2, 3, 4], 2)
+    assert len(a) == 3
+    assert set(a).isdisjoint(b)
+    assert names([1, 2, 3, 4], 2) == a[:2]
+    assert names([1, 2, 3], 2)[1] != a[1]
