@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels.reference import cache_update, paged_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
-__all__ = ["attention", "token_logprob"]
+__all__ = ["attention", "cache_update", "paged_attention", "token_logprob"]
 
 KERNELS = {("attention", "tpu"): tpu_attention}
 HEAD_SIZES = (64, 128)  # of the kernels that have heads

@@ -17,10 +17,20 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
     in the mask's key order; they are read where they are, not copied together.
     Softmax in f32, scale 1 / sqrt(H).
     """
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+    k_pos_B1S = mask.k_pos_BS[:, None]
+    sees_BTS = (k_pos_B1S >= mask.q_begin_BT[..., None]) & (
+        k_pos_B1S < mask.q_end_BT[..., None]
+    )
+    sees_BTS |= mask.k_group_BS[:, None] == mask.q_group_BT[..., None]
     parts = ([cached] if cached is not None else []) + [(k_BSKH, v_BSKH)]
+    return attend(q_BTNH, parts, sees_BTS)
+
+
+def attend(q_BTNH, parts, sees_BTS):
+    """Returns attention over the keys and values of all `parts`, in their order."""
+    B, T, N, H = q_BTNH.shape
+    K = parts[0][0].shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     score_BKGTS = jnp.concatenate(
         [
             jnp.einsum(
@@ -30,19 +40,44 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
         ],
         axis=-1,
     )
-    k_pos_B1S = mask.k_pos_BS[:, None]
-    sees_BTS = (k_pos_B1S >= mask.q_begin_BT[..., None]) & (
-        k_pos_B1S < mask.q_end_BT[..., None]
-    )
-    sees_BTS |= mask.k_group_BS[:, None] == mask.q_group_BT[..., None]
     score_BKGTS = jnp.where(sees_BTS[:, None, None], score_BKGTS, NEVER)
-    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(parts[0][1].dtype)
     out_BTKGH, at = 0, 0
     for _, v in parts:
         part_BKGTS = prob_BKGTS[..., at : at + v.shape[1]]
         out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", part_BKGTS, v)
         at += v.shape[1]
     return out_BTKGH.reshape(B, T, N, H)
+
+
+def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
+    """Returns the attention of each row's window: [B, W, N, H] in q's dtype.
+
+    A query sees the positions before `start` in its row's pages, and all of the window's
+    own keys `k`, `v`. pages: (k, v), each [L, P, O, K, H]; position s of row b is slot
+    s % O of page table[b, s // O] in `layer`.
+    """
+    B, W = q_BWNH.shape[:2]
+    old = tuple(x[layer, table_BA].reshape(B, -1, *x.shape[3:]) for x in pages)
+    before_BS = jnp.arange(old[0].shape[1])[None] < start_B[:, None]
+    sees_BS = jnp.concatenate([before_BS, jnp.ones((B, W), bool)], axis=1)
+    sees_BWS = jnp.broadcast_to(sees_BS[:, None], (B, W, sees_BS.shape[1]))
+    return attend(q_BWNH, [old, (k_BWKH, v_BWKH)], sees_BWS)
+
+
+def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
+    """Returns `pages` with the windows' keys and values at `start`, in rows where `keep`.
+
+    Two rows that keep never hold the same page at the same positions.
+    """
+    P, O = pages[0].shape[1:3]
+    pos_BW = start_B[:, None] + jnp.arange(k_BWKH.shape[1])[None]
+    page_BW = jnp.take_along_axis(table_BA, pos_BW // O, axis=1, mode="clip")
+    page_BW = jnp.where(keep_B[:, None], page_BW, P)  # past the end: dropped
+    return tuple(
+        x.at[layer, page_BW, pos_BW % O].set(new.astype(x.dtype), mode="drop")
+        for x, new in zip(pages, (k_BWKH, v_BWKH), strict=True)
+    )
 
 
 def token_logprob(x_RD, head_DV, token_R, forbidden: int):

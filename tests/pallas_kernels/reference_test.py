@@ -228,3 +228,43 @@ def test_logits_are_never_alive_whole(monkeypatch):
     wide = [shape for shape in made if V in shape or V - 1 in shape]
     assert wide
     assert max(np.prod(shape) for shape in wide) <= max(largest, D * V)
+
+
+# ---- Pages ---------------------------------------------------------------------------
+
+
+def paged(L=2, P=7, O=4, K=2):
+    """Returns a pool of pages (k, v) and a table of two rows that share their first."""
+    table_BA = np.array([[3, 0, 5], [3, 6, 1]], np.int32)
+    pages = tuple(jnp.array(normal(L, P, O, K, H, seed=seed)) for seed in (1, 2))
+    return pages, table_BA
+
+
+def test_paged_attention_sees_what_lies_before_and_its_own():
+    pages, table_BA = paged()
+    start_B, W = np.array([6, 9]), 3
+    q, k, v = (normal(B, W, n, H, seed=n) for n in (N, 2, 2))
+    v = v + 1
+    found = jax.jit(reference.paged_attention)(q, pages, 1, table_BA, start_B, k, v)
+    for b in range(B):
+        old = [x[1, table_BA[b]].reshape(-1, 2, H)[: start_B[b]] for x in pages]
+        keys, values = (np.concatenate(pair) for pair in zip(old, (k[b], v[b])))
+        want = jax.nn.dot_product_attention(q[b], keys, values)
+        np.testing.assert_allclose(found[b], want, atol=1e-5)
+
+
+def test_cache_update_writes_a_window_and_nothing_else():
+    pages, table_BA = paged()
+    start_B, W = np.array([2, 6]), 3  # the first row's window crosses a page's end
+    k, v = normal(B, W, 2, H, seed=8), normal(B, W, 2, H, seed=9)
+    for keep in ([True, True], [False, True], [False, False]):
+        found = reference.cache_update(
+            pages, 1, table_BA, start_B, np.array(keep), k, v
+        )
+        for old, new, got in zip(pages, (k, v), found, strict=True):
+            want = np.array(old)
+            for b in np.flatnonzero(keep):
+                for w in range(W):
+                    page = table_BA[b, (start_B[b] + w) // 4]
+                    want[1, page, (start_B[b] + w) % 4] = new[b, w]
+            np.testing.assert_array_equal(got, want)
