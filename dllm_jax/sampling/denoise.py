@@ -52,20 +52,34 @@ def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw)
     window = mask.window(pos_BW, s.start_B, s.cache.k_LBSKH.shape[2])
     x_BWD, fresh = transformer.trunk(params, x_BWD, pos_BW, window, model, s.cache)
 
-    # A clean block: keep its keys and move on.
+    # A clean block: keep its keys and move on. Otherwise drop them, and draw.
     clean_B = s.live_B & ~masked_BW.any(axis=1)
     cache = kv.write(s.cache, fresh, s.start_B, clean_B)
+    s = unmask(
+        params, s, x_BWD, pos_BW, s.live_B & ~clean_B, model=model, cfg=cfg, draw=draw
+    )
+    return s.replace(
+        start_B=s.start_B + W * clean_B,
+        block_steps_B=jnp.where(clean_B, 0, s.block_steps_B),
+        forwards_B=s.forwards_B + clean_B,
+        cache=cache,
+    )
 
-    # Otherwise: draw, and unmask what the strategy takes.
+
+def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
+    """Returns the state after a denoising step of the rows `now`.
+
+    x_BWD: their windows' hidden states, computed with the masked positions masked.
+    """
+    tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW) == FAR
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
     drawn = draw(key_B, transformer.logits(params, x_BWD, model), s.temperature_B, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
     ]
     take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
-    take_BW &= s.live_B[:, None]
-    denoised_B = (s.live_B & ~clean_B).astype(jnp.int32)
-    count_B = s.steps_B + denoised_B
+    take_BW &= now_B[:, None]
+    count_B = s.steps_B + now_B
     tokens_BW = jnp.where(take_BW, drawn.token_BW, tokens_BW)
     masked_BW &= ~take_BW
 
@@ -75,20 +89,17 @@ def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw)
     stop_B = jnp.min(jnp.where(stops_BW, pos_BW, FAR), axis=1)
     end_B = jnp.minimum(stop_B + 1, s.limit_B)
     open_B = (masked_BW & (pos_BW < end_B[:, None])).any(axis=1)
-    done_B = s.live_B & ~open_B & (end_B <= s.start_B + W)
-
+    done_B = s.live_B & ~open_B & (end_B <= pos_BW[:, -1] + 1)
     return s.replace(
         tokens_BT=put(s.tokens_BT, pos_BW, take_BW, drawn.token_BW),
         step_BT=put(s.step_BT, pos_BW, take_BW, count_B[:, None]),
         logp_BT=put(s.logp_BT, pos_BW, take_BW, drawn.logp_BW),
         conf_BT=put(s.conf_BT, pos_BW, take_BW, drawn.conf_BW),
-        start_B=s.start_B + W * clean_B,
         steps_B=count_B,
-        block_steps_B=jnp.where(clean_B, 0, s.block_steps_B + denoised_B),
-        forwards_B=s.forwards_B + s.live_B,
+        block_steps_B=s.block_steps_B + now_B,
+        forwards_B=s.forwards_B + now_B,
         len_B=jnp.where(done_B, end_B - s.prompt_len_B, s.len_B),
         live_B=s.live_B & ~done_B,
-        cache=cache,
     )
 
 
