@@ -1,7 +1,7 @@
 """Where arrays live: one mesh of three axes and two rule tables over dimension letters.
 
 `data` replicates parameters (across slices or nodes), `fsdp` also splits them, and
-`model` splits heads, feed-forward and vocabulary. Every array's dimensions are letters
+`model` splits heads, feed-forward, experts and vocabulary. Every array's dimensions are letters
 (B rows, R rows x positions flattened, D width, N heads, ...); a table says which mesh
 axis carries a letter, and a dimension that does not divide its axis is replicated.
 """
@@ -18,6 +18,8 @@ PARAM = {
     "K": "model",
     "F": "model",
     "E": "model",
+    "I": "model",
+    "Z": "model",
     "V": "model",
 }
 ACT = {
@@ -26,6 +28,9 @@ ACT = {
     "N": "model",
     "K": "model",
     "F": "model",
+    "E": "model",
+    "I": "model",
+    "Z": "model",
     "V": "model",
 }
 

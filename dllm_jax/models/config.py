@@ -29,6 +29,18 @@ class ModelConfig:
         "block"  # who sees whom in a clean canvas: block, full, causal (mask.clean)
     )
     shift: int = 0  # the hidden state at position i - shift answers for position i
+    rotary: int = 0  # leading dimensions of a head that rotate; 0: all
+    experts: int = 0  # of a layer; 0: one dense feed-forward
+    experts_per_token: int = 0
+    expert_ffw: int = 0  # an expert's inner width
+    shared_ffw: int = 0  # inner width of the experts that every token visits, together
+    dense_layers: int = 0  # layers without experts, which come first
+    router: str = "softmax"  # scores of the experts: softmax, sigmoid (moe.route)
+    router_bias: bool = False  # added to the scores for the choice alone
+    router_norm: bool = True  # a token's weights sum to one, before the scale
+    router_scale: float = 1.0
+    router_groups: int = 1  # of experts; only the best `router_best_groups` are open
+    router_best_groups: int = 1
     block: int = 4  # positions denoised together, on the absolute grid pos // block
     mask_id: int = 151669
     eos_id: int = 151643
@@ -38,15 +50,19 @@ class ModelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Dimension letter -> size."""
+        """Dimension letter of a parameter -> size; L counts the layers after the first."""
         return {
             "V": self.vocab,
             "D": self.d_model,
-            "L": self.layers,
+            "L": self.layers - self.dense_layers,
+            "Y": self.dense_layers,
             "N": self.heads,
             "K": self.kv_heads,
             "H": self.head_dim,
             "F": self.ffw,
+            "E": self.experts,
+            "I": self.expert_ffw,
+            "Z": self.shared_ffw,
         }
 
 

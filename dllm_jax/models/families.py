@@ -1,6 +1,7 @@
 """The families: what each calls its tensors, and how its config.json is read.
 
-A name table maps our parameter to the checkpoint's tensor, `{}` standing for the layer.
+A name table maps our parameter to the checkpoint's tensor, `{}` standing for the layer,
+and a second one for the expert.
 A field table maps a field of ModelConfig to its key in config.json.
 """
 
@@ -30,6 +31,12 @@ DECODER = {
     "head": "lm_head.weight",
     "value": "value_head.weight",
 }
+EXPERTS = {  # in the layers that have them
+    "layers.router": "model.layers.{}.mlp.gate.weight",
+    "layers.e_gate": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    "layers.e_up": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    "layers.e_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+}
 LLADA = {
     "embed": "model.transformer.wte.weight",
     "layers.attn_norm": "model.transformer.blocks.{}.attn_norm.weight",
@@ -58,6 +65,12 @@ FIELDS = {
     "tied": "tie_word_embeddings",
     "block": "block_size",
 }
+EXPERT_FIELDS = {
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffw": "moe_intermediate_size",
+    "router_norm": "norm_topk_prob",
+}
 LLADA_FIELDS = {
     "vocab": "embedding_size",
     "d_model": "d_model",
@@ -71,6 +84,7 @@ LLADA_FIELDS = {
 
 # Keys of config.json that we read as one value only; a key may also be absent.
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+EXPERT_PLAIN = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # experts everywhere
 LLADA_PLAIN = {
     "activation_type": "silu",
     "alibi": False,
@@ -98,15 +112,23 @@ class Family:
 
 
 FULL = {"attention": "full", "qk_norm": False, "block": 32}
+MOE = {
+    "names": DECODER | EXPERTS,
+    "fields": FIELDS | EXPERT_FIELDS,
+    "plain": PLAIN | EXPERT_PLAIN,
+}
 OLMO = {"names": LLADA, "fields": LLADA_FIELDS, "plain": LLADA_PLAIN}
 FAMILIES = {  # by model_type
     "sdar": Family({}),  # and TraDo
+    "sdar_moe": Family({}, **MOE),
     "Dream": Family(FULL | {"qkv_bias": True, "shift": 1}),  # and DiffuCoder
     "llada": Family(FULL, **OLMO),
     "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
     "qwen3": Family({}),
     "llama": Family({"qk_norm": False}),
 }
+NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
+NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
 MASKS = ("<|MASK|>", "<|mask|>", "<|mdm_mask|>", "[MASK]")  # tokens that mean it
 
 
@@ -152,8 +174,8 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
 
     told = {field: raw.get(key) for field, key in family.fields.items()}
     told = family.fixed | {k: value for k, value in told.items() if value is not None}
-    for field in ("vocab", "d_model", "layers", "heads", "ffw"):
-        if field not in told:
+    for field in family.fields:
+        if field in NEEDED and field not in told:
             raise ValueError(f"{file}: no field {family.fields[field]!r}")
     told.setdefault("kv_heads", told["heads"])
     told.setdefault("head_dim", told["d_model"] // told["heads"])

@@ -4,6 +4,7 @@ Linear weights are stored there as (out, in) and here input-first with heads apa
 tensor is reshaped and transposed on its way; a layer is one slice of a stacked leaf.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -94,74 +95,107 @@ class Tensors:
 
 
 def leaves(cfg: ModelConfig, heads):
-    """Yields (path, Spec, tensor name with {} for the layer) of every parameter."""
+    """Yields (path, Spec, tensor name) of every parameter, in the order of the names.
+
+    Each {} in a name stands for one leading dimension of the parameter: a layer, then an
+    expert.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(transformer.specs(cfg, heads))
+    known = {".".join(p.key for p in path): (path, spec) for path, spec in flat}
     names = FAMILIES[cfg.family].names
-    for path, spec in jax.tree_util.tree_leaves_with_path(
-        transformer.specs(cfg, heads)
-    ):
-        yield path, spec, names[".".join(p.key for p in path)]
+    assert known.keys() <= names.keys(), known.keys() - names.keys()
+    for key, name in names.items():
+        if key in known:
+            yield *known[key], name
 
 
-def each(name: str, spec, cfg: ModelConfig) -> list[str]:
-    """Returns the tensors of one parameter: one, or one per layer."""
-    return [name.format(i) for i in range(cfg.layers if spec.dims[0] == "L" else 1)]
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where one tensor's worth of a parameter lies: a tensor, from some row on."""
+
+    name: str
+    row: int
 
 
-def groups(spec) -> tuple[str, ...]:
-    """Returns the letters that each dimension of a stored tensor spans."""
-    dims = spec.dims.removeprefix("L")
+def homes(cfg: ModelConfig, heads):
+    """Yields (path, Spec, {index: Home}) of every parameter, by its leading dimensions.
+
+    Parameters that share a name (q, k and v in one) follow each other in that tensor.
+    """
+    rows = collections.Counter()
+    for path, spec, name in leaves(cfg, heads):
+        found = {}
+        for index in np.ndindex(transformer.shape(spec, cfg)[: name.count("{}")]):
+            late = cfg.dense_layers if spec.dims[0] == "L" else 0
+            layer = tuple(i + late * (n == 0) for n, i in enumerate(index))
+            one = name.format(*layer)
+            found[index] = Home(one, rows[one])
+            rows[one] += stored(spec, cfg, len(index))[0]
+        yield path, spec, found
+
+
+def groups(dims: str, spec) -> tuple[str, ...]:
+    """Returns the letters that each dimension of a tensor spans; ours are `dims`."""
     if dims == "D" and spec.init == "zeros":
         return "", "D"  # the value head: a matrix of one row
     if len(dims) == 1 or "D" not in dims:
         return (dims,)  # norms and biases
     if dims == "VD":
         return "V", "D"
+    if dims[0] == "E":
+        return "E", *groups(dims[1:], spec)
     return (dims[1:], "D") if dims[0] == "D" else ("D", dims[:-1])
 
 
-def stored(spec, cfg: ModelConfig) -> tuple[int, ...]:
-    """Returns the shape that one layer's tensor has in the checkpoint."""
-    return tuple(math.prod(cfg.sizes[x] for x in group) for group in groups(spec))
+def stored(spec, cfg: ModelConfig, lead: int) -> tuple[int, ...]:
+    """Returns the shape of a parameter's tensor; `lead` dimensions number the tensors."""
+    spans = groups(spec.dims[lead:], spec)
+    return tuple(math.prod(cfg.sizes[x] for x in span) for span in spans)
 
 
-def ours(handle, spec, cfg: ModelConfig, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads the part `index` of one layer's parameter, in our layout."""
-    dims = spec.dims.removeprefix("L")
+def ours(handle, row: int, spec, cfg: ModelConfig, index) -> np.ndarray:
+    """Reads the part `index` of a parameter in one tensor, in our layout."""
+    dims = spec.dims[len(spec.dims) - len(index) :]
     parts = {x: range(cfg.sizes[x])[i] for x, i in zip(dims, index, strict=True)}
+    spans = groups(dims, spec)
 
-    def span(group):  # contiguous: only the first dimension of a group is ever split
-        inner = math.prod(cfg.sizes[x] for x in group[1:])
-        part = parts[group[0]] if group else range(1)
-        return slice(part.start * inner, part.stop * inner)
+    def part(span, first):  # contiguous: only its first dimension is ever split
+        inner = math.prod(cfg.sizes[x] for x in span[1:])
+        one = parts[span[0]] if span else range(1)
+        return slice(first + one.start * inner, first + one.stop * inner)
 
-    x = handle[tuple(span(group) for group in groups(spec))]
-    x = x if "".join(groups(spec)) == dims else x.T
+    x = handle[tuple(part(span, 0 if n else row) for n, span in enumerate(spans))]
+    x = x if "".join(spans) == dims else x.swapaxes(-1, -2)
     return x.reshape([len(parts[letter]) for letter in dims])
 
 
 def theirs(x: np.ndarray, spec, cfg: ModelConfig) -> np.ndarray:
-    """Returns one layer's parameter in the checkpoint's layout: the inverse of `ours`."""
-    shape = stored(spec, cfg)
-    if "".join(groups(spec)) != spec.dims.removeprefix("L"):
-        x = x.reshape(shape[::-1]).T
+    """Returns one tensor's worth in the checkpoint's layout: the inverse of `ours`."""
+    lead = len(spec.dims) - x.ndim
+    shape = stored(spec, cfg, lead)
+    if "".join(groups(spec.dims[lead:], spec)) != spec.dims[lead:]:
+        x = x.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
     return np.ascontiguousarray(x.reshape(shape))
 
 
 def check(tensors: Tensors, cfg: ModelConfig, heads, folder):
     """Raises ValueError naming every missing, unknown and mis-shaped tensor."""
-    wrong, known = [], set()
-    for path, spec, name in leaves(cfg, ("lm", "value")):
-        needed = path[0].key == "head" and "lm" in heads
-        needed |= path[0].key not in ("head", "value")
-        for one in each(name, spec, cfg):
-            known.add(one)
-            if one not in tensors.file_of:
-                wrong += [f"missing {one}"] * needed
-            elif tensors.shape(one) != stored(spec, cfg):
-                wrong.append(
-                    f"{one} has shape {tensors.shape(one)}, expected {stored(spec, cfg)}"
-                )
-    known.add(FAMILIES[cfg.family].names["head"])  # a tied head may be stored too
+    shapes, needed = {}, set()
+    for path, spec, found in homes(cfg, ("lm", "value")):
+        for index, home in found.items():
+            rows, *rest = stored(spec, cfg, len(index))
+            shapes[home.name] = (home.row + rows, *rest)
+            if path[0].key not in ("head", "value") or (
+                path[0].key == "head" and "lm" in heads
+            ):
+                needed.add(home.name)
+    wrong = []
+    for name, shape in shapes.items():
+        if name not in tensors.file_of:
+            wrong += [f"missing {name}"] * (name in needed)
+        elif tensors.shape(name) != shape:
+            wrong.append(f"{name} has shape {tensors.shape(name)}, expected {shape}")
+    known = shapes.keys() | {FAMILIES[cfg.family].names["head"]}  # tied, and stored too
     extra = sorted(set(tensors.file_of) - known)
     wrong += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
     refuse(folder, wrong)
@@ -195,56 +229,54 @@ def load(path, *, mesh=None, dtype=None, heads=None):
         heads = ("lm", "value") if valued else ("lm",)
     check(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    params = {}
-    for keys, spec, name in leaves(cfg, heads):
+    params, named = {}, []
+    for keys, spec, found in homes(cfg, heads):
         node = params
         for step in keys[:-1]:
             node = node.setdefault(step.key, {})
-        node[keys[-1].key] = read(tensors, cfg, spec, name, mesh, dtype)
-    found = jax.tree.leaves(sharding.fetch(total(params)))
-    wrong = []
-    for (_, spec, name), sums in zip(leaves(cfg, heads), found, strict=True):
-        for one, size in zip(each(name, spec, cfg), sums, strict=True):
-            if not np.isfinite(size):
-                wrong.append(f"{one} is not finite")
-            elif size == 0 and spec.init != "zeros":
-                wrong.append(f"{one} is all zero")
+        node[keys[-1].key] = leaf = read(tensors, cfg, spec, found, mesh, dtype)
+        sums = np.asarray(sharding.fetch(total(leaf, len(next(iter(found))))))
+        named += [(found[i].name, sums[i], spec) for i in np.ndindex(sums.shape)]
+    wrong = [
+        f"{name} is not finite" for name, size, _ in named if not np.isfinite(size)
+    ]
+    wrong += [
+        f"{name} is all zero"
+        for name, size, spec in named
+        if size == 0 and spec.init != "zeros"
+    ]
     refuse(folder, wrong)
     return dataclasses.replace(cfg, dtype=params["embed"].dtype.name), params
 
 
-def read(tensors: Tensors, cfg: ModelConfig, spec, name: str, mesh, dtype):
+def read(tensors: Tensors, cfg: ModelConfig, spec, found: dict, mesh, dtype):
     """Returns one parameter on the mesh."""
-    shape, names = transformer.shape(spec, cfg), each(name, spec, cfg)
-    kinds = [tensors.dtype(one) for one in names if one in tensors.file_of]
+    shape, lead = transformer.shape(spec, cfg), len(next(iter(found)))
+    kinds = {tensors.dtype(h.name) for h in found.values() if h.name in tensors.file_of}
     kind = jnp.dtype(dtype or functools.reduce(jnp.promote_types, kinds or ["float32"]))
 
     @functools.cache  # a part that several devices hold is read once
     def part(index):
         out = np.zeros([len(range(n)[i]) for n, i in zip(shape, index)], kind)
-        layered = spec.dims[0] == "L"
-        rows = out if layered else out[None]
-        for row, one in zip(rows, names[index[0]] if layered else names, strict=True):
-            if kinds:
-                row[...] = ours(tensors.slice(one), spec, cfg, index[layered:])
+        first = [range(n)[i].start for n, i in zip(shape, index[:lead])]
+        for place in np.ndindex(out.shape[:lead]) if kinds else ():
+            home = found[tuple(map(sum, zip(place, first)))]
+            out[place] = ours(
+                tensors.slice(home.name), home.row, spec, cfg, index[lead:]
+            )
         return out
 
     placed = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
     return jax.make_array_from_callback(shape, placed, part)
 
 
-@jax.jit
-def total(params):
-    """Returns the sum of magnitudes in each layer of each leaf, f32.
+@functools.partial(jax.jit, static_argnums=1)
+def total(x, lead: int):
+    """Returns the sum of magnitudes in each tensor of a parameter, f32.
 
     Zero and not finite tell on a sum; a maximum may drop a NaN on its way.
     """
-
-    def one(path, x):
-        axes = range(path[0].key == "layers", x.ndim)
-        return jnp.atleast_1d(jnp.abs(x).sum(tuple(axes), dtype=jnp.float32))
-
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jnp.abs(x).sum(tuple(range(lead, x.ndim)), dtype=jnp.float32)
 
 
 # ---- Out -------------------------------------------------------------------------------
@@ -270,12 +302,12 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
         raise ValueError(f"cannot export to {path}: it is there and not an export")
     tensors = Tensors(origin)
     check(tensors, cfg, (), origin)
-    source = {}  # tensor name -> (leaf, Spec, layer or None)
-    for keys, spec, name in leaves(cfg, ("lm", "value")):
+    source = collections.defaultdict(list)  # tensor name -> [(leaf, Spec, index)]
+    for keys, spec, found in homes(cfg, ("lm", "value")):
         if keys[0].key in params:
             leaf = functools.reduce(lambda node, key: node[key.key], keys, params)
-            for i, one in enumerate(each(name, spec, cfg)):
-                source[one] = (leaf, spec, i if spec.dims[0] == "L" else None)
+            for index, home in found.items():
+                source[home.name].append((leaf, spec, index))
     called = FAMILIES[cfg.family].names
     if cfg.tied and called["head"] in tensors.file_of:
         source[called["head"]] = source[called["embed"]]
@@ -291,10 +323,12 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     def tensor(name):
         if name not in source:
             return tensors.slice(name)[:]
-        leaf, spec, layer = source[name]
-        x = np.asarray(sharding.fetch(leaf if layer is None else pick(leaf, layer)))
-        kind = x.dtype if name in added else tensors.dtype(name)
-        return theirs(x, spec, cfg).astype(kind)
+        parts = []
+        for leaf, spec, index in source[name]:
+            x = np.asarray(sharding.fetch(pick(leaf, index) if index else leaf))
+            parts.append(theirs(x, spec, cfg))
+        x = np.concatenate(parts)
+        return x if name in added else x.astype(tensors.dtype(name))
 
     for file in tensors.open:
         names = [name for name, home in tensors.file_of.items() if home == file]
@@ -327,9 +361,9 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
 
 
 @jax.jit
-def pick(leaf, layer):
-    """Returns one layer of a stacked leaf."""
-    return leaf[layer]
+def pick(leaf, index):
+    """Returns one tensor's worth of a parameter."""
+    return leaf[index]
 
 
 def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 """The language tower: specs, init, embed, trunk and its two heads.
 
 Pre-norm decoder of the Qwen3 / Llama line: h += Attn(RMSNorm(h)); h += SwiGLU(RMSNorm(h)),
+the latter one feed-forward or many experts (moe.py), after some dense layers or at once;
 rotary positions in the rotate-half convention, grouped-query attention with an optional
 RMS norm on each query and key head. Who sees whom is the `Mask`; nothing here is causal.
 Masters may be f32 while computation is `cfg.dtype`; norms and logits are f32.
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
+from dllm_jax.models import moe
 from dllm_jax.models.cache import KVCache
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
@@ -37,31 +39,48 @@ class Spec:
 
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value"."""
-    layer = {
-        "attn_norm": Spec("LD", "ones"),
-        "wq": Spec("LDNH"),
-        "wk": Spec("LDKH"),
-        "wv": Spec("LDKH"),
-        "wo": Spec("LNHD"),
-        "ffw_norm": Spec("LD", "ones"),
-        "w_gate": Spec("LDF"),
-        "w_up": Spec("LDF"),
-        "w_down": Spec("LFD"),
-    }
-    if cfg.qk_norm:
-        layer |= {"q_norm": Spec("LH", "ones"), "k_norm": Spec("LH", "ones")}
-    if cfg.qkv_bias:
-        layer |= {
-            "bq": Spec("LNH", "zeros"),
-            "bk": Spec("LKH", "zeros"),
-            "bv": Spec("LKH", "zeros"),
-        }
-    tree = {"embed": Spec("VD"), "layers": layer, "norm": Spec("D", "ones")}
+    tree = {"embed": Spec("VD"), "norm": Spec("D", "ones")}
+    tree["layers"] = stack(cfg, "L", experts=cfg.experts > 0)
+    if cfg.dense_layers:
+        tree["first"] = stack(cfg, "Y", experts=False)
     if "lm" in heads and not cfg.tied:
         tree["head"] = Spec("DV")
     if "value" in heads:
         tree["value"] = Spec("D", "zeros")  # V = 0 before the first update
     return tree
+
+
+def stack(cfg: ModelConfig, n: str, *, experts: bool) -> dict[str, Spec]:
+    """Returns the Specs of layers of one kind, stacked on the letter `n`."""
+    layer = {
+        "attn_norm": Spec("D", "ones"),
+        "wq": Spec("DNH"),
+        "wk": Spec("DKH"),
+        "wv": Spec("DKH"),
+        "wo": Spec("NHD"),
+        "ffw_norm": Spec("D", "ones"),
+    }
+    if cfg.qk_norm:
+        layer |= {"q_norm": Spec("H", "ones"), "k_norm": Spec("H", "ones")}
+    if cfg.qkv_bias:
+        layer |= {
+            "bq": Spec("NH", "zeros"),
+            "bk": Spec("KH", "zeros"),
+            "bv": Spec("KH", "zeros"),
+        }
+    wide = "F" if not experts else "Z" if cfg.shared_ffw else ""
+    if wide:
+        layer |= {
+            "w_gate": Spec("D" + wide),
+            "w_up": Spec("D" + wide),
+            "w_down": Spec(wide + "D"),
+        }
+    if experts:
+        layer |= {"router": Spec("DE")}
+        layer |= {name: Spec(dims) for name, dims in moe.DISPATCHED.items()}
+        if cfg.router_bias:
+            layer |= {"router_bias": Spec("E", "zeros")}
+    return {name: Spec(n + spec.dims, spec.init) for name, spec in layer.items()}
 
 
 def shape(spec: Spec, cfg: ModelConfig) -> tuple[int, ...]:
@@ -106,12 +125,16 @@ def widen(x, ndim: int):
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def rope(x_BTNH, angle_BTH):
-    """Rotates the halves of each head by `angle` (radians, one per pair)."""
-    cos = jnp.cos(angle_BTH)[:, :, None].astype(x_BTNH.dtype)
-    sin = jnp.sin(angle_BTH)[:, :, None].astype(x_BTNH.dtype)
-    a, b = jnp.split(x_BTNH, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rope(x_BTNH, angle_BTh):
+    """Rotates the first 2h dimensions of each head by `angle` (radians, one per pair).
+
+    A pair is a dimension of their first half with its like in the second.
+    """
+    cos = jnp.cos(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
+    sin = jnp.sin(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x_BTNH, (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def embed(params: Params, tokens_BT, cfg: ModelConfig):
@@ -127,13 +150,29 @@ def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=Non
     given cache is only read: keeping the returned keys is the caller's decision, and not
     keeping them is how a denoising step is undone.
     """
-    octave_H = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
-    angle_BTH = pos_BT.astype(jnp.float32)[..., None] * widen(
-        cfg.rope_theta**-octave_H, 3
+    return routed(params, x_BTD, pos_BT, mask, cfg, cache)[:2]
+
+
+def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
+    """Returns what `trunk` does, and the moe.Load of each layer with experts, or None.
+
+    Tokens that see nothing are padding, and do not count as load.
+    """
+    turning = cfg.rotary or cfg.head_dim
+    octave_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
+    angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(
+        cfg.rope_theta**-octave_h, 3
     )
+    real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
 
     def layer(x_BTD, inputs):
-        p, cached = inputs
+        p, number = inputs
+        cached = None
+        if cache is not None:  # read in place: a slice per stack would be a copy
+            cached = tuple(
+                jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+                for x in (cache.k_LBSKH, cache.v_LBSKH)
+            )
         h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
         q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
         k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
@@ -141,21 +180,31 @@ def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=Non
         if cfg.qk_norm:
             q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
             k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
-        q_BTNH, k_BTKH = rope(q_BTNH, angle_BTH), rope(k_BTKH, angle_BTH)
+        q_BTNH, k_BTKH = rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh)
         out_BTNH = pallas_kernels.attention(q_BTNH, k_BTKH, v_BTKH, mask, cached=cached)
         x_BTD = constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
 
-        h_BTD = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps)
-        gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
-        h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
-        x_BTD = constrain(x_BTD + project(h_BTF, p["w_down"], "FD"), "BTD")
-        return x_BTD, (k_BTKH, v_BTKH)
+        h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
+        if "router" in p:
+            y_BTD, load = moe.ffw(h_BTD, p, cfg, real_BT)
+            x_BTD = constrain(x_BTD + y_BTD, "BTD")
+        if "w_gate" in p:
+            gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
+            h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
+            x_BTD = constrain(x_BTD + project(h_BTF, p["w_down"], "FD"), "BTD")
+        return x_BTD, (k_BTKH, v_BTKH, load)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    cached = None if cache is None else (cache.k_LBSKH, cache.v_LBSKH)
-    x_BTD, (k, v) = jax.lax.scan(layer, x_BTD, (params["layers"], cached))
-    return rms_norm(x_BTD, params["norm"], cfg.norm_eps), KVCache(k, v)
+    fresh, number = [], 0
+    for name in ("first", "layers"):
+        if name in params:
+            numbers_L = jnp.arange(number, number + len(params[name]["wq"]))
+            number += len(numbers_L)
+            x_BTD, (*kv, load) = jax.lax.scan(layer, x_BTD, (params[name], numbers_L))
+            fresh.append(kv)
+    k, v = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*fresh))
+    return rms_norm(x_BTD, params["norm"], cfg.norm_eps), KVCache(k, v), load
 
 
 def project(x, w, dims: str, bias=None):
