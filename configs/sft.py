@@ -6,7 +6,13 @@
 makes the bundled arithmetic model from a blank one. Each answer token is masked by a coin
 of its own inside its block, the blocks before it are clean (dLLM-RL's semi-AR SFT).
 
-Presets: arithmetic (default), smollm2.
+Presets: arithmetic (default), smollm2, and dpo, which learns from pairs of answers:
+
+    python -m dllm_jax.train --config=configs/sft.py:dpo --config.model.path=DIR \
+        --config.data.train=FILE.jsonl
+
+VRPO (LLaDA 1.5, arXiv 2505.19223): lines of prompt, chosen, rejected; evidence bounds of 8
+noise draws, the same for the policy and the reference.
 """
 
 from dllm_jax import config
@@ -47,7 +53,18 @@ def smollm2(c):
     c.run.update({"folder": "runs/smollm2/sft", "save_every": 40})
 
 
-PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2}
+def dpo(c):
+    """Preferences on the bundled model, unless another is named."""
+    arithmetic(c)
+    c.method = "dpo"
+    c.model.path = "examples/arithmetic/model"
+    c.noise.update({"kind": "subset", "draws": 8})
+    c.objective.update({"aggregate": "elbo", "reference_beta": 0.2})
+    c.policy_optim.update({"lr": 1e-4, "schedule": "constant"})
+    c.run.folder = "runs/arithmetic/dpo"
+
+
+PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2, "dpo": dpo}
 
 
 def get_config(preset: str = "arithmetic"):

@@ -46,7 +46,7 @@ class SFTConfig:
     """Supervised fine-tuning."""
 
     steps: int = 1000  # updates
-    examples: int = 64  # of one update
+    examples: int = 64  # of one update; pairs of them with method "dpo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RunConfig:
 class Config:
     """Everything that a run depends on."""
 
-    method: str = "rl"  # "rl" or "sft"
+    method: str = "rl"  # "rl", "sft", or "dpo": SFT's loop on pairs of answers
     seed: int = 0
     model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -102,7 +102,17 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        choose("method", self.method, ("rl", "sft"))
+        choose("method", self.method, ("rl", "sft", "dpo"))
+        bound = self.objective.loss == "spg" if self.method == "rl" else False
+        if (bound or self.method == "dpo") and not (
+            self.noise.kind == "subset" and self.objective.aggregate == "elbo"
+        ):
+            raise ValueError(
+                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
+                "objective.aggregate='elbo'"
+            )
+        if self.method == "dpo" and not self.objective.reference_beta > 0:
+            raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
         if self.batch.tokens < self.sampler.slots + self.sampler.block:
             raise ValueError(
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "

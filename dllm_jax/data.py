@@ -176,23 +176,59 @@ def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
     return ask(tok, cfg, question), str(field(row, cfg.response, path, number))
 
 
+def preference(row: dict, tok, cfg: DataConfig, path: str, number: int):
+    """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
+
+    `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
+    the last.
+    """
+    prompt = field(row, "prompt", path, number)
+    answers = []
+    for name in ("chosen", "rejected"):
+        given = field(row, name, path, number)
+        if isinstance(given, list):
+            last = given[-1] if given else {}
+            given = last.get("content") if last.get("role") == "assistant" else None
+        if type(given) is not str:
+            raise ValueError(
+                f"dataset {path!r}, record {number}: {name!r} is neither a text nor "
+                "messages that end with the assistant's"
+            )
+        answers.append(given)
+    ids = render(tok, prompt) if isinstance(prompt, list) else ask(tok, cfg, prompt)
+    return ids, answers
+
+
 def examples(
-    path: str, tok, cfg: DataConfig, *, end: int, pad: int, block: int, slots: int
+    path: str,
+    tok,
+    cfg: DataConfig,
+    *,
+    end: int,
+    pad: int,
+    block: int,
+    slots: int,
+    pairs: bool = False,
 ):
-    """Returns (Examples, how many were too long for `slots` and left out).
+    """Returns (Examples, how many records were too long for `slots` and left out).
+
+    With `pairs` a record is a preference and gives two: chosen, then rejected.
 
     An answer gets the end token, and pads up to the end of its last block, which are
     learned too: a sampler meets these positions whenever an answer ends inside a block.
     """
     rows, dropped = [], 0
     for number, row in enumerate(records(path), 1):
-        prompt, text = conversation(row, tok, cfg, path, number)
-        answer = [*tok(text, add_special_tokens=False)["input_ids"], end]
-        answer += [pad] * (-(len(prompt) + len(answer)) % block)
-        if len(prompt) + len(answer) > slots:
+        read = preference if pairs else conversation
+        prompt, answers = read(row, tok, cfg, path, number)
+        found = []
+        for text in answers if pairs else [answers]:
+            answer = [*tok(text, add_special_tokens=False)["input_ids"], end]
+            found.append(answer + [pad] * (-(len(prompt) + len(answer)) % block))
+        if len(prompt) + max(map(len, found)) > slots:
             dropped += 1
         else:
-            rows.append((prompt, answer))
+            rows += [(prompt, answer) for answer in found]
     if not rows:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
     tokens_BT = np.full((len(rows), slots), pad, np.int32)

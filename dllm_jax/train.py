@@ -1,11 +1,11 @@
-"""Trains a diffusion language model: RL on verifiable rewards, or SFT.
+"""Trains a diffusion language model: RL on verifiable rewards, SFT, or DPO on pairs.
 
     python -m dllm_jax.train --config=configs/tracerl.py [--config.a.b=value ...]
 
 One step of RL: sample a group of answers to each problem, grade them, turn rewards into
 advantages, pack what the sampler saw into training batches, update the policy and the
-value model, log, save. SFT is the same loop with another source of batches. A run lives
-in one folder and goes on from its newest checkpoint when started again.
+value model, log, save. SFT and DPO are the same loop with other sources of batches. A run
+lives in one folder and goes on from its newest checkpoint when started again.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from absl import flags, logging
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import hf, transformer
-from dllm_jax.rl import advantage, learner, rollout, views
+from dllm_jax.rl import advantage, bounds, learner, rollout, views
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import denoise
 
@@ -61,11 +61,12 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
     tok = data.tokenizer(cfg.model.path)
-    rl = cfg.method == "rl"
+    rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     shared = rl and cfg.rl.value == "head"
     updates = cfg.rl.steps * cfg.rl.updates if rl else cfg.sft.steps
-    terms = (("policy", "value") if shared else ("policy",)) if rl else ("nll",)
+    terms = ({"rl": cfg.objective.loss, "sft": "nll", "dpo": "dpo"}[cfg.method],)
+    terms += ("value",) if shared else ()
     plans = {"policy": learner.Plan(terms, cfg.policy_optim, updates)}
     if rl and cfg.rl.value == "own":
         plans["value"] = learner.Plan(("value",), cfg.value_optim, updates)
@@ -129,15 +130,18 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     scored = dict(plans)
     reference = {}
-    if rl and cfg.objective.reference_beta:
+    if cfg.objective.reference_beta and terms != ("nll",):
         scored["reference"] = learner.Plan(("policy",), cfg.policy_optim, updates)
         _, reference["reference"] = hf.load(
             cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
         )
+    objective = cfg.objective  # DPO's gradient has the reference in its factors
+    if dpo:
+        objective = dataclasses.replace(objective, reference_beta=0.0)
     generate = functools.partial(denoise.generate, model=model, cfg=sampler)
     score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
     update = jax.jit(
-        functools.partial(learner.update, model=model, plans=plans, cfg=cfg.objective),
+        functools.partial(learner.update, model=model, plans=plans, cfg=objective),
         donate_argnums=0,
         out_shardings=(places, whole),
     )
@@ -159,6 +163,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             pad=model.pad_id,
             block=sampler.block,
             slots=sampler.slots,
+            pairs=dpo,
         )
         say(f"{len(source.len_B)} examples, {dropped} too long and left out")
     report_long(heldout, sampler, say)
@@ -200,7 +205,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             "heldout_response_length": told["response_length"],
         }
 
-    def pack(trace, steps_nT, index):
+    def pack(trace, steps_nT, index, group_n=None):
         """Packs some of a host trace's trajectories into one update's batch."""
         return views.pack(
             take(trace, index),
@@ -212,12 +217,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             most=most,
             aggregate=cfg.objective.aggregate,
             longest=sampler.max_new,
+            group_n=group_n,
         )
 
     per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
     rounds = -(-sampler.block // cfg.noise.shrink) if cfg.noise.kind == "trace" else 1
     most = views.microbatches(
-        per_update if rl else cfg.sft.examples,
+        (per_update if rl else cfg.sft.examples * (1 + dpo)) * cfg.noise.draws,
         sampler.slots,
         sampler.max_new if rl else sampler.slots,
         sampler.block,
@@ -275,23 +281,36 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                     )
                 told |= more
             else:
-                bounds = f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
+                within = f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
                 say(
                     f"step {step}: no group is {cfg.rl.filter}"
-                    f"{bounds if cfg.rl.filter == 'solvable' else ''}, nothing to learn; "
+                    f"{within if cfg.rl.filter == 'solvable' else ''}, nothing to learn; "
                     "the step is skipped"
                 )
         else:
             chosen = data.order(
-                len(source.len_B),
+                len(source.len_B) // (1 + dpo),
                 taken,
                 cfg.sft.examples,
                 seed=cfg.data.seed,
                 shuffle=cfg.data.shuffle,
             )
-            part = take(source, chosen)
+            rows = rows_of(chosen, 2) if dpo else chosen  # a pair is two rows
+            part = take(source, np.repeat(rows, cfg.noise.draws))
             steps_nT = views.noised_steps(part, cfg.noise, sampler.block, rng)
-            batch, _ = pack(part, steps_nT, np.arange(len(chosen)))
+            batch, where = pack(part, steps_nT, np.arange(len(steps_nT)))
+            if dpo:
+                params = {"policy": states["policy"].params} | reference
+                out = score(params, sharding.place_rows(batch, mesh, axis=1))
+                told, batch = bounds.compared(
+                    sharding.fetch(out),
+                    part.len_B,
+                    batch,
+                    where,
+                    part.step_BT.shape[1],
+                    draws=cfg.noise.draws,
+                    beta=cfg.objective.reference_beta,
+                )
             batches = [sharding.place_rows(batch, mesh, axis=1)]
         if stopping():
             break
@@ -340,12 +359,14 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
     Old log-probs and values are scored by the weights that the step starts with, before
     any of its updates; the gap to what the sampler recorded is measured on the way.
     """
-    trace = rollouts.trace
-    shape = trace.step_BT.shape
+    draws = cfg.noise.draws  # of a trajectory: so many rows, one after the other
     index = rng.permutation(np.flatnonzero(keep))
-    deals = [d for d in np.array_split(index, cfg.rl.updates) if len(d)]
+    deals = [rows_of(d, draws) for d in np.array_split(index, cfg.rl.updates) if len(d)]
+    every = np.repeat(np.arange(len(keep)), draws)
+    trace, keep, group_n = take((rollouts.trace, keep, rollouts.group_n), every)
+    shape = trace.step_BT.shape
     steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
-    packed = [pack(trace, steps_nT, deal) for deal in deals]
+    packed = [pack(trace, steps_nT, deal, group_n[deal]) for deal in deals]
 
     params = {name: state.params for name, state in states.items()} | reference
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
@@ -365,12 +386,12 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
     answer_nT = views.answers(trace) & keep[:, None]
     reward_n = advantage.combined(
         rollouts.reward_n,
-        rollout.speed(trace),
+        rollout.speed(rollouts.trace),
         rollouts.group_n,
-        keep,
+        keep[::draws],
         cfg.rl.advantage,
         speed=cfg.rl.speed,
-    )
+    )[every]
     gap = np.abs(logp_nT - trace.logp_BT)[answer_nT]
     told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
     if cfg.rl.value == "none":
@@ -388,6 +409,19 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
             value_nT, ret_nT, answer_nT
         )
     told["advantage_std"] = float(adv_nT[answer_nT].std())
+    if cfg.objective.loss == "spg":
+        share_nT = np.zeros(shape, np.float32)
+        for deal, (batch, source) in zip(deals, packed, strict=True):
+            share_nT[deal] = bounds.shares(trace.len_B[deal], batch, source, shape[1])
+        adv_nT = bounds.sandwich(
+            adv_nT,
+            logp_nT,
+            share_nT,
+            answer_nT,
+            draws=draws,
+            weight=cfg.objective.upper_weight,
+            power=cfg.objective.upper_power,
+        )
 
     batches = []
     for deal, (batch, source) in zip(deals, packed, strict=True):
@@ -400,6 +434,11 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
         )
         batches.append(sharding.place_rows(batch, mesh, axis=1))
     return told, batches
+
+
+def rows_of(index, times: int):
+    """Returns the rows of items that have `times` rows each, one after the other."""
+    return (index[:, None] * times + np.arange(times)).reshape(-1)
 
 
 def take(tree, index):

@@ -130,6 +130,18 @@ def test_known_flags_pass():
         ({"sampler__steps_per_block": 0}, "steps_per_block=0"),
         ({"sampler__top_p": 0.0}, "top_p"),
         ({"sampler__max_new": 0}, "max_new"),
+        ({"method": "dpo"}, "spg and dpo train .*noise.kind='subset'"),
+        ({"objective__loss": "spg"}, "spg and dpo train"),
+        (
+            {
+                "method": "dpo",
+                "noise__kind": "subset",
+                "objective__aggregate": "elbo",
+            },
+            "objective.reference_beta > 0",
+        ),
+        ({"noise__draws": 2}, "noise.draws=2: a trajectory has one trace"),
+        ({"objective__upper_power": 0.5}, "upper_power >= 1"),
         ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),

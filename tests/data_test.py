@@ -224,6 +224,32 @@ def test_examples_of_conversations(tmp_path, tok):
             data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=80)
 
 
+def test_preferences_are_pairs(tmp_path, tok):
+    def said(text):
+        return [{"role": "assistant", "content": text}]
+
+    asked = [{"role": "user", "content": "1+2"}]
+    long = {"prompt": "1+2", "chosen": "3", "rejected": "4" * 100}
+    path = write(
+        tmp_path / "x.jsonl",
+        {"prompt": "1+2", "chosen": "3", "rejected": "4"},
+        long,
+        {"prompt": asked, "chosen": said("3"), "rejected": asked + said("4")},
+    )
+    given = {"end": 2, "pad": 0, "block": 4, "slots": 40, "pairs": True}
+    got, dropped = data.examples(path, tok, CFG, **given)
+    assert (len(got.len_B), dropped) == (4, 1)  # both answers of a pair, or none
+    for x in (got.tokens_BT, got.prompt_len_B, got.len_B):
+        np.testing.assert_array_equal(x[:2], x[2:])
+    for i, text in enumerate("34"):
+        first = int(got.prompt_len_B[i])
+        assert tok.decode(got.tokens_BT[i, first]) == text
+    for wrong in (asked, [], 3):
+        path = write(tmp_path / "x.jsonl", {**long, "rejected": wrong})
+        with pytest.raises(ValueError, match="record 1: 'rejected' is neither a text"):
+            data.examples(path, tok, CFG, **given)
+
+
 def test_examples_that_are_too_long_are_counted(tmp_path, tok):
     short = {"question": "1+2", "response": "3"}
     long = {"question": "1+2", "response": "3" * 100}

@@ -163,6 +163,17 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     same(folder, whole)
 
 
+def pairs(path: pathlib.Path) -> pathlib.Path:
+    """Writes preferences: the right sum over a wrong one."""
+    told = (ROOT / "examples/arithmetic/heldout.jsonl").read_text().splitlines()[:32]
+    with path.open("w") as file:
+        for row in map(json.loads, told):
+            wrong = f"\\boxed{{{int(row['answer']) + 1}}}"
+            pair = {"chosen": f"\\boxed{{{row['answer']}}}", "rejected": wrong}
+            file.write(json.dumps({"prompt": row["question"], **pair}) + "\n")
+    return path
+
+
 @pytest.fixture(scope="module")
 def others(command, tmp_path_factory):
     """Folders of short runs by name, with what they printed; they ran side by side."""
@@ -180,6 +191,30 @@ def others(command, tmp_path_factory):
             "sft.examples=16",
             "sampler.rows=16",
             file="sft.py",
+        ),
+        "dpo": command(
+            folder / "dpo",
+            "model.path=examples/arithmetic/model",
+            f"data.train={pairs(folder / 'pairs.jsonl')}",
+            "data.heldout=",
+            "sft.steps=6",
+            "sft.examples=16",
+            "policy_optim.warmup=0",
+            file="sft.py:dpo",
+        ),
+        "spg": command(
+            folder / "spg",
+            "data.heldout=",
+            "rl.steps=2",
+            "rl.value=none",
+            "rl.updates=1",
+            "rl.advantage=loo",
+            "rl.speed=0.5",
+            "rl.filter=paced",
+            "noise.kind=subset",
+            "noise.draws=2",
+            "objective.loss=spg",
+            "objective.aggregate=elbo",
         ),
     }
     return {name: (folder / name, end(run)) for name, run in runs.items()}
@@ -211,6 +246,20 @@ def test_sft(others):
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     assert rows(folder)[-1]["loss"] > 0
     assert (folder / "export" / "model.safetensors").exists()
+
+
+def test_dpo_learns_to_tell_the_chosen_from_the_rejected(others):
+    told = rows(others["dpo"][0])
+    assert told[0]["preference_loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert told[-1]["preference_loss"] < 0.9 * np.log(2)
+    assert told[-1]["preference_margin"] > told[0]["preference_margin"] == 0
+
+
+def test_spg_with_two_draws_and_a_reward_for_speed(others):
+    told = rows(others["spg"][0])
+    assert [row["step"] for row in told] == [1, 2]
+    assert all(row["groups_kept"] > 0 for row in told)
+    assert all(row["grad_norm"] > 0 for row in told)
 
 
 def test_help_lists_every_key():

@@ -4,9 +4,10 @@ import dataclasses
 
 from dllm_jax.rl import advantage
 
-AGGREGATES = ("token", "sequence", "step", "constant")
+AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
 SCHEDULES = ("constant", "linear", "cosine")
-NOISES = ("trace", "bernoulli")
+NOISES = ("trace", "bernoulli", "subset")
+LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
 
 
@@ -20,7 +21,10 @@ def choose(field: str, value, choices):
 class NoiseConfig:
     """Which tokens are masked together, and which of them are supervised."""
 
-    kind: str = "trace"  # "trace": the steps of sampling; "bernoulli": at random
+    # "trace": the steps of sampling; "bernoulli": at random; "subset": of each block's
+    # answer tokens so many, at random, as a uniform draw from 1 to all of them says.
+    kind: str = "trace"
+    draws: int = 1  # of bernoulli and subset, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a block become one round
     lower: float = 0.1  # bernoulli: each token's masking probability is drawn from
     upper: float = 0.9  # ... the uniform distribution over [lower, upper]
@@ -31,26 +35,42 @@ class NoiseConfig:
         choose("noise.grid", self.grid, ("absolute", "response"))
         if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
             raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
+        if self.draws < 1 or (self.kind == "trace" and self.draws > 1):
+            raise ValueError(
+                f"noise.draws={self.draws}: a trajectory has one trace; more than one draw "
+                "needs noise.kind='bernoulli' or 'subset'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
     """The losses and how tokens are weighed against each other."""
 
+    # RL's. policy: ratios to the policy that sampled, clipped. dipo: the gradient of
+    # log pi itself. spg: of bounds of log pi, an upper one where the advantage is negative.
+    loss: str = "policy"
     clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
     clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
     beta: float = 0.01  # weight of the KL to the policy that sampled
-    reference_beta: float = 0.0  # weight of the KL to the first policy; 0: not loaded
+    # Weight of the KL to the first policy; 0: not loaded. DPO's beta.
+    reference_beta: float = 0.0
+    upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
+    upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
     kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
     # What a token's loss is divided by. token: all supervised tokens of the update.
     # sequence: its answer's length, then answers. step: its step's size (Eq. 3), then
-    # answers. constant: the longest possible answer, then answers.
+    # answers. constant: the longest possible answer, then answers. group: the steps of
+    # all answers of its group, then groups. elbo: all answers' tokens, where each of l
+    # that noise "subset" took of n stands for n / l.
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 
     def __post_init__(self):
+        choose("objective.loss", self.loss, LOSSES)
         choose("objective.kl", self.kl, ("k1", "k3"))
         choose("objective.aggregate", self.aggregate, AGGREGATES)
+        if self.upper_power < 1 or not 0 <= self.upper_weight <= 1:
+            raise ValueError("objective: upper_power >= 1 and 0 <= upper_weight <= 1")
 
 
 @dataclasses.dataclass(frozen=True)

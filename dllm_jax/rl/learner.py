@@ -38,7 +38,7 @@ class Plan:
     @property
     def heads(self) -> tuple[str, ...]:
         """The heads that the network needs: see transformer.specs."""
-        lm = ("lm",) if {"policy", "nll"} & set(self.terms) else ()
+        lm = ("lm",) if set(self.terms) - {"value"} else ()
         return lm + (("value",) if "value" in self.terms else ())
 
 

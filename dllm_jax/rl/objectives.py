@@ -5,6 +5,9 @@ not depend on how it is cut into microbatches. Every objective returns (loss, su
 sums add up over microbatches and become the step's metrics (`summary`).
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from dllm_jax.rl.config import ObjectiveConfig
@@ -62,6 +65,16 @@ def policy(out, batch, cfg: ObjectiveConfig):
     return jnp.sum(batch.weight_BU * per_token), sums
 
 
+def linear(out, batch, cfg: ObjectiveConfig):
+    """The policy gradient -A grad log pi: ratios to the detached present policy.
+
+    DiPO (arXiv 2512.22234) Eq. 7, with the KL to a fixed reference as there. SPG's and
+    DPO's gradients have this form too, with the factors of `bounds` in A's place.
+    """
+    own = batch.replace(old_logp_BU=jax.lax.stop_gradient(out["logp"]))
+    return policy(out, own, dataclasses.replace(cfg, beta=0.0))
+
+
 def value(out, batch, cfg: ObjectiveConfig):
     """Clipped value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps) - R)^2)."""
     near = batch.old_value_BU + jnp.clip(
@@ -73,5 +86,12 @@ def value(out, batch, cfg: ObjectiveConfig):
     return loss, {"value_loss": loss}
 
 
-OBJECTIVES = {"nll": nll, "policy": policy, "value": value}
+OBJECTIVES = {
+    "nll": nll,
+    "policy": policy,
+    "dipo": linear,
+    "spg": linear,
+    "dpo": linear,
+    "value": value,
+}
 SUMMED = ("loss", "policy_loss", "value_loss")  # already weighed; the others are counts

@@ -96,11 +96,30 @@ def bernoulli(step_T, rng: np.random.Generator, cfg: NoiseConfig):
     return np.where(masked_T, 1, GIVEN).astype(step_T.dtype)
 
 
+def subset(step_T, answer_T, grid_T, rng: np.random.Generator):
+    """Masks l of the n answer tokens of each block, l uniform in 1 .. n; they are step 1.
+
+    With weight n / l for each (weights "elbo") the log-probs sum to an unbiased estimate
+    of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a block after the other.
+    What follows the answer stays masked.
+    """
+    out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
+    for block in np.unique(grid_T[answer_T]):
+        inside = rng.permutation(np.flatnonzero(answer_T & (grid_T == block)))
+        out_T[inside[: rng.integers(len(inside)) + 1]] = 1
+    return out_T
+
+
 def noised_steps(trace, cfg: NoiseConfig, block: int, rng=None):
     """Returns the step map [n, T] that decides the rounds of every trajectory."""
     T = trace.tokens_BT.shape[1]
     if cfg.kind == "bernoulli":
         return np.stack([bernoulli(row, rng, cfg) for row in trace.step_BT])
+    if cfg.kind == "subset":
+        rows = zip(trace.step_BT, answers(trace), trace.prompt_len_B, strict=True)
+        return np.stack(
+            [subset(s, a, grid(T, p, block, cfg.grid), rng) for s, a, p in rows]
+        )
     if cfg.shrink == 1:
         return trace.step_BT
     return np.stack(
@@ -215,11 +234,13 @@ def pack(
     most: int,
     aggregate: str,
     longest: int,
+    group_n=None,
 ):
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
-    trace: a host Trace of n trajectories; step_nT: `noised_steps` of it; aggregate and
-    longest (tokens): how tokens are weighed, see ObjectiveConfig.
+    trace: a host Trace of n trajectories; step_nT: `noised_steps` of it; aggregate,
+    longest (tokens) and group_n (None: each its own): how tokens are weighed, see
+    ObjectiveConfig.
     """
     n, T = step_nT.shape
     answer_nT = answers(trace)
@@ -243,6 +264,9 @@ def pack(
     end, group = filled(cfg.tokens), filled(cfg.tokens, -1)
     where, target = filled(half), filled(half)
     row, at, size = filled(half, -1), filled(half), filled(half, 1)
+    of = filled(
+        half, 1
+    )  # the block's answer tokens, of which a round supervises `size`
     for r, packed in enumerate(rows):
         first, supervised = 0, 0  # next free slot, next free supervised slot
         for piece in packed:
@@ -272,12 +296,15 @@ def pack(
             where[r, seat] = first + c + hit
             target[r, seat] = tokens_T[noised[hit]]
             row[r, seat], at[r, seat] = i, noised[hit]
-            size[r, seat] = np.bincount(which[hit], minlength=len(piece.slots))[
-                which[hit]
-            ]
+            count = len(piece.slots)
+            size[r, seat] = np.bincount(which[hit], minlength=count)[which[hit]]
+            inside = which[answer_nT[i][noised]]
+            of[r, seat] = np.bincount(inside, minlength=count)[which[hit]]
             first, supervised = span.stop, seat.stop
     held = row >= 0
-    weight = np.where(held, weights(aggregate, row, size, trace, longest, held), 0.0)
+    group_n = np.arange(n) if group_n is None else group_n
+    weight = weights(aggregate, row, size, of, trace, longest, held, group_n)
+    weight = np.where(held, weight, 0.0)
 
     def cut(x):
         return x.reshape(most, cfg.rows, -1)
@@ -296,7 +323,7 @@ def pack(
     return batch, Source(row_ABU=cut(row), pos_ABU=cut(at))
 
 
-def weights(aggregate: str, row, size, trace, longest: int, held):
+def weights(aggregate: str, row, size, of, trace, longest: int, held, group_n):
     """Returns each supervised token's share of an update's loss."""
     n = len(trace.len_B)
     if aggregate == "token":
@@ -305,4 +332,10 @@ def weights(aggregate: str, row, size, trace, longest: int, held):
         return 1.0 / (n * np.maximum(trace.len_B, 1)[row])
     if aggregate == "step":
         return 1.0 / (n * size)
+    if aggregate == "group":  # DiPO (arXiv 2512.22234) Eq. 7
+        steps = np.bincount(group_n[row[held]], 1.0 / size[held], group_n.max() + 1)
+        groups = max(np.count_nonzero(steps), 1)
+        return 1.0 / (groups * np.maximum(steps, 1)[group_n[row]])
+    if aggregate == "elbo":
+        return of / size / max(trace.len_B.sum(), 1)
     return 1.0 / (n * longest)

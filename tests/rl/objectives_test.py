@@ -87,6 +87,26 @@ def test_clip_higher_moves_the_upper_bound_alone(ratio, adv, surrogate):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_linear_is_the_policy_gradient(kind):
+    """-w A grad log pi, whatever policy sampled and however far it has moved since."""
+    cfg = ObjectiveConfig(beta=0.5, reference_beta=0.3, kl=kind)
+    logp, ref = np.array([-1.0, -5.0, -2.0]), np.array([-1.5, -3.0, -2.0])
+    w, adv = np.array([0.5, 0.25, 1.0]), np.array([2.0, -3.0, 0.5])
+    b = batch(w, adv_BU=adv, old_logp_BU=[-9.0, -0.1, -2.0], ref_logp_BU=ref)
+
+    def loss(logp):
+        return objectives.linear(out(logp=logp), b, cfg)
+
+    (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logp))
+    delta = logp - ref
+    kl = delta if kind == "k1" else np.exp(-delta) - 1 + delta
+    slope = 1 if kind == "k1" else 1 - np.exp(-delta)
+    np.testing.assert_allclose(value, w @ (-adv + 0.3 * kl), rtol=1e-6)
+    np.testing.assert_allclose(grad, w * (-adv + 0.3 * slope), rtol=1e-6)
+    assert sums["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_to_both_anchors(kind):
     cfg = ObjectiveConfig(beta=0.1, reference_beta=0.3, kl=kind)
     b = batch(

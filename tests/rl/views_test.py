@@ -416,6 +416,35 @@ def test_shrink_by_one_is_the_identity(problem):
         np.testing.assert_array_equal(views.shrink(step_T, grid, 1), step_T)
 
 
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_subsets_mask_some_of_each_blocks_answer_and_all_that_follows(problem, seed):
+    trace, block = problem
+    noise = NoiseConfig(kind="subset")
+    out_nT = views.noised_steps(trace, noise, block, np.random.default_rng(seed))
+    answer_nT = views.answers(trace)
+    assert np.isin(out_nT[answer_nT], [GIVEN, 1]).all()
+    np.testing.assert_array_equal(
+        out_nT[~answer_nT], np.where(trace.step_BT[~answer_nT] == GIVEN, GIVEN, FAR)
+    )
+    grid = np.arange(out_nT.shape[1]) // block
+    for out_T, answer_T in zip(out_nT, answer_nT, strict=True):
+        for number in np.unique(grid[answer_T]):
+            assert (out_T[answer_T & (grid == number)] == 1).any()
+
+
+def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
+    rng, counts = np.random.default_rng(0), {}
+    step_T, grid_T = np.full(3, 7), np.zeros(3, int)
+    for _ in range(6000):
+        out_T = views.subset(step_T, np.ones(3, bool), grid_T, rng)
+        counts[tuple(out_T)] = counts.get(tuple(out_T), 0) + 1
+    assert len(counts) == 7
+    for chosen, count in counts.items():
+        expected = 2000 / {1: 3, 2: 3, 3: 1}[sum(chosen)]
+        assert abs(count - expected) < 4 * np.sqrt(expected), chosen
+
+
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @settings(max_examples=30, deadline=None)
 @given(problem=problems(), data=st.data())
@@ -423,6 +452,7 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
     trace, block = problem
     n, T = trace.tokens_BT.shape
     step_nT = trace.step_BT
+    group_n = np.arange(n) // 2
     cfg = BatchConfig(rows=2, tokens=T + block + data.draw(st.integers(0, 2 * T)))
     most = views.microbatches(n, T, T, block, block, cfg)
     batch, source = views.pack(
@@ -435,9 +465,13 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         most=most,
         aggregate=aggregate,
         longest=100,
+        group_n=group_n,
     )
     weight_nT = source.scatter(batch.weight_BU, (n, T))
     answer_nT = views.answers(trace)
+    # A step belongs to one block: a group's steps are those of its rows.
+    steps_n = np.array([len(np.unique(step_nT[i, answer_nT[i]])) for i in range(n)])
+    steps_g = np.bincount(group_n, steps_n)
     for i in range(n):
         inside = answer_nT[i]
         if not inside.any():
@@ -445,11 +479,18 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         _, step, size = np.unique(
             step_nT[i, inside], return_inverse=True, return_counts=True
         )
+        first = np.unique(step_nT[i, inside], return_index=True)[1]
+        grid = np.flatnonzero(inside) // block  # a step's block, and its answer tokens
+        of = np.bincount(grid)[grid[first]]
         expected = {
             "token": np.full(inside.sum(), 1 / answer_nT.sum()),
             "sequence": np.full(inside.sum(), 1 / (n * inside.sum())),
             "step": 1 / (n * size[step]),
             "constant": np.full(inside.sum(), 1 / (n * 100)),
+            "group": np.full(
+                inside.sum(), 1 / ((steps_g > 0).sum() * steps_g[group_n[i]])
+            ),
+            "elbo": of[step] / size[step] / answer_nT.sum(),
         }[aggregate]
         np.testing.assert_allclose(weight_nT[i, inside], expected, rtol=1e-6)
 
