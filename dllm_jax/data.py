@@ -18,6 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 
@@ -117,9 +118,7 @@ def stop_ids(tok, *more: int) -> tuple[int, ...]:
     """
     ids = []
     if tok is not None:
-        ends = [
-            tok.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|eot_id|>")
-        ]
+        ends = [tok.convert_tokens_to_ids(name) for name in TURN_ENDS]
         ids = [i for i in ends if i is not None and i != tok.unk_token_id]
         ids.append(tok.eos_token_id)
     return tuple(dict.fromkeys(i for i in (*ids, *more) if i is not None))

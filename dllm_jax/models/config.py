@@ -29,11 +29,13 @@ class ModelConfig:
         "block"  # who sees whom in a clean canvas: block, full, causal (mask.clean)
     )
     shift: int = 0  # the hidden state at position i - shift answers for position i
-    rotary: int = 0  # leading dimensions of a head that rotate; 0: all
+    rotary: float = 1.0  # the share of a head's dimensions, the first ones, that rotate
     experts: int = 0  # of a layer; 0: one dense feed-forward
     experts_per_token: int = 0
     expert_ffw: int = 0  # an expert's inner width
-    shared_ffw: int = 0  # inner width of the experts that every token visits, together
+    shared_experts: int = (
+        0  # which every token visits: one feed-forward, as wide as all
+    )
     dense_layers: int = 0  # layers without experts, which come first
     router: str = "softmax"  # scores of the experts: softmax, sigmoid (moe.route)
     router_bias: bool = False  # added to the scores for the choice alone
@@ -62,7 +64,7 @@ class ModelConfig:
             "F": self.ffw,
             "E": self.experts,
             "I": self.expert_ffw,
-            "Z": self.shared_ffw,
+            "Z": self.shared_experts * self.expert_ffw,
         }
 
 

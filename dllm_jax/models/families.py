@@ -52,6 +52,37 @@ LLADA = {
     "head": "model.transformer.ff_out.weight",
     "value": "value_head.weight",
 }
+ATTENTION = {  # of LLaDA2, in all layers; the experts come after some dense ones
+    "attn_norm": "model.layers.{}.input_layernorm.weight",
+    "wq": "model.layers.{}.attention.query_key_value.weight",
+    "wk": "model.layers.{}.attention.query_key_value.weight",
+    "wv": "model.layers.{}.attention.query_key_value.weight",
+    "wo": "model.layers.{}.attention.dense.weight",
+    "q_norm": "model.layers.{}.attention.query_layernorm.weight",
+    "k_norm": "model.layers.{}.attention.key_layernorm.weight",
+    "ffw_norm": "model.layers.{}.post_attention_layernorm.weight",
+}
+LLADA2 = {
+    "embed": "model.word_embeddings.weight",
+    **{f"first.{key}": name for key, name in ATTENTION.items()},
+    "first.w_gate": "model.layers.{}.mlp.gate_proj.weight",
+    "first.w_up": "model.layers.{}.mlp.up_proj.weight",
+    "first.w_down": "model.layers.{}.mlp.down_proj.weight",
+    **{f"layers.{key}": name for key, name in ATTENTION.items()},
+    **EXPERTS,
+    "layers.router_bias": "model.layers.{}.mlp.gate.expert_bias",
+    "layers.w_gate": "model.layers.{}.mlp.shared_experts.gate_proj.weight",
+    "layers.w_up": "model.layers.{}.mlp.shared_experts.up_proj.weight",
+    "layers.w_down": "model.layers.{}.mlp.shared_experts.down_proj.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "value": "value_head.weight",
+}
+MERGED = {  # a layer's experts in one tensor
+    "layers.e_gate": "model.layers.{}.mlp.experts.gate_proj",
+    "layers.e_up": "model.layers.{}.mlp.experts.up_proj",
+    "layers.e_down": "model.layers.{}.mlp.experts.down_proj",
+}
 
 FIELDS = {
     "vocab": "vocab_size",
@@ -71,6 +102,14 @@ EXPERT_FIELDS = {
     "expert_ffw": "moe_intermediate_size",
     "router_norm": "norm_topk_prob",
 }
+LLADA2_FIELDS = {
+    "rotary": "partial_rotary_factor",
+    "dense_layers": "first_k_dense_replace",
+    "shared_experts": "num_shared_experts",
+    "router_scale": "routed_scaling_factor",
+    "router_groups": "n_group",
+    "router_best_groups": "topk_group",
+}
 LLADA_FIELDS = {
     "vocab": "embedding_size",
     "d_model": "d_model",
@@ -85,6 +124,14 @@ LLADA_FIELDS = {
 # Keys of config.json that we read as one value only; a key may also be absent.
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 EXPERT_PLAIN = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # experts everywhere
+LLADA2_PLAIN = {
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "use_bias": False,
+    "norm_head": False,
+}
 LLADA_PLAIN = {
     "activation_type": "silu",
     "alibi": False,
@@ -105,7 +152,7 @@ LLADA_PLAIN = {
 class Family:
     """How the checkpoints of one model_type are read and written."""
 
-    fixed: dict  # fields of ModelConfig that config.json does not tell
+    fixed: dict  # fields of ModelConfig that config.json does not tell, or may not
     names: dict = dataclasses.field(default_factory=lambda: DECODER)
     fields: dict = dataclasses.field(default_factory=lambda: FIELDS)
     plain: dict = dataclasses.field(default_factory=lambda: PLAIN)
@@ -117,10 +164,27 @@ MOE = {
     "fields": FIELDS | EXPERT_FIELDS,
     "plain": PLAIN | EXPERT_PLAIN,
 }
+LING = {  # LLaDA2.0's config.json tells neither the block nor the mask token
+    "fixed": {"router": "sigmoid", "router_bias": True, "block": 32, "mask_id": 156895},
+    "fields": FIELDS | EXPERT_FIELDS | LLADA2_FIELDS,
+    "plain": PLAIN | LLADA2_PLAIN,
+}
 OLMO = {"names": LLADA, "fields": LLADA_FIELDS, "plain": LLADA_PLAIN}
 FAMILIES = {  # by model_type
     "sdar": Family({}),  # and TraDo
     "sdar_moe": Family({}, **MOE),
+    "llada2_moe": Family(**LING, names=LLADA2),
+    "llada2_moe_veomni": Family(**LING, names=LLADA2 | MERGED),
+    "Fast_dLLM_Qwen": Family(
+        {
+            "qk_norm": False,
+            "qkv_bias": True,
+            "shift": 1,
+            "block": 32,
+            "mask_id": 151665,
+        },
+        fields=FIELDS | {"block": "bd_size"},
+    ),
     "Dream": Family(FULL | {"qkv_bias": True, "shift": 1}),  # and DiffuCoder
     "llada": Family(FULL, **OLMO),
     "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
@@ -129,7 +193,13 @@ FAMILIES = {  # by model_type
 }
 NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
 NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
-MASKS = ("<|MASK|>", "<|mask|>", "<|mdm_mask|>", "[MASK]")  # tokens that mean it
+MASKS = (
+    "<|MASK|>",
+    "<|mask|>",
+    "|<MASK>|",
+    "<|mdm_mask|>",
+    "[MASK]",
+)  # tokens that mean it
 
 
 def read_json(file: pathlib.Path) -> dict:
@@ -180,15 +250,28 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     told.setdefault("kv_heads", told["heads"])
     told.setdefault("head_dim", told["d_model"] // told["heads"])
     theta = raw.get("rope_theta") or rope.get("rope_theta", 10000.0)
-    eos = first(raw.get("eos_token_id"), 0)
+    pad = first(raw.get("pad_token_id"), None)
+    eos = first(raw.get("eos_token_id"), pad or 0)
+    told["mask_id"] = mask_id(folder, raw, told.get("mask_id"))
     cfg = ModelConfig(
         family=kind,
         rope_theta=float(theta),
-        mask_id=mask_id(folder, raw),
         eos_id=eos,
-        pad_id=first(raw.get("pad_token_id"), eos),
+        pad_id=eos if pad is None else pad,
         **told,
     )
+    groups, best = cfg.router_groups, cfg.router_best_groups
+    open_experts = cfg.experts // groups * best
+    for one, other, bad in (
+        ("kv_heads", "heads", cfg.heads % cfg.kv_heads),
+        ("experts_per_token", "experts", cfg.experts_per_token > open_experts),
+        ("router_groups", "experts", groups > 1 and cfg.experts % groups),
+        ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
+        ("router_best_groups", "router_groups", best > groups),
+    ):
+        if bad:
+            one, other = (f"{family.fields[x]}={told[x]!r}" for x in (one, other))
+            raise ValueError(f"{file}: {one} does not go with {other}")
     if not 0 <= cfg.mask_id < cfg.vocab:
         raise ValueError(
             f"{folder}: mask token {cfg.mask_id} is outside the vocabulary of {cfg.vocab}"
@@ -196,13 +279,13 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     return cfg
 
 
-def first(value, default: int) -> int:
+def first(value, default):
     """Returns an id that may be given as a list, or not at all."""
     value = value[0] if isinstance(value, list) and value else value
     return default if value is None or value == [] else int(value)
 
 
-def mask_id(folder: pathlib.Path, raw: dict) -> int:
+def mask_id(folder: pathlib.Path, raw: dict, default: int | None) -> int:
     """Returns the mask token's id, from config.json or the tokenizer's files."""
     if raw.get("mask_token_id") is not None:
         return int(raw["mask_token_id"])
@@ -221,6 +304,8 @@ def mask_id(folder: pathlib.Path, raw: dict) -> int:
     for token in (name, *MASKS):
         if token in known:
             return int(known[token])
+    if default is not None:
+        return default
     raise ValueError(
         f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
         "tokenizer a mask_token"

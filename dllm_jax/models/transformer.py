@@ -68,7 +68,7 @@ def stack(cfg: ModelConfig, n: str, *, experts: bool) -> dict[str, Spec]:
             "bk": Spec("KH", "zeros"),
             "bv": Spec("KH", "zeros"),
         }
-    wide = "F" if not experts else "Z" if cfg.shared_ffw else ""
+    wide = "F" if not experts else "Z" if cfg.shared_experts else ""
     if wide:
         layer |= {
             "w_gate": Spec("D" + wide),
@@ -158,7 +158,7 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
 
     Tokens that see nothing are padding, and do not count as load.
     """
-    turning = cfg.rotary or cfg.head_dim
+    turning = int(cfg.rotary * cfg.head_dim)
     octave_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(
         cfg.rope_theta**-octave_h, 3

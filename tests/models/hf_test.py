@@ -1,5 +1,6 @@
 """Hugging Face folders: in and out bit for bit, on a mesh, and every way to be refused."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -124,6 +125,37 @@ def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
     np.testing.assert_array_equal(out["lm_head.weight"], embed + 1)
     np.testing.assert_array_equal(out["model.embed_tokens.weight"], embed + 1)
     assert all(np.array_equal(out[name], x) for name, x in tables.items())
+
+
+def test_merged_experts_are_the_same_model(tmp_path):
+    plain = ORIGINS["llada2"]
+    held = safetensors.numpy.load_file(plain / hf.SINGLE)
+    merged, parts = {}, []
+    for layer, kind in itertools.product((1, 2), ("gate", "up", "down")):
+        stem = f"model.layers.{layer}.mlp.experts"
+        names = [f"{stem}.{i}.{kind}_proj.weight" for i in range(8)]
+        merged[f"{stem}.{kind}_proj"] = np.stack([held[name] for name in names])
+        parts += names
+    kind = {"model_type": "llada2_moe_veomni"}
+    origin = variant(
+        tmp_path / "origin", origin=plain, config=kind, tensors=merged, drop=parts
+    )
+    cfg, params = hf.load(origin)
+    assert same(params, hf.load(plain)[1])
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+def test_a_fused_projection_is_query_key_value_in_this_order():
+    held = safetensors.numpy.load_file(ORIGINS["llada2"] / hf.SINGLE)
+    cfg, params = hf.load(ORIGINS["llada2"])
+    for layer, (stack, i) in enumerate([("first", 0), ("layers", 0), ("layers", 1)]):
+        name = f"model.layers.{layer}.attention.query_key_value.weight"
+        rows = held[name].reshape(-1, cfg.head_dim, cfg.d_model)
+        q, k, v = np.split(rows, [cfg.heads, cfg.heads + cfg.kv_heads])
+        for part, want in zip(("wq", "wk", "wv"), (q, k, v), strict=True):
+            found = params[stack][part][i]
+            np.testing.assert_array_equal(found, want.transpose(2, 0, 1))
 
 
 # ---- Heads ---------------------------------------------------------------------------
@@ -339,9 +371,28 @@ def test_fields_of_the_reference():
     assert not cfg.qkv_bias
 
 
+LLADA2 = {
+    "attention": "block",
+    "block": 32,
+    "shift": 0,
+    "mask_id": 156895,
+    "rotary": 0.5,
+    "dense_layers": 1,
+    "experts": 256,
+    "experts_per_token": 8,
+    "shared_experts": 1,
+    "router": "sigmoid",
+    "router_bias": True,
+    "router_norm": True,
+    "router_scale": 2.5,
+    "router_groups": 8,
+    "router_best_groups": 4,
+}
 RELEASED = {
     "SDAR-4B-Chat": {"d_model": 2560, "heads": 32, "head_dim": 128, "block": 4},
     "SDAR-8B-Chat": {"d_model": 4096, "ffw": 12288, "mask_id": 151669},
+    "LLaDA2.0-mini": LLADA2 | {"layers": 20, "expert_ffw": 512, "eos_id": 156892},
+    "LLaDA2.0-flash": LLADA2 | {"layers": 32, "d_model": 4096, "pad_id": 156892},
 }
 
 
@@ -392,6 +443,22 @@ def test_fields(tmp_path, config, drop, wanted):
     assert {name: getattr(cfg, name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("config, block", [({"bd_size": 8}, 8), ({}, 32)])
+def test_fast_dllm_is_a_qwen_that_fills_blocks(tmp_path, config, block):
+    kind = {"model_type": "Fast_dLLM_Qwen", "tie_word_embeddings": True}
+    origin = variant(
+        tmp_path / "origin",
+        origin=ORIGINS["dream"],
+        config=kind | config,
+        drop=["lm_head.weight"],
+    )
+    cfg, params = hf.load(origin)
+    assert (cfg.attention, cfg.block, cfg.shift) == ("block", block, 1)
+    assert cfg.qkv_bias and cfg.tied and not cfg.qk_norm
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
 def test_a_llama_that_fills_blocks(tmp_path):
     held = safetensors.numpy.load_file(TIED / hf.SINGLE)
     norms = [name for name in held if "q_norm" in name or "k_norm" in name]
@@ -437,7 +504,7 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
         (
             {"model_type": "gpt2"},
             [],
-            "'gpt2' is not supported; .* llada, llama, mmada, ",
+            "'gpt2' is not supported; supported are Dream, .* llada, ",
         ),
         ({}, ["model_type"], "model_type None is not supported"),
         ({"hidden_act": "gelu"}, [], "hidden_act='gelu' is not supported"),
@@ -471,16 +538,24 @@ def test_configs_refused(tmp_path, config, drop, message):
 
 
 @pytest.mark.parametrize(
-    "config, message",
+    "family, config, message",
     [
-        ({"block_type": "sequential"}, "block_type='sequential' is not supported"),
-        ({"alibi": True}, "alibi=True is not supported"),
-        ({"include_qkv_bias": True}, "include_qkv_bias=True is not supported"),
-        ({"mlp_hidden_size": None}, "no field 'mlp_hidden_size'"),
+        ("llada", {"block_type": "llada"}, "block_type='llada' is not supported"),
+        ("llada", {"alibi": True}, "alibi=True is not supported"),
+        ("llada", {"include_qkv_bias": True}, "include_qkv_bias=True is not supported"),
+        ("llada", {"mlp_hidden_size": None}, "no field 'mlp_hidden_size'"),
+        ("sdar_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not"),
+        ("sdar_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not"),
+        ("sdar_moe", {"num_experts": None}, "no field 'num_experts'"),
+        ("llada2", {"score_function": "softmax"}, "score_function='softmax' is not"),
+        ("llada2", {"use_qkv_bias": True}, "use_qkv_bias=True is not supported"),
+        ("llada2", {"topk_group": 5}, "topk_group=5 .* with n_group=4"),
+        ("llada2", {"n_group": 3}, "n_group=3 does not go with num_experts=8"),
+        ("dream", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not go"),
     ],
 )
-def test_configs_of_llada_refused(tmp_path, config, message):
-    folder = variant(tmp_path / "model", origin=ORIGINS["llada"], config=config)
+def test_configs_of_families_refused(tmp_path, family, config, message):
+    folder = variant(tmp_path / "model", origin=ORIGINS[family], config=config)
     with pytest.raises(ValueError, match=message):
         hf.load(folder)
 

@@ -24,7 +24,7 @@ SOFTMAX = ModelConfig(
     heads=4,
     kv_heads=2,
     head_dim=8,
-    ffw=24,
+    ffw=28,
     experts=8,
     experts_per_token=3,
     expert_ffw=12,
@@ -38,9 +38,9 @@ SIGMOID = dataclasses.replace(
     router_scale=2.5,
     router_groups=4,
     router_best_groups=2,
-    shared_ffw=20,
+    shared_experts=2,
     dense_layers=1,
-    rotary=4,
+    rotary=0.5,
 )
 EITHER = pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=lambda cfg: cfg.router)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -168,6 +168,18 @@ def test_logits_and_routing_of_the_reference(block):
     assert (load.tokens == tokens.size).all()
 
 
+@pytest.mark.parametrize("block", [4, 8])
+def test_logits_of_llada2(block):
+    cfg, params = hf.load(GOLDENS / "llada2" / "checkpoint")
+    g = safetensors.numpy.load_file(
+        GOLDENS / "llada2" / "forward" / "goldens.safetensors"
+    )
+    found, _, _ = run(params, g["input_ids"], dataclasses.replace(cfg, block=block))
+    keep = np.arange(cfg.vocab) != cfg.mask_id
+    want = g[f"logits_bs{block}"]
+    np.testing.assert_allclose(found[..., keep], want[..., keep], **NEAR)
+
+
 MESHES = [  # what `model` splits: the experts, their width, nothing
     ({"model": 2, "data": 4}, 8, ("model", None)),
     ({"fsdp": 2, "model": 4}, 6, (None, "model")),
@@ -211,8 +223,8 @@ def test_every_parameter_but_the_bias_of_the_choice_learns(cfg):
 
 def test_dense_layers_come_first_and_share_the_cache():
     params = weights(SIGMOID)
-    assert params["first"]["w_up"].shape == (1, 16, 24)
-    assert params["layers"]["w_up"].shape == (2, 16, 20)
+    assert params["first"]["w_up"].shape == (1, 16, 28)
+    assert params["layers"]["w_up"].shape == (2, 16, 24)
     assert not {"router", "e_up"} & params["first"].keys()
     x = transformer.embed(params, np.arange(16)[None], SIGMOID)
     pos = jnp.arange(16)[None]
