@@ -6,7 +6,7 @@
 makes the bundled arithmetic model from a blank one. Each answer token is masked by a coin
 of its own inside its block, the blocks before it are clean (dLLM-RL's semi-AR SFT).
 
-Presets: arithmetic (default), smollm2, and dpo, which learns from pairs of answers:
+Presets: arithmetic (default), smollm2, adapt, and dpo, which learns from pairs of answers:
 
     python -m dllm_jax.train --config=configs/sft.py:dpo --config.model.path=DIR \
         --config.data.train=FILE.jsonl
@@ -64,7 +64,26 @@ def dpo(c):
     c.run.folder = "runs/arithmetic/dpo"
 
 
-PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2, "dpo": dpo}
+def adapt(c):
+    """Turns an autoregressive Qwen3 into a model that fills blocks; data.train is yours.
+
+    SDAR's recipe (arXiv 2510.06303): the weights go on from next-token prediction, and
+    the first unused row of the vocabulary becomes the mask token. For one that fills the
+    whole canvas, as Dream does: model.attention = "full" and model.shift = 1.
+    """
+    c.model.update({"path": "Qwen/Qwen3-0.6B", "remat": "full"})
+    c.model.update({"attention": "block", "shift": 0, "mask_id": 151669})
+    c.sampler.update({"max_prompt": 1024, "max_new": 1024, "rows": 32})
+    c.batch.update({"rows": 1, "tokens": 8192})
+    c.sft.update({"steps": 2000, "examples": 64})
+    c.noise.upper = 1.0
+    c.policy_optim.update(
+        {"lr": 1e-5, "schedule": "cosine", "final": 0.1, "warmup": 100}
+    )
+    c.run.update({"folder": "runs/adapt", "save_every": 200})
+
+
+PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2, "adapt": adapt, "dpo": dpo}
 
 
 def get_config(preset: str = "arithmetic"):

@@ -35,6 +35,10 @@ class ModelArgs:
     path: str = ""  # a Hugging Face folder
     dtype: str = "bfloat16"  # of computation; masters are f32
     remat: str = "none"  # what the backward pass recomputes: none, full or dots
+    # What training turns the checkpoint into; the export says so, and loads again.
+    attention: str = ""  # block, full or causal; "": the checkpoint's
+    shift: int = -1  # the hidden state at i - shift answers for i; -1: the checkpoint's
+    mask_id: int = -1  # a token that no text uses; -1: the checkpoint's
 
     def __post_init__(self):
         choose("model.remat", self.remat, tuple(REMAT))

@@ -23,7 +23,7 @@ from absl import flags, logging
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import families, hf, transformer
 from dllm_jax.rl import advantage, bounds, learner, rollout, views
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import denoise
@@ -71,7 +71,17 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     if rl and cfg.rl.value == "own":
         plans["value"] = learner.Plan(("value",), cfg.value_optim, updates)
 
-    model = hf.read_config(hf.find(cfg.model.path))
+    model = families.adapt(
+        hf.read_config(hf.find(cfg.model.path)),
+        attention=cfg.model.attention,
+        shift=cfg.model.shift,
+        mask_id=cfg.model.mask_id,
+    )
+    if model.mask_id == model.vocab and cfg.noise.kind != "ar":
+        raise ValueError(
+            f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "
+            "needs; set model.attention and model.mask_id, as in configs/sft.py:adapt"
+        )
     begin = {name: functools.partial(learner.begin, plan=plans[name]) for name in plans}
     wanted, places = {}, {}
     for name, plan in plans.items():

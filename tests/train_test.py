@@ -1,5 +1,6 @@
 """Whole runs of the command: killed, stopped, damaged and resumed, bit for bit."""
 
+import functools
 import json
 import os
 import pathlib
@@ -310,3 +311,34 @@ def test_never_resume_refuses_a_folder_in_use(command, whole, tmp_path):
 def test_must_resume_wants_a_checkpoint(command, tmp_path):
     told = end(command(tmp_path / "run", "--resume=must"), 2)
     assert "has no checkpoint" in told
+
+
+def test_an_autoregressive_model_becomes_one_that_fills_blocks(command, tmp_path):
+    folder = shutil.copytree(
+        ROOT / "examples" / "arithmetic" / "model", tmp_path / "ar"
+    )
+    told = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3"}
+    mask = told.pop("mask_token_id")
+    del told["block_size"]
+    (folder / "config.json").write_text(json.dumps(told))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["mask_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text(
+        (folder / "tokenizer.json").read_text().replace("<|MASK|>", "<|unused|>")
+    )
+    small = ["sampler.max_prompt=16", "sampler.max_new=32", "batch.tokens=128"]
+    small += ["sft.steps=2", "sft.examples=4", "model.dtype=float32"]
+    small += [f"model.path={folder}", "data.train=examples/arithmetic/train.jsonl"]
+    run = tmp_path / "run"
+    start = functools.partial(command, run, *small, file="sft.py:adapt")
+    assert "set model.mask_id to a token that no text uses" in end(
+        start("model.mask_id=-1"), code=2
+    )
+    assert "has no mask token, which noise.kind='bernoulli' needs" in end(
+        start("model.mask_id=-1", "model.attention=causal"), code=2
+    )
+    end(start(f"model.mask_id={mask}"))
+    made = json.loads((run / "export" / "config.json").read_text())
+    more = {"attention_pattern": "block", "logit_shift": 0, "block_size": 4}
+    assert made == told | more | {"mask_token_id": mask}

@@ -84,7 +84,12 @@ MERGED = {  # a layer's experts in one tensor
     "layers.e_down": "model.layers.{}.mlp.experts.down_proj",
 }
 
-FIELDS = {
+KIND = {  # of attention and prediction: what `adapt` may change, and an export tells
+    "attention": "attention_pattern",
+    "shift": "logit_shift",
+    "block": "block_size",
+}
+FIELDS = KIND | {
     "vocab": "vocab_size",
     "d_model": "hidden_size",
     "layers": "num_hidden_layers",
@@ -94,7 +99,6 @@ FIELDS = {
     "ffw": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    "block": "block_size",
 }
 EXPERT_FIELDS = {
     "experts": "num_experts",
@@ -110,7 +114,7 @@ LLADA2_FIELDS = {
     "router_groups": "n_group",
     "router_best_groups": "topk_group",
 }
-LLADA_FIELDS = {
+LLADA_FIELDS = KIND | {
     "vocab": "embedding_size",
     "d_model": "d_model",
     "layers": "n_layers",
@@ -159,6 +163,8 @@ class Family:
 
 
 FULL = {"attention": "full", "qk_norm": False, "block": 32}
+CAUSAL = {"attention": "causal", "shift": 1, "block": 1}  # autoregressive
+BLOCKS = {"attention": "block", "shift": 0}  # such a model, once it has a block_size
 MOE = {
     "names": DECODER | EXPERTS,
     "fields": FIELDS | EXPERT_FIELDS,
@@ -188,9 +194,12 @@ FAMILIES = {  # by model_type
     "Dream": Family(FULL | {"qkv_bias": True, "shift": 1}),  # and DiffuCoder
     "llada": Family(FULL, **OLMO),
     "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
-    "qwen3": Family({}),
-    "llama": Family({"qk_norm": False}),
+    "qwen2": Family(CAUSAL | {"qk_norm": False, "qkv_bias": True}),
+    "qwen3": Family(CAUSAL),
+    "qwen3_moe": Family(CAUSAL, **MOE),
+    "llama": Family(CAUSAL | {"qk_norm": False}),
 }
+ATTENTIONS = ("block", "full", "causal")  # see mask.clean
 NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
 NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
 MASKS = (
@@ -236,14 +245,11 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     for key, value in family.plain.items():
         if raw.get(key, value) != value:
             raise ValueError(f"{file}: {key}={raw[key]!r} is not supported")
-    if kind in ("qwen3", "llama") and "block_size" not in raw:
-        raise ValueError(
-            f"{folder}: a plain autoregressive {kind} model; a block-diffusion one has "
-            "block_size and mask_token_id in its config.json"
-        )
-
+    fixed = family.fixed
+    if fixed.get("attention") == "causal" and "block_size" in raw:
+        fixed = fixed | BLOCKS
     told = {field: raw.get(key) for field, key in family.fields.items()}
-    told = family.fixed | {k: value for k, value in told.items() if value is not None}
+    told = fixed | {k: value for k, value in told.items() if value is not None}
     for field in family.fields:
         if field in NEEDED and field not in told:
             raise ValueError(f"{file}: no field {family.fields[field]!r}")
@@ -252,7 +258,12 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     theta = raw.get("rope_theta") or rope.get("rope_theta", 10000.0)
     pad = first(raw.get("pad_token_id"), None)
     eos = first(raw.get("eos_token_id"), pad or 0)
-    told["mask_id"] = mask_id(folder, raw, told.get("mask_id"))
+    masked = (
+        told.get("attention") != "causal"
+    )  # otherwise: no token, which none forbids
+    told["mask_id"] = mask_id(
+        folder, raw, told.get("mask_id", None if masked else told["vocab"])
+    )
     cfg = ModelConfig(
         family=kind,
         rope_theta=float(theta),
@@ -260,6 +271,10 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         pad_id=eos if pad is None else pad,
         **told,
     )
+    for field, choices in (("attention", ATTENTIONS), ("shift", (0, 1))):
+        if getattr(cfg, field) not in choices:
+            key, value = family.fields[field], told[field]
+            raise ValueError(f"{file}: {key}={value!r} is not supported")
     groups, best = cfg.router_groups, cfg.router_best_groups
     open_experts = cfg.experts // groups * best
     for one, other, bad in (
@@ -272,11 +287,58 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         if bad:
             one, other = (f"{family.fields[x]}={told[x]!r}" for x in (one, other))
             raise ValueError(f"{file}: {one} does not go with {other}")
-    if not 0 <= cfg.mask_id < cfg.vocab:
+    if not 0 <= cfg.mask_id < cfg.vocab + (not masked):
         raise ValueError(
             f"{folder}: mask token {cfg.mask_id} is outside the vocabulary of {cfg.vocab}"
         )
     return cfg
+
+
+def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfig:
+    """Returns what a checkpoint becomes by training; "" and -1 leave what it is.
+
+    So an autoregressive model turns into one that fills blocks or the whole canvas: it
+    needs a mask token, which any token can be that no text uses.
+
+    Raises ValueError naming the field of the model's configuration.
+    """
+    if attention not in ("", *ATTENTIONS):
+        raise ValueError(
+            f"model.attention={attention!r}: choose from {', '.join(ATTENTIONS)}"
+        )
+    if shift not in (-1, 0, 1):
+        raise ValueError(f"model.shift={shift}: 0 or 1, or -1 for the checkpoint's")
+    if not -1 <= mask_id < cfg.vocab:
+        raise ValueError(f"model.mask_id={mask_id}: the vocabulary has {cfg.vocab} ids")
+    cfg = dataclasses.replace(
+        cfg,
+        attention=attention or cfg.attention,
+        shift=cfg.shift if shift < 0 else shift,
+        mask_id=cfg.mask_id if mask_id < 0 else mask_id,
+    )
+    if cfg.attention != "causal" and cfg.mask_id == cfg.vocab:
+        raise ValueError(
+            f"model.attention={cfg.attention!r} needs a mask token, and the checkpoint has "
+            "none: set model.mask_id to a token that no text uses"
+        )
+    return cfg
+
+
+def changes(cfg: ModelConfig, was: ModelConfig) -> dict:
+    """Returns what config.json must say besides, for `cfg` to be read where `was` was.
+
+    The block of a model that does not attend by blocks is the sampler's affair.
+    """
+    kind = {field: getattr(cfg, field) for field in (*KIND, "mask_id")}
+    same = dataclasses.replace(was, **kind)
+    if cfg.attention != "block":
+        same = dataclasses.replace(same, block=was.block)
+    if same == was:
+        return {}
+    if cfg.mask_id == cfg.vocab:
+        del kind["mask_id"]
+    keys = FAMILIES[cfg.family].fields | {"mask_id": "mask_token_id"}
+    return {keys[field]: value for field, value in kind.items()}
 
 
 def first(value, default):

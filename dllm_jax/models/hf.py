@@ -24,7 +24,7 @@ import safetensors.numpy
 from dllm_jax import sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.families import FAMILIES, read_config, read_json
+from dllm_jax.models.families import FAMILIES, changes, read_config, read_json
 
 DERIVED = "rotary_emb.inv_freq"  # stored in some checkpoints, never read
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
@@ -286,7 +286,7 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     """Writes `params` as a Hugging Face folder that loads where `like` did.
 
     Names, dtypes, division into files and every other file (config, tokenizer, remote
-    code) are those of `like`. A tensor that `params` lacks is taken from there; a value
+    code) are those of `like`, and config.json says what `adapt` has changed. A tensor that `params` lacks is taken from there; a value
     head that it lacks is added. Files are written one at a time into a temporary folder
     which then takes the name `path`, so a crash never leaves half a checkpoint. Every
     process must call it; process 0 writes.
@@ -319,6 +319,9 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_others(origin, partial)
+        if more := changes(cfg, read_config(origin)):
+            told = json.dumps(read_json(origin / "config.json") | more, indent=2)
+            (partial / "config.json").write_text(told + "\n")
 
     def tensor(name):
         if name not in source:

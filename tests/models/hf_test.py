@@ -1,5 +1,6 @@
 """Hugging Face folders: in and out bit for bit, on a mesh, and every way to be refused."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import sharding
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import families, hf, transformer
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 ORIGINS = {path.parent.name: path for path in sorted(GOLDENS.glob("*/checkpoint"))}
@@ -417,6 +418,10 @@ def test_fields_of_full_attention(family, wanted):
     assert {key: getattr(cfg, key) for key in wanted} == wanted
 
 
+PLAIN = ["block_size", "mask_token_id"]  # what only diffusion models have
+AUTOREGRESSIVE = {"attention": "causal", "shift": 1, "block": 1, "mask_id": 256}
+
+
 @pytest.mark.parametrize(
     "config, drop, wanted",
     [
@@ -433,8 +438,11 @@ def test_fields_of_full_attention(family, wanted):
         ({"head_dim": None, "hidden_size": 48}, [], {"head_dim": 12}),
         ({"rms_norm_eps": 1e-5}, [], {"norm_eps": 1e-5}),
         ({"num_attention_heads": 6}, ["num_key_value_heads"], {"kv_heads": 6}),
-        ({"model_type": "qwen3"}, [], {"family": "qwen3", "qk_norm": True}),
-        ({"model_type": "llama"}, [], {"family": "llama", "qk_norm": False}),
+        ({"model_type": "qwen3"}, [], {"qk_norm": True, "attention": "block"}),
+        ({"model_type": "llama"}, [], {"qk_norm": False, "shift": 0, "mask_id": 251}),
+        ({"model_type": "qwen3"}, PLAIN, AUTOREGRESSIVE | {"qk_norm": True}),
+        ({"model_type": "llama"}, PLAIN, AUTOREGRESSIVE | {"qk_norm": False}),
+        ({"model_type": "qwen2"}, PLAIN, AUTOREGRESSIVE | {"qkv_bias": True}),
     ],
 )
 def test_fields(tmp_path, config, drop, wanted):
@@ -467,6 +475,83 @@ def test_a_llama_that_fills_blocks(tmp_path):
     assert not {"q_norm", "k_norm"} & params["layers"].keys()
     hf.save(tmp_path / "out", cfg, params, like=origin)
     assert files(tmp_path / "out") == files(origin)
+
+
+def plain_qwen2(folder) -> pathlib.Path:
+    """Writes Dream's golden checkpoint as the Qwen2 model that it is otherwise."""
+    config = {"model_type": "qwen2", "sliding_window": 32}
+    origin = ORIGINS["dream"]
+    return variant(folder, origin=origin, config=config, drop=["mask_token_id"])
+
+
+def test_an_autoregressive_model_is_a_baseline(tmp_path):
+    origin = plain_qwen2(tmp_path / "origin")
+    cfg, params = hf.load(origin)
+    assert same(params, hf.load(ORIGINS["dream"])[1])
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+KINDS = {
+    "sdar": {"attention": "full", "shift": 0, "mask_id": 7},
+    "dream": {"attention": "block", "block": 8},
+    "llada": {"attention": "block", "block": 16, "shift": 1},
+    "sdar_moe": {"block": 16},
+    "llada2": {"attention": "causal", "shift": 1},
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_an_export_tells_what_training_made_of_a_model(family, tmp_path):
+    origin, kind = ORIGINS[family], dict(KINDS[family])
+    cfg, params = hf.load(origin)
+    block = {"block": kind.pop("block", cfg.block)}
+    made = dataclasses.replace(families.adapt(cfg, **kind), **block)
+    hf.save(tmp_path / "out", made, params, like=origin)
+    assert hf.load(tmp_path / "out")[0] == made != cfg
+    was = json.loads((origin / "config.json").read_text())
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    keys = {"attention_pattern", "logit_shift", "block_size", "mask_token_id"}
+    assert {key: x for key, x in told.items() if key not in keys} == {
+        key: x for key, x in was.items() if key not in keys
+    }
+    hf.save(tmp_path / "again", made, params, like=tmp_path / "out")
+    assert files(tmp_path / "again") == files(tmp_path / "out")
+
+
+@pytest.mark.parametrize("attention, shift", [("block", 0), ("block", 1), ("full", 1)])
+def test_from_next_tokens_to_diffusion(attention, shift, tmp_path):
+    origin = plain_qwen2(tmp_path / "origin")
+    cfg, params = hf.load(origin)
+    made = families.adapt(cfg, attention=attention, shift=shift, mask_id=319)
+    made = dataclasses.replace(made, block=8)
+    hf.save(tmp_path / "out", made, params, like=origin)
+    again, back = hf.load(tmp_path / "out")
+    assert again == made
+    assert same(back, params)
+
+
+def test_the_block_of_a_full_canvas_is_the_samplers(tmp_path):
+    cfg, params = hf.load(ORIGINS["dream"])
+    cfg = dataclasses.replace(cfg, block=4)
+    hf.save(tmp_path / "out", cfg, params, like=ORIGINS["dream"])
+    assert files(tmp_path / "out") == files(ORIGINS["dream"])
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ({"attention": "block"}, "model.attention='block' needs a mask token"),
+        ({"attention": "blocks"}, "model.attention='blocks': choose from block, full"),
+        ({"shift": 2}, "model.shift=2: 0 or 1"),
+        ({"mask_id": 320}, "model.mask_id=320: the vocabulary has 320 ids"),
+    ],
+)
+def test_adaptations_refused(kind, message, tmp_path):
+    cfg = hf.read_config(plain_qwen2(tmp_path / "origin"))
+    assert families.adapt(cfg) == cfg
+    with pytest.raises(ValueError, match=message):
+        families.adapt(cfg, **kind)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +610,7 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
         ),
         ({"attention_bias": True}, [], "attention_bias=True is not supported"),
         ({"mlp_bias": True}, [], "mlp_bias=True is not supported"),
-        ({"model_type": "qwen3"}, ["block_size"], "plain autoregressive qwen3 model"),
+        ({"attention_pattern": "odd"}, [], "attention_pattern='odd' is not supported"),
         ({}, ["mask_token_id"], "tokenizer without mask token"),
         ({"mask_token_id": 256}, [], "mask token 256 is outside the vocabulary of 256"),
         ({}, ["vocab_size"], "no field 'vocab_size'"),
