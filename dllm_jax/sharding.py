@@ -25,6 +25,7 @@ PARAM = {
 ACT = {
     "B": ("data", "fsdp"),
     "R": ("data", "fsdp"),
+    "P": ("data", "fsdp"),
     "N": "model",
     "K": "model",
     "F": "model",

@@ -1,4 +1,4 @@
-"""The key/value cache of rows: a value that is replaced, never mutated."""
+"""The key/value cache, of rows or of pages: a value that is replaced, never mutated."""
 
 import flax.struct
 import jax
@@ -41,3 +41,33 @@ def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
         return constrain(rows(old_LBSKH, new_LBWKH, at_B), "LBSKH")
 
     return jax.tree.map(put, cache, fresh)
+
+
+@flax.struct.dataclass
+class PagedKVCache:
+    """Keys (rotated) and values in pages of O positions; a table says whose they are."""
+
+    k_LPOKH: jax.Array
+    v_LPOKH: jax.Array
+
+
+@flax.struct.dataclass
+class Window:
+    """Who sees whom where the cache is paged: in the place of a Mask.
+
+    Row b is a window of W positions from `start` on. It sees the positions before
+    `start` in its pages, those written in this very layer too, and all of itself.
+    """
+
+    table_BA: (
+        jax.Array
+    )  # position s is in page table[s // O], counted on its own device
+    start_B: jax.Array
+    keep_B: jax.Array  # its keys are written: it is clean
+
+
+def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:
+    """Returns zeroed pages of `size` positions; `pages` over all devices."""
+    shape = (cfg.layers, pages, size, cfg.kv_heads, cfg.head_dim)
+    zeros = constrain(jnp.zeros(shape, cfg.dtype), "LPOKH")
+    return PagedKVCache(k_LPOKH=zeros, v_LPOKH=zeros)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import moe
-from dllm_jax.models.cache import KVCache
+from dllm_jax.models.cache import KVCache, PagedKVCache
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -146,9 +146,10 @@ def embed(params: Params, tokens_BT, cfg: ModelConfig):
 def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
     """Returns (normed hidden states x_BTD, the KVCache of exactly these T positions).
 
-    With a `cache`, its S slots come before the T own keys in the order of the mask. The
+    With a KVCache, its S slots come before the T own keys in the order of the mask. The
     given cache is only read: keeping the returned keys is the caller's decision, and not
-    keeping them is how a denoising step is undone.
+    keeping them is how a denoising step is undone. With a PagedKVCache, `mask` is a
+    Window, which says what is kept, and what is returned is the whole pool.
     """
     return routed(params, x_BTD, pos_BT, mask, cfg, cache)[:2]
 
@@ -163,12 +164,18 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(
         cfg.rope_theta**-octave_h, 3
     )
-    real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
+    paged = isinstance(cache, PagedKVCache)
+    if paged:
+        real_BT = jnp.ones(pos_BT.shape, bool)
+    else:
+        real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
 
-    def layer(x_BTD, inputs):
-        p, number = inputs
+    def layer(carry, inputs):
+        (x_BTD, pages), (p, number) = carry, inputs
         cached = None
-        if cache is not None:  # read in place: a slice per stack would be a copy
+        if (
+            cache is not None and not paged
+        ):  # read in place: a slice per stack would be a copy
             cached = tuple(
                 jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                 for x in (cache.k_LBSKH, cache.v_LBSKH)
@@ -181,7 +188,18 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
             q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
             k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
         q_BTNH, k_BTKH = rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh)
-        out_BTNH = pallas_kernels.attention(q_BTNH, k_BTKH, v_BTKH, mask, cached=cached)
+        if paged:  # kept keys are seen at once, by the next block of the same row
+            at = (number, mask.table_BA, mask.start_B)
+            pages = pallas_kernels.cache_update(pages, *at, mask.keep_B, k_BTKH, v_BTKH)
+            out_BTNH = pallas_kernels.paged_attention(
+                q_BTNH, pages, *at, k_BTKH, v_BTKH
+            )
+            kept = None
+        else:
+            out_BTNH = pallas_kernels.attention(
+                q_BTNH, k_BTKH, v_BTKH, mask, cached=cached
+            )
+            kept = k_BTKH, v_BTKH
         x_BTD = constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
 
         h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
@@ -192,19 +210,25 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
             gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
             h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
             x_BTD = constrain(x_BTD + project(h_BTF, p["w_down"], "FD"), "BTD")
-        return x_BTD, (k_BTKH, v_BTKH, load)
+        return (x_BTD, pages), (kept, load)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
+    pages = (cache.k_LPOKH, cache.v_LPOKH) if paged else None
     fresh, number = [], 0
     for name in ("first", "layers"):
         if name in params:
             numbers_L = jnp.arange(number, number + len(params[name]["wq"]))
             number += len(numbers_L)
-            x_BTD, (*kv, load) = jax.lax.scan(layer, x_BTD, (params[name], numbers_L))
-            fresh.append(kv)
+            (x_BTD, pages), (kept, load) = jax.lax.scan(
+                layer, (x_BTD, pages), (params[name], numbers_L)
+            )
+            fresh.append(kept)
+    x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
+    if paged:
+        return x_BTD, PagedKVCache(*pages), load
     k, v = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*fresh))
-    return rms_norm(x_BTD, params["norm"], cfg.norm_eps), KVCache(k, v), load
+    return x_BTD, KVCache(k, v), load
 
 
 def project(x, w, dims: str, bias=None):

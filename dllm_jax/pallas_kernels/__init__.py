@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import reference
-from dllm_jax.pallas_kernels.reference import cache_update, paged_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
 __all__ = ["attention", "cache_update", "paged_attention", "token_logprob"]
@@ -118,6 +117,40 @@ def flash_backward(found, interpret, saved, dout_BTNH):
 
 
 flash.defvjp(flash_forward, flash_backward)
+
+
+def paged_dims(q_BWNH, k_BWKH):
+    """Returns the letters of q, of the pages, of fresh keys and of the table."""
+    split = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    keep = q_BWNH.shape[2] % split == 0 and k_BWKH.shape[2] % split == 0
+    N, K = "NK" if keep else "nk"
+    pool = f"LPO{K}H"
+    return f"BW{N}H", (pool, pool), f"BW{K}H", "BA"
+
+
+def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
+    """Returns each row's window attention; see `reference.paged_attention`.
+
+    On a mesh, rows and pages are split alike: a table names pages of its own device.
+    """
+    q, pool, k, table = paged_dims(q_BWNH, k_BWKH)
+    return sharding.per_device(
+        reference.paged_attention,
+        (q, pool, "", table, "B", k, k),
+        q,
+        *(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH),
+    )
+
+
+def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
+    """Returns `pages` with the kept windows written; see `reference.cache_update`."""
+    _, pool, k, table = paged_dims(k_BWKH, k_BWKH)
+    return sharding.per_device(
+        reference.cache_update,
+        (pool, "", table, "B", "B", k, k),
+        pool,
+        *(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH),
+    )
 
 
 def token_logprob(x_BUD, head_DV, token_BU, *, forbidden: int):

@@ -21,6 +21,9 @@ class SamplerConfig:
     max_new: int = 512  # tokens of the answer, the stop token included
     stop_ids: tuple[int, ...] = ()  # besides the checkpoint's end token
     rows: int = 64  # canvases sampled together
+    page: int = 32  # positions of a cache page, rounded up to whole blocks
+    pages: int = 0  # of one device's rows; 0: as many as all of them can use
+    prefill: int = 512  # prompt tokens that one forward takes along, on each device
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
@@ -32,8 +35,9 @@ class SamplerConfig:
                 f"sampler.steps_per_block={self.steps_per_block} does not divide the "
                 f"work of a block of {self.block}: it must lie in 1..{self.block}"
             )
-        if self.block < 1 or self.max_new < 1 or self.max_prompt < 1 or self.rows < 1:
-            raise ValueError("sampler: block, max_new, max_prompt, rows must be >= 1")
+        least = ("block", "max_new", "max_prompt", "rows", "page", "prefill")
+        if any(getattr(self, name) < 1 for name in least) or self.pages < 0:
+            raise ValueError(f"sampler: {', '.join(least)} must be >= 1, pages >= 0")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 "sampler: temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
@@ -49,3 +53,15 @@ class SamplerConfig:
         """Tokens that each step of a block unmasks at least: remainder first."""
         share, rest = divmod(self.block, self.steps_per_block)
         return tuple(share + (t < rest) for t in range(self.steps_per_block))
+
+    def clean_windows(self, rows: int) -> tuple[int, ...]:
+        """Returns the sizes of a forward that `rows` rows share: clean windows in it.
+
+        What half of the rows have just filled, what all have, and prompts beside it.
+        """
+        return rows // 2, rows, rows + -(-self.prefill // self.block)
+
+    @property
+    def page_slots(self) -> int:
+        """Positions of a cache page: whole blocks."""
+        return -(-self.page // self.block) * self.block

@@ -114,7 +114,9 @@ def start(
     key_B: one typed random key per row, which with the row's own content decides its draw.
     """
     cache = kv.empty(model, prompt_BT.shape[0], cfg.slots)
-    s = state.begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache)
+    s = state.begin(
+        prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, cfg.slots
+    )
     return prefill(params, s, prompt_BT.shape[1], model=model, cfg=cfg)
 
 

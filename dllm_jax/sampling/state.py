@@ -50,13 +50,12 @@ class Trace:
     stopped_B: jax.Array  # it met a stop id; False: it was cut at its limit
 
 
-def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache: KVCache):
-    """Returns rows whose prompt is given and whose rest is masked.
+def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: int):
+    """Returns rows of `slots` positions whose prompt is given and whose rest is masked.
 
     `prompt_BT` holds each prompt from position 0 on; what lies beyond `prompt_len` is
     ignored. A row of prompt length 0 is a filler and never lives.
     """
-    slots = cache.k_LBSKH.shape[2]
     pad = slots - prompt_BT.shape[1]
     tokens_BT = jnp.pad(prompt_BT, ((0, 0), (0, pad)))
     given_BT = jnp.arange(slots)[None] < prompt_len_B[:, None]

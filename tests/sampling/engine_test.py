@@ -1,0 +1,204 @@
+"""The engine against its definition: same ids, steps and log-probs, whatever happens."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from dllm_jax import sharding
+from dllm_jax.sampling import denoise, engine
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.engine import Engine
+from dllm_jax.sampling.pages import Pages
+
+KEY = jax.random.key(7)
+CFG = SamplerConfig(
+    block=4,
+    steps_per_block=3,
+    threshold=0.5,
+    max_prompt=20,
+    max_new=16,
+    stop_ids=(1, 5, 9),
+    rows=4,
+    page=8,
+    prefill=8,
+)
+ONE = functools.cache(lambda: sharding.make_mesh(fsdp=1, devices=jax.devices()[:1]))
+
+
+def prompts(count, seed=0, longest=20):
+    """Returns ragged prompts; every third begins like the one before."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        new = rng.integers(10, 60, rng.integers(1, longest + 1)).tolist()
+        if i % 3 == 2:
+            new = out[-1] if i % 2 else out[-1][:16] + new[: max(0, longest - 16)]
+        out.append(new)
+    return out
+
+
+def defined(tiny, cfg, asked):
+    """Returns the definition's traces of (index, prompt, temperature, new), as a dict."""
+    model, params = tiny
+    n = len(asked)
+    prompt_BT = np.zeros((n, cfg.max_prompt), np.int32)
+    for row_T, (_, prompt, *_) in zip(prompt_BT, asked):
+        row_T[: len(prompt)] = prompt
+    len_B = np.array([len(prompt) for _, prompt, *_ in asked], np.int32)
+    index_B = np.array([index for index, *_ in asked], np.uint32)
+    trace = denoise.generate(
+        params,
+        prompt_BT,
+        len_B,
+        len_B + np.array([new for *_, new in asked], np.int32),
+        np.array([t for *_, t, _ in asked], np.float32),
+        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(KEY, index_B),
+        model=model,
+        cfg=cfg,
+    )
+    trace = jax.tree.map(np.asarray, trace)
+    return {a[0]: jax.tree.map(lambda x, i=i: x[i], trace) for i, a in enumerate(asked)}
+
+
+def ask(made: Engine, asked):
+    """Queues (index, prompt, temperature, new)."""
+    for index, prompt, temperature, new in asked:
+        made.submit(prompt, index=index, temperature=temperature, new=new)
+
+
+def same(got, want):
+    """Asserts that a row of the engine is that of the definition."""
+    end = want.prompt_len_B + want.len_B
+    assert got.len_B == want.len_B
+    assert got.steps_B == want.steps_B
+    assert got.stopped_B == want.stopped_B
+    for name in ("tokens_BT", "step_BT"):
+        np.testing.assert_array_equal(
+            getattr(got, name)[:end], getattr(want, name)[:end], err_msg=name
+        )
+    for name in ("logp_BT", "conf_BT"):
+        np.testing.assert_allclose(
+            getattr(got, name)[:end], getattr(want, name)[:end], atol=2e-5
+        )
+
+
+def empty_again(made: Engine):
+    """Asserts that an engine without requests holds no page."""
+    assert not made.active and not made.queue
+    for pool in made.pool:
+        assert not any(pool.holders)
+        assert pool.available == len(pool.holders)
+
+
+ASKED = [
+    (100 + i, prompt, [0.0, 1.0, 1.5][i % 3], [16, 9, 1][i % 3 if i % 2 else 0])
+    for i, prompt in enumerate(prompts(18))
+]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny):
+    """The definition's answers to ASKED."""
+    return defined(tiny, CFG, ASKED)
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "static", "sequential"])
+def test_the_engine_is_the_definition(tiny, strategy):
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, strategy=strategy)
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    ask(made, ASKED)
+    found = {request.index: row for request, row in made.run(params, KEY)}
+    want = defined(tiny, cfg, ASKED)
+    assert found.keys() == want.keys()
+    for index, row in want.items():
+        same(found[index], row)
+    assert len({row.len_B.item() for row in want.values()}) > 3  # they did differ
+    empty_again(made)
+
+
+def test_too_few_pages_for_one_row_are_refused(tiny):
+    cfg = dataclasses.replace(CFG, pages=4)
+    with pytest.raises(ValueError, match=r"sampler.pages=4 .*set it to 5 or more"):
+        Engine(model=tiny[0], cfg=cfg, mesh=ONE())
+
+
+@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([10] * 21, 1), ([10] * 20, 17)])
+def test_what_does_not_fit_is_refused(tiny, prompt, new):
+    made = Engine(model=tiny[0], cfg=CFG, mesh=ONE())
+    with pytest.raises(ValueError, match="does not fit sampler.max_prompt=20"):
+        made.submit(prompt, index=0, temperature=1.0, new=new)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1), (1, 2, 4)])
+def test_on_a_mesh(tiny, shape):
+    model, params = tiny
+    mesh = sharding.make_mesh(**dict(zip(("data", "fsdp", "model"), shape)))
+    cfg = dataclasses.replace(CFG, rows=16)
+    want = defined(tiny, cfg, ASKED)
+    with jax.set_mesh(mesh):
+        made = Engine(model=model, cfg=cfg, mesh=mesh)
+        for _ in range(2):  # the second run finds everything compiled
+            before = engine.advance._cache_size(), engine.admit._cache_size()
+            ask(made, ASKED)
+            found = {request.index: row for request, row in made.run(params, KEY)}
+            for index, row in want.items():
+                same(found[index], row)
+        assert before == (engine.advance._cache_size(), engine.admit._cache_size())
+        pages = made.rows.s.cache.k_LPOKH
+        assert pages.addressable_shards[0].data.size * 8 == pages.size
+    empty_again(made)
+
+
+def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
+    model, params = tiny
+    prompt = list(range(10, 29))  # 4 whole blocks in two pages, 3 tokens of a fifth
+    asked = [(i, prompt, 1.0, 16) for i in range(4)]
+    cfg = dataclasses.replace(CFG, stop_ids=())
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    ask(made, asked)
+    found = [row for _, row in made.run(params, KEY)]
+    # Every answer's blocks but its last are committed, and the prompt's whole once.
+    blocks = sum(-(-int(row.prompt_len_B + row.len_B) // 4) - 4 - 1 for row in found)
+    assert int(made.rows.clean) == 4 + blocks
+    for row in found:
+        assert row.forwards_B == row.steps_B
+    # No forward but those of its steps, and one for what cannot ride in the first: a
+    # row alone takes 3 clean windows along, its own and those of 8 tokens of prompts.
+    alone = Engine(model=model, cfg=dataclasses.replace(cfg, rows=1), mesh=ONE())
+    ask(alone, asked[:1])
+    ((_, row),) = alone.run(params, KEY)
+    assert int(alone.rows.forwards) == row.steps_B + 1
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    order=st.permutations(range(len(ASKED))),
+    pages=st.integers(5, 12),
+    cancelled=st.sets(st.sampled_from([100, 103, 107, 110])),
+    when=st.integers(1, 5),
+)
+def test_short_of_pages_in_any_order_with_cancellations(
+    tiny, wanted, order, pages, cancelled, when
+):
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, pages=12)
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    made.pool = [Pages(pages)]  # fewer than there are, so that one program serves all
+    found = {}
+    ask(made, [ASKED[i] for i in order])
+    for request, row in made.run(params, KEY):
+        assert request.index not in found
+        found[request.index] = row
+        if len(found) == when:
+            for index in cancelled - found.keys():
+                made.cancel(index)
+    assert {a[0] for a in ASKED} - cancelled <= found.keys()
+    for index, row in found.items():
+        same(row, wanted[index])
+    empty_again(made)
