@@ -16,6 +16,7 @@ import ml_collections
 from absl import flags
 
 from dllm_jax.data import DataConfig
+from dllm_jax.models.config import Lora
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -39,10 +40,21 @@ class ModelArgs:
     attention: str = ""  # block, full or causal; "": the checkpoint's
     shift: int = -1  # the hidden state at i - shift answers for i; -1: the checkpoint's
     mask_id: int = -1  # a token that no text uses; -1: the checkpoint's
+    lora_rank: int = 0  # of adapters that are trained instead; 0: all weights are
+    lora_alpha: float = 32.0  # they are added with weight alpha / rank
+    lora_targets: tuple[str, ...] = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+
+    @property
+    def lora(self) -> Lora | None:
+        """What `lora_rank` and its neighbours say."""
+        if not self.lora_rank:
+            return None
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets)
 
     def __post_init__(self):
         choose("model.remat", self.remat, tuple(REMAT))
         choose("model.dtype", self.dtype, ("bfloat16", "float32"))
+        self.lora  # noqa: B018  (refuses what is wrong)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,12 @@
     python -m dllm_jax.convert to-hf ORBAX_DIR OUT_DIR --like=HF_DIR [--step=N]
 
 `to-orbax` writes the weights as step 0, laid out as in a run's checkpoints. `to-hf` reads
-what it wrote, or a run's folder; of a training state only the policy's weights are read.
+what it wrote, or a run's folder; of a training state only the policy's weights are read, and
+LoRA's adapters are added to those of the original.
 """
 
 import argparse
+import dataclasses
 import pathlib
 
 import jax
@@ -17,7 +19,8 @@ from absl import logging
 
 from dllm_jax import config, sharding
 from dllm_jax.checkpoint import Checkpoints, dotted
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import hf, lora, transformer
+from dllm_jax.models.config import Lora
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,9 +82,19 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
     if checkpoints.damaged(step):
         raise ValueError(f"{folder / str(step)} is damaged; --step= takes another")
 
+    meta = checkpoints.manager.restore(
+        step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+    ).meta
+    told = meta.get("config", {}).get("model", {})
+    if told.get("lora_rank"):
+        adapters = Lora(
+            told["lora_rank"], told["lora_alpha"], tuple(told["lora_targets"])
+        )
+        cfg = dataclasses.replace(cfg, lora=adapters)
     held = checkpoints.manager.item_metadata(step).state["policy"]["params"]
     heads = ("lm", "value") if "value" in held else ("lm",)
-    want = transformer.abstract(cfg, sharding.make_mesh(), jnp.float32, heads)
+    mesh = sharding.make_mesh()
+    want = transformer.abstract(cfg, mesh, jnp.float32, heads)
     have, need = (
         {dotted(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (held, want)
@@ -108,7 +121,11 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
                 partial_restore=True,
             ),
         )
-    hf.save(out, cfg, state["policy"]["params"], like=like)
+    params = state["policy"]["params"]
+    if cfg.lora:
+        _, base = hf.load(like, mesh=mesh)
+        params = lora.merge(lora.join(base, params, cfg.lora))
+    hf.save(out, dataclasses.replace(cfg, lora=None), params, like=like)
 
 
 def main(argv=None):

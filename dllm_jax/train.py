@@ -23,7 +23,7 @@ from absl import flags, logging
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import families, hf, transformer
+from dllm_jax.models import families, hf, lora, transformer
 from dllm_jax.rl import advantage, bounds, learner, rollout, views
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import denoise
@@ -82,6 +82,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "
             "needs; set model.attention and model.mask_id, as in configs/sft.py:adapt"
         )
+    model = dataclasses.replace(
+        model,
+        dtype=cfg.model.dtype,
+        remat=cfg.model.remat,
+        block=cfg.sampler.block,
+        lora=cfg.model.lora,
+    )
     begin = {name: functools.partial(learner.begin, plan=plans[name]) for name in plans}
     wanted, places = {}, {}
     for name, plan in plans.items():
@@ -93,9 +100,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             fresh,
             places[name],
         )
-    model = dataclasses.replace(
-        model, dtype=cfg.model.dtype, remat=cfg.model.remat, block=cfg.sampler.block
-    )
     sampler = dataclasses.replace(
         cfg.sampler, stop_ids=data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     )
@@ -113,16 +117,29 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     if resume == "must" and found is None:
         raise ValueError(f"--resume=must, but {folder} has no checkpoint")
     states, first, taken = {}, 0, 0
+    base = None  # LoRA: the weights that stay as they are
+    if model.lora:
+        _, base = hf.load(cfg.model.path, mesh=mesh, dtype=model.dtype)
+        value = base.pop("value", None)
     if found is not None:
         states, meta, first = found
         taken = meta["taken"]
         say(f"resuming {folder} after step {first}")
         report_changes(meta["config"], cfg, say)
     else:
-        for name, plan in plans.items():
-            _, params = hf.load(
-                cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
-            )
+        for i, (name, plan) in enumerate(plans.items()):
+            if base is None:
+                _, params = hf.load(
+                    cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
+                )
+            else:
+                fresh = jax.jit(
+                    functools.partial(transformer.init, cfg=model, heads=plan.heads),
+                    out_shardings=places[name].params,
+                )
+                params = fresh(jax.random.fold_in(jax.random.key(cfg.seed), i))
+                if value is not None and "value" in params:
+                    params["value"] = value.astype(jnp.float32)
             start = jax.jit(begin[name], out_shardings=places[name], donate_argnums=0)
             states[name] = start(params)
             del params
@@ -132,7 +149,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
         )
     say(
-        f"{cfg.model.path}: {count(states['policy'].params):,} parameters on "
+        f"{cfg.model.path}: {count(states['policy'].params):,} parameters "
+        f"{f'beside {count(base):,} frozen ones ' if base else ''}on "
         f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
     )
 
@@ -142,9 +160,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     reference = {}
     if cfg.objective.reference_beta and terms != ("nll",):
         scored["reference"] = learner.Plan(("policy",), cfg.policy_optim, updates)
-        _, reference["reference"] = hf.load(
-            cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
-        )
+        reference["reference"] = base
+        if base is None:
+            _, reference["reference"] = hf.load(
+                cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
+            )
     objective = cfg.objective  # DPO's gradient has the reference in its factors
     if dpo:
         objective = dataclasses.replace(objective, reference_beta=0.0)
@@ -156,6 +176,10 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         out_shardings=(places, whole),
     )
     cast = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params))
+
+    def whole_of(name, change=lambda params: params):
+        """Returns a network's parameters, its trained ones changed, with the frozen."""
+        return lora.join(base, change(states[name].params), model.lora)
 
     # ---- The data --------------------------------------------------------------------
     heldout = data.problems(cfg.data.heldout, tok, cfg.data) if cfg.data.heldout else []
@@ -205,7 +229,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         with timer("eval"):
             key = jax.random.fold_in(jax.random.key(cfg.seed + 1), step)
             n = np.arange(len(heldout))
-            acting = cast(states["policy"].params)
+            acting = whole_of("policy", cast)
             told = rollout.summary(
                 answer(acting, heldout, n, key, cfg.eval.temperature)
             )
@@ -265,7 +289,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             problems = [source[i] for i in chosen for _ in range(cfg.rl.group)]
             group_n = np.repeat(np.arange(cfg.rl.prompts), cfg.rl.group)
             with timer("rollout"):
-                acting = cast(states["policy"].params)
+                acting = whole_of("policy", cast)
                 rollouts = answer(acting, problems, group_n, key, sampler.temperature)
                 del acting
             told = rollout.summary(rollouts)
@@ -286,8 +310,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             keep &= rollouts.trace.len_B > 0
             if keep.any():
                 with timer("score"):
+                    params = {name: whole_of(name) for name in states} | reference
                     more, batches = experience(
-                        cfg, rollouts, keep, rng, pack, score, states, reference, mesh
+                        cfg, rollouts, keep, rng, pack, score, params, mesh
                     )
                 told |= more
             else:
@@ -310,7 +335,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             steps_nT = views.noised_steps(part, cfg.noise, sampler.block, rng)
             batch, where = pack(part, steps_nT, np.arange(len(steps_nT)))
             if dpo:
-                params = {"policy": states["policy"].params} | reference
+                params = {"policy": whole_of("policy")} | reference
                 out = score(params, sharding.place_rows(batch, mesh, axis=1))
                 told, batch = bounds.compared(
                     sharding.fetch(out),
@@ -328,7 +353,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         with timer("update"):
             parts = []
             for batch in batches:
-                states, part = update(states, batch)
+                states, part = update(states, batch, base)
                 parts.append(part)
             parts = sharding.fetch(parts)
         for name in parts[0] if parts else ():
@@ -358,12 +383,15 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         say(f"stopped by a signal; start the same command again to go on in {folder}")
         return
     if cfg.run.export:
-        policy = states["policy"].params
-        hf.save(folder / "export", model, policy, like=cfg.model.path)
+        if base is not None:  # as precise as it is stored
+            _, base = hf.load(cfg.model.path, mesh=mesh)
+        policy = lora.merge(whole_of("policy"))
+        plain = dataclasses.replace(model, lora=None)
+        hf.save(folder / "export", plain, policy, like=cfg.model.path)
         say(f"exported to {folder / 'export'}")
 
 
-def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
+def experience(cfg, rollouts, keep, rng, pack, score, params, mesh):
     """Returns (metrics, one complete TrainBatch on the mesh per update).
 
     Old log-probs and values are scored by the weights that the step starts with, before
@@ -378,7 +406,6 @@ def experience(cfg, rollouts, keep, rng, pack, score, states, reference, mesh):
     steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
     packed = [pack(trace, steps_nT, deal, group_n[deal]) for deal in deals]
 
-    params = {name: state.params for name, state in states.items()} | reference
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
     for deal, (batch, source) in zip(deals, packed, strict=True):
         out = score(params, sharding.place_rows(batch, mesh, axis=1))

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import time
 import numpy as np
 import pytest
 import safetensors.numpy
+
+from dllm_jax import convert
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
@@ -164,6 +167,9 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     same(folder, whole)
 
 
+LORA = ("model.lora_rank=4", "data.heldout=", "policy_optim.lr=1e-2")
+
+
 def pairs(path: pathlib.Path) -> pathlib.Path:
     """Writes preferences: the right sum over a wrong one."""
     told = (ROOT / "examples/arithmetic/heldout.jsonl").read_text().splitlines()[:32]
@@ -217,6 +223,8 @@ def others(command, tmp_path_factory):
             "objective.loss=spg",
             "objective.aggregate=elbo",
         ),
+        "lora": command(folder / "lora", *LORA, "rl.steps=2"),
+        "lora_resumed": command(folder / "lora_resumed", *LORA, "rl.steps=1"),
     }
     return {name: (folder / name, end(run)) for name, run in runs.items()}
 
@@ -261,6 +269,28 @@ def test_spg_with_two_draws_and_a_reward_for_speed(others):
     assert [row["step"] for row in told] == [1, 2]
     assert all(row["groups_kept"] > 0 for row in told)
     assert all(row["grad_norm"] > 0 for row in told)
+
+
+def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_path):
+    folder, told = others["lora"]
+    assert re.search(r": [\d,]+ parameters beside 619,584 frozen ones on", told)
+    assert rows(folder)[0]["logprob_gap_max"] < 1e-4
+    resumed = others["lora_resumed"][0]
+    told = end(command(resumed, *LORA, "rl.steps=2"))
+    assert f"resuming {resumed} after step 1" in told
+    same(resumed, folder)
+    size = sum(f.stat().st_size for f in (folder / "checkpoints/2/state").rglob("*"))
+    assert size < 619_584 * 4  # no copy of the weights that stay
+
+    like = ROOT / "examples/arithmetic/model"
+    start = safetensors.numpy.load_file(like / "model.safetensors")
+    got = safetensors.numpy.load_file(folder / "export/model.safetensors")
+    for name, x in start.items():
+        assert (got[name] != x).any() == name.endswith("proj.weight"), name
+    convert.main(["to-hf", str(folder), str(tmp_path / "out"), f"--like={like}"])
+    out = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    for name, x in got.items():
+        np.testing.assert_allclose(out[name], x, atol=1e-8, err_msg=name)
 
 
 def test_help_lists_every_key():

@@ -7,6 +7,28 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters in the place of training the weights themselves: see lora.py."""
+
+    rank: int
+    alpha: float
+    targets: tuple[
+        str, ...
+    ]  # names of a layer's weights, as transformer.stack has them
+
+    def __post_init__(self):
+        if self.rank < 1 or not self.targets:
+            raise ValueError(
+                "model.lora_rank >= 1 needs one or more model.lora_targets"
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of A B."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language tower. Hashable, so that it can be a static argument."""
 
@@ -49,6 +71,7 @@ class ModelConfig:
     pad_id: int = 151643
     dtype: str = "bfloat16"  # of computation; parameters keep their own
     remat: str = "none"  # a key of transformer.REMAT: what the backward pass recomputes
+    lora: Lora | None = None  # then only its adapters (and value heads) are parameters
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -65,6 +88,7 @@ class ModelConfig:
             "E": self.experts,
             "I": self.expert_ffw,
             "Z": self.shared_experts * self.expert_ffw,
+            "C": self.lora.rank if self.lora else 0,
         }
 
 

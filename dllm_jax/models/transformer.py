@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
-from dllm_jax.models import moe
+from dllm_jax.models import lora, moe
 from dllm_jax.models.cache import KVCache, PagedKVCache
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
@@ -38,7 +38,10 @@ class Spec:
 
 
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
-    """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value"."""
+    """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
+
+    With `cfg.lora` they are what is trained: `lora.join` adds the frozen rest.
+    """
     tree = {"embed": Spec("VD"), "norm": Spec("D", "ones")}
     tree["layers"] = stack(cfg, "L", experts=cfg.experts > 0)
     if cfg.dense_layers:
@@ -47,7 +50,7 @@ def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
         tree["head"] = Spec("DV")
     if "value" in heads:
         tree["value"] = Spec("D", "zeros")  # V = 0 before the first update
-    return tree
+    return lora.specs(tree, cfg.lora) if cfg.lora else tree
 
 
 def stack(cfg: ModelConfig, n: str, *, experts: bool) -> dict[str, Spec]:
@@ -218,7 +221,7 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
     fresh, number = [], 0
     for name in ("first", "layers"):
         if name in params:
-            numbers_L = jnp.arange(number, number + len(params[name]["wq"]))
+            numbers_L = jnp.arange(number, number + len(params[name]["attn_norm"]))
             number += len(numbers_L)
             (x_BTD, pages), (kept, load) = jax.lax.scan(
                 layer, (x_BTD, pages), (params[name], numbers_L)
@@ -234,11 +237,16 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
 def project(x, w, dims: str, bias=None):
     """Contracts x's last dimensions with w's first: "DNH" and "NHD" alike.
 
+    A lora.Adapted weight is W and, beside it, A and B one after the other.
     Both are flattened to two dimensions first, for which CPUs have fast code. The
     constraint gathers what `fsdp` has split, in the computing dtype.
     """
+    inner = len(lora.contracted(dims))
+    if isinstance(w, lora.Adapted):
+        low = project(x, w.a, dims[:inner] + "C")
+        low = w.scale * project(low, w.b, "C" + dims[inner:])
+        return low + project(x, w.w, dims, bias)
     w = constrain(w.astype(x.dtype), dims)
-    inner = w.ndim - 1 if dims.endswith("D") else 1  # how many dimensions contract
     rows, outer = x.shape[: x.ndim - inner], w.shape[inner:]
     size = 1
     for n in w.shape[:inner]:

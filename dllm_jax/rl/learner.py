@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dllm_jax.models import mask, transformer
+from dllm_jax.models import lora, mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import objectives
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
@@ -146,9 +146,10 @@ def outputs_of(heads: tuple[str, ...]) -> tuple[str, ...]:
     return lm + (("value",) if "value" in heads else ())
 
 
-def loss(params, batch, *, model, plan: Plan, cfg: ObjectiveConfig):
+def loss(params, batch, base=None, *, model, plan: Plan, cfg: ObjectiveConfig):
     """Returns (loss, sums) of one microbatch: the sum of the plan's objectives."""
-    out = outputs(params, batch, model, plan.heads)
+    whole = lora.join(base, params, model.lora)
+    out = outputs(whole, batch, model, plan.heads)
     total, sums = 0.0, {}
     for term in plan.terms:
         shared = term == "value" and len(plan.terms) > 1
@@ -158,9 +159,10 @@ def loss(params, batch, *, model, plan: Plan, cfg: ObjectiveConfig):
     return total, sums
 
 
-def update(states: dict, batch, *, model, plans: dict, cfg: ObjectiveConfig):
+def update(states: dict, batch, base=None, *, model, plans, cfg: ObjectiveConfig):
     """Returns (states after one optimizer update of each, metrics).
 
+    base: the weights that stay, where the states hold LoRA's adapters.
     Gradients are summed in f32 over the used microbatches, whose number is data and not
     shape, so a run compiles this once.
     """
@@ -173,7 +175,7 @@ def update(states: dict, batch, *, model, plans: dict, cfg: ObjectiveConfig):
         def one(i, plan=plan, params=state.params, gradient=gradient):
             micro = jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
             (total, sums), grads = gradient(
-                params, micro, model=model, plan=plan, cfg=cfg
+                params, micro, base, model=model, plan=plan, cfg=cfg
             )
             return {"total": total, **sums}, grads
 

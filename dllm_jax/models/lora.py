@@ -1,0 +1,89 @@
+"""LoRA: a frozen weight W acts as W + alpha / rank A B, and only A and B are trained.
+
+arXiv 2106.09685, section 4.1. A starts at random and B at zero, so that training starts
+from W. Sampling and training use W, A and B as they are; only an export adds them up.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.models.config import Lora
+
+
+@flax.struct.dataclass
+class Adapted:
+    """A weight with its adapters, stacked over layers or of one layer."""
+
+    w: jax.Array
+    a: jax.Array  # w's contracted dimensions, then C, the rank
+    b: jax.Array  # C, then the others
+    scale: float = flax.struct.field(pytree_node=False)
+
+
+def contracted(dims: str) -> str:
+    """Returns the letters over which a weight is contracted: those it starts with."""
+    return dims[:-1] if dims[-1] in "CD" else dims[0]
+
+
+def specs(tree: dict, cfg: Lora) -> dict:
+    """Returns the Specs of what is trained in a tower: adapters, and its value head.
+
+    Raises ValueError naming a target that no layer has.
+    """
+    stacks = {name: node for name, node in tree.items() if isinstance(node, dict)}
+    known = {name for node in stacks.values() for name in node if name.startswith("w")}
+    for target in cfg.targets:
+        if target not in known:
+            raise ValueError(
+                f"model.lora_targets: no weight {target!r}; choose from {sorted(known)}"
+            )
+
+    def pair(spec):
+        layer, dims = spec.dims[0], spec.dims[1:]
+        inner = contracted(dims)
+        outer = dims[len(inner) :]
+        return {
+            "a": dataclasses.replace(spec, dims=f"{layer}{inner}C"),
+            "b": dataclasses.replace(spec, dims=f"{layer}C{outer}", init="zeros"),
+        }
+
+    out = {
+        name: {target: pair(node[target]) for target in cfg.targets if target in node}
+        for name, node in stacks.items()
+    }
+    return out | ({"value": tree["value"]} if "value" in tree else {})
+
+
+def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:
+    """Returns the parameters of the whole tower; without a base these are `trained`."""
+    if cfg is None:
+        return trained
+    out = base | trained
+    for name, pairs in trained.items():
+        if isinstance(pairs, dict):
+            out[name] = base[name] | {
+                target: Adapted(base[name][target], pair["a"], pair["b"], cfg.scale)
+                for target, pair in pairs.items()
+            }
+    return out
+
+
+def merge(params: dict) -> dict:
+    """Returns parameters with every adapter added to its weight; sums are f32."""
+
+    @jax.jit
+    def one(x):
+        delta = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
+            x.a.astype(jnp.float32), x.b.astype(jnp.float32)
+        )
+        return (x.w.astype(jnp.float32) + x.scale * delta).astype(x.w.dtype)
+
+    def is_adapted(x):
+        return isinstance(x, Adapted)
+
+    return jax.tree.map(
+        lambda x: one(x) if is_adapted(x) else x, params, is_leaf=is_adapted
+    )
