@@ -196,9 +196,13 @@ FAMILIES = {  # by model_type
     "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
     "qwen2": Family(CAUSAL | {"qk_norm": False, "qkv_bias": True}),
     "qwen3": Family(CAUSAL),
-    "qwen3_moe": Family(CAUSAL, **MOE),
+    "qwen3_moe": Family(CAUSAL | {"router_norm": False}, **MOE),
     "llama": Family(CAUSAL | {"qk_norm": False}),
 }
+LLAMA3 = (  # of rope_scaling, in the order of ModelConfig.rope_llama3
+    *("factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
 ATTENTIONS = ("block", "full", "causal")  # see mask.clean
 NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
 NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
@@ -236,7 +240,12 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         )
     family = FAMILIES[kind]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
+    raw = (
+        rope | {"num_experts": raw.get("num_local_experts")} | raw
+    )  # as newer ones write
+    turn = rope.get("rope_type", rope.get("type", "default"))
+    scaled = tuple(rope.get(key) for key in LLAMA3) if turn == "llama3" else ()
+    if turn not in ("default", "llama3") or None in scaled:
         raise ValueError(f"{file}: rope_scaling={rope!r} is not supported")
     if raw.get("use_sliding_window") and raw.get("sliding_window"):
         raise ValueError(
@@ -255,7 +264,6 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             raise ValueError(f"{file}: no field {family.fields[field]!r}")
     told.setdefault("kv_heads", told["heads"])
     told.setdefault("head_dim", told["d_model"] // told["heads"])
-    theta = raw.get("rope_theta") or rope.get("rope_theta", 10000.0)
     pad = first(raw.get("pad_token_id"), None)
     eos = first(raw.get("eos_token_id"), pad or 0)
     masked = (
@@ -266,7 +274,8 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     )
     cfg = ModelConfig(
         family=kind,
-        rope_theta=float(theta),
+        rope_theta=float(raw.get("rope_theta") or 10000.0),
+        rope_llama3=scaled,
         eos_id=eos,
         pad_id=eos if pad is None else pad,
         **told,

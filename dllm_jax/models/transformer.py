@@ -140,6 +140,24 @@ def rope(x_BTNH, angle_BTh):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
+def frequencies(cfg: ModelConfig):
+    """Returns by how much each pair of a head's dimensions turns, radians a position.
+
+    Llama 3.1 divides those by `factor` that turn less than `low` times in the `length`
+    that it was trained on, leaves those that turn more than `high` times, and blends
+    between (Llama-3.1's rope_type "llama3").
+    """
+    turning = int(cfg.rotary * cfg.head_dim)
+    octave_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
+    plain_h = cfg.rope_theta**-octave_h
+    if not cfg.rope_llama3:
+        return plain_h
+    factor, low, high, length = cfg.rope_llama3
+    turns_h = length * plain_h / (2 * jnp.pi)
+    keep_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
+    return plain_h * (keep_h + (1 - keep_h) / factor)
+
+
 def embed(params: Params, tokens_BT, cfg: ModelConfig):
     """Returns the input embeddings x_BTD in the computing dtype."""
     table_VD = constrain(params["embed"].astype(cfg.dtype), "VD")
@@ -162,11 +180,7 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
 
     Tokens that see nothing are padding, and do not count as load.
     """
-    turning = int(cfg.rotary * cfg.head_dim)
-    octave_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
-    angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(
-        cfg.rope_theta**-octave_h, 3
-    )
+    angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
     paged = isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)

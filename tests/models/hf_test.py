@@ -418,6 +418,13 @@ def test_fields_of_full_attention(family, wanted):
     assert {key: getattr(cfg, key) for key in wanted} == wanted
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "original_max_position_embeddings": 8192,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "factor": 8.0,
+}
 PLAIN = ["block_size", "mask_token_id"]  # what only diffusion models have
 AUTOREGRESSIVE = {"attention": "causal", "shift": 1, "block": 1, "mask_id": 256}
 
@@ -435,6 +442,7 @@ AUTOREGRESSIVE = {"attention": "causal", "shift": 1, "block": 1, "mask_id": 256}
             {"rope_theta": 5e5},
         ),
         ({}, ["rope_theta"], {"rope_theta": 1e4}),
+        ({"rope_scaling": LLAMA3}, [], {"rope_llama3": (8.0, 1.0, 4.0, 8192)}),
         ({"head_dim": None, "hidden_size": 48}, [], {"head_dim": 12}),
         ({"rms_norm_eps": 1e-5}, [], {"norm_eps": 1e-5}),
         ({"num_attention_heads": 6}, ["num_key_value_heads"], {"kv_heads": 6}),
@@ -603,6 +611,7 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
             [],
             "rope_scaling=.*yarn.* is not supported",
         ),
+        ({"rope_scaling": {"rope_type": "llama3"}}, [], "rope_scaling=.*llama3"),
         (
             {"sliding_window": 64, "use_sliding_window": True},
             [],

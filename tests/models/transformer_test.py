@@ -290,6 +290,27 @@ def test_bfloat16_computes_near_its_f32_masters(tiny):
     assert np.abs(x - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
+def test_frequencies_of_llama_3_1(tiny):
+    scaling = 8.0, 1.0, 4.0, 64.0
+    cfg = dataclasses.replace(tiny[0], head_dim=32, rope_theta=1e4)
+    plain = np.asarray(transformer.frequencies(cfg))
+    np.testing.assert_allclose(plain, 1e4 ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
+    found = transformer.frequencies(dataclasses.replace(cfg, rope_llama3=scaling))
+    kinds = set()
+    for f, got in zip(plain, found, strict=True):
+        wave = 2 * np.pi / f  # positions per turn
+        if wave < 64 / 4:
+            kind, want = "kept", f
+        elif wave > 64 / 1:
+            kind, want = "scaled", f / 8
+        else:
+            smooth = (64 / wave - 1) / (4 - 1)
+            kind, want = "between", (1 - smooth) * f / 8 + smooth * f
+        kinds.add(kind)
+        assert float(got) == pytest.approx(want, rel=1e-5)
+    assert kinds == {"kept", "scaled", "between"}
+
+
 def test_bias_and_norm_are_fields(tiny):
     cfg = tiny[0]
     bare = dataclasses.replace(cfg, qk_norm=False)

@@ -24,13 +24,23 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "attn_implementation": "eager",
-    # What makes a causal model ours: blocks of one position, and a mask token.
-    "block_size": 1,
-    "mask_token_id": 66,
 }
-
-
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
+LLAMA3 = ROPE | {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 0.1,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # some frequencies of each of three kinds
+}
+# A mask token and blocks of one position are causal attention too.
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+BLOCKS = {"block_size": 1, "mask_token_id": 66, "logit_shift": 1}
 
 
 def original(kind: str, **fields):
@@ -54,12 +64,15 @@ def logits(model, ids) -> np.ndarray:
     "kind, fields",
     [
         ("qwen3", {"head_dim": 24, "tie_word_embeddings": False}),
-        ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 8, "tie_word_embeddings": True} | BLOCKS),
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3_moe", {"head_dim": 8, "tie_word_embeddings": False} | EXPERTS),
         ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+        ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3}),
     ],
 )
 def test_logits_of_import_and_export(kind, fields, tmp_path):
-    theirs = original(kind, rope_parameters=ROPE, **fields)
+    theirs = original(kind, **{"rope_parameters": ROPE} | fields)
     theirs.save_pretrained(tmp_path / "origin", max_shard_size="40KB")
     assert len(list((tmp_path / "origin").glob("*.safetensors"))) > 1
     script = ROOT / "tests" / "torch" / "make_export.py"

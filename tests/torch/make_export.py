@@ -3,7 +3,7 @@
     python tests/torch/make_export.py FOLDER
 
 Writes FOLDER/export and FOLDER/ours.npz: `ids`, and our logits `before` and `after` the
-change. A block of one position is causal attention, which PyTorch's models can do.
+change.
 """
 
 import os
@@ -23,7 +23,7 @@ def main(folder: pathlib.Path) -> None:
     """Runs the JAX half in a folder that holds `origin`."""
     jax.config.update("jax_default_matmul_precision", "highest")
     cfg, params = hf.load(folder / "origin")
-    assert cfg.block == 1
+    assert cfg.block == cfg.shift == 1
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.vocab - 1, (2, 17)).astype(np.int32)
     pos = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
@@ -31,7 +31,9 @@ def main(folder: pathlib.Path) -> None:
     @jax.jit
     def logits(params):
         x = transformer.embed(params, ids, cfg)
-        x, _ = transformer.trunk(params, x, pos, mask.block(pos, cfg.block), cfg)
+        length = jnp.full(len(ids), ids.shape[1])
+        seen = mask.clean(cfg.attention, pos, length, cfg.block)
+        x, _ = transformer.trunk(params, x, pos, seen, cfg)
         return transformer.logits(params, x, cfg)
 
     trained = jax.tree.map(
