@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from benchmarks import topologies
 from dllm_jax import sharding
-from dllm_jax.models import cache, transformer
+from dllm_jax.models import transformer
 from dllm_jax.models.config import PRESETS
 from dllm_jax.rl import learner, views
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
-from dllm_jax.sampling import denoise, state
+from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
 
 # topology -> (devices on "model", rows of the rollout, rows of a microbatch)
@@ -56,23 +56,20 @@ def lay_out(tree, mesh, prefix: str = ""):
 
 
 def rollout_step(model, mesh, rows: int):
-    """Returns the compiled denoising step of `rows` rows with a full cache."""
+    """Returns the engine's compiled loop over `rows` rows with pages for all of them."""
     params = transformer.abstract(model, mesh, jnp.bfloat16)
-
-    def begin():
-        zero_B = jnp.zeros(rows, jnp.int32)
-        return state.begin(
-            jnp.zeros((rows, SAMPLER.max_prompt), jnp.int32),
-            zero_B,
-            zero_B,
-            jnp.zeros(rows),
-            jax.random.split(jax.random.key(0), rows),
-            cache.empty(model, rows, SAMPLER.slots),
-        )
-
-    step = functools.partial(denoise.step, model=model, cfg=SAMPLER)
-    rows_in_flight = lay_out(jax.eval_shape(begin), mesh)
-    return compiled(mesh, jax.jit(step, donate_argnums=1), params, rows_in_flight)
+    cfg = dataclasses.replace(SAMPLER, rows=rows)
+    made = engine.Engine(model=model, cfg=cfg, mesh=mesh)
+    begin = functools.partial(
+        engine.empty, model=model, cfg=cfg, pages=made.pages * made.shards
+    )
+    in_flight = jax.eval_shape(begin, made.changes(), jax.random.key(0))
+    loop = functools.partial(
+        engine.advance.__wrapped__, shards=made.shards, model=model, cfg=cfg
+    )
+    limits = (jax.ShapeDtypeStruct((), jnp.int32),) * 2
+    args = (params, lay_out(in_flight, mesh), *limits)
+    return compiled(mesh, jax.jit(loop, donate_argnums=1), *args)
 
 
 def batch(mesh, rows: int) -> views.TrainBatch:

@@ -13,7 +13,6 @@ logprobs (nats), confidence, forwards, finished ("stop" or "length") and text.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import sys
@@ -192,32 +191,25 @@ def main(argv=None):
         max_prompt=-(-longest // block) * block,
         rows=-(-min(args.rows, len(prompts)) // share) * share,
     )
-    generate = functools.partial(denoise.generate, model=model, cfg=cfg)
+    answers = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
     quiet = not sys.stderr.isatty()
+    key, done, written = jax.random.key(args.seed), {}, 0
     with (
         open(args.out, "w") if args.out else contextlib.nullcontext(sys.stdout) as out,
         tqdm(total=len(prompts), unit="prompt", disable=quiet) as bar,
     ):
-        for first in range(0, len(prompts), cfg.rows):
-            part = prompts[first : first + cfg.rows]
-            trace = rollout.sample(
-                generate,
-                params,
-                part,
-                jax.random.key(args.seed),
-                cfg=cfg,
-                temperature=args.temperature,
-                mesh=mesh,
-                offset=first,  # an answer does not depend on --rows
-            )
-            texts = rollout.decode(trace, tok) if tok else [None] * len(part)
-            for i, prompt in enumerate(part):
-                line = {**rollout.record(trace, i, prompt), "text": texts[i]}
-                if "id" in rows[first + i]:
-                    line["id"] = rows[first + i]["id"]
+        for i, row in answers(params, prompts, key, temperature=args.temperature):
+            done[i] = jax.tree.map(lambda x: x[None], row)
+            bar.update(1)
+            while written in done:  # in the order of the input
+                trace = done.pop(written)
+                text = rollout.decode(trace, tok)[0] if tok else None
+                line = {**rollout.record(trace, 0, prompts[written]), "text": text}
+                if "id" in rows[written]:
+                    line["id"] = rows[written]["id"]
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            out.flush()
-            bar.update(len(part))
+                out.flush()
+                written += 1
 
 
 if __name__ == "__main__":

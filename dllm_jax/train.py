@@ -26,7 +26,6 @@ from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import families, hf, lora, transformer
 from dllm_jax.rl import advantage, bounds, learner, rollout, views
 from dllm_jax.rl.rewards import GRADERS
-from dllm_jax.sampling import denoise
 
 CONFIG = ml_collections.config_flags.DEFINE_config_file(
     "config", None, "a file of configs/, optionally with :PRESET"
@@ -168,7 +167,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     objective = cfg.objective  # DPO's gradient has the reference in its factors
     if dpo:
         objective = dataclasses.replace(objective, reference_beta=0.0)
-    generate = functools.partial(denoise.generate, model=model, cfg=sampler)
+    answers = rollout.sampler(model=model, cfg=sampler, mesh=mesh)
     score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
     update = jax.jit(
         functools.partial(learner.update, model=model, plans=plans, cfg=objective),
@@ -205,15 +204,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
 
     def answer(acting, problems, group_n, key, temperature):
         """Samples and grades one answer to each problem."""
-        trace = rollout.sample(
-            generate,
-            acting,
-            [p.prompt_ids for p in problems],
-            key,
-            cfg=sampler,
-            temperature=temperature,
-            mesh=mesh,
-        )
+        prompts = [p.prompt_ids for p in problems]
+        trace = rollout.sample(answers, acting, prompts, key, temperature=temperature)
         with timer("reward"):
             return rollout.graded(
                 trace,

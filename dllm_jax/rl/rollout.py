@@ -5,12 +5,18 @@ process 0 alone grades, so that a grader's time-out cannot split a run in two.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dllm_jax import sharding
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import denoise
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.state import Trace
 
 
@@ -24,23 +30,55 @@ class Rollouts:
     reward_n: np.ndarray
 
 
-def sample(
-    generate,
-    params,
-    prompts: list[list[int]],
-    key,
-    *,
-    cfg,
-    temperature,
-    mesh,
-    offset: int = 0,
-):
-    """Returns the host Trace of one answer to each prompt, sampled `cfg.rows` at a time.
+def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
+    """Returns how this model answers: `through` the engine, or `in_batches`.
 
-    generate: the jitted `denoise.generate`, its static arguments bound; key: a typed
-    random key, from which prompt i draws by fold_in(offset + i). A prompt longer than
-    `cfg.max_prompt` gets an empty answer; the caller reports it.
+    Either is a function (params, prompts, key, *, temperature) that yields (i, row i of a
+    host Trace) as answers end; prompt i draws from fold_in(key, i). A prompt that is
+    empty or longer than `cfg.max_prompt` gets an empty answer; the caller reports it.
     """
+    if model.attention == "full":  # no key is final before its answer is
+        generate = functools.partial(denoise.generate, model=model, cfg=cfg)
+        return functools.partial(in_batches, generate, cfg=cfg, mesh=mesh)
+    return functools.partial(through, Engine(model=model, cfg=cfg, mesh=mesh))
+
+
+def sample(answers, params, prompts: list[list[int]], key, *, temperature) -> Trace:
+    """Returns the host Trace of one answer to each prompt; answers: see `sampler`."""
+    rows = dict(answers(params, prompts, key, temperature=temperature))
+    return jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in range(len(rows))))
+
+
+def through(engine: Engine, params, prompts, key, *, temperature):
+    """Answers prompts on the engine."""
+    for i, prompt in enumerate(prompts):
+        if 0 < len(prompt) <= engine.cfg.max_prompt:
+            new = engine.cfg.max_new
+            engine.submit(prompt, index=i, temperature=temperature, new=new)
+        else:
+            yield i, no_answer(engine.cfg.slots)
+    for request, row in engine.run(params, key):
+        yield request.index, row
+
+
+def no_answer(slots: int) -> Trace:
+    """Returns the row of a prompt that cannot be answered."""
+    zero, zeros = np.int32(0), np.zeros(slots, np.float32)
+    return Trace(
+        tokens_BT=np.zeros(slots, np.int32),
+        step_BT=np.full(slots, FAR, np.int32),
+        logp_BT=zeros,
+        conf_BT=zeros,
+        prompt_len_B=zero,
+        len_B=zero,
+        steps_B=zero,
+        forwards_B=zero,
+        stopped_B=np.bool_(False),
+    )
+
+
+def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh):
+    """Answers prompts `cfg.rows` at a time; generate: `denoise.generate`, bound."""
     n = len(prompts)
     tokens_nP = np.zeros((n, cfg.max_prompt), np.int32)
     len_n = np.zeros(n, np.int32)
@@ -48,7 +86,6 @@ def sample(
         if 0 < len(prompt) <= cfg.max_prompt:
             tokens_nP[i, : len(prompt)] = prompt
             len_n[i] = len(prompt)
-    parts = []
     for first in range(0, n, cfg.rows):
         rows = np.arange(first, first + cfg.rows)
         index = np.minimum(rows, n - 1)
@@ -59,14 +96,14 @@ def sample(
                 "prompt_len_B": real,
                 "limit_B": real + cfg.max_new,
                 "temperature_B": np.full(cfg.rows, temperature, np.float32),
-                "index_B": (offset + index).astype(np.uint32),
+                "index_B": index.astype(np.uint32),
             },
             mesh,
         )
         key_B = row_keys(key, arrays.pop("index_B"))
         trace = sharding.fetch(generate(params, **arrays, key_B=key_B))
-        parts.append(trace)
-    return jax.tree.map(lambda *x: np.concatenate(x)[:n], *parts)
+        for row, i in enumerate(rows[rows < n].tolist()):
+            yield i, jax.tree.map(lambda x, row=row: x[row], trace)
 
 
 @jax.jit

@@ -399,13 +399,7 @@ class Engine:
 
     def fill(self, key):
         """Admits what waits, and tells the device of all that has changed."""
-        names_ = ("prompt_len", "limit", "index", "filled", "room", "from", "to")
-        new = {f"{name}_B": np.zeros(self.n, np.int32) for name in names_}
-        new["to_B"] += self.pages
-        new["here_B"], new["gone_B"] = (np.zeros(self.n, bool) for _ in range(2))
-        new["temperature_B"] = np.zeros(self.n, np.float32)
-        new["prompt_BT"] = np.zeros((self.n, self.cfg.max_prompt), np.int32)
-        new["table_BA"] = np.zeros((self.n, self.longest), np.int32)
+        new = self.changes()
         if self.rows is None:
             self.rows = empty(
                 sharding.place_rows(new, self.mesh),
@@ -442,6 +436,18 @@ class Engine:
         )
         for pool, page in sources:  # the copies are under way
             pool.release([page])
+
+    def changes(self) -> dict[str, np.ndarray]:
+        """Returns the arrays with which the device is told of changes, of which none."""
+        rows = self.n
+        ints = ("prompt_len", "limit", "index", "filled", "room", "from", "to")
+        new = {f"{name}_B": np.zeros(rows, np.int32) for name in ints}
+        new["to_B"] += self.pages
+        new["here_B"], new["gone_B"] = np.zeros(rows, bool), np.zeros(rows, bool)
+        new["temperature_B"] = np.zeros(rows, np.float32)
+        new["prompt_BT"] = np.zeros((rows, self.cfg.max_prompt), np.int32)
+        new["table_BA"] = np.zeros((rows, self.longest), np.int32)
+        return new
 
     def place(self, request: Request, new, sources: list) -> bool:
         """Gives a request a row and pages, if there are any; returns whether it has.

@@ -1,5 +1,7 @@
 """Rollouts: prompts of any number and length through a fixed batch, and their rewards."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 
 from dllm_jax import sharding
-from dllm_jax.rl import rollout
+from dllm_jax.rl import rollout, views
+from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import Trace
 
@@ -53,18 +56,10 @@ def mesh():
     return sharding.make_mesh(data=4, model=2, fsdp=1)
 
 
-def sample(generate, mesh, prompts=PROMPTS, **how):
-    """Returns the host trace of the prompts."""
-    return rollout.sample(
-        generate,
-        None,
-        prompts,
-        jax.random.key(5),
-        cfg=CFG,
-        temperature=0.7,
-        mesh=mesh,
-        **how,
-    )
+def sample(generate, mesh, prompts=PROMPTS):
+    """Returns the host trace of the prompts, answered in batches."""
+    answers = functools.partial(rollout.in_batches, generate, cfg=CFG, mesh=mesh)
+    return rollout.sample(answers, None, prompts, jax.random.key(5), temperature=0.7)
 
 
 def test_any_number_of_prompts_in_batches_of_one_shape(mesh):
@@ -101,10 +96,30 @@ def test_a_prompt_draws_from_its_own_key(mesh):
 
     whole, part = Fake(), Fake()
     sample(whole, mesh)
-    sample(part, mesh, PROMPTS[4:], offset=4)
+    sample(part, mesh, PROMPTS[:3])
     all_keys = keys(whole, 6)
     assert len(np.unique(all_keys, axis=0)) == 6
-    np.testing.assert_array_equal(keys(part, 2), all_keys[4:])
+    np.testing.assert_array_equal(keys(part, 3), all_keys[:3])
+
+
+def test_the_engine_and_batches_give_the_same_answers(tiny, mesh):
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, threshold=0.5)
+    with jax.set_mesh(mesh):
+        generate = functools.partial(denoise.generate, model=model, cfg=cfg)
+        batches = functools.partial(rollout.in_batches, generate, cfg=cfg, mesh=mesh)
+        engine = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
+        want, got = (
+            rollout.sample(run, params, PROMPTS, jax.random.key(5), temperature=1.0)
+            for run in (batches, engine)
+        )
+    np.testing.assert_array_equal(got.len_B, want.len_B)
+    answer = views.answers(want)
+    for name in ("tokens_BT", "step_BT"):
+        found, wanted = getattr(got, name), getattr(want, name)
+        np.testing.assert_array_equal(found[answer], wanted[answer], err_msg=name)
+    np.testing.assert_allclose(got.logp_BT[answer], want.logp_BT[answer], atol=1e-5)
+    assert (got.forwards_B <= want.forwards_B).all()
 
 
 @pytest.mark.parametrize("truncated_wrong", [True, False])
