@@ -2,10 +2,12 @@
 
     python -m dllm_jax.convert to-orbax HF_DIR OUT_DIR
     python -m dllm_jax.convert to-hf ORBAX_DIR OUT_DIR --like=HF_DIR [--step=N]
+        [--network=value]
 
 `to-orbax` writes the weights as step 0, laid out as in a run's checkpoints. `to-hf` reads
-what it wrote, or a run's folder; of a training state only the policy's weights are read, and
-LoRA's adapters are added to those of the original.
+what it wrote, or a run's folder; of a training state only the weights of one network are
+read, and LoRA's adapters are added to those of the original. What a run has made of the
+original (its attention, shift, block and mask token) is told in the export's config.json.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from absl import logging
 
 from dllm_jax import config, sharding
 from dllm_jax.checkpoint import Checkpoints, dotted
-from dllm_jax.models import hf, lora, transformer
+from dllm_jax.models import families, hf, lora, transformer
 from dllm_jax.models.config import Lora
 
 
@@ -51,6 +53,12 @@ def parser() -> argparse.ArgumentParser:
         help="the original, whose names, dtypes and other files the export takes over",
     )
     one.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    one.add_argument(
+        "--network",
+        default="policy",
+        metavar="NAME",
+        help="which network of a run: policy (default) or value",
+    )
     return p
 
 
@@ -64,8 +72,8 @@ def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     checkpoints.close()
 
 
-def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
-    """Writes the policy's weights of an Orbax checkpoint as a Hugging Face folder."""
+def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None:
+    """Writes the weights of an Orbax checkpoint's network as a Hugging Face folder."""
     folder = pathlib.Path(source)
     if (folder / "checkpoints").is_dir():
         folder /= "checkpoints"
@@ -85,14 +93,25 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
     meta = checkpoints.manager.restore(
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
-    told = meta.get("config", {}).get("model", {})
+    run = meta.get("config", {})  # none where `to-orbax` wrote
+    told = run.get("model", {})
+    kind = {key: told[key] for key in ("attention", "shift", "mask_id") if key in told}
+    cfg = families.adapt(cfg, **kind)
+    cfg = dataclasses.replace(cfg, block=run.get("sampler", {}).get("block", cfg.block))
     if told.get("lora_rank"):
         adapters = Lora(
             told["lora_rank"], told["lora_alpha"], tuple(told["lora_targets"])
         )
         cfg = dataclasses.replace(cfg, lora=adapters)
-    held = checkpoints.manager.item_metadata(step).state["policy"]["params"]
-    heads = ("lm", "value") if "value" in held else ("lm",)
+    networks = checkpoints.manager.item_metadata(step).state
+    if network not in networks:
+        raise ValueError(
+            f"{folder / str(step)} has no network {network!r}; choose from "
+            + ", ".join(sorted(networks))
+        )
+    held = networks[network]["params"]
+    heads = ("lm",) if network == "policy" or "head" in held else ()
+    heads += ("value",) if "value" in held else ()
     mesh = sharding.make_mesh()
     want = transformer.abstract(cfg, mesh, jnp.float32, heads)
     have, need = (
@@ -111,7 +130,7 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
         want,
     )
     # Part of a state: Orbax's standard handler, which writes it, cannot read one.
-    item = {"policy": {"params": target}}
+    item = {network: {"params": target}}
     with ocp.PyTreeCheckpointer() as reader:
         state = reader.restore(
             folder.absolute() / str(step) / "state",
@@ -121,7 +140,7 @@ def to_hf(source: str, out: str, like: str, step: int | None = None) -> None:
                 partial_restore=True,
             ),
         )
-    params = state["policy"]["params"]
+    params = state[network]["params"]
     if cfg.lora:
         _, base = hf.load(like, mesh=mesh)
         params = lora.merge(lora.join(base, params, cfg.lora))
@@ -135,7 +154,7 @@ def main(argv=None):
     if args.command == "to-orbax":
         to_orbax(args.source, args.out, args.dtype)
     else:
-        to_hf(args.source, args.out, args.like, args.step)
+        to_hf(args.source, args.out, args.like, args.step, args.network)
 
 
 if __name__ == "__main__":

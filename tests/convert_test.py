@@ -37,15 +37,21 @@ def orbax(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> pathlib.Path:
-    """A run's folder with two checkpoints of a policy that has both heads."""
+    """A run's folder with two checkpoints: a policy with both heads, and a value."""
     folder = tmp_path_factory.mktemp("run")
     _, params = hf.load(VALUE, mesh=sharding.make_mesh(data=2, fsdp=4))
     checkpoints = Checkpoints(folder / "checkpoints")
+
+    def state(params, step):
+        opt_state = optax.adamw(1e-3).init(params)
+        return TrainState(step=jnp.int32(step), params=params, opt_state=opt_state)
+
     for step in (1, 2):
         params["norm"] = params["norm"] + 1
-        opt_state = optax.adamw(1e-3).init(params)
-        state = TrainState(step=jnp.int32(step), params=params, opt_state=opt_state)
-        checkpoints.save(step, {"policy": state, "value": state}, {"taken": step})
+        value = {name: 2 * x for name, x in params.items() if name in ("norm", "value")}
+        value = {name: x for name, x in (params | value).items() if name != "head"}
+        states = {"policy": state(params, step), "value": state(value, step)}
+        checkpoints.save(step, states, {"taken": step})
     checkpoints.close()
     return folder
 
@@ -80,6 +86,31 @@ def test_the_policy_of_a_run(run, tmp_path, step, added):
     jax.tree.map(np.testing.assert_array_equal, params, was)
 
 
+def test_the_value_network_of_a_run(run, tmp_path):
+    out = tmp_path / "out"
+    flags = [f"--like={VALUE}", "--network=value"]
+    convert.main(["to-hf", str(run), str(out), *flags])
+    _, params = hf.load(out)
+    _, was = hf.load(VALUE)
+    np.testing.assert_array_equal(params.pop("norm"), 2 * (was.pop("norm") + 2))
+    np.testing.assert_array_equal(params.pop("value"), 2 * was.pop("value"))
+    jax.tree.map(np.testing.assert_array_equal, params, was)  # the head: the original's
+
+
+def test_what_a_run_made_of_its_model_is_told(orbax, tmp_path):
+    state, _, _ = Checkpoints(orbax).restore(None)
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(folder / "checkpoints")
+    model = {"attention": "full", "shift": 1, "mask_id": -1, "lora_rank": 0}
+    checkpoints.save(1, state, {"config": {"model": model, "sampler": {"block": 16}}})
+    checkpoints.close()
+    out = tmp_path / "out"
+    convert.main(["to-hf", str(folder), str(out), f"--like={SDAR}"])
+    cfg, was = hf.read_config(out), hf.read_config(SDAR)
+    assert (cfg.attention, cfg.shift, cfg.block) == ("full", 1, 16)
+    assert cfg.mask_id == was.mask_id
+
+
 def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):
     asked = []
     plain = convert.ocp.args.PyTreeRestore
@@ -104,6 +135,17 @@ def test_what_is_refused(orbax, run, tmp_path):
     refused("is not a folder", "to-orbax", tmp_path / "nothing", out)
     refused("is not a folder", "to-hf", tmp_path / "nothing", out, f"--like={SDAR}")
     refused("asked for 7", "to-hf", run, out, f"--like={VALUE}", "--step=7")
+    refused(
+        "'value'; choose from policy$",
+        *("to-hf", orbax, out, f"--like={SDAR}"),
+        "--network=value",
+    )
+    refused(
+        "'critic'; choose from policy, value$",
+        *("to-hf", run, out),
+        f"--like={VALUE}",
+        "--network=critic",
+    )
     refused("no checkpoints", "to-hf", tmp_path, out, f"--like={SDAR}")
     refused(
         r"does not hold the weights of .*: embed is \(320, 64\), expected \(256, 48\)",
@@ -123,7 +165,7 @@ def test_command_line(tmp_path):
 
     told = call("to-hf", "--help")
     assert told.returncode == 0
-    for flag in ("--like", "--step", "ORBAX_DIR", "OUT_DIR"):
+    for flag in ("--like", "--step", "--network", "ORBAX_DIR", "OUT_DIR"):
         assert flag in told.stdout
     told = call("to-orbax", tmp_path, tmp_path / "out")
     assert told.returncode == 2
