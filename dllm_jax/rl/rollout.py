@@ -150,8 +150,8 @@ def speed(trace: Trace):
 def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns what a step says about its rollouts: means over answers.
 
-    tokens_per_forward counts every forward of a row, those too that only keep a block's
-    keys or its prompt's.
+    tokens_per_forward counts the forwards that a row was denoised in. On the engine
+    there are no others: the keys of blocks and prompts are computed beside these.
     """
     trace = rollouts.trace
     answered = np.maximum((trace.len_B > 0).sum(), 1)
@@ -160,7 +160,6 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
         "accuracy": float((rollouts.reward_n >= 1).mean()),
         "response_length": float(trace.len_B.sum() / answered),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
-        "tokens_per_step": float(trace.len_B.sum() / max(trace.steps_B.sum(), 1)),
         "truncated": float((~trace.stopped_B & (trace.len_B > 0)).mean()),
     }
 
