@@ -1,0 +1,199 @@
+"""Sampling speed: the engine against batches that wait for their slowest row.
+
+    python -m benchmarks.decode --model=0.1b --rows 1 8 32
+
+Random weights and a forced rate of unmasking, so that speed does not depend on what the
+weights say: a step takes the first masked position and every other one that drew an even
+token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three times
+as many requests as rows. Both ways answer the same requests and must give the same ids;
+they alternate, the median is told, compilation excluded. On an accelerator that is in
+CHIPS the share of the roofline is told too: the time that one forward after the other
+would need for reading weights and cache, or for its multiplications if that is longer.
+
+Prints a row of a table for each number of rows, and one line of JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import sharding
+from dllm_jax.models import transformer
+from dllm_jax.models.config import PRESETS, ModelConfig, sdar
+from dllm_jax.sampling import denoise
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.engine import Engine
+from dllm_jax.sampling.strategy import STRATEGIES, sequential
+
+CHIPS = {  # device_kind: (bytes/s of memory, bf16 FLOP/s)
+    "NVIDIA H200": (4.8e12, 989e12),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
+    "TPU v5 lite": (819e9, 197e12),
+    "TPU v5p": (2765e9, 459e12),
+    "TPU v6 lite": (1640e9, 918e12),
+}
+SMALL = {"vocab": 32768, "head_dim": 64, "tied": True, "mask_id": 0, "eos_id": 1}
+SHAPES = PRESETS | {
+    "tiny": dataclasses.replace(
+        sdar(d_model=128, layers=4, heads=2, ffw=384, kv_heads=1), **SMALL
+    ),
+    "0.1b": dataclasses.replace(
+        sdar(d_model=768, layers=12, heads=12, ffw=2048, kv_heads=4), **SMALL
+    ),
+}
+
+
+def forced(draw, masked_BW, quota_B, cfg):
+    """Takes the first masked position, and others by the parity of what they drew."""
+    first_BW = sequential(draw, masked_BW, jnp.ones_like(quota_B), cfg)
+    return first_BW | (masked_BW & (draw.token_BW % 2 == 0))
+
+
+STRATEGIES["forced"] = forced
+
+
+def requests(rows: int, args, model: ModelConfig):
+    """Returns (prompts, new): three ragged requests for every row."""
+    rng = np.random.default_rng(args.seed)
+    count = 3 * rows
+    lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
+    prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
+    return prompts, rng.integers(args.new // 8, args.new, count, endpoint=True)
+
+
+def on_engine(engine: Engine, params, prompts, new, key):
+    """Returns ({request: answer}, forwards)."""
+    before = 0 if engine.rows is None else int(engine.rows.forwards)
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, index=i, temperature=1.0, new=int(new[i]))
+    out = {r.index: answer(row) for r, row in engine.run(params, key)}
+    return out, int(engine.rows.forwards) - before
+
+
+def in_batches(params, prompts, new, key, *, model, cfg):
+    """Returns the same, `cfg.rows` requests at a time."""
+    out, forwards = {}, 0
+    for first in range(0, len(prompts), cfg.rows):
+        part = range(first, first + cfg.rows)
+        prompt_BT = np.zeros((cfg.rows, cfg.max_prompt), np.int32)
+        for b, i in enumerate(part):
+            prompt_BT[b, : len(prompts[i])] = prompts[i]
+        len_B = np.array([len(prompts[i]) for i in part], np.int32)
+        index_B = np.array(part, np.uint32)
+        trace = denoise.generate(
+            params,
+            *(prompt_BT, len_B, len_B + new[first : first + cfg.rows].astype(np.int32)),
+            np.ones(cfg.rows, np.float32),
+            jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_B),
+            model=model,
+            cfg=cfg,
+        )
+        trace = jax.device_get(trace)
+        for b, i in enumerate(part):
+            out[i] = answer(jax.tree.map(lambda x, b=b: x[b], trace))
+        forwards += int(trace.forwards_B.max())
+    return out, forwards
+
+
+def answer(row) -> list[int]:
+    """Returns the ids of a row's answer."""
+    return row.tokens_BT[row.prompt_len_B : row.prompt_len_B + row.len_B].tolist()
+
+
+def roofline(model: ModelConfig, params, rows: int, context: int, forwards: int):
+    """Returns the least seconds of `forwards` on this chip, or None if it is unknown."""
+    chip = CHIPS.get(jax.devices()[0].device_kind)
+    if chip is None:
+        return None
+    weights = sum(x.size for x in jax.tree.leaves(params))
+    width = jnp.dtype(model.dtype).itemsize
+    cache = 2 * model.layers * model.kv_heads * model.head_dim * context * rows
+    flops = 2 * weights * rows * model.block
+    return forwards * max((weights + cache) * width / chip[0], flops / chip[1])
+
+
+def measure(rows: int, args, model, params, mesh) -> dict:
+    """Returns what a number of rows gives."""
+    cfg = SamplerConfig(
+        block=model.block,
+        steps_per_block=model.block,
+        strategy="forced",
+        max_prompt=args.prompt,
+        max_new=args.new,
+        rows=rows,
+    )
+    prompts, new = requests(rows, args, model)
+    engine, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
+    ways = {"engine": lambda: on_engine(engine, params, prompts, new, key)}
+    if not args.engine_only:
+        ways["batches"] = lambda: in_batches(
+            params, prompts, new, key, model=model, cfg=cfg
+        )
+    answers = {name: run() for name, run in ways.items()}  # compiles
+    if len({str(sorted(out.items())) for out, _ in answers.values()}) > 1:
+        raise RuntimeError("the engine and batches answer differently")
+    seconds = {name: [] for name in ways}
+    for _ in range(args.repeats):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    tokens = sum(len(ids) for ids in answers["engine"][0].values())
+    told = {"rows": rows, "requests": len(prompts), "tokens": tokens}
+    for name in ways:
+        told[f"{name}_forwards"] = answers[name][1]
+        told[f"{name}_tokens_per_second"] = round(tokens / median[name], 1)
+    if "batches" in ways:
+        told["speedup"] = round(median["batches"] / median["engine"], 2)
+    context = args.prompt * 3 // 4 + args.new // 4
+    least = roofline(model, params, rows, context, answers["engine"][1])
+    if least is not None:
+        told["percent_of_roofline"] = round(100 * least / median["engine"], 1)
+    return told
+
+
+def main():
+    """Measures each number of rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="0.1b", choices=SHAPES)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="longest prompt, tokens"
+    )
+    parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument(
+        "--dtype", default=None, help="default: bfloat16, on CPU float32"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engine-only", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    model = dataclasses.replace(SHAPES[args.model], dtype=dtype)
+    mesh = sharding.make_mesh(fsdp=1, devices=[device])
+    params = jax.jit(
+        lambda key: transformer.init(key, model, jnp.dtype(dtype)),
+    )(jax.random.key(args.seed))
+    rows = []
+    for count in args.rows:
+        rows.append(measure(count, args, model, params, mesh))
+        if len(rows) == 1:
+            print(" ".join(f"{name:>24}" for name in rows[0]))
+        print(" ".join(f"{value:>24}" for value in rows[-1].values()), flush=True)
+    facts = {"model": args.model, "device": device.device_kind, "dtype": dtype}
+    facts |= {"block": model.block, "prompt": args.prompt, "new": args.new}
+    print(json.dumps(facts | {"jax": jax.__version__, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
