@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dllm_jax.models import lora, mask, transformer
+from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import objectives
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
@@ -103,13 +103,13 @@ def shardings(state: TrainState, plan: Plan, mesh):
 def outputs(params, batch, model: ModelConfig, heads: tuple[str, ...]):
     """Runs one microbatch; returns what its heads say at the supervised slots, [B, U].
 
-    The clean copies never touch a head.
+    The clean copies never touch a head. Experts add their `load`, a moe.Load.
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
-    x_BTD, _ = transformer.trunk(params, x_BTD, batch.pos_BT, seen, model)
+    x_BTD, _, load = transformer.routed(params, x_BTD, batch.pos_BT, seen, model)
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
-    out = {}
+    out = {} if load is None else {"load": load}
     if "lm" in heads:
         out["logp"], out["entropy"] = transformer.token_logprob(
             params, x_BUD, batch.target_BU, model
@@ -132,9 +132,9 @@ def score(params: dict, batch, *, model: ModelConfig, plans: dict):
 
     def body(i, kept):
         micro = jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
-        for name in names:
+        for name, kinds in names.items():
             out = outputs(params[name], micro, model, plans[name].heads)
-            kept[name] = {k: kept[name][k].at[i].set(out[k]) for k in out}
+            kept[name] = {k: kept[name][k].at[i].set(out[k]) for k in kinds}
         return kept
 
     return jax.lax.fori_loop(0, batch.used, body, init)
@@ -150,7 +150,7 @@ def loss(params, batch, base=None, *, model, plan: Plan, cfg: ObjectiveConfig):
     """Returns (loss, sums) of one microbatch: the sum of the plan's objectives."""
     whole = lora.join(base, params, model.lora)
     out = outputs(whole, batch, model, plan.heads)
-    total, sums = 0.0, {}
+    total, sums = 0.0, {"load": out["load"]} if "load" in out else {}
     for term in plan.terms:
         shared = term == "value" and len(plan.terms) > 1
         part, more = objectives.OBJECTIVES[term](out, batch, cfg)
@@ -197,6 +197,10 @@ def update(states: dict, batch, base=None, *, model, plans, cfg: ObjectiveConfig
         )
         prefix = "" if name == "policy" else f"{name}_"
         sums.pop("total")
+        load = sums.pop("load", None)
+        if load is not None:
+            told = moe.balance(load, model.experts_per_token)
+            metrics |= {f"{prefix}{key}": value for key, value in told.items()}
         for key, total in sums.items():
             metrics[key] = total if key in objectives.SUMMED else total / count
         metrics[f"{prefix}grad_norm"] = norm

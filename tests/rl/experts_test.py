@@ -1,0 +1,76 @@
+"""Experts in training: what sampling saw, the same on every mesh, and their load."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.models import mask, moe, transformer
+from dllm_jax.rl import learner, views
+from dllm_jax.rl.config import OptimConfig
+from dllm_jax.sampling import denoise
+from tests.models import moe_test
+from tests.rl import learner_test as base
+
+CFG = dataclasses.replace(moe_test.SIGMOID, kv_heads=4, block=base.BLOCK)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """Returns (params with a value head, a host trace)."""
+    weights = moe_test.weights(CFG)
+    params = weights | {"value": jnp.linspace(-1, 1, CFG.d_model)}
+    prompt_BT = jax.random.randint(jax.random.key(6), (base.N, 10), 7, CFG.mask_id)
+    len_B = jnp.arange(base.N) % 10 + 1
+    sampler = base.SAMPLERS["dynamic"]
+    generate = base.jit(functools.partial(denoise.generate, model=CFG, cfg=sampler))
+    keys = jax.random.split(jax.random.key(7), base.N)
+    return params, jax.device_get(
+        generate(
+            params, prompt_BT, len_B, len_B + sampler.max_new, jnp.ones(base.N), keys
+        )
+    )
+
+
+def test_log_probs_are_those_recorded_in_sampling(sampled):
+    params, trace = sampled
+    batch, source = base.cut(trace, CFG, base.CUT)
+    plans = base.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+    out = base.score({"policy": params}, batch, model=CFG, plans=plans)["policy"]
+    logp_nT = source.scatter(out["logp"], trace.step_BT.shape)
+    answer_nT = views.answers(trace)
+    np.testing.assert_allclose(
+        logp_nT[answer_nT], trace.logp_BT[answer_nT], atol=1e-4, rtol=0
+    )
+
+
+def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
+    params, trace = sampled
+    alone, *_ = base.on_mesh((1, 1, 1), CFG, params, trace)
+    spread, states, traced = base.on_mesh((2, 2, 2), CFG, params, trace)
+    assert traced == 1
+    for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
+        base.check_equal(ours, single)
+    spec = states["policy"].params["layers"]["e_down"].sharding.spec
+    assert tuple(spec) == (None, "model", None, "fsdp")
+
+    batch, _, (_, metrics) = alone[0]
+    total = None  # of the microbatches in use, by one forward of each
+    for i in range(int(batch.used)):
+        micro = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, batch)
+        seen = mask.packed(micro.begin_BT, micro.end_BT, micro.group_BT)
+        x_BTD = transformer.embed(params, micro.tokens_BT, CFG)
+        load = moe_test.jit(transformer.routed, static_argnums=4)(
+            params, x_BTD, micro.pos_BT, seen, CFG
+        )[2]
+        assert load.tokens[0] == np.sum(
+            (micro.end_BT > micro.begin_BT) | (micro.group_BT >= 0)
+        )
+        total = load if total is None else jax.tree.map(jnp.add, total, load)
+    for name, x in moe.balance(total, CFG.experts_per_token).items():
+        assert float(metrics[name]) == pytest.approx(float(x), rel=1e-4)
+    assert metrics["expert_max_load"] > 1
+    assert metrics.keys() > {"value_expert_aux_loss", "value_expert_max_load"}
