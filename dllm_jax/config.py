@@ -3,6 +3,10 @@
 A config file under `configs/` starts from `default()`, sets what differs and returns an
 ml_collections ConfigDict, so that any leaf can be overridden on the command line;
 `freeze` turns it into the static tree that the program reads.
+
+    python -m dllm_jax.config FILE.yaml > configs/mine.py
+
+prints the config file that does what a YAML file of dLLM-RL does.
 """
 
 import dataclasses
@@ -10,11 +14,13 @@ import difflib
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 
 import ml_collections
 from absl import flags
 
+from dllm_jax import from_yaml
 from dllm_jax.data import DataConfig
 from dllm_jax.models.config import Lora
 from dllm_jax.models.transformer import REMAT
@@ -229,6 +235,66 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def ported(path: str) -> str:
+    """Returns a config file that does what a YAML file of dLLM-RL does.
+
+    Its docstring names each key that has no effect here, and why.
+    """
+    try:
+        leaves, unused = from_yaml.translate(from_yaml.read(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
+    tree, lines = default(), []
+    for leaf, value in leaves.items():
+        *groups, name = leaf.split(".")
+        node = tree
+        for group in groups:
+            node = node[group]
+        if value is None:  # theirs for "off", where ours is the default
+            continue
+        try:
+            value = type(node[name])(value)  # 1e-6 is a text in YAML
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
+        if value != node[name]:
+            node[name] = value
+            lines.append(f"    c.{leaf} = {value!r}")
+    slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
+    if tree.batch.tokens < slots:
+        tree.batch.tokens = slots
+        lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
+    freeze(tree)
+    notes = []
+    # What is NOT THE SAME comes first.
+    for reason in sorted(set(unused.values()), key=lambda r: (r[:3] != "NOT", r)):
+        names = ", ".join(key for key, why in unused.items() if why == reason)
+        notes += [
+            reason,
+            *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
+        ]
+    return "\n".join(
+        [
+            f'"""{pathlib.Path(path).name} of dLLM-RL, translated.',
+            "",
+            "    python -m dllm_jax.train --config=FILE",
+            "",
+            "Its keys without effect here:",
+            "",
+            *notes,
+            '"""',
+            "",
+            "from dllm_jax import config",
+            "",
+            "",
+            "def get_config():",
+            '    """Returns the configuration."""',
+            "    c = config.default()",
+            *lines,
+            "    return c",
+        ]
+    )
+
+
 def fail(error: ValueError):
     """Ends the program with one line if this package refused something of the user's.
 
@@ -239,3 +305,17 @@ def fail(error: ValueError):
         raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+
+
+def main():
+    """Prints the translation of one YAML file."""
+    if len(sys.argv) != 2:
+        raise ValueError("one argument: a YAML file of dLLM-RL")
+    print(ported(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        fail(error)

@@ -1,0 +1,384 @@
+"""dLLM-RL's YAML files, written from the facts about them, and what they become."""
+
+import copy
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+import yaml
+
+from dllm_jax import config, from_yaml
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def but(base: dict, text: str) -> dict:
+    """Returns nested dictionaries with lines `a.b: value` put in; null takes one out."""
+    out = copy.deepcopy(base)
+    for line in filter(str.strip, text.split("\n")):
+        key, value = line.strip().split(": ", 1)
+        node, (*groups, name) = out, key.split(".")
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = yaml.safe_load(value)
+        if node[name] is None:
+            del node[name]
+    return out
+
+
+BLOCK = """
+    {0}.tensor_parallel_size: 1
+    {0}.max_active: 256
+    {0}.num_response_per_task: 16
+    {0}.temperature: 1.0
+    {0}.max_token: 2000
+    {0}.block_size: 4
+    {0}.denoising_steps_per_block: 4
+    {0}.top_p: 1.0
+    {0}.top_k: 0
+    {0}.remasking_strategy: low_confidence_dynamic
+    {0}.dynamic_threshold: 0.9
+    {0}.start_with_think: False
+"""
+FULL = """
+    {0}.num_response_per_task: 8
+    {0}.temperature: 0.8
+    {0}.alg_temp: 0
+    {0}.pad_target_penalty: 1.0
+    {0}.steps: 1024
+    {0}.max_gen_length: 1024
+    {0}.batch_size: 2
+    {0}.top_p: 0.9
+    {0}.top_k: 50
+    {0}.remasking_strategy: low_confidence_static
+    {0}.target: confidence
+    {0}.dynamic_threshold: 0.95
+    {0}.block_size: 32
+    {0}.further_horizon: 32
+    {0}.use_cache: True
+"""
+TRAINED = """
+    training.gradient_accumulation_steps: 32
+    training.batch_size_lm: 1
+    training.mixed_precision: bf16
+    training.enable_tf32: True
+    training.seed: 10086
+    training.num_train_epochs: 1
+    training.max_grad_norm: 1.0
+    training.method: TraceRL
+    training.lower_p: 0.1
+    training.upper_p: 0.9
+    training.shrink: 1
+    training.post_num: 0
+    training.max_gen_length: 2000
+    training.max_prompt_len: 784
+    optimizer.name: adamw
+    optimizer.params.learning_rate: 1e-6
+    optimizer.params.scale_lr: False
+    optimizer.params.beta1: 0.9
+    optimizer.params.beta2: 0.999
+    optimizer.params.weight_decay: 0.0
+    optimizer.params.epsilon: 1e-8
+    lr_scheduler.scheduler: cosine
+    lr_scheduler.params.learning_rate: ${optimizer.params.learning_rate}
+    lr_scheduler.params.warmup_steps: 0
+    lr_scheduler.params.min_lr_scale: 1.0
+"""
+REINFORCED = """
+    wandb.resume: auto
+    experiment.project: rl_trado
+    experiment.function: train
+    experiment.start_from_scratch: True
+    experiment.total_step: 80
+    experiment.save_every: 10
+    experiment.eval_every: 10
+    experiment.current_epoch: 1
+    experiment.deepspeed_file: 1_node_8_gpus_deepspeed_zero3
+    experiment.num_node: 1
+    experiment.node_index: 0
+    model.pretrained_model: /some/model
+    model.optimized_name: optimized
+    model.model_base: trado
+    dataset.train_dataset: MATH_train
+    dataset.optimization_data: rl_data
+    dataset.data_type: math
+    rollout.num_task_per_step: 64
+    execute.num_chunk: 128
+    training.eps: 0.2
+    training.beta: 0.01
+    training.use_kl_estimator_k3: True
+    evaluation.eval_dataset: MATH500
+    evaluation.data_type: math
+"""
+NODES = """
+    system.HTTP_PROXY: http://some:1
+    system.HF_HOME: /some/home
+    system.env_name: env
+    system.envs_dir: /some/envs
+    system.base_dir: /some/base
+    experiment.num_node: 4
+"""
+VALUE = """
+    experiment.train_value_every: 1
+    model.value_base_model: /some/model
+    model.optimized_value_name: optimized_value
+    training.lower_p: null
+    training.upper_p: null
+    training.gam: 1.0
+    training.lam: 1.0
+    optimizer.params.learning_rate: null
+    optimizer.params.policy_learning_rate: 1e-6
+    optimizer.params.value_learning_rate: 5e-6
+    lr_scheduler.params.learning_rate: ${optimizer.params.policy_learning_rate}
+"""
+JUDGE = """
+    model.process_reward_model: /some/judge
+    experiment.total_step: 100
+    experiment.save_every: 30
+    experiment.eval_every: 5
+    rollout.num_task_per_step: 32
+    rollout.reward_model.reward_chunk_length: 200
+    rollout.reward_model.k_sample: 3
+    rollout.reward_model.max_model_len: 15000
+    rollout.reward_model.max_generation_token: 10000
+    rollout.reward_model.temperature: 0.6
+    training.gradient_accumulation_steps: 16
+    training.gam: 0.99
+"""
+EVALUATED = """
+    experiment.project: trado_eval
+    experiment.num_node: 1
+    experiment.node_index: 0
+    model: /some/model
+    model_base: trado
+    dataset.eval_dataset: MATH500
+    dataset.data_type: math
+    execute.num_chunk: 128
+    rollout.output_unmasking_history: True
+"""
+LLADA = """
+    rollout.alg_temp: null
+    rollout.pad_target_penalty: null
+    rollout.top_p: null
+    rollout.top_k: null
+    rollout.steps: 512
+    rollout.max_gen_length: 512
+    rollout.further_horizon: 128
+"""
+trado = but(
+    but({}, REINFORCED.strip() + TRAINED),
+    BLOCK.format("rollout").strip()
+    + BLOCK.format("evaluation")
+    + """
+    evaluation.num_response_per_task: 3
+    evaluation.top_k: [0, 1]
+    evaluation.remasking_strategy: [low_confidence_dynamic, low_confidence_static]
+    training.gradient_checkpointing_enable: True
+    training.block_size: 4
+    """.rstrip(),
+)
+dream = but(
+    but({}, REINFORCED.strip() + TRAINED),
+    FULL.format("rollout").strip()
+    + FULL.format("evaluation")
+    + """
+    experiment.project: rl_dream
+    experiment.total_step: 50
+    model.model_base: dream
+    rollout.num_task_per_step: 32
+    training.gradient_accumulation_steps: 128
+    training.batch_size_lm: 2
+    training.shrink: 8
+    training.mask_times_per_sample: 35
+    training.max_gen_length: ${rollout.max_gen_length}
+    training.max_prompt_len: 512
+    evaluation.temperature: 0.1
+    evaluation.remasking_strategy: [low_confidence_static]
+    evaluation.block_size: [32]
+    """.rstrip(),
+)
+sft = but(
+    but({}, TRAINED),
+    """
+    experiment.project: sft_trado
+    experiment.num_node: 1
+    model.pretrained_model: /some/model
+    model.optimized_name: optimized
+    dataset.optimization_data: openr1
+    training.gradient_checkpointing_enable: True
+    training.gradient_accumulation_steps: 16
+    training.method: semi-ar
+    training.block_size: 4
+    optimizer.params.learning_rate: 1e-5
+    """,
+)
+sft_full = but(
+    sft,
+    """
+    experiment.num_node: 4
+    training.gradient_accumulation_steps: 2
+    training.batch_size_lm: 2
+    training.shrink: null
+    training.block_size: 16
+    training.max_gen_length: 1024
+    training.mask_times_per_sample: 35
+    """,
+)
+with_value = but(trado, VALUE)
+trado_eval = but({}, EVALUATED.strip() + BLOCK.format("rollout"))
+dream_eval = but({}, EVALUATED.strip() + FULL.format("rollout"))
+THINKING = """
+    rollout.max_active: 2
+    rollout.max_token: 30000
+    rollout.start_with_think: True
+    rollout.stop_token_list: ["<|im_end|>"]
+"""
+FILES = {
+    "rl_trado": trado,
+    "rl_sdar_code": but(trado, "dataset.data_type: code"),
+    "rl_trado_with_value": with_value,
+    "rl_trado_process_reward_rlhf_with_value": but(with_value, JUDGE),
+    "multinode_rl_trado": but(trado, NODES),
+    "rl_dream": dream,
+    "multinode_rl_dream": but(dream, NODES),
+    "rl_llada": but(dream, LLADA),
+    "multinode_rl_llada": but(dream, LLADA + "training.post_num: 4"),
+    "sft_trado": sft,
+    "sft_dream": sft_full,
+    "sft_llada": but(sft_full, "training.method: random_masking"),
+    "trado_eval": trado_eval,
+    "trado_multinode_eval": but(trado_eval, NODES),
+    "trado_longcot_eval": but(trado_eval, THINKING),
+    "dream_eval": dream_eval,
+    "llada_eval": but(dream_eval, LLADA),
+}
+
+
+def written(tmp_path, name: str, content: dict | None = None) -> str:
+    """Returns the path of a YAML file."""
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(FILES[name] if content is None else content))
+    return str(path)
+
+
+def frozen(text: str) -> config.Config:
+    """Returns the configuration that a printed config file makes."""
+    module = types.ModuleType("printed")
+    code = compile(text, "printed", "exec")
+    types.FunctionType(code, vars(module))()
+    return config.freeze(module.get_config())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_becomes_a_config_file(name, tmp_path):
+    path = written(tmp_path, name)
+    text = config.ported(path)
+    cfg = frozen(text)
+    assert cfg.model.path == "/some/model"
+    raw = from_yaml.read(path)
+    leaves, unused = from_yaml.translate(raw)
+    assert set(leaves) <= set(config.keys(config.default().to_dict()))
+    told = text.split('"""')[1].replace("\n", " ").replace(",", "").split()
+    for key in raw:  # a reason for each that has no effect, and for no other
+        assert (key in unused) == (key in told), key
+    assert all(len(reason) > 10 for reason in unused.values())
+
+
+def test_rl_on_a_block_model(tmp_path):
+    cfg = frozen(config.ported(written(tmp_path, "rl_trado")))
+    assert (cfg.method, cfg.seed, cfg.run.folder) == ("rl", 10086, "runs/rl_trado")
+    assert (cfg.rl.steps, cfg.rl.prompts, cfg.rl.group) == (80, 64, 16)
+    assert (cfg.rl.value, cfg.rl.advantage) == ("none", "zscore")
+    s = cfg.sampler
+    assert (s.block, s.steps_per_block, s.max_prompt, s.max_new) == (4, 4, 784, 2000)
+    assert (s.strategy, s.threshold, s.top_k, s.rows) == ("dynamic", 0.9, 0, 256)
+    assert (cfg.noise.kind, cfg.noise.shrink) == ("trace", 1)
+    assert cfg.objective == config.ObjectiveConfig(aggregate="constant")
+    assert cfg.policy_optim.lr == 1e-6
+    assert (cfg.model.dtype, cfg.model.remat) == ("bfloat16", "full")
+    assert cfg.data.train == "data/MATH_train.json"
+    assert cfg.data.heldout == "data/MATH500.json"
+    assert (cfg.eval.every, cfg.eval.temperature, cfg.run.keep_every) == (10, 1.0, 10)
+
+
+def test_rl_with_a_value_model(tmp_path):
+    path = written(tmp_path, "rl_trado_process_reward_rlhf_with_value")
+    cfg = frozen(config.ported(path))
+    assert (cfg.rl.value, cfg.rl.gamma, cfg.rl.lam) == ("own", 0.99, 1.0)
+    assert (cfg.policy_optim.lr, cfg.value_optim.lr) == (1e-6, 5e-6)
+    _, unused = from_yaml.translate(from_yaml.read(path))
+    assert unused["model.process_reward_model"].startswith("NOT THE SAME: ")
+    assert "rollout.reward_model.k_sample" in unused
+
+
+def test_rl_on_a_full_attention_model(tmp_path):
+    cfg = frozen(config.ported(written(tmp_path, "rl_dream")))
+    s = cfg.sampler
+    assert (s.block, s.steps_per_block, s.max_new, s.rows) == (32, 32, 1024, 2)
+    assert (s.strategy, s.top_k, s.top_p, s.temperature) == ("static", 50, 0.9, 0.8)
+    assert (cfg.noise.kind, cfg.noise.shrink, cfg.noise.draws) == ("trace", 8, 1)
+    assert cfg.objective.aggregate == "step"
+    half = but(FILES["rl_dream"], "rollout.steps: 512")
+    cfg = frozen(config.ported(written(tmp_path, "half", half)))
+    assert cfg.sampler.steps_per_block == 16
+
+
+def test_sft(tmp_path):
+    cfg = frozen(config.ported(written(tmp_path, "sft_dream")))
+    assert (cfg.method, cfg.data.train) == ("sft", "data/openr1.json")
+    assert cfg.sft.examples == 2 * 2 * 8 * 4
+    assert (cfg.sampler.block, cfg.sampler.max_new) == (16, 1024)
+    assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("bernoulli", 0.1, 0.9)
+    assert (cfg.policy_optim.lr, cfg.policy_optim.schedule) == (1e-5, "cosine")
+    random = but(FILES["sft_llada"], "training.mask_times_per_sample: 5")
+    assert frozen(config.ported(written(tmp_path, "x", random))).noise.draws == 5
+
+
+def test_evaluation(tmp_path):
+    cfg = frozen(config.ported(written(tmp_path, "trado_longcot_eval")))
+    assert (cfg.eval.temperature, cfg.sampler.max_new) == (1.0, 30000)
+    assert cfg.batch.tokens >= cfg.sampler.slots + cfg.sampler.block
+    for name, differs in (("trado_longcot_eval", True), ("trado_eval", False)):
+        _, unused = from_yaml.translate(from_yaml.flat(FILES[name]))
+        reason = unused["rollout.start_with_think"]
+        assert reason.startswith("NOT THE SAME: ") == differs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.shirnk: 2", "unknown key 'training.shirnk'.* 'training.shrink'"),
+        ("rollout.remasking_strategy: best", "'best': choose from low_confidence"),
+        ("training.method: PPO", "training.method='PPO': choose from TraceRL"),
+        ("optimizer.name: sgd", "optimizer.name='sgd': choose from adamw"),
+        ("rollout.top_k: many", "'many' is no value for sampler.top_k"),
+        ("training.eps: ${training.epsilon}", "training.eps=.* refers to no value"),
+        ("rollout.block_size: 2", "sampler.steps_per_block=4"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change, message, tmp_path):
+    path = written(tmp_path, "x", but(trado, change))
+    with pytest.raises(ValueError, match=message):
+        config.ported(path)
+
+
+def test_the_command(tmp_path):
+    def run(path):
+        return subprocess.run(
+            [sys.executable, "-m", "dllm_jax.config", path],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run(written(tmp_path, "sft_trado"))
+    assert frozen(done.stdout).method == "sft" and not done.stderr
+    (tmp_path / "broken.yaml").write_text("a: ''b")
+    for name, message in (("broken", "not YAML"), ("none", "there is no such file")):
+        done = run(str(tmp_path / f"{name}.yaml"))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ") and message in done.stderr
+        assert done.stderr.count("\n") == 1
