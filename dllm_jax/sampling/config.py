@@ -55,11 +55,13 @@ class SamplerConfig:
         return tuple(share + (t < rest) for t in range(self.steps_per_block))
 
     def clean_windows(self, rows: int) -> tuple[int, ...]:
-        """Returns the sizes of a forward that `rows` rows share: clean windows in it.
+        """Returns how many clean windows beside `rows` rows a forward may be made for.
 
-        What half of the rows have just filled, what all have, and prompts beside it.
+        What half of the rows have just filled, what all have, and parts of prompts.
         """
-        return rows // 2, rows, rows + -(-self.prefill // self.block)
+        most = -(-self.prefill // self.block)
+        sizes = {rows // 2, rows, rows + most // 16, rows + most // 4, rows + most}
+        return tuple(sorted(sizes))
 
     @property
     def page_slots(self) -> int:
