@@ -12,15 +12,11 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: tuple[
-        str, ...
-    ]  # names of a layer's weights, as transformer.stack has them
+    targets: tuple[str, ...] = ()  # a layer's weights (transformer.stack); (): all w*
 
     def __post_init__(self):
-        if self.rank < 1 or not self.targets:
-            raise ValueError(
-                "model.lora_rank >= 1 needs one or more model.lora_targets"
-            )
+        if self.rank < 0:
+            raise ValueError(f"model.lora_rank={self.rank}: 0 (off) or more")
 
     @property
     def scale(self) -> float:

@@ -31,11 +31,13 @@ def contracted(dims: str) -> str:
 def specs(tree: dict, cfg: Lora) -> dict:
     """Returns the Specs of what is trained in a tower: adapters, and its value head.
 
-    Raises ValueError naming a target that no layer has.
+    An expert's own weights (moe.DISPATCHED) have none. Raises ValueError naming a target
+    that no layer has.
     """
     stacks = {name: node for name, node in tree.items() if isinstance(node, dict)}
     known = {name for node in stacks.values() for name in node if name.startswith("w")}
-    for target in cfg.targets:
+    targets = cfg.targets or sorted(known)
+    for target in targets:
         if target not in known:
             raise ValueError(
                 f"model.lora_targets: no weight {target!r}; choose from {sorted(known)}"
@@ -51,7 +53,7 @@ def specs(tree: dict, cfg: Lora) -> dict:
         }
 
     out = {
-        name: {target: pair(node[target]) for target in cfg.targets if target in node}
+        name: {target: pair(node[target]) for target in targets if target in node}
         for name, node in stacks.items()
     }
     return out | ({"value": tree["value"]} if "value" in tree else {})

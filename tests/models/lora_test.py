@@ -192,5 +192,14 @@ def test_an_unknown_target_lists_the_known(tiny):
     cfg = dataclasses.replace(tiny[0], lora=Lora(3, 6.0, ("q_proj",)))
     with pytest.raises(ValueError, match="no weight 'q_proj'; choose from .*'wq'"):
         transformer.specs(cfg)
-    with pytest.raises(ValueError, match="lora_targets"):
-        Lora(3, 6.0, ())
+    with pytest.raises(ValueError, match="lora_rank=-1"):
+        Lora(-1, 6.0)
+
+
+def test_without_targets_every_projection_has_an_adapter(tiny):
+    cfg = dataclasses.replace(tiny[0], lora=Lora(3, 6.0))
+    assert set(transformer.specs(cfg)["layers"]) == set(ALL)
+    moe = dataclasses.replace(cfg, experts=4, experts_per_token=2, expert_ffw=8)
+    assert set(transformer.specs(moe)["layers"]) == {"wq", "wk", "wv", "wo"}
+    mixed = dataclasses.replace(moe, dense_layers=1)
+    assert set(transformer.specs(mixed)["first"]) == set(ALL)
