@@ -23,7 +23,8 @@ import numpy as np
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import learner, views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
 from dllm_jax.sampling.state import GIVEN, Trace
 
@@ -37,7 +38,7 @@ def one_row_per_round(trace, step_nT, *, mask_id: int, block: int, rows: int):
     """
     T = step_nT.shape[1]
     grid_T = np.arange(T) // block
-    answer_nT = views.answers(trace)
+    answer_nT = noise.answers(trace)
     made = []
     for i in np.flatnonzero(trace.len_B):
         blocks = np.unique(grid_T[answer_nT[i]])
@@ -171,18 +172,17 @@ def main():
     trace = trajectories(args, rng)
     shape = trace.tokens_BT.shape
     cfg = BatchConfig(rows=args.rows, tokens=args.tokens)
+    layout = layouts.Layout(block=args.block, longest=args.max_answer)
     packed, source = views.pack(
         trace,
-        trace.step_BT,
+        noise.of(trace.step_BT),
         mask_id=model.mask_id,
-        block=args.block,
-        grid_kind="absolute",
+        layout=layout,
         cfg=cfg,
-        most=views.microbatches(
-            shape[0], shape[1], args.max_answer, args.block, args.steps_per_block, cfg
+        most=layouts.microbatches(
+            *shape, args.max_answer, args.steps_per_block, 1, layout, cfg
         ),
         aggregate="token",
-        longest=args.max_answer,
     )
     weight_nT = source.scatter(packed.weight_BU, shape)
     split = functools.partial(

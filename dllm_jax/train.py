@@ -24,7 +24,8 @@ from absl import flags, logging
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import families, hf, lora, transformer
-from dllm_jax.rl import advantage, bounds, learner, rollout, views
+from dllm_jax.rl import advantage, bounds, learner, noise, rollout, views
+from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.rewards import GRADERS
 
 CONFIG = ml_collections.config_flags.DEFINE_config_file(
@@ -231,29 +232,38 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             "heldout_response_length": told["response_length"],
         }
 
-    def pack(trace, steps_nT, index, group_n=None):
-        """Packs some of a host trace's trajectories into one update's batch."""
+    layout = layouts.Layout(
+        attention="causal" if cfg.noise.kind == "ar" else model.attention,
+        shift=model.shift,
+        block=sampler.block,
+        grid=cfg.noise.grid,
+        longest=sampler.max_new,
+    )
+    noise.check(cfg.noise, layout)
+
+    def pack(trace, noised, index, group_n=None):
+        """Packs some of a host trace's rows into one update's batch."""
         return views.pack(
             take(trace, index),
-            steps_nT[index],
+            take(noised, index),
             mask_id=model.mask_id,
-            block=sampler.block,
-            grid_kind=cfg.noise.grid,
+            layout=layout,
             cfg=cfg.batch,
             most=most,
             aggregate=cfg.objective.aggregate,
-            longest=sampler.max_new,
+            copies=cfg.noise.copies,
             group_n=group_n,
         )
 
     per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
-    rounds = -(-sampler.block // cfg.noise.shrink) if cfg.noise.kind == "trace" else 1
-    most = views.microbatches(
-        (per_update if rl else cfg.sft.examples * (1 + dpo)) * cfg.noise.draws,
+    longest = sampler.max_new if rl else sampler.slots
+    most = layouts.microbatches(
+        per_update if rl else cfg.sft.examples * (1 + dpo),
         sampler.slots,
-        sampler.max_new if rl else sampler.slots,
-        sampler.block,
-        rounds,
+        longest,
+        noise.rounds(cfg.noise, layout, longest),
+        cfg.noise.copies,
+        layout,
         cfg.batch,
     )
 
@@ -304,7 +314,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 with timer("score"):
                     params = {name: whole_of(name) for name in states} | reference
                     more, batches = experience(
-                        cfg, rollouts, keep, rng, pack, score, params, mesh
+                        cfg, rollouts, keep, rng, layout, pack, score, params, mesh
                     )
                 told |= more
             else:
@@ -323,9 +333,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 shuffle=cfg.data.shuffle,
             )
             rows = rows_of(chosen, 2) if dpo else chosen  # a pair is two rows
-            part = take(source, np.repeat(rows, cfg.noise.draws))
-            steps_nT = views.noised_steps(part, cfg.noise, sampler.block, rng)
-            batch, where = pack(part, steps_nT, np.arange(len(steps_nT)))
+            noised = noise.noised(take(source, rows), cfg.noise, layout, rng)
+            part = take(source, np.repeat(rows, cfg.noise.copies))
+            batch, where = pack(part, noised, np.arange(len(part.len_B)))
             if dpo:
                 params = {"policy": whole_of("policy")} | reference
                 out = score(params, sharding.place_rows(batch, mesh, axis=1))
@@ -383,20 +393,22 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         say(f"exported to {folder / 'export'}")
 
 
-def experience(cfg, rollouts, keep, rng, pack, score, params, mesh):
+def experience(cfg, rollouts, keep, rng, layout, pack, score, params, mesh):
     """Returns (metrics, one complete TrainBatch on the mesh per update).
 
     Old log-probs and values are scored by the weights that the step starts with, before
     any of its updates; the gap to what the sampler recorded is measured on the way.
     """
-    draws = cfg.noise.draws  # of a trajectory: so many rows, one after the other
+    copies = cfg.noise.copies  # of a trajectory: so many rows, one after the other
     index = rng.permutation(np.flatnonzero(keep))
-    deals = [rows_of(d, draws) for d in np.array_split(index, cfg.rl.updates) if len(d)]
-    every = np.repeat(np.arange(len(keep)), draws)
+    deals = [
+        rows_of(d, copies) for d in np.array_split(index, cfg.rl.updates) if len(d)
+    ]
+    every = np.repeat(np.arange(len(keep)), copies)
+    noised = noise.noised(rollouts.trace, cfg.noise, layout, rng)
     trace, keep, group_n = take((rollouts.trace, keep, rollouts.group_n), every)
     shape = trace.step_BT.shape
-    steps_nT = views.noised_steps(trace, cfg.noise, cfg.sampler.block, rng)
-    packed = [pack(trace, steps_nT, deal, group_n[deal]) for deal in deals]
+    packed = [pack(trace, noised, deal, group_n[deal]) for deal in deals]
 
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
     for deal, (batch, source) in zip(deals, packed, strict=True):
@@ -412,32 +424,33 @@ def experience(cfg, rollouts, keep, rng, pack, score, params, mesh):
         if "reference" in out:
             ref_nT[deal] = whole(out["reference"]["logp"])
 
-    answer_nT = views.answers(trace) & keep[:, None]
+    answer_nT = noise.answers(trace) & keep[:, None]
+    seen_nT = answer_nT & (noised.share_nT > 0)
     reward_n = advantage.combined(
         rollouts.reward_n,
         rollout.speed(rollouts.trace),
         rollouts.group_n,
-        keep[::draws],
+        keep[::copies],
         cfg.rl.advantage,
         speed=cfg.rl.speed,
     )[every]
-    gap = np.abs(logp_nT - trace.logp_BT)[answer_nT]
+    gap = np.abs(logp_nT - trace.logp_BT)[seen_nT]
     told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
     if cfg.rl.value == "none":
         ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
     else:
         ret_nT, adv_nT = advantage.gae(
-            advantage.outcome(reward_n, steps_nT, answer_nT),
+            advantage.outcome(reward_n, noised.step_nT, seen_nT),
             value_nT,
-            steps_nT,
-            answer_nT,
+            noised.step_nT,
+            seen_nT,
             gamma=cfg.rl.gamma,
             lam=cfg.rl.lam,
         )
         told["explained_variance"] = advantage.explained_variance(
-            value_nT, ret_nT, answer_nT
+            value_nT, ret_nT, seen_nT
         )
-    told["advantage_std"] = float(adv_nT[answer_nT].std())
+    told["advantage_std"] = float(adv_nT[seen_nT].std())
     if cfg.objective.loss == "spg":
         share_nT = np.zeros(shape, np.float32)
         for deal, (batch, source) in zip(deals, packed, strict=True):
@@ -447,7 +460,7 @@ def experience(cfg, rollouts, keep, rng, pack, score, params, mesh):
             logp_nT,
             share_nT,
             answer_nT,
-            draws=draws,
+            draws=copies,
             weight=cfg.objective.upper_weight,
             power=cfg.objective.upper_power,
         )

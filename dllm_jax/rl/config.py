@@ -6,7 +6,7 @@ from dllm_jax.rl import advantage
 
 AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
 SCHEDULES = ("constant", "linear", "cosine")
-NOISES = ("trace", "bernoulli", "subset")
+NOISES = ("trace", "bernoulli", "complement", "semi_ar", "subset", "ar")
 LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
 
@@ -21,25 +21,38 @@ def choose(field: str, value, choices):
 class NoiseConfig:
     """Which tokens are masked together, and which of them are supervised."""
 
-    # "trace": the steps of sampling; "bernoulli": at random; "subset": of each block's
-    # answer tokens so many, at random, as a uniform draw from 1 to all of them says.
+    # A *scope* is a block, or the whole answer where the model's attention is full.
+    # trace: the steps of sampling. bernoulli: at random. complement: at random, and then
+    # what that left out (coupled RL). semi_ar: at random in one block, with all later
+    # ones masked. subset: of each scope's answer tokens so many, at random, as a uniform
+    # draw from 1 to all of them says. ar: nothing; each token is predicted from those
+    # before it.
     kind: str = "trace"
-    draws: int = 1  # of bernoulli and subset, for each trajectory of an update
-    shrink: int = 1  # trace: this many neighbouring steps of a block become one round
-    lower: float = 0.1  # bernoulli: each token's masking probability is drawn from
-    upper: float = 0.9  # ... the uniform distribution over [lower, upper]
+    draws: int = 1  # of random kinds, for each trajectory of an update
+    shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
+    # Random kinds but subset: a masking probability is drawn from the uniform
+    # distribution over [lower, upper] for each "token", or for each "scope".
+    rate: str = "token"
+    lower: float = 0.1
+    upper: float = 0.9
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
 
     def __post_init__(self):
         choose("noise.kind", self.kind, NOISES)
         choose("noise.grid", self.grid, ("absolute", "response"))
+        choose("noise.rate", self.rate, ("token", "scope"))
         if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
             raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
-        if self.draws < 1 or (self.kind == "trace" and self.draws > 1):
+        if self.draws < 1 or (self.kind in ("trace", "ar") and self.draws > 1):
             raise ValueError(
-                f"noise.draws={self.draws}: a trajectory has one trace; more than one draw "
-                "needs noise.kind='bernoulli' or 'subset'"
+                f"noise.draws={self.draws}: a trajectory has one {self.kind}; more than one "
+                "draw needs a random noise.kind, such as 'bernoulli' or 'complement'"
             )
+
+    @property
+    def copies(self) -> int:
+        """Rows of noise that a trajectory of an update has."""
+        return self.draws * (2 if self.kind == "complement" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +73,8 @@ class ObjectiveConfig:
     # What a token's loss is divided by. token: all supervised tokens of the update.
     # sequence: its answer's length, then answers. step: its step's size (Eq. 3), then
     # answers. constant: the longest possible answer, then answers. group: the steps of
-    # all answers of its group, then groups. elbo: all answers' tokens, where each of l
-    # that noise "subset" took of n stands for n / l.
+    # all answers of its group, then groups. elbo: all answers' tokens, each
+    # divided by the probability that the noise masked it (1/p; subset: n of l).
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 

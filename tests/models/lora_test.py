@@ -12,8 +12,9 @@ import pytest
 from dllm_jax import sharding
 from dllm_jax.models import lora, transformer
 from dllm_jax.models.config import Lora
-from dllm_jax.rl import learner, views
+from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
+from dllm_jax.rl.layout import Layout
 from tests.rl import dllm_rl
 
 ALL = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
@@ -38,14 +39,12 @@ def adapted(tiny):
     )
     batch, _ = views.pack(
         trace,
-        step,
+        noise.of(step),
         mask_id=cfg.mask_id,
-        block=4,
-        grid_kind="absolute",
+        layout=Layout(block=4),
         cfg=BatchConfig(rows=8, tokens=64),
         most=1,
         aggregate="token",
-        longest=7,
     )
     return cfg, base, trained, batch
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.rl import bounds, views
+from dllm_jax.rl import bounds, noise, views
 from dllm_jax.rl.config import BatchConfig
+from dllm_jax.rl.layout import Layout
 from tests.rl import dllm_rl
 
 
@@ -109,25 +110,23 @@ def test_the_packed_gradient_is_that_of_the_preference_loss():
     step = np.full((2 * draws, T), 0)
     step[0, [2, 3, 7]] = step[1, [3, 5, 6]] = step[2, [2, 4]] = step[3, [3, 4]] = 1
     trace = dllm_rl.trace(np.ones((4, T), int), step, np.full(4, 2), lens)
-    batch, source = views.pack(
-        trace,
-        step,
-        mask_id=9,
-        block=block,
-        grid_kind="absolute",
-        cfg=BatchConfig(rows=1, tokens=16),
-        most=4,
-        aggregate="elbo",
-        longest=T,
-    )
-    assert batch.used > 1
-    rng = np.random.default_rng(2)
-    logp, ref = -rng.exponential(2, (2, 4, T))
     # of 2 answer tokens in block 0; of 4 and of 1 in block 1
     share = np.where(step > 0, 1.0, 0)
     share[0, 2:4], share[0, 7] = 2 / 2, 4
     share[1, 3], share[1, 5:7] = 2, 4 / 2
     share[2, 2], share[3, 3] = 2, 2
+    batch, source = views.pack(
+        trace,
+        noise.of(step).replace(share_nT=share),
+        mask_id=9,
+        layout=Layout(block=block),
+        cfg=BatchConfig(rows=1, tokens=16),
+        most=4,
+        aggregate="elbo",
+    )
+    assert batch.used > 1
+    rng = np.random.default_rng(2)
+    logp, ref = -rng.exponential(2, (2, 4, T))
 
     def loss(logp):
         def bound(x):

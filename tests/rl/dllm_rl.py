@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from dllm_jax.rl import views
+from dllm_jax.rl import noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig
+from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN, Trace
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -78,30 +79,33 @@ def padded(samples, pad_id: int, *, post_num, max_prompt=784, max_gen=2000):
     return out
 
 
-def pack(one: Trace, step_nT, *, mask_id: int, block: int, tokens=None):
+def pack(one: Trace, noised, *, mask_id: int, block: int, tokens=None):
     """Returns (TrainBatch, Source) of one row, on the reference's grid."""
     T = one.tokens_BT.shape[1]
     return views.pack(
         one,
-        step_nT,
+        noised if isinstance(noised, noise.Noise) else noise.of(noised),
         mask_id=mask_id,
-        block=block,
-        grid_kind="response",
+        layout=layout(block),
         cfg=BatchConfig(rows=1, tokens=tokens or T * (block + 1)),
         most=1,
         aggregate="token",
-        longest=T,
     )
 
 
-def pack_each(traces, steps, *, mask_id: int, block: int, tokens: int, count=0):
+def layout(block: int) -> Layout:
+    """Returns the reference's grid."""
+    return Layout(block=block, grid="response")
+
+
+def pack_each(traces, noises, *, mask_id: int, block: int, tokens: int, count=0):
     """Returns (TrainBatch, Source): a microbatch for each trace, and empty ones after.
 
     The traces differ in length, as the reference's blocks end where a response is cut.
     """
     packs = [
-        pack(one, step_nT, mask_id=mask_id, block=block, tokens=tokens)
-        for one, step_nT in zip(traces, steps, strict=True)
+        pack(one, noised, mask_id=mask_id, block=block, tokens=tokens)
+        for one, noised in zip(traces, noises, strict=True)
     ]
     empty = trace([[0]], [[GIVEN]], [1], [0])
     for _ in range(count - len(packs)):
@@ -122,7 +126,7 @@ def pack_each(traces, steps, *, mask_id: int, block: int, tokens: int, count=0):
 def row_numbers(batch, source, shape):
     """Returns the reference's row, [n, T], of every supervised token; -1 elsewhere."""
     out_nT, first = np.full(shape, -1), 0
-    found = noised(batch, source)
+    found = apart(batch, source)
     for i in range(shape[0]):
         parts = rounds([view for view in found if view.row == i])
         for r, part in enumerate(parts):
@@ -132,9 +136,9 @@ def row_numbers(batch, source, shape):
     return out_nT
 
 
-def noise(shrink: int) -> NoiseConfig:
-    """Returns the reference's TraceRL noise."""
-    return NoiseConfig(shrink=shrink, grid="response")
+def rounds_of(one: Trace, shrink: int, block: int):
+    """Returns the reference's TraceRL noise of a trace."""
+    return noise.noised(one, NoiseConfig(shrink=shrink), layout(block))
 
 
 @dataclasses.dataclass
@@ -148,7 +152,7 @@ class View:
     target: np.ndarray
 
 
-def noised(batch, source) -> list[View]:
+def apart(batch, source) -> list[View]:
     """Takes a batch apart into its noised blocks, in order."""
     out = []
     for a, b in np.ndindex(batch.group_BT.shape[:2]):

@@ -13,7 +13,8 @@ from benchmarks import train_step
 from dllm_jax import sharding
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl import learner, objectives, views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import learner, noise, objectives, views
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -162,10 +163,9 @@ def golden_rows() -> Rows:
     assert case["samples"] == dllm_rl.read("sdar/rl_trace/case.json")["samples"]
     golden = dllm_rl.tensors("sdar_value/value/goldens.safetensors")
     traces = dllm_rl.padded(case["samples"], case["pad_id"], post_num=case["post_num"])
-    noise = dllm_rl.noise(case["shrink"])
     rows = lay_out(
         traces,
-        [views.noised_steps(one, noise, case["block_size"]) for one in traces],
+        [dllm_rl.rounds_of(one, case["shrink"], case["block_size"]) for one in traces],
         mask_id=case["mask_id"],
         block=case["block_size"],
         L0=case["L0"],
@@ -381,11 +381,10 @@ def test_a_training_stage_ends_at_the_references_weights(index):
     cfg, params = checkpoint("sdar")
 
     traces = dllm_rl.padded(run["samples"], run["pad_id"], post_num=told["post_num"])
-    noise = dllm_rl.noise(told["shrink"])
     L1 = max(len(sample["response"]) for sample in run["samples"])
     rows = lay_out(
         traces,
-        [views.noised_steps(one, noise, told["block_size"]) for one in traces],
+        [dllm_rl.rounds_of(one, told["shrink"], told["block_size"]) for one in traces],
         mask_id=run["mask_id"],
         block=told["block_size"],
         L0=max(len(sample["prompt"]) for sample in run["samples"]),
@@ -492,17 +491,18 @@ def sampled(tiny):
 
 def cut(trace, cfg, batch_cfg: BatchConfig, most=None):
     """Returns (batch, source) of a trace as the product packs it."""
-    most = most or views.microbatches(N, SLOTS_OF_CANVAS, 14, BLOCK, BLOCK, batch_cfg)
+    layout = layouts.Layout(block=BLOCK, longest=14)
+    most = most or layouts.microbatches(
+        N, SLOTS_OF_CANVAS, 14, BLOCK, 1, layout, batch_cfg
+    )
     return views.pack(
         trace,
-        views.noised_steps(trace, NoiseConfig(), BLOCK),
+        noise.noised(trace, NoiseConfig(), layout),
         mask_id=cfg.mask_id,
-        block=BLOCK,
-        grid_kind="absolute",
+        layout=layout,
         cfg=batch_cfg,
         most=most,
         aggregate="token",
-        longest=14,
     )
 
 
@@ -510,7 +510,7 @@ def cut(trace, cfg, batch_cfg: BatchConfig, most=None):
 def test_log_probs_are_those_recorded_in_sampling(strategy, sampled):
     cfg, params, traces = sampled
     trace = traces[strategy]
-    answer_nT = views.answers(trace)
+    answer_nT = noise.answers(trace)
     # Every kind of row is here: ragged prompts inside a block, rows that stopped inside a
     # block with the rest of it still masked, or unmasked, and rows cut at their limit.
     live_n = trace.len_B > 0

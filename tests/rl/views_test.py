@@ -1,5 +1,6 @@
 """Views against dLLM-RL's rows, and their promises on random traces."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +8,10 @@ from hypothesis import strategies as st
 
 from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl import views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import noise, views
 from dllm_jax.rl.config import AGGREGATES, BatchConfig, NoiseConfig
+from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 from tests.rl import dllm_rl
 
@@ -47,7 +50,7 @@ def check_rows(case, traces, steps):
         shift = L0 - one.prompt_len_B[0]  # of the left padding
         is_pad_L = labels[rows[:1]].reshape(-1) == case["pad_id"]
         trained = []
-        for parts in dllm_rl.rounds(dllm_rl.noised(batch, source)):
+        for parts in dllm_rl.rounds(dllm_rl.apart(batch, source)):
             selected_L = np.zeros(L0 + L1, bool)
             selected_L[np.concatenate([v.supervised for v in parts]) + shift] = True
             selected_L = dllm_rl.first_pads(selected_L, is_pad_L, post_num)
@@ -79,13 +82,12 @@ def test_rounds_are_the_references_rows(case):
         max_prompt=cfg["max_prompt_len"],
         max_gen=cfg["max_gen_length"],
     )
-    noise = dllm_rl.noise(cfg["shrink"])
-    steps = [views.noised_steps(one, noise, cfg["block_size"]) for one in traces]
+    steps = [dllm_rl.rounds_of(one, cfg["shrink"], cfg["block_size"]) for one in traces]
     check_rows(case, traces, steps)
     if "step_map_shrunk" in case["out"]:
         ours = [
-            step_nT[0, one.prompt_len_B[0] :] - 1
-            for one, step_nT in zip(traces, steps, strict=True)
+            noised.step_nT[0, one.prompt_len_B[0] :] - 1
+            for one, noised in zip(traces, steps, strict=True)
         ]
         # One step map more than samples where the reference dropped a prompt.
         np.testing.assert_array_equal(ours, case["out"]["step_map_shrunk"][: len(ours)])
@@ -120,14 +122,12 @@ def test_bernoulli_masks_what_the_reference_masks(case):
         post_num=cfg["post_num"],
         max_gen=cfg["max_gen_length"],
     )
-    noise = NoiseConfig(
-        kind="bernoulli", lower=cfg["lower_p"], upper=cfg["upper_p"], grid="response"
-    )
+    kind = NoiseConfig(kind="bernoulli", lower=cfg["lower_p"], upper=cfg["upper_p"])
     steps = [
-        views.noised_steps(
+        noise.noised(
             one,
-            noise,
-            cfg["block_size"],
+            kind,
+            dllm_rl.layout(cfg["block_size"]),
             Draws(one.prompt_len_B[0], threshold, u),
         )
         for one, threshold, u in zip(
@@ -189,19 +189,19 @@ def test_shrink_is_the_references(case):
         return
     steps = np.array(case["list"]) + 2  # above GIVEN
     one_block = np.zeros(len(steps), int)
-    out = views.shrink(steps, one_block, case["k"])
+    out = noise.shrink(steps, one_block, case["k"])
     np.testing.assert_array_equal(out - 2, case["out"])
 
 
 def test_grids():
     np.testing.assert_array_equal(
-        views.grid(9, 5, 4, "absolute"), [0, 0, 0, 0, 1, 1, 1, 1, 2]
+        Layout(block=4).numbers(9, 5), [0, 0, 0, 0, 1, 1, 1, 1, 2]
     )
     np.testing.assert_array_equal(
-        views.grid(9, 5, 4, "response"), [0, 1, 1, 1, 1, 2, 2, 2, 2]
+        dllm_rl.layout(4).numbers(9, 5), [0, 1, 1, 1, 1, 2, 2, 2, 2]
     )
     np.testing.assert_array_equal(
-        views.grid(9, 4, 4, "response"), views.grid(9, 4, 4, "absolute")
+        dllm_rl.layout(4).numbers(9, 4), Layout(block=4).numbers(9, 4)
     )
 
 
@@ -209,17 +209,17 @@ def test_shrink_stays_inside_a_block():
     steps = np.array([1, 2, 2, 3, 4, 4, 5, 6, 7, 7])
     grid = np.arange(10) // 4
     np.testing.assert_array_equal(
-        views.shrink(steps, grid, 2), [2, 2, 2, 3, 5, 5, 5, 6, 7, 7]
+        noise.shrink(steps, grid, 2), [2, 2, 2, 3, 5, 5, 5, 6, 7, 7]
     )
     np.testing.assert_array_equal(
-        views.shrink(steps, grid, 4), [3, 3, 3, 3, 6, 6, 6, 6, 7, 7]
+        noise.shrink(steps, grid, 4), [3, 3, 3, 3, 6, 6, 6, 6, 7, 7]
     )
 
 
 def test_shrink_never_merges_a_token_with_what_stayed_masked():
     # A stop id at the third token: the fourth was never unmasked.
     steps = np.array([GIVEN, GIVEN, 1, 2, 3, FAR, FAR, FAR])
-    out = views.shrink(steps, np.arange(8) // 4, 2)
+    out = noise.shrink(steps, np.arange(8) // 4, 2)
     np.testing.assert_array_equal(out, [GIVEN, GIVEN, 2, 2, 3, FAR, FAR, FAR])
 
 
@@ -255,62 +255,112 @@ def problems(draw):
     return dllm_rl.trace(tokens, steps, prompts, lens), block
 
 
-def packed(trace, block, draw):
-    """Returns (batch, source, step_nT, noise) of randomly drawn settings."""
+def packed(trace, block, draw, **fixed):
+    """Returns (batch, source, noise, layout) of randomly drawn settings."""
     T = trace.tokens_BT.shape[1]
-    noise = NoiseConfig(
-        shrink=draw(st.integers(1, block)),
+    kind = fixed.get("kind", "trace")
+    layout = Layout(
+        attention=fixed.get("attention", "block"),
+        # A token that is not masked cannot answer for itself.
+        shift=fixed.get("shift", draw(st.integers(kind == "ar", 1))),
+        block=block,
         grid=draw(st.sampled_from(["absolute", "response"])),
+        longest=draw(st.integers(max(int(trace.len_B.max()), 1), T)),
     )
-    cfg = BatchConfig(
+    cfg = NoiseConfig(
+        kind=kind,
+        rate=draw(st.sampled_from(["token", "scope"])),
+        shrink=draw(st.integers(1, block)),
+        draws=1 if kind in ("trace", "ar") else draw(st.integers(1, 3)),
+    )
+    shape = BatchConfig(
         rows=draw(st.integers(1, 4)), tokens=T + block + draw(st.integers(0, 3 * T))
     )
-    step_nT = views.noised_steps(trace, noise, block)
-    most = views.microbatches(
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    noised = noise.noised(trace, cfg, layout, rng)
+    longest = max(int(trace.len_B.max()), 1)
+    most = layouts.microbatches(
         len(trace.len_B),
         T,
-        max(int(trace.len_B.max()), 1),
-        block,
-        -(-block // noise.shrink),
-        cfg,
+        longest,
+        noise.rounds(cfg, layout, longest),
+        cfg.copies,
+        layout,
+        shape,
     )
+    copied = jax.tree.map(lambda x: np.repeat(x, cfg.copies, axis=0), trace)
     batch, source = views.pack(
-        trace,
-        step_nT,
+        copied,
+        noised,
         mask_id=MASK_ID,
-        block=block,
-        grid_kind=noise.grid,
-        cfg=cfg,
+        layout=layout,
+        cfg=shape,
         most=most,
         aggregate="token",
-        longest=T,
+        copies=cfg.copies,
     )
     assert batch.used <= most
-    return batch, source, step_nT, noise
+    return batch, source, noised, layout
 
 
-@settings(max_examples=200, deadline=None)
-@given(problems(), st.data())
-def test_every_answer_token_is_supervised_exactly_once(problem, data):
+SHAPES = [
+    ("block", "trace"),
+    ("block", "complement"),
+    ("block", "subset"),
+    ("full", "trace"),
+    ("full", "bernoulli"),
+    ("full", "semi_ar"),
+    ("causal", "ar"),
+]
+
+
+@pytest.mark.parametrize(("attention", "kind"), SHAPES)
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_views_by_definition(attention, kind, problem, data):
+    """What is supervised, and what is seen from the slot that answers for it."""
     trace, block = problem
-    batch, source, step_nT, noise = packed(trace, block, data.draw)
+    batch, source, noised, layout = packed(
+        trace, block, data.draw, attention=attention, kind=kind
+    )
     held = source.row_ABU >= 0
+    copies = len(noised.step_nT) // len(trace.len_B)
+    answer_nT = np.repeat(noise.answers(trace), copies, axis=0)
+    if copies == 1 and kind in ("trace", "ar"):
+        assert (noised.share_nT[answer_nT] == 1).all()
+    # Once each: what the noise supervises, and nothing else.
     found = sorted(zip(source.row_ABU[held], source.pos_ABU[held], strict=True))
-    assert found == list(zip(*np.nonzero(views.answers(trace)), strict=True))
+    wanted = np.nonzero(answer_nT & (noised.share_nT > 0))
+    assert found == list(zip(*wanted, strict=True))
     np.testing.assert_array_equal(held, batch.weight_BU > 0)
-    # A view shows what was there before its round, and supervises that round.
-    for view in dllm_rl.noised(batch, source):
-        step_T, tokens_T = step_nT[view.row], trace.tokens_BT[view.row]
-        (now,) = np.unique(step_T[view.supervised])
-        np.testing.assert_array_equal(
-            view.shown,
-            np.where(step_T[view.pos] < now, tokens_T[view.pos], MASK_ID),
-        )
-        np.testing.assert_array_equal(view.target, tokens_T[view.supervised])
-        grid = views.grid(len(step_T), trace.prompt_len_B[view.row], block, noise.grid)
-        np.testing.assert_array_equal(
-            view.pos, np.flatnonzero(grid == grid[view.pos[0]])
-        )
+    for a, b in np.ndindex(batch.group_BT.shape[:2]):
+        seen = sees(batch, a, b)
+        for u in np.flatnonzero(held[a, b]):
+            row, at = source.row_ABU[a, b, u], source.pos_ABU[a, b, u]
+            slot, i = batch.where_BU[a, b, u], row // copies
+            tokens_T, step_T = trace.tokens_BT[i], noised.step_nT[row]
+            pos_T, now = np.arange(len(tokens_T)), step_T[at]
+            assert batch.pos_BT[a, b, slot] == at - layout.shift
+            assert batch.target_BU[a, b, u] == tokens_T[at]
+            shown_T = np.where(step_T >= now, MASK_ID, tokens_T)
+            if attention == "block":
+                grid = layout.numbers(len(tokens_T), trace.prompt_len_B[i])
+                inside = grid == grid[at]
+                context_T = grid <= grid[at]
+                if not inside[at - layout.shift]:  # the clean copy answers
+                    context_T = grid < grid[at]
+                shown_T = np.where(inside, shown_T, tokens_T)
+            elif attention == "full":
+                context_T = pos_T < trace.prompt_len_B[i] + layout.longest
+            else:
+                context_T, shown_T = pos_T <= at - layout.shift, tokens_T
+            order = np.argsort(batch.pos_BT[a, b, seen[slot]])
+            np.testing.assert_array_equal(
+                batch.pos_BT[a, b, seen[slot]][order], pos_T[context_T]
+            )
+            np.testing.assert_array_equal(
+                batch.tokens_BT[a, b, seen[slot]][order], shown_T[context_T]
+            )
 
 
 @settings(max_examples=100, deadline=None)
@@ -318,7 +368,7 @@ def test_every_answer_token_is_supervised_exactly_once(problem, data):
 def test_packed_rows_by_definition(problem, data):
     """Who sees whom, from positions and membership alone."""
     trace, block = problem
-    batch, source, _, noise = packed(trace, block, data.draw)
+    batch, source, _, layout = packed(trace, block, data.draw, shift=0)
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
         group, pos = batch.group_BT[a, b], batch.pos_BT[a, b]
         used = filled(batch, a, b)
@@ -331,9 +381,7 @@ def test_packed_rows_by_definition(problem, data):
             mine = used & (copy == start)
             seats = held & mine[batch.where_BU[a, b]]
             (row,) = np.unique(source.row_ABU[a, b, seats])
-            grid = views.grid(
-                trace.tokens_BT.shape[1], trace.prompt_len_B[row], block, noise.grid
-            )
+            grid = layout.numbers(trace.tokens_BT.shape[1], trace.prompt_len_B[row])
             clean = mine & (group < 0)
             np.testing.assert_array_equal(pos[clean], np.arange(clean.sum()))
             np.testing.assert_array_equal(
@@ -355,14 +403,20 @@ def test_packed_rows_by_definition(problem, data):
 @given(problems())
 def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
     trace, block = problem
-    step_nT = views.noised_steps(trace, NoiseConfig(), block)
-    answer_nT = views.answers(trace)
-    T = trace.tokens_BT.shape[1]
-    for i in range(len(step_nT)):
-        grid = np.arange(T) // block
-        items = views.pieces(i, step_nT[i], answer_nT[i], grid, 10**6, 10**6)
+    answer_nT = noise.answers(trace)
+    big = BatchConfig(rows=1, tokens=10**6)
+    for i, step_T in enumerate(trace.step_BT):
+        items = layouts.cut(
+            [i],
+            trace.prompt_len_B[i],
+            trace.len_B[i],
+            noise.of(trace.step_BT),
+            answer_nT,
+            Layout(block=block),
+            big,
+        )
         assert len(items) == (trace.len_B[i] > 0)
-        steps = {(p // block, step_nT[i, p]) for p in np.flatnonzero(answer_nT[i])}
+        steps = {(p // block, step_T[p]) for p in np.flatnonzero(answer_nT[i])}
         bound = trace.prompt_len_B[i] + trace.len_B[i] + len(steps) * block
         assert sum(item.cost for item in items) <= bound
 
@@ -374,17 +428,15 @@ def test_a_long_trajectory_is_split_into_the_same_views():
     for tokens in (36, 50, 400):
         batch, source = views.pack(
             trace,
-            trace.step_BT,
+            noise.of(trace.step_BT),
             mask_id=MASK_ID,
-            block=4,
-            grid_kind="absolute",
+            layout=Layout(block=4),
             cfg=BatchConfig(rows=1, tokens=tokens),
             most=30,
             aggregate="token",
-            longest=27,
         )
         found.append(
-            sorted((*v.pos, *v.shown, *v.target) for v in dllm_rl.noised(batch, source))
+            sorted((*v.pos, *v.shown, *v.target) for v in dllm_rl.apart(batch, source))
         )
         assert (batch.used > 1) == (tokens < 400)
     assert found[0] == found[1] == found[2]
@@ -403,7 +455,7 @@ def test_gather_undoes_scatter(problem, data):
     assert (x_ABU[source.row_ABU < 0] == 0).all()
     np.testing.assert_array_equal(
         source.scatter(x_ABU + (source.row_ABU < 0), shape),
-        np.where(views.answers(trace), x_nT, 0),
+        np.where(noise.answers(trace), x_nT, 0),
     )
 
 
@@ -413,16 +465,17 @@ def test_shrink_by_one_is_the_identity(problem):
     trace, block = problem
     grid = np.arange(trace.tokens_BT.shape[1]) // block
     for step_T in trace.step_BT:
-        np.testing.assert_array_equal(views.shrink(step_T, grid, 1), step_T)
+        np.testing.assert_array_equal(noise.shrink(step_T, grid, 1), step_T)
 
 
 @settings(max_examples=50, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_subsets_mask_some_of_each_blocks_answer_and_all_that_follows(problem, seed):
     trace, block = problem
-    noise = NoiseConfig(kind="subset")
-    out_nT = views.noised_steps(trace, noise, block, np.random.default_rng(seed))
-    answer_nT = views.answers(trace)
+    rng = np.random.default_rng(seed)
+    kind = NoiseConfig(kind="subset")
+    out_nT = noise.noised(trace, kind, Layout(block=block), rng).step_nT
+    answer_nT = noise.answers(trace)
     assert np.isin(out_nT[answer_nT], [GIVEN, 1]).all()
     np.testing.assert_array_equal(
         out_nT[~answer_nT], np.where(trace.step_BT[~answer_nT] == GIVEN, GIVEN, FAR)
@@ -437,7 +490,9 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
     rng, counts = np.random.default_rng(0), {}
     step_T, grid_T = np.full(3, 7), np.zeros(3, int)
     for _ in range(6000):
-        out_T = views.subset(step_T, np.ones(3, bool), grid_T, rng)
+        cfg = NoiseConfig(kind="subset")
+        (one,) = noise.subset(step_T, np.ones(3, bool), grid_T, grid_T, rng, cfg)
+        out_T = one.step_nT
         counts[tuple(out_T)] = counts.get(tuple(out_T), 0) + 1
     assert len(counts) == 7
     for chosen, count in counts.items():
@@ -454,21 +509,20 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
     step_nT = trace.step_BT
     group_n = np.arange(n) // 2
     cfg = BatchConfig(rows=2, tokens=T + block + data.draw(st.integers(0, 2 * T)))
-    most = views.microbatches(n, T, T, block, block, cfg)
+    layout = Layout(block=block, longest=100)
+    share_nT = data.draw(st.integers(2, 9)) * (step_nT > 0).astype(np.float32)
     batch, source = views.pack(
         trace,
-        step_nT,
+        noise.Noise(step_nT=step_nT, share_nT=share_nT),
         mask_id=MASK_ID,
-        block=block,
-        grid_kind="absolute",
+        layout=layout,
         cfg=cfg,
-        most=most,
+        most=layouts.microbatches(n, T, T, block, 1, layout, cfg),
         aggregate=aggregate,
-        longest=100,
         group_n=group_n,
     )
     weight_nT = source.scatter(batch.weight_BU, (n, T))
-    answer_nT = views.answers(trace)
+    answer_nT = noise.answers(trace)
     # A step belongs to one block: a group's steps are those of its rows.
     steps_n = np.array([len(np.unique(step_nT[i, answer_nT[i]])) for i in range(n)])
     steps_g = np.bincount(group_n, steps_n)
@@ -479,9 +533,6 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         _, step, size = np.unique(
             step_nT[i, inside], return_inverse=True, return_counts=True
         )
-        first = np.unique(step_nT[i, inside], return_index=True)[1]
-        grid = np.flatnonzero(inside) // block  # a step's block, and its answer tokens
-        of = np.bincount(grid)[grid[first]]
         expected = {
             "token": np.full(inside.sum(), 1 / answer_nT.sum()),
             "sequence": np.full(inside.sum(), 1 / (n * inside.sum())),
@@ -490,7 +541,7 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
             "group": np.full(
                 inside.sum(), 1 / ((steps_g > 0).sum() * steps_g[group_n[i]])
             ),
-            "elbo": of[step] / size[step] / answer_nT.sum(),
+            "elbo": share_nT[i, inside] / answer_nT.sum(),
         }[aggregate]
         np.testing.assert_allclose(weight_nT[i, inside], expected, rtol=1e-6)
 
@@ -508,37 +559,40 @@ def test_the_bound_on_microbatches_holds_where_it_is_tight(
     step_nT = np.array([[GIVEN] + [1] * (slots - 1)] * n)
     trace = dllm_rl.trace(np.ones((n, slots)), step_nT, [1] * n, [slots - 1] * n)
     cfg = BatchConfig(rows=1, tokens=tokens)
+    layout = Layout(block=block)
     batch, source = views.pack(
         trace,
-        step_nT,
+        noise.of(step_nT),
         mask_id=MASK_ID,
-        block=block,
-        grid_kind="absolute",
+        layout=layout,
         cfg=cfg,
-        most=views.microbatches(n, slots, slots - 1, block, 1, cfg),
+        most=layouts.microbatches(n, slots, slots - 1, 1, 1, layout, cfg),
         aggregate="token",
-        longest=slots,
     )
     assert batch.used == rows
     assert (source.row_ABU >= 0).sum() == n * (slots - 1)
 
 
 def test_a_batch_that_is_too_small_says_so():
+    def pack(trace, tokens, most, **layout):
+        views.pack(
+            trace,
+            noise.of(trace.step_BT),
+            mask_id=MASK_ID,
+            layout=Layout(**layout),
+            cfg=BatchConfig(1, tokens),
+            most=most,
+            aggregate="token",
+        )
+
     trace = dllm_rl.trace([[1] * 12], [[GIVEN] * 4 + [1] * 8], [4], [8])
-    few = {
-        "mask_id": MASK_ID,
-        "block": 4,
-        "grid_kind": "absolute",
-        "aggregate": "token",
-        "longest": 8,
-    }
     with pytest.raises(ValueError, match="batch.tokens=11 is too small"):
-        views.pack(trace, trace.step_BT, cfg=BatchConfig(1, 11), most=9, **few)
+        pack(trace, 11, 9)
+    with pytest.raises(ValueError, match="batch.tokens=11 is too small"):
+        pack(trace, 11, 9, attention="full")
     with pytest.raises(ValueError, match="raise batch.tokens"):
-        views.pack(trace, trace.step_BT, cfg=BatchConfig(1, 12), most=1, **few)
+        pack(trace, 12, 1)
     # An answer that is drawn at once from almost nothing has more targets than seats.
     trace = dllm_rl.trace([[1] * 8], [[GIVEN] + [1] * 7], [1], [7])
     with pytest.raises(ValueError, match="batch.tokens=8 is too small"):
-        views.pack(
-            trace, trace.step_BT, cfg=BatchConfig(1, 8), most=9, **few | {"block": 8}
-        )
+        pack(trace, 8, 9, block=8)
