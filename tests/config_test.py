@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -67,6 +68,27 @@ def test_every_preset_freezes(path, name):
     assert cfg.run.folder != config.RunConfig().folder
     assert f"--config=configs/{path.name}" in module.__doc__
     assert name is None or name in module.__doc__
+
+
+def recipes():
+    """Returns the rows of docs/methods.md: a method and its keys."""
+    rows = (ROOT / "docs" / "methods.md").read_text().split("\n")
+    cells = [row.split("|") for row in rows if row.startswith("|") and "`" in row]
+    return [
+        pytest.param(keys, id=name.split("(")[0].strip()) for _, name, keys, _ in cells
+    ]
+
+
+@pytest.mark.parametrize("keys", recipes())
+def test_every_method_of_the_docs_freezes(keys):
+    tree = config.default()
+    for setting in re.findall("`(.*?)=(.*?)`", keys):
+        *groups, leaf = setting[0].split(".")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[leaf] = type(node[leaf])(setting[1])
+    assert config.freeze(tree) != config.Config()
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if hasattr(load(p), "PRESETS")])

@@ -72,12 +72,12 @@ def solvable(correct_n, group_n):
 
 
 def test_filters():
-    reward_n = np.array([0, 0, 0, 0.5, 1, 1, 0, 1, 0, 0])
+    reward_n = np.array([0, 0, 0, 0.5, 1, 1, 0, 1, 0, 1])
     speed_n = np.array([1, 2, 1, 2, 1, 2, 3, 3, 1, 1.005])
-    groups = np.arange(5)  # all wrong, partly right, all right, mixed, all wrong
+    groups = np.arange(5)  # all wrong, partly right, all right, twice mixed
     for rule, wanted in (
-        ("solvable", [0, 0, 0, 1, 0]),
-        ("varied", [0, 1, 0, 1, 0]),
+        ("solvable", [0, 0, 0, 1, 1]),
+        ("varied", [0, 1, 0, 1, 1]),
         ("paced", [0, 0, 1, 0, 0]),
     ):
         keep = advantage.kept(reward_n, speed_n, np.repeat(groups, 2), rule, 0.2, 0.8)

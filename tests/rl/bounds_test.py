@@ -60,7 +60,7 @@ def test_factors_are_the_gradient_of_the_bounds(weight):
 
 
 def test_improbable_tokens_do_not_underflow():
-    logp = np.array([[-400.0], [-401.0]])
+    logp = np.array([[-800.0], [-801.0]])
     found = bounds.sandwich(
         np.full((2, 1), -1.0),
         logp,
