@@ -89,10 +89,15 @@ class ModelConfig:
         }
 
 
-def sdar(*, d_model: int, layers: int, heads: int, ffw: int, kv_heads=8) -> ModelConfig:
+def sdar(*, d_model, layers, heads, ffw, kv_heads=8, **experts) -> ModelConfig:
     """Returns an SDAR / TraDo shape (Qwen3 decoder, block attention)."""
     return ModelConfig(
-        d_model=d_model, layers=layers, heads=heads, kv_heads=kv_heads, ffw=ffw
+        d_model=d_model,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffw=ffw,
+        **experts,
     )
 
 
@@ -102,4 +107,14 @@ PRESETS = {
     "sdar-1.7b": sdar(d_model=2048, layers=28, heads=16, ffw=6144),
     "sdar-4b": sdar(d_model=2560, layers=36, heads=32, ffw=9728),
     "sdar-8b": sdar(d_model=4096, layers=36, heads=32, ffw=12288),
+    "sdar-30b-a3b": sdar(
+        d_model=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        ffw=6144,
+        experts=128,
+        experts_per_token=8,
+        expert_ffw=768,
+    ),
 }

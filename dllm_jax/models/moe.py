@@ -14,8 +14,10 @@ No token is ever dropped. The router computes in f32.
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import grouped_matmul
 from dllm_jax.sharding import ACT, constrain, pspec
 
 DISPATCHED = {"e_gate": "EDI", "e_up": "EDI", "e_down": "EID"}
@@ -82,12 +84,17 @@ def dispatch(h_RD, expert_RX, weight_RX, e_gate, e_up, e_down, first):
     order_M = jnp.argsort(here_M)
     sizes_E = jnp.bincount(here_M, length=E + 1)[:E].astype(jnp.int32)
     x_MD = h_RD[order_M // X]
-    gate_MI = jax.nn.silu(jax.lax.ragged_dot(x_MD, e_gate, sizes_E))
-    up_MI = jax.lax.ragged_dot(x_MD, e_up, sizes_E)
-    out_MD = jax.lax.ragged_dot(gate_MI * up_MI, e_down, sizes_E)
+    gate_MI = jax.nn.silu(grouped_matmul(x_MD, e_gate, sizes_E))
+    up_MI = grouped_matmul(x_MD, e_up, sizes_E)
+    out_MD = grouped_matmul(gate_MI * up_MI, e_down, sizes_E)
     out_MD = jnp.where((jnp.arange(R * X) < sizes_E.sum())[:, None], out_MD, 0)
     out_RXD = out_MD[jnp.argsort(order_M)].reshape(R, X, -1)
     return jnp.einsum("RXD,RX->RD", out_RXD, weight_RX.astype(h_RD.dtype))
+
+
+def named_axes(spec) -> set[str]:
+    """Returns the mesh axes that a PartitionSpec splits over."""
+    return {axis for axes in spec if axes for axis in np.atleast_1d(axes)}
 
 
 def ffw(h_BTD, p, cfg: ModelConfig, real_BT):
@@ -115,23 +122,27 @@ def ffw(h_BTD, p, cfg: ModelConfig, real_BT):
             name: pspec(dims, weights[name].shape, ACT, mesh)
             for name, dims in DISPATCHED.items()
         }
-        apart = (
-            split["e_gate"][0] == "model"
-        )  # experts; otherwise their width, or neither
+        whole = "model" in split["e_gate"]  # only once the parts are added
+        apart = split["e_gate"][0] == "model"  # experts; otherwise their width
+        specs = (rows, rows, rows, split)
+        axes = named_axes(rows) | ({"model"} if whole else set())
 
-        def own(h_BTD, expert_BTX, weight_BTX, weights):
-            if "model" not in split["e_gate"]:
-                return part(h_BTD, expert_BTX, weight_BTX, weights)
-            # Explicit: with what a gather casts by itself, its gradient is not summed.
-            h_BTD = jax.lax.pcast(h_BTD, "model", to="varying")
-            count = len(weights["e_gate"])
-            first = jax.lax.axis_index("model") * count if apart else 0
+        def own(*inputs):
+            # Explicit: of what a gather spreads by itself, no gradient is summed.
+            h_BTD, expert_BTX, weight_BTX, weights = jax.tree.map(
+                lambda x, spec: jax.lax.pcast(
+                    x, tuple(axes - named_axes(spec)), to="varying"
+                ),
+                inputs,
+                specs,
+            )
+            first = jax.lax.axis_index("model") * len(weights["e_gate"]) if apart else 0
             y_BTD = part(h_BTD, expert_BTX, weight_BTX, weights, first)
-            return jax.lax.psum(y_BTD, "model")
+            return jax.lax.psum(y_BTD, "model") if whole else y_BTD
 
-        y_BTD = jax.shard_map(
-            own, in_specs=(rows, rows, rows, split), out_specs=rows, mesh=mesh
-        )(h_BTD, expert_BTX, weight_BTX, weights)
+        y_BTD = jax.shard_map(own, in_specs=specs, out_specs=rows, mesh=mesh)(
+            h_BTD, expert_BTX, weight_BTX, weights
+        )
 
     chosen_BTE = jax.nn.one_hot(expert_BTX, cfg.experts).sum(axis=2)
     load = Load(

@@ -90,3 +90,14 @@ def token_logprob(x_RD, head_DV, token_R, forbidden: int):
     logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
     logp_R = jnp.take_along_axis(logp_RV, token_R[:, None], axis=-1)[:, 0]
     return logp_R, -jnp.sum(jnp.exp(logp_RV) * logp_RV, axis=-1)
+
+
+def grouped_matmul(x_MD, w_EDF, sizes_E):
+    """Returns [M, F]: each row of x times the matrix of its group.
+
+    The first `sizes[0]` rows are of group 0, and so on; rows after the last group get 0.
+    """
+    end_E = jnp.cumsum(sizes_E)
+    group_M = jnp.searchsorted(end_E, jnp.arange(len(x_MD)), side="right")
+    y_MF = jnp.einsum("MD,MDF->MF", x_MD, w_EDF[group_M])
+    return jnp.where((group_M < len(w_EDF))[:, None], y_MF, 0)
