@@ -59,14 +59,11 @@ def clean(kind: str, pos_BT, len_B, size: int) -> Mask:
     return block(pos_BT, size) if kind == "block" else causal(pos_BT)
 
 
-def window(pos_BW, start_B, cached: int) -> Mask:
-    """A window that sees itself and the cache slots before its row's `start`."""
-    slots_BS = jnp.broadcast_to(jnp.arange(cached)[None], (pos_BW.shape[0], cached))
-    kept_BS = jnp.where(slots_BS < start_B[:, None], slots_BS, FAR)
-    return ranged(
-        jnp.broadcast_to(pos_BW[:, -1:] + 1, pos_BW.shape),
-        jnp.concatenate([kept_BS, pos_BW], axis=1),
-    )
+def beside(own: Mask, kept_BS) -> Mask:
+    """Returns the mask with cache slots before the own keys: those that are `kept`."""
+    slots_BS = jnp.broadcast_to(jnp.arange(kept_BS.shape[1])[None], kept_BS.shape)
+    cached_BS = jnp.where(kept_BS, slots_BS, FAR)
+    return ranged(own.q_end_BT, jnp.concatenate([cached_BS, own.k_pos_BS], axis=1))
 
 
 def packed(begin_BT, end_BT, group_BT) -> Mask:

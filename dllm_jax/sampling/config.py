@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
 
@@ -14,6 +15,8 @@ class SamplerConfig:
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every confidence above it
     entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
+    cache: str = "auto"  # a key of POLICIES; "auto": the exact one of the family
+    horizon: int = 0  # "prefix": positions after the block that a step re-runs, too
     temperature: float = 1.0  # 0 takes the arg-max
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0  # 1: all tokens
@@ -29,6 +32,10 @@ class SamplerConfig:
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"sampler.strategy={self.strategy!r}: choose from {sorted(STRATEGIES)}"
+            )
+        if self.cache not in ("auto", *POLICIES):
+            raise ValueError(
+                f"sampler.cache={self.cache!r}: choose from auto, {', '.join(POLICIES)}"
             )
         if not 1 <= self.steps_per_block <= self.block:
             raise ValueError(

@@ -6,6 +6,7 @@ Each `step` runs every live row's present block once. If the block arrived clean
 are kept and the row moves on; otherwise its keys are dropped and some of its masked
 positions are unmasked. Rows are independent: each has its own block, step count, limit,
 temperature and random key, so a batch, a rollout and a server are the same `step`.
+Families with full attention re-run their canvas, as their cache policy says (`policy.py`).
 """
 
 import functools
@@ -17,53 +18,114 @@ from dllm_jax.models import cache as kv
 from dllm_jax.models import mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import logits, state
+from dllm_jax.sampling import logits, policy, state
 from dllm_jax.sampling.state import SamplingState, Trace
 from dllm_jax.sampling.strategy import STRATEGIES
 
 
 def prefill(params, s: SamplingState, width: int, *, model: ModelConfig, cfg):
-    """Returns the state with the keys of every whole prompt block in the cache.
+    """Returns the state at its first block, with the keys that its policy wants there.
 
-    Runs the first `width` positions under the block mask. Keys beyond a row's whole
-    blocks are written too, but its window never looks past `start` in the cache.
+    Under the block policy the first `width` positions are run. Keys beyond a row's whole
+    blocks are written too, but its window never looks past `start` in the cache. Blocks
+    of full attention are counted from the answer's start: there is no grid to share.
     """
+    whole_B = s.prompt_len_B // cfg.block * cfg.block
+    start_B = s.prompt_len_B if model.attention == "full" else whole_B
+    s = s.replace(start_B=start_B)
+    if policy.choose(cfg.cache, model.attention).canvas != "prefill":
+        return s
     tokens_BT = s.tokens_BT[:, :width]
     pos_BT = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape)
+    seen = mask.clean(model.attention, pos_BT, s.prompt_len_B, cfg.block)
     x_BTD = transformer.embed(params, tokens_BT, model)
-    _, fresh = transformer.trunk(
-        params, x_BTD, pos_BT, mask.block(pos_BT, cfg.block), model
-    )
-    start_B = s.prompt_len_B // cfg.block * cfg.block
+    _, fresh = transformer.trunk(params, x_BTD, pos_BT, seen, model)
     cache = kv.write(s.cache, fresh, jnp.zeros_like(start_B), s.live_B)
-    prefilled_B = (start_B > 0).astype(s.forwards_B.dtype)
-    return s.replace(cache=cache, start_B=start_B, forwards_B=prefilled_B)
+    return s.replace(cache=cache, forwards_B=(start_B > 0).astype(s.forwards_B.dtype))
+
+
+def forward(params, s: SamplingState, pos_BW, *, model, cfg, kept_BS=None):
+    """Returns (hidden states x_BWD, their KVCache) of the canvas at some positions.
+
+    kept_BS: the slots of the cache that they see; None: they see no cache.
+    """
+    tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW) == FAR
+    x_BWD = transformer.embed(
+        params, jnp.where(masked_BW, model.mask_id, tokens_BW), model
+    )
+    seen = mask.clean(model.attention, pos_BW, s.limit_B, cfg.block)
+    if kept_BS is None:
+        return transformer.trunk(params, x_BWD, pos_BW, seen, model)
+    seen = mask.beside(seen, kept_BS)
+    return transformer.trunk(params, x_BWD, pos_BW, seen, model, s.cache)
 
 
 def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw):
-    """Returns the state after one forward of every live row's window."""
-    W = cfg.block
-    pos_BW = s.start_B[:, None] + jnp.arange(W)[None]
-    tokens_BW, steps_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW)
-    masked_BW = steps_BW == FAR
+    """Returns the state after one step of every live row."""
+    Q, shift = cfg.block, model.shift
+    how = policy.choose(cfg.cache, model.attention)
+    run = functools.partial(forward, params, model=model, cfg=cfg)
+    pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
 
-    shown_BW = jnp.where(masked_BW, model.mask_id, tokens_BW)
-    x_BWD = transformer.embed(params, shown_BW, model)
-    window = mask.window(pos_BW, s.start_B, s.cache.k_LBSKH.shape[2])
-    x_BWD, fresh = transformer.trunk(params, x_BWD, pos_BW, window, model, s.cache)
+    def canvas(s):  # position i - shift answers for position i
+        pos_BT = jnp.broadcast_to(jnp.arange(cfg.slots)[None], s.tokens_BT.shape)
+        x_BTD, fresh = run(s, pos_BT)
+        return at(x_BTD, pos_BW - shift), fresh
 
-    # A clean block: keep its keys and move on. Otherwise drop them, and draw.
-    clean_B = s.live_B & ~masked_BW.any(axis=1)
-    cache = kv.write(s.cache, fresh, s.start_B, clean_B)
-    s = unmask(
-        params, s, x_BWD, pos_BW, s.live_B & ~clean_B, model=model, cfg=cfg, draw=draw
-    )
+    def window(s):  # it begins with the position that answers for the block's first
+        width = shift + Q + cfg.horizon * how.ahead
+        pos_BV = s.start_B[:, None] - shift + jnp.arange(width)[None]
+        slots_BS = jnp.arange(s.cache.k_LBSKH.shape[2])[None]
+        kept_BS = slots_BS < pos_BV[:, :1]
+        if how.suffix:
+            kept_BS |= slots_BS > pos_BV[:, -1:]
+        x_BVD, fresh = run(s, pos_BV, kept_BS=kept_BS)
+        return x_BVD[:, :Q], jax.tree.map(lambda x: x[:, :, shift:], fresh)
+
+    if how.canvas == "prefill":  # a clean block: keep its keys and move on
+        x_BWD, fresh = window(s)
+        clean_B = s.live_B & ~(at(s.step_BT, pos_BW) == FAR).any(axis=1)
+        cache = kv.write(s.cache, fresh, s.start_B, clean_B)
+        s = s.replace(cache=cache, forwards_B=s.forwards_B + clean_B)
+        now_B = s.live_B & ~clean_B
+    elif how.canvas == "step":
+        x_BWD, now_B = canvas(s)[0], s.live_B
+    else:
+        enters_B = s.live_B & (s.block_steps_B == 0)
+        nothing = jnp.zeros((*pos_BW.shape, model.d_model), model.dtype)
+
+        def enter(s):
+            x_BWD, fresh = canvas(s)
+            zero_B = jnp.zeros_like(s.start_B)
+            return x_BWD, kv.write(s.cache, fresh, zero_B, enters_B)
+
+        entry_BWD, cache = jax.lax.cond(
+            enters_B.any(), enter, lambda s: (nothing, s.cache), s
+        )
+        s, now_B = s.replace(cache=cache), s.live_B
+        inner_BWD = jax.lax.cond(
+            (now_B & ~enters_B).any(), lambda s: window(s)[0], lambda s: nothing, s
+        )
+        x_BWD = jnp.where(enters_B[:, None, None], entry_BWD, inner_BWD)
+
+    s = unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg, draw=draw)
+    if how.canvas != "prefill":
+        clean_B = s.live_B & ~open_positions(s, pos_BW, model).any(axis=1)
     return s.replace(
-        start_B=s.start_B + W * clean_B,
+        start_B=s.start_B + Q * clean_B,
         block_steps_B=jnp.where(clean_B, 0, s.block_steps_B),
-        forwards_B=s.forwards_B + clean_B,
-        cache=cache,
     )
+
+
+def open_positions(s: SamplingState, pos_BW, model: ModelConfig):
+    """Returns which positions are masked, and to be unmasked.
+
+    With full attention a canvas ends at its limit; otherwise with the block there.
+    """
+    masked_BW = at(s.step_BT, pos_BW) == FAR
+    if model.attention == "full":
+        masked_BW &= pos_BW < s.limit_B[:, None]
+    return masked_BW
 
 
 def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
@@ -71,7 +133,7 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
 
     x_BWD: their windows' hidden states, computed with the masked positions masked.
     """
-    tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW) == FAR
+    tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
     drawn = draw(key_B, transformer.logits(params, x_BWD, model), s.temperature_B, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
@@ -113,7 +175,8 @@ def start(
     filler row; limit_B: first position that no answer may reach, at most `cfg.slots`;
     key_B: one typed random key per row, which with the row's own content decides its draw.
     """
-    cache = kv.empty(model, prompt_BT.shape[0], cfg.slots)
+    uncached = policy.choose(cfg.cache, model.attention).canvas == "step"
+    cache = kv.empty(model, prompt_BT.shape[0], 0 if uncached else cfg.slots)
     s = state.begin(
         prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, cfg.slots
     )
@@ -150,8 +213,9 @@ def generate(
 
 
 def at(x_BT, pos_BW):
-    """Returns x at the window's positions."""
-    return jnp.take_along_axis(x_BT, pos_BW, axis=1, mode="clip")
+    """Returns x, [B, T] or [B, T, D], at the window's positions."""
+    pos = pos_BW.reshape(*pos_BW.shape, *[1] * (x_BT.ndim - 2))
+    return jnp.take_along_axis(x_BT, pos, axis=1, mode="clip")
 
 
 def put(x_BT, pos_BW, take_BW, new_BW):

@@ -233,7 +233,7 @@ def test_dense_layers_come_first_and_share_the_cache():
     seen = mask.block(pos[:, :8], 8)
     _, kept = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
     assert kept.k_LBSKH.shape == (3, 1, 8, 2, 8)
-    seen = mask.window(pos[:, 8:], jnp.array([8]), 8)
+    seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
     again, _ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, kept)
     np.testing.assert_allclose(again, whole[:, 8:], atol=2e-5)
 

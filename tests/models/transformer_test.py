@@ -212,7 +212,8 @@ def test_cached_block_of_the_reference(family, slots):
     cache = kv.write(
         kv.empty(cfg, 1, slots), fresh, jnp.zeros(1, jnp.int32), jnp.array([True])
     )
-    seen = mask.window(pos[:, 16:], jnp.array([start]), slots)
+    own = mask.full(pos[:, 16:], pos[:, -1] + 1)
+    seen = mask.beside(own, jnp.arange(slots)[None] < start)
     found = logits(params, tokens[:, 16:], pos[:, 16:], seen, cache, cfg=cfg)
     assert_logits(found, g["logits_cached_block"], cfg)
 

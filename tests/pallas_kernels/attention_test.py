@@ -108,7 +108,8 @@ def test_few_queries_over_cached_keys(implementation, K):
     W, S, start = 4, 150, jnp.array([96, 0])
     q, k, v = normal(B, W, N, H), normal(B, W, K, H, seed=1), normal(B, W, K, H, seed=2)
     cached = normal(B, S, K, H, seed=3), normal(B, S, K, H, seed=4)
-    seen = mask.window(start[:, None] + jnp.arange(W)[None], start, S)
+    own = mask.full(start[:, None] + jnp.arange(W)[None], start + W)
+    seen = mask.beside(own, jnp.arange(S)[None] < start[:, None])
     found = pallas_kernels.attention(
         q, k, v, seen, cached=cached, implementation=implementation, interpret=True
     )

@@ -96,7 +96,8 @@ def test_attention_over_cached_keys(K):
     q, k, v = normal(B, 4, N, H), normal(B, 4, K, H, seed=1), normal(B, 4, K, H, seed=2)
     cached = normal(B, S, K, H, seed=3), normal(B, S, K, H, seed=4)
     pos = start[:, None] + np.arange(4)
-    seen = mask.window(jnp.array(pos), jnp.array(start), S)
+    own = mask.full(jnp.array(pos), jnp.array(start) + 4)
+    seen = mask.beside(own, jnp.arange(S)[None] < start[:, None])
     found = attention(q, k, v, seen, cached=cached)
 
     sees = by_rule(lambda b, t, s: s >= S or s < start[b], 4, S + 4)

@@ -1,0 +1,54 @@
+"""Cache policies: what a step re-runs, and whose keys it remembers.
+
+    policy   whole canvas is re-run   a step re-runs    keys that it finds in the cache
+    none     at every step            the canvas        none
+    block    once, at prefill         the block         of the blocks before: exact
+    prefix   when a block begins      block + horizon   of what lies before the block
+    dual     when a block begins      the block         of all the rest of the canvas
+
+`block` serves families with block or causal attention, `prefix` and `dual` those with full
+attention: there every key depends on the whole canvas, so what is cached is stale until
+the next block begins. `none` is exact for all.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePolicy:
+    """Facts that the sampler core reads; nothing branches on a name."""
+
+    canvas: str  # when it is re-run: "step", "block" or "prefill"
+    serves: tuple[str, ...]  # values of ModelConfig.attention
+    ahead: bool = False  # a step re-runs `horizon` positions after its block, too
+    suffix: bool = False  # keys after the block are remembered, too
+
+    @property
+    def exact(self) -> bool:
+        """Whether the log-prob at sampling is that of training."""
+        return self.canvas != "block"
+
+
+POLICIES = {
+    "none": CachePolicy("step", ("full", "block", "causal")),
+    "block": CachePolicy("prefill", ("block", "causal")),
+    "prefix": CachePolicy("block", ("full",), ahead=True),
+    "dual": CachePolicy("block", ("full",), suffix=True),
+}
+
+
+def choose(name: str, attention: str) -> CachePolicy:
+    """Returns the policy of that name; "auto" is the exact one of the family.
+
+    Raises ValueError for a policy that does not serve the family.
+    """
+    if name == "auto":
+        name = "none" if attention == "full" else "block"
+    policy = POLICIES[name]
+    if attention not in policy.serves:
+        fitting = [n for n, p in POLICIES.items() if attention in p.serves]
+        raise ValueError(
+            f"sampler.cache={name!r} does not serve a model with {attention} attention; "
+            f"choose from auto, {', '.join(fitting)}"
+        )
+    return policy

@@ -1,0 +1,189 @@
+"""Cache policies and shifts against a loop over one row that has no cache."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import sharding
+from dllm_jax.models import mask, transformer
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import denoise, logits, policy
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.engine import Engine
+
+KEY = jax.random.key(3)
+CFG = SamplerConfig(
+    block=4, steps_per_block=2, threshold=0.5, max_prompt=8, max_new=12, stop_ids=(1, 5)
+)
+PROMPTS = [[20, 30, 40], [11, 12, 13, 14, 15, 16, 17, 18], [25], [31, 32, 33, 34, 35]]
+NEW = [12, 9, 11, 4]
+KINDS = {  # attention, shift, block
+    "LLaDA": ("full", 0, 4),
+    "Dream": ("full", 1, 4),
+    "SDAR": ("block", 0, 4),
+    "Fast-dLLM v2": ("block", 1, 4),
+    "autoregressive": ("causal", 1, 1),
+}
+
+
+def family(tiny, kind):
+    """Returns (ModelConfig, params, SamplerConfig) of a family's shape."""
+    attention, shift, block = KINDS[kind]
+    model = dataclasses.replace(tiny[0], attention=attention, shift=shift)
+    steps = min(block, CFG.steps_per_block)
+    return model, tiny[1], dataclasses.replace(CFG, block=block, steps_per_block=steps)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"))
+def look(params, tokens_1T, length_1, *, model, cfg):
+    """Returns the logits that answer for every position of a canvas: [T, V]."""
+    pos_1T = jnp.arange(cfg.slots)[None]
+    seen = mask.clean(model.attention, pos_1T, length_1, cfg.block)
+    x = transformer.embed(params, tokens_1T, model)
+    x, _ = transformer.trunk(params, x, pos_1T, seen, model)
+    return jnp.roll(transformer.logits(params, x, model)[0], model.shift, axis=0)
+
+
+pick = jax.jit(logits.draw, static_argnames="cfg")
+
+
+def by_hand(params, prompt, new, index, temperature, *, model, cfg):
+    """Answers one prompt, looking at the whole canvas at every step."""
+    limit, Q = len(prompt) + new, cfg.block
+    tokens, steps = np.zeros(cfg.slots, np.int32), np.full(cfg.slots, FAR)
+    tokens[: len(prompt)], steps[: len(prompt)] = prompt, 0
+    full = model.attention == "full"
+    first, step = len(prompt) if full else len(prompt) // Q * Q, 0
+    key = jax.random.fold_in(KEY, index)
+    for start in range(first, limit, Q):
+        span = np.arange(start, min(start + Q, limit) if full else start + Q)
+        for quota in itertools.chain(cfg.schedule, itertools.repeat(cfg.schedule[-1])):
+            open_ = span[steps[span] == FAR]
+            if not len(open_):
+                break
+            shown = np.where(steps == FAR, model.mask_id, tokens)[None]
+            out_TV = look(params, shown, np.array([limit]), model=model, cfg=cfg)
+            window = np.clip(np.arange(start, start + Q), 0, cfg.slots - 1)
+            one = pick(
+                jax.random.fold_in(key, step)[None],
+                out_TV[window][None],
+                jnp.array([temperature]),
+                cfg=cfg,
+            )
+            conf = np.asarray(one.conf_BW[0])[open_ - start]
+            best = np.argsort(-conf, kind="stable")[:quota]
+            take = open_[sorted({*best, *np.flatnonzero(conf > cfg.threshold)})]
+            step += 1
+            tokens[take], steps[take] = np.asarray(one.token_BW[0])[take - start], step
+            ends = [t for t in range(len(prompt), limit) if tokens[t] in cfg.stop_ids]
+            end = min([t + 1 for t in ends if steps[t] != FAR] + [limit])
+            if end <= start + Q and (steps[span[span < end]] != FAR).all():
+                return tokens[:end].tolist(), steps[:end].tolist()
+    raise AssertionError("no end")
+
+
+def sampled(tiny, kind, temperature, cache="auto", horizon=0):
+    """Returns the sampler's Trace of all prompts."""
+    model, params, cfg = family(tiny, kind)
+    cfg = dataclasses.replace(cfg, cache=cache, horizon=horizon)
+    n = len(PROMPTS)
+    prompt_BT = np.zeros((n, cfg.max_prompt), np.int32)
+    for row, prompt in zip(prompt_BT, PROMPTS):
+        row[: len(prompt)] = prompt
+    len_B = np.array([len(p) for p in PROMPTS], np.int32)
+    trace = denoise.generate(
+        params,
+        *(prompt_BT, len_B, len_B + np.array(NEW, np.int32)),
+        np.full(n, temperature, np.float32),
+        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(KEY, jnp.arange(n)),
+        model=model,
+        cfg=cfg,
+    )
+    return jax.device_get(trace)
+
+
+def rows(trace):
+    """Returns (ids, steps) of every row up to its end."""
+    ends = trace.prompt_len_B + trace.len_B
+    return [
+        (tokens[:end].tolist(), steps[:end].tolist())
+        for tokens, steps, end in zip(trace.tokens_BT, trace.step_BT, ends)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exact_policy_is_the_loop(tiny, kind, temperature):
+    model, params, cfg = family(tiny, kind)
+    got = rows(sampled(tiny, kind, temperature))
+    for i, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True)):
+        want = by_hand(params, prompt, new, i, temperature, model=model, cfg=cfg)
+        assert got[i] == want, i
+
+
+@pytest.mark.parametrize("kind", ["SDAR", "Fast-dLLM v2"])
+def test_a_block_family_without_a_cache(tiny, kind):
+    assert rows(sampled(tiny, kind, 1.0, "none")) == rows(sampled(tiny, kind, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["Fast-dLLM v2", "autoregressive"])
+def test_the_engine_knows_shifts(tiny, kind):
+    model, params, cfg = family(tiny, kind)
+    cfg = dataclasses.replace(cfg, rows=2, page=4, prefill=4)
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    made = Engine(model=model, cfg=cfg, mesh=mesh)
+    asked = [*zip(PROMPTS, NEW), (PROMPTS[1], NEW[1])]  # one shares a prompt's pages
+    for i, (prompt, new) in enumerate(asked):
+        made.submit(prompt, index=i, temperature=1.0, new=new)
+    found = {r.index: row for r, row in made.run(params, KEY)}
+    for i, (tokens, steps) in enumerate(rows(sampled(tiny, kind, 1.0))):
+        end = len(tokens)
+        assert found[i].tokens_BT[:end].tolist() == tokens
+        assert found[i].step_BT[:end].tolist() == steps
+        assert found[i].len_B == end - len(PROMPTS[i])
+    assert found[4].len_B > 0
+
+
+@pytest.mark.parametrize("kind", ["LLaDA", "Dream"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_stale_caches_answer_and_differ(tiny, kind, cache):
+    exact, stale = sampled(tiny, kind, 0.0), sampled(tiny, kind, 0.0, cache)
+    for trace in (exact, stale):
+        steps = [steps for _, steps in rows(trace)]
+        assert all(FAR not in row for row in steps)
+    # The first step of a row looks at the whole canvas under every policy.
+    first = exact.step_BT == 1
+    np.testing.assert_array_equal(first, stale.step_BT == 1)
+    np.testing.assert_array_equal(exact.tokens_BT[first], stale.tokens_BT[first])
+    np.testing.assert_allclose(exact.logp_BT[first], stale.logp_BT[first], atol=1e-5)
+    later = (exact.step_BT == 2) & (stale.step_BT == 2)
+    assert np.abs(exact.logp_BT[later] - stale.logp_BT[later]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["LLaDA", "Dream"])
+@pytest.mark.parametrize(("cache", "horizon"), [("prefix", 12), ("dual", 0)])
+def test_with_one_layer_no_key_is_stale(tiny, kind, cache, horizon):
+    """Its keys depend on no other token, so what is remembered is what would be found."""
+    model, params = tiny
+    params = params | {"layers": jax.tree.map(lambda x: x[:1], params["layers"])}
+    one = dataclasses.replace(model, layers=1), params
+    exact, cached = sampled(one, kind, 1.0), sampled(one, kind, 1.0, cache, horizon)
+    assert rows(cached) == rows(exact)
+
+
+@pytest.mark.parametrize(
+    ("cache", "attention"), [("block", "full"), ("prefix", "block"), ("dual", "causal")]
+)
+def test_a_policy_that_does_not_serve_the_family_is_refused(cache, attention):
+    with pytest.raises(ValueError, match=f"sampler.cache='{cache}' .*choose from auto"):
+        policy.choose(cache, attention)
+
+
+def test_an_unknown_policy_lists_the_known():
+    with pytest.raises(ValueError, match="sampler.cache='all': choose from auto, none"):
+        SamplerConfig(cache="all")
