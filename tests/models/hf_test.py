@@ -404,6 +404,11 @@ def test_released_configs(name, tmp_path):
     assert {key: getattr(cfg, key) for key in RELEASED[name]} == RELEASED[name]
 
 
+def test_every_family_is_documented():
+    told = (GOLDENS.parents[1] / "docs" / "models.md").read_text()
+    assert [name for name in families.FAMILIES if f"`{name}`" not in told] == []
+
+
 @pytest.mark.parametrize(
     "family, wanted",
     [
