@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with block-diffusion noise.
+"""Supervised fine-tuning: random masks, one block after the other, traces, next tokens.
 
     python examples/arithmetic/make.py
     python -m dllm_jax.train --config=configs/sft.py
@@ -6,7 +6,18 @@
 makes the bundled arithmetic model from a blank one. Each answer token is masked by a coin
 of its own inside its block, the blocks before it are clean (dLLM-RL's semi-AR SFT).
 
-Presets: arithmetic (default), smollm2, adapt, and dpo, which learns from pairs of answers:
+Lines of the data hold a question and a response, `messages`, or `prompt` and `response` as
+text that needs no template (dLLM-RL's format). The noise is drawn anew whenever an example
+comes up: noise.kind is semi_ar, bernoulli (with objective.aggregate="elbo" weighed by 1/p),
+trace, or ar for models that predict the next token. A trace is the `step_map` of a line:
+
+    python -m dllm_jax.generate --model=examples/arithmetic/model \
+        --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
+    python -m dllm_jax.train --config=configs/sft.py:trace
+
+Presets: arithmetic (default), smollm2, trace, adapt; for released models, with data of your
+own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
+llada-1.5-8b, mmada-8b; and dpo, which learns from pairs of answers:
 
     python -m dllm_jax.train --config=configs/sft.py:dpo --config.model.path=DIR \
         --config.data.train=FILE.jsonl
@@ -83,7 +94,68 @@ def adapt(c):
     c.run.update({"folder": "runs/adapt", "save_every": 200})
 
 
-PRESETS = {"arithmetic": arithmetic, "smollm2": smollm2, "adapt": adapt, "dpo": dpo}
+def trace(c):
+    """The bundled model on answers of its own, in the order in which it gave them."""
+    arithmetic(c)
+    c.model.path = "examples/arithmetic/model"
+    c.data.train = "runs/arithmetic/traces.jsonl"
+    c.noise.kind = "trace"
+    c.policy_optim.update({"lr": 1e-4, "schedule": "constant"})
+    c.run.folder = "runs/arithmetic/trace"
+
+
+def published(c):
+    """dLLM-RL's settings for SDAR and TraDo: blocks of 4, pads are not learned."""
+    c.data.update({"train": "data/sft.json", "post_num": 0})
+    c.model.remat = "full"
+    c.sampler.update({"block": 4, "max_prompt": 784, "max_new": 2000})
+    c.batch.update({"rows": 8, "tokens": 8192})
+    c.sft.update({"steps": 1000, "examples": 128})
+    c.noise.kind = "semi_ar"
+    c.policy_optim.update({"lr": 1e-5, "schedule": "cosine"})
+    c.run.save_every = 100
+
+
+def dream(c):
+    """Its settings for Dream: groups of 16 tokens, one after the other."""
+    published(c)
+    c.sampler.update({"block": 16, "steps_per_block": 16, "max_new": 1024})
+
+
+def llada(c):
+    """Its settings for LLaDA and MMaDA: one random mask of the whole answer."""
+    dream(c)
+    c.noise.update({"kind": "bernoulli", "rate": "scope"})
+
+
+def real(repository: str, recipe=published):
+    """Returns the recipe on a released checkpoint."""
+
+    def change(c):
+        recipe(c)
+        c.model.path = repository
+        c.run.folder = f"runs/{repository.split('/')[-1]}/sft"
+
+    return change
+
+
+PRESETS = {
+    "arithmetic": arithmetic,
+    "smollm2": smollm2,
+    "trace": trace,
+    "adapt": adapt,
+    "dpo": dpo,
+    "sdar-1.7b": real("JetLM/SDAR-1.7B-Chat"),
+    "sdar-4b": real("JetLM/SDAR-4B-Chat"),
+    "sdar-8b": real("JetLM/SDAR-8B-Chat"),
+    "trado-4b": real("Gen-Verse/TraDo-4B-Instruct"),
+    "trado-8b": real("Gen-Verse/TraDo-8B-Instruct"),
+    "dream-7b": real("Dream-org/Dream-v0-Instruct-7B", dream),
+    "diffucoder-7b": real("apple/DiffuCoder-7B-Instruct", dream),
+    "llada-8b": real("GSAI-ML/LLaDA-8B-Instruct", llada),
+    "llada-1.5-8b": real("GSAI-ML/LLaDA-1.5", llada),
+    "mmada-8b": real("Gen-Verse/MMaDA-8B-MixCoT", llada),
+}
 
 
 def get_config(preset: str = "arithmetic"):

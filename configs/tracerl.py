@@ -9,12 +9,15 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b.
+Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
+with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
+configs/coupled.py and configs/random_masking.py take the same ones.
 """
 
 from dllm_jax import config
 
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
 
 
 def arithmetic(c):
@@ -64,11 +67,31 @@ def published(c):
     c.eval.update({"every": 10, "temperature": 1.0})
 
 
-def real(repository: str):
-    """Returns the published recipe on a released checkpoint."""
+def dream(c):
+    """dLLM-RL's settings for Dream: static unmasking of 1,024 tokens, 8 steps a round."""
+    published(c)
+    c.data.template = BOXED
+    c.sampler.update({"block": 32, "steps_per_block": 32, "strategy": "static"})
+    c.sampler.update({"temperature": 0.8, "top_k": 50, "top_p": 0.9})
+    c.sampler.update({"max_prompt": 512, "max_new": 1024, "rows": 64})
+    c.noise.update({"shrink": 8, "rate": "scope"})
+    c.objective.aggregate = "step"
+    c.rl.update({"steps": 50, "prompts": 32, "group": 8, "updates": 4})
+    c.rl.value = "none"
+    c.eval.temperature = 0.1
+
+
+def llada(c):
+    """Its settings for LLaDA and MMaDA: canvases of 512 tokens, nothing cut off."""
+    dream(c)
+    c.sampler.update({"max_new": 512, "top_k": 0, "top_p": 1.0})
+
+
+def real(repository: str, recipe=published):
+    """Returns the recipe on a released checkpoint."""
 
     def change(c):
-        published(c)
+        recipe(c)
         c.model.path = repository
         c.run.folder = f"runs/{repository.split('/')[-1]}/tracerl"
 
@@ -83,6 +106,11 @@ PRESETS = {
     "sdar-8b": real("JetLM/SDAR-8B-Chat"),
     "trado-4b": real("Gen-Verse/TraDo-4B-Instruct"),
     "trado-8b": real("Gen-Verse/TraDo-8B-Instruct"),
+    "dream-7b": real("Dream-org/Dream-v0-Instruct-7B", dream),
+    "diffucoder-7b": real("apple/DiffuCoder-7B-Instruct", dream),
+    "llada-8b": real("GSAI-ML/LLaDA-8B-Instruct", llada),
+    "llada-1.5-8b": real("GSAI-ML/LLaDA-1.5", llada),
+    "mmada-8b": real("Gen-Verse/MMaDA-8B-MixCoT", llada),
 }
 
 

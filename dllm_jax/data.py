@@ -33,12 +33,17 @@ class DataConfig:
     answer: str = "answer"  # field with the gold answer
     response: str = "response"  # SFT: field with the text to learn
     template: str = "{question}"  # the user's turn; {question} is replaced
+    # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
+    # sampler meets whenever an answer ends inside one; none if the answer has a trace.
+    post_num: int = -1
     shuffle: bool = True
     seed: int = 0
 
     def __post_init__(self):
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
+        if self.post_num < -1:
+            raise ValueError("data.post_num must be -1 (a block's rest), 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +167,14 @@ class Examples:
 
 
 def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
-    """Returns (prompt ids, answer text) of an SFT record: fields, or `messages`."""
+    """Returns (prompt ids, answer text or ids) of an SFT record.
+
+    It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
+    of question and response; or dLLM-RL's `prompt` and `response`, which are tokenised as
+    they are, chat tokens and all.
+    """
+    if "response_ids" in row:
+        return [ids(row, k, path, number) for k in ("prompt_ids", "response_ids")]
     if "messages" in row:
         *before, last = row["messages"] or [{}]
         if last.get("role") != "assistant":
@@ -171,8 +183,45 @@ def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
                 "assistant's"
             )
         return render(tok, before), last["content"]
-    question = str(field(row, cfg.question, path, number))
-    return ask(tok, cfg, question), str(field(row, cfg.response, path, number))
+    if "prompt" in row and cfg.question not in row:
+        prompt = tok(str(row["prompt"]), add_special_tokens=False)["input_ids"]
+    else:
+        prompt = ask(tok, cfg, str(field(row, cfg.question, path, number)))
+    return prompt, str(field(row, cfg.response, path, number))
+
+
+def ids(row: dict, name: str, path: str, number: int) -> list[int]:
+    """Returns a record's list of numbers; raises ValueError if it is anything else."""
+    given = field(row, name, path, number)
+    if not isinstance(given, list) or not all(type(t) is int and t >= 0 for t in given):
+        raise ValueError(
+            f"dataset {path!r}, record {number}: {name} must be a list of numbers >= 0"
+        )
+    return given
+
+
+def steps_of(row: dict, answer: list[int], path: str, number: int) -> list[int]:
+    """Returns the step at which each token of the answer was unmasked, from 1.
+
+    The end token, if it was added to a text, comes last; steps beyond the answer are those
+    of a canvas's rest. Raises ValueError when there are none, or too few.
+    """
+    if "step_map" not in row:
+        raise ValueError(
+            f"dataset {path!r}, record {number}: noise.kind='trace' needs a step_map. "
+            "Collect traces with python -m dllm_jax.generate --model=DIR "
+            "--prompts=FILE.jsonl --out=TRACES.jsonl, and set data.train=TRACES.jsonl"
+        )
+    steps = ids(row, "step_map", path, number)
+    added = "response_ids" not in row
+    if not steps or len(steps) < len(answer) - added:
+        raise ValueError(
+            f"dataset {path!r}, record {number}: step_map has {len(steps)} steps for "
+            f"{len(answer)} tokens; python -m dllm_jax.generate --out writes a step for "
+            "each of response_ids"
+        )
+    steps = (steps + [max(steps) + 1])[: len(answer)]
+    return [step - min(steps) + 1 for step in steps]
 
 
 def preference(row: dict, tok, cfg: DataConfig, path: str, number: int):
@@ -208,38 +257,46 @@ def examples(
     block: int,
     slots: int,
     pairs: bool = False,
+    traced: bool = False,
 ):
     """Returns (Examples, how many records were too long for `slots` and left out).
 
-    With `pairs` a record is a preference and gives two: chosen, then rejected.
+    With `pairs` a record is a preference and gives two: chosen, then rejected. `traced`:
+    the steps are those of the record's step_map; otherwise all tokens are of one step.
 
-    An answer gets the end token, and pads up to the end of its last block, which are
-    learned too: a sampler meets these positions whenever an answer ends inside a block.
+    A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
     """
     rows, dropped = [], 0
     for number, row in enumerate(records(path), 1):
         read = preference if pairs else conversation
         prompt, answers = read(row, tok, cfg, path, number)
         found = []
-        for text in answers if pairs else [answers]:
-            answer = [*tok(text, add_special_tokens=False)["input_ids"], end]
-            found.append(answer + [pad] * (-(len(prompt) + len(answer)) % block))
-        if len(prompt) + max(map(len, found)) > slots:
+        for answer in answers if pairs else [answers]:
+            if isinstance(answer, str):
+                answer = tok(answer, add_special_tokens=False)["input_ids"]
+                answer += [end] if answer[-1:] != [end] else []
+            steps = steps_of(row, answer, path, number) if traced else [1] * len(answer)
+            length = len(prompt) + len(answer)
+            pads = 0 if traced else -length % block
+            if cfg.post_num >= 0:
+                pads = max(min(cfg.post_num, slots - length), 0)
+            found.append((answer + [pad] * pads, steps + [max(steps) + traced] * pads))
+        if len(prompt) + max(len(answer) for answer, _ in found) > slots:
             dropped += 1
         else:
-            rows += [(prompt, answer) for answer in found]
+            rows += [(prompt, *one) for one in found]
     if not rows:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
     tokens_BT = np.full((len(rows), slots), pad, np.int32)
     step_BT = np.zeros((len(rows), slots), np.int32)
-    for i, (prompt, answer) in enumerate(rows):
+    for i, (prompt, answer, steps) in enumerate(rows):
         tokens_BT[i, : len(prompt) + len(answer)] = prompt + answer
-        step_BT[i, len(prompt) : len(prompt) + len(answer)] = 1
+        step_BT[i, len(prompt) : len(prompt) + len(answer)] = steps
     out = Examples(
         tokens_BT=tokens_BT,
         step_BT=step_BT,
-        prompt_len_B=np.array([len(p) for p, _ in rows], np.int32),
-        len_B=np.array([len(a) for _, a in rows], np.int32),
+        prompt_len_B=np.array([len(p) for p, _, _ in rows], np.int32),
+        len_B=np.array([len(a) for _, a, _ in rows], np.int32),
     )
     return out, dropped
 

@@ -28,7 +28,9 @@ METHODS = {
     "TraceRL": {"noise.kind": "trace"},
     "trace": {"noise.kind": "trace"},
     "random_masking": {"noise.kind": "bernoulli"},
-    "semi-ar": {"noise.kind": "bernoulli"},
+    "coupled": {"noise.kind": "complement"},
+    "semi-ar": {"noise.kind": "semi_ar"},
+    "ar": {"noise.kind": "ar"},
 }
 DTYPES = {"bf16": "bfloat16", "no": "float32"}
 
@@ -176,8 +178,8 @@ TRAINING = {
     "lower_p": "=noise.lower",
     "upper_p": "=noise.upper",
     "mask_times_per_sample": lambda value, key, raw: (
-        {"noise.draws": value}
-        if raw["training.method"] == "random_masking"
+        {"noise.draws": value, "noise.rate": "scope"}
+        if raw["training.method"] in ("random_masking", "coupled")
         else "the noise of this method is not drawn, or once for each example"
     ),
 }
@@ -264,6 +266,9 @@ SFT = (
     | {
         "dataset.optimization_data": dataset("data.train"),
         "training.max_gen_length": "=sampler.max_new",
+        "training.post_num": lambda value, key, raw: {
+            "data.post_num": -1 if value is None else value
+        },
     }
 )
 EVAL = (

@@ -4,7 +4,7 @@
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
 
 A prompt on the command line is shown while it is unmasked. A line of a prompts file holds
-`prompt` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
+`prompt` or `question` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
 (token ids: no tokenizer is needed); the line written for it holds prompt_ids,
 response_ids, step_map (the denoising step at which each token was unmasked, from 1),
 logprobs (nats), confidence, forwards, finished ("stop" or "length") and text.
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
     """Returns (prompt ids, the lines) of a prompts file.
 
-    Raises ValueError naming the record that has none of the three fields, and the one
+    Raises ValueError naming the record that has none of these fields, and the one
     whose ids are not a list of ids below `vocab`.
     """
     ids, rows = [], data.records(path)
@@ -95,11 +95,12 @@ def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
             )
         elif "messages" in row:
             ids.append(data.render(tok, row["messages"]))
-        elif "prompt" in row:
-            ids.append(data.render(tok, [{"role": "user", "content": row["prompt"]}]))
+        elif asked := {"prompt", "question"} & row.keys():
+            turn = {"role": "user", "content": row[min(asked)]}
+            ids.append(data.render(tok, [turn]))
         else:
             raise ValueError(
-                f"{path!r}, record {number}: needs prompt, messages or prompt_ids, "
+                f"{path!r}, record {number}: needs prompt, question, messages or prompt_ids, "
                 f"it has {sorted(row)}"
             )
     return ids, rows

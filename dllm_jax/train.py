@@ -198,6 +198,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             block=sampler.block,
             slots=sampler.slots,
             pairs=dpo,
+            traced=cfg.noise.kind == "trace",
         )
         say(f"{len(source.len_B)} examples, {dropped} too long and left out")
     report_long(heldout, sampler, say)

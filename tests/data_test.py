@@ -258,3 +258,68 @@ def test_examples_that_are_too_long_are_counted(tmp_path, tok):
     assert (len(got.len_B), dropped) == (1, 2)
     with pytest.raises(ValueError, match="no record fits into 8 tokens"):
         data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=8)
+
+
+FORM = {"end": 2, "pad": 0, "block": 4, "slots": 80}
+
+
+def test_examples_of_text_that_is_rendered_already(tmp_path, tok):
+    row = {"prompt": "<|im_start|>user\n1+2", "response": "3<|im_end|>"}
+    got, _ = data.examples(
+        write(tmp_path / "x.jsonl", row),
+        tok,
+        CFG,
+        **FORM | {"end": tok("<|im_end|>")["input_ids"][0]},
+    )
+    first, count = int(got.prompt_len_B[0]), int(got.len_B[0])
+    assert tok.decode(got.tokens_BT[0, :first]) == row["prompt"]
+    answer = got.tokens_BT[0, first : first + count]
+    assert tok.decode(answer[answer > 0]) == row["response"]  # no second end
+
+
+@pytest.mark.parametrize(("post_num", "pads"), [(-1, 2), (0, 0), (1, 1), (5, 5)])
+def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
+    path = write(tmp_path / "x.jsonl", {"prompt": "1+1", "response": "12"})
+    cfg = dataclasses.replace(CFG, post_num=post_num)
+    got, _ = data.examples(path, tok, cfg, **FORM)
+    assert int(got.len_B[0]) == 3 + pads
+    np.testing.assert_array_equal(
+        np.flatnonzero(got.step_BT[0]), 3 + np.arange(3 + pads)
+    )
+
+
+def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
+    line = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "step_map": [3, 1, 2]}
+    rebased = line | {"step_map": [2, 0, 1]}  # dLLM-RL counts from 0
+    path = write(tmp_path / "x.jsonl", line, rebased)
+    got, _ = data.examples(path, tok, CFG, traced=True, **FORM)
+    for tokens, steps in zip(got.tokens_BT, got.step_BT, strict=True):
+        assert tokens[:6].tolist() == [5, 6, 7, 8, 9, 0]
+        assert steps[:6].tolist() == [0, 0, 3, 1, 2, 0]
+    assert got.len_B.tolist() == [3, 3]
+    text = {"prompt": "1+1", "response": "12", "step_map": [1, 0]}
+    got, _ = data.examples(
+        write(tmp_path / "x.jsonl", text),
+        tok,
+        dataclasses.replace(CFG, post_num=1),
+        traced=True,
+        **FORM,
+    )
+    assert got.step_BT[0, 3:8].tolist() == [2, 1, 3, 4, 0]  # the end, a pad
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_map": None}, "step_map must be a list of numbers"),
+        ({"step_map": [1, -1, 2]}, "step_map must be a list of numbers"),
+        ({"step_map": [1, 2]}, "step_map has 2 steps for 3 tokens"),
+        ({"response_ids": "7"}, "response_ids must be a list of numbers"),
+        ({}, "needs a step_map. Collect traces with python -m dllm_jax.generate"),
+    ],
+)
+def test_a_bad_trace_is_named(tmp_path, tok, changes, message):
+    line = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], **changes}
+    path = write(tmp_path / "x.jsonl", line)
+    with pytest.raises(ValueError, match="record 1: .*" + message):
+        data.examples(path, tok, CFG, traced=True, **FORM)

@@ -330,7 +330,7 @@ def test_sft(tmp_path):
     assert (cfg.method, cfg.data.train) == ("sft", "data/openr1.json")
     assert cfg.sft.examples == 2 * 2 * 8 * 4
     assert (cfg.sampler.block, cfg.sampler.max_new) == (16, 1024)
-    assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("bernoulli", 0.1, 0.9)
+    assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("semi_ar", 0.1, 0.9)
     assert (cfg.policy_optim.lr, cfg.policy_optim.schedule) == (1e-5, "cosine")
     random = but(FILES["sft_llada"], "training.mask_times_per_sample: 5")
     assert frozen(config.ported(written(tmp_path, "x", random))).noise.draws == 5

@@ -1,0 +1,27 @@
+"""Coupled RL: a random mask and its complement (DiffuCoder, arXiv 2506.20639).
+
+    python -m dllm_jax.train --config=configs/coupled.py
+
+trains the bundled arithmetic model on a CPU in a few minutes. Every token of an answer is
+supervised once in each pair, with about half of the others shown. The clipped policy loss
+and everything else are TraceRL's, without a value model.
+
+Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
+dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b; see configs/tracerl.py.
+"""
+
+from configs import tracerl
+from dllm_jax import config
+
+PRESETS = tracerl.PRESETS
+
+
+def get_config(preset: str = "arithmetic"):
+    """Returns the configuration of a preset."""
+    c = config.preset(PRESETS, preset)
+    c.noise.update({"kind": "complement", "shrink": 1})
+    if c.noise.rate == "scope":  # full attention: dLLM-RL's 35 pairs of an answer
+        c.noise.draws = 35
+    c.rl.value = "none"
+    c.run.folder = c.run.folder.replace("tracerl", "coupled")
+    return c

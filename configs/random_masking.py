@@ -1,0 +1,27 @@
+"""RL on random masks: what TraceRL is compared with (arXiv 2509.06949, section 5).
+
+    python -m dllm_jax.train --config=configs/random_masking.py
+
+trains the bundled arithmetic model on a CPU in a few minutes. An answer's log-probs are
+those of its masked tokens, one draw after the other. The clipped policy loss and
+everything else are TraceRL's, without a value model.
+
+Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
+dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b; see configs/tracerl.py.
+"""
+
+from configs import tracerl
+from dllm_jax import config
+
+PRESETS = tracerl.PRESETS
+
+
+def get_config(preset: str = "arithmetic"):
+    """Returns the configuration of a preset."""
+    c = config.preset(PRESETS, preset)
+    c.noise.update({"kind": "bernoulli", "shrink": 1})
+    if c.noise.rate == "scope":  # full attention: dLLM-RL's 35 draws of an answer
+        c.noise.draws = 35
+    c.rl.value = "none"
+    c.run.folder = c.run.folder.replace("tracerl", "random_masking")
+    return c
