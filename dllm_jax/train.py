@@ -343,9 +343,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 told, batch = bounds.compared(
                     sharding.fetch(out),
                     part.len_B,
+                    noised.share_nT,
                     batch,
                     where,
-                    part.step_BT.shape[1],
                     draws=cfg.noise.draws,
                     beta=cfg.objective.reference_beta,
                 )
@@ -453,13 +453,10 @@ def experience(cfg, rollouts, keep, rng, layout, pack, score, params, mesh):
         )
     told["advantage_std"] = float(adv_nT[seen_nT].std())
     if cfg.objective.loss == "spg":
-        share_nT = np.zeros(shape, np.float32)
-        for deal, (batch, source) in zip(deals, packed, strict=True):
-            share_nT[deal] = bounds.shares(trace.len_B[deal], batch, source, shape[1])
         adv_nT = bounds.sandwich(
             adv_nT,
             logp_nT,
-            share_nT,
+            noised.share_nT,
             answer_nT,
             draws=copies,
             weight=cfg.objective.upper_weight,

@@ -5,8 +5,8 @@ into microbatches. Its gradient can: sum of df/dbound x grad log p, and the fact
 from log-probs scored beforehand (`learner.score`). They stand in the place of advantages in
 the objective `linear`, whose gradient is then exact at the scored weights.
 
-m noise draws of a trajectory are m rows, one after the other; a token that l of its
-block's n were masked with has share n / l (`views.subset`, weights "elbo"):
+m noise draws of a trajectory are m rows, one after the other; a masked token stands for
+as many as its share says (`noise.subset`, weights "elbo"):
 
     lower bound   L = 1/m sum_d sum_i share_di log p_di
     upper bound   U = 1/power sum_i log(1/m sum_d share_di p_di^power)
@@ -61,20 +61,14 @@ def preference(policy_n, reference_n, beta: float):
     return float(loss), np.stack([push, -push], axis=1).reshape(-1), margin
 
 
-def shares(len_n, batch, source, T: int):
-    """Returns the tokens' shares [n, T] of a packed batch weighed by "elbo"."""
-    return source.scatter(batch.weight_BU, (len(len_n), T)) * len_n.sum()
-
-
-def compared(out: dict, len_n, batch, source, T: int, *, draws: int, beta: float):
+def compared(out: dict, len_n, share_nT, batch, source, *, draws: int, beta: float):
     """Returns (metrics, the batch with its factors) of pairs scored by both models.
 
     out: `learner.score`'s, of "policy" and "reference"; len_n: the answers' lengths.
     """
-    n = len(len_n)
-    share_nT = shares(len_n, batch, source, T)
+    shape = share_nT.shape
     bound = {
-        name: lower(source.scatter(x["logp"], (n, T)), share_nT, draws)
+        name: lower(source.scatter(x["logp"], shape), share_nT, draws)
         for name, x in out.items()
     }
     loss, factor_n, margin_n = preference(bound["policy"], bound["reference"], beta)
@@ -85,5 +79,5 @@ def compared(out: dict, len_n, batch, source, T: int, *, draws: int, beta: float
     }
     # The weights divide by all rows' tokens; a bound is a mean over its draws' rows.
     factor_n = np.repeat(factor_n, draws) * (len_n.sum() / draws)
-    factor_nT = np.broadcast_to(factor_n[:, None], (n, T))
+    factor_nT = np.broadcast_to(factor_n[:, None], shape)
     return told, batch.replace(adv_BU=source.gather(factor_nT))

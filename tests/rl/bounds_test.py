@@ -141,9 +141,9 @@ def test_the_packed_gradient_is_that_of_the_preference_loss():
             "reference": {"logp": source.gather(ref)},
         },
         lens,
+        share,
         batch,
         source,
-        T,
         draws=draws,
         beta=0.3,
     )
