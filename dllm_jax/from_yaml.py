@@ -111,7 +111,7 @@ LAUNCH = "launch/ starts the processes; mesh.* says how devices are used"
 FIXED = "the run folder has fixed names: checkpoints/ and export/"
 JUDGE = "rewards come from graders; there is no process reward"
 AS_TRAINED = "held-out problems are sampled as in training, at eval.temperature"
-FULL_SAMPLER = "sampling is block by block, whatever the attention"
+FULL_SAMPLER = "positions are taken by their confidence, as sampler.strategy says"
 CHAT = "prompts are rendered by the checkpoint's chat template"
 
 COMMON = {
@@ -156,8 +156,10 @@ SAMPLING = {
     "target": unless(["confidence"], FULL_SAMPLER),
     "alg_temp": unless([0, None], FULL_SAMPLER),
     "pad_target_penalty": unless([1], FULL_SAMPLER),
-    "further_horizon": FULL_SAMPLER,
-    "use_cache": FULL_SAMPLER,
+    "further_horizon": lambda value, key, raw: {
+        "sampler.horizon": raw["rollout.max_gen_length"] if value is None else value
+    },
+    "use_cache": switch("sampler.cache", "prefix", "none"),
 }
 TRAINING = {
     "gradient_checkpointing_enable": switch("model.remat", "full", "none"),
@@ -357,7 +359,6 @@ START = {
     },
     "sft": {
         "method": "sft",
-        "data.question": "prompt",
         "objective.aggregate": "constant",
     },
     "eval": {"data.answer": "ground_truth_answer"},

@@ -318,6 +318,7 @@ def test_rl_on_a_full_attention_model(tmp_path):
     s = cfg.sampler
     assert (s.block, s.steps_per_block, s.max_new, s.rows) == (32, 32, 1024, 2)
     assert (s.strategy, s.top_k, s.top_p, s.temperature) == ("static", 50, 0.9, 0.8)
+    assert (s.cache, s.horizon) == ("prefix", 32)
     assert (cfg.noise.kind, cfg.noise.shrink, cfg.noise.draws) == ("trace", 8, 1)
     assert cfg.objective.aggregate == "step"
     half = but(FILES["rl_dream"], "rollout.steps: 512")
@@ -328,6 +329,8 @@ def test_rl_on_a_full_attention_model(tmp_path):
 def test_sft(tmp_path):
     cfg = frozen(config.ported(written(tmp_path, "sft_dream")))
     assert (cfg.method, cfg.data.train) == ("sft", "data/openr1.json")
+    # So that `prompt` is taken as it is: their files hold rendered conversations.
+    assert cfg.data.question != "prompt"
     assert cfg.sft.examples == 2 * 2 * 8 * 4
     assert (cfg.sampler.block, cfg.sampler.max_new) == (16, 1024)
     assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("semi_ar", 0.1, 0.9)
