@@ -1,0 +1,307 @@
+"""Noise and layouts against dLLM-RL's rows of every method, and what each kind promises."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_jax.models.mask import FAR
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import noise, views
+from dllm_jax.rl.config import BatchConfig, NoiseConfig
+from dllm_jax.rl.layout import Layout
+from dllm_jax.sampling.state import GIVEN
+from tests.rl import dllm_rl
+
+METHODS = {
+    "TraceRL": "trace",
+    "random_masking": "bernoulli",
+    "coupled": "complement",
+    "semi-ar": "semi_ar",
+    "ar": "ar",
+}
+
+
+class Draws:
+    """A generator that returns recorded numbers, one after the other."""
+
+    def __init__(self, numbers):
+        self.numbers = iter(numbers)
+
+    def uniform(self, lower, upper, shape):
+        """Returns the next masking probabilities."""
+        return np.broadcast_to(next(self.numbers), shape)
+
+    def random(self, shape):
+        """Returns the next coins."""
+        return next(self.numbers).reshape(shape)
+
+
+def recorded(case, i: int, one, layout: Layout) -> Draws:
+    """Returns the reference's draws for sample i, placed in its canvas."""
+    draws, cfg = case.get("draws", {}), case["config"]
+    prompt, T = int(one.prompt_len_B[0]), one.tokens_BT.shape[1]
+    if "u_t" in draws:
+        rate = np.array(draws["u_t"][i]) * (cfg["upper_p"] - cfg["lower_p"])
+        coins = np.array(draws["u"][i])[:, -T:]
+        return Draws(x for pair in zip(rate + cfg["lower_p"], coins) for x in pair)
+    if not draws:
+        return Draws([])
+    drawn = [np.array(draws[name]) for name in ("threshold", "u")]
+    if cfg["method"] == "semi-ar":  # vectors for each group; inside it they count
+        numbers = layout.numbers(T, prompt)
+        groups = numbers[-1] - numbers[prompt] + 1
+        inside = np.clip(numbers - numbers[prompt], 0, None)
+        drawn = [x[i * groups + inside, x.shape[1] - T + np.arange(T)] for x in drawn]
+    else:
+        drawn = [np.concatenate([np.zeros(prompt), x[i]]) for x in drawn]
+    return Draws(drawn)
+
+
+def rows(case, one, batch, source, layout: Layout):
+    """Returns a trajectory's rows: what is shown in each view, and what is supervised."""
+    out = {}
+    for a, b in np.ndindex(batch.group_BT.shape[:2]):
+        where, begin = batch.where_BU[a, b], batch.begin_BT[a, b]
+        view = batch.group_BT[a, b] if layout.attention == "block" else begin
+        for u in np.flatnonzero(source.row_ABU[a, b] >= 0):
+            mine = view == view[where[u]]
+            if layout.attention != "block":
+                mine &= batch.end_BT[a, b] > begin
+            name = source.row_ABU[a, b, u], a, b
+            name += () if layout.attention == "block" else (int(view[where[u]]),)
+            shown, selected = out.setdefault(
+                name,
+                (
+                    np.full(one.tokens_BT.shape[1], -1),
+                    np.zeros(len(one.tokens_BT[0]), bool),
+                ),
+            )
+            shown[batch.pos_BT[a, b, mine]] = batch.tokens_BT[a, b, mine]
+            selected[source.pos_ABU[a, b, u]] = True
+    return out.values()
+
+
+def in_order(case) -> bool:
+    """Returns whether semi-AR goes from left to right; a trace's order is trace SFT here."""
+    return case["config"]["method"] != "semi-ar" or all(
+        s["step_map"] == sorted(s["step_map"]) for s in case["samples"]
+    )
+
+
+def whole(one, sample):
+    """Returns a trace with the steps of positions that the canvas lacks: they count."""
+    prompt = int(one.prompt_len_B[0])
+    steps = [GIVEN] * prompt + [step + 1 for step in sample["step_map"]]
+    more = len(steps) - one.tokens_BT.shape[1]
+    return one.replace(
+        tokens_BT=np.pad(one.tokens_BT, ((0, 0), (0, max(more, 0)))),
+        step_BT=np.array([steps], np.int32) if more > 0 else one.step_BT,
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{name}-{case['name']}")
+        for name in (
+            "dream_rl",
+            "dream_sft",
+            "llada_rl",
+            "llada_sft",
+            "sdar_rl_coupled",
+        )
+        for case in dllm_rl.read(f"dataprep/{name}.json")["cases"]
+        if "raises" not in case and in_order(case)
+    ],
+)
+def test_rows_are_the_references(case):
+    cfg, out = case["config"], case["out"]
+    packed = "extended_input_ids" in out
+    post_num, kind = cfg["post_num"], METHODS[cfg["method"]]
+    traces = dllm_rl.padded(
+        case["samples"],
+        case["pad_id"],
+        post_num=post_num,
+        max_prompt=cfg["max_prompt_len"],
+        max_gen=cfg["max_gen_length"],
+    )
+    L0 = out["start_pos"]
+    L1 = len(out["labels"][0]) - L0
+    config = NoiseConfig(
+        kind=kind,
+        rate="scope" if "mask_times_per_sample" in cfg else "token",
+        draws=cfg.get("mask_times_per_sample", 1),
+        shrink=cfg.get("shrink", 1),
+    )
+    layout = Layout(
+        attention="block" if packed else "causal" if kind == "ar" else "full",
+        shift=int(kind == "ar"),
+        block=cfg.get("block_size", 4),
+        grid="response",
+        longest=L1,
+    )
+    ours = []
+    for i, one in enumerate(traces):
+        is_pad = one.tokens_BT[0] == case["pad_id"]
+        is_pad[: one.prompt_len_B[0]] = False
+        # Of a whole answer's pads the first ones count; blocks count them in each row.
+        surplus = is_pad & (np.cumsum(is_pad) > (99 if post_num is None else post_num))
+        if kind in ("bernoulli", "complement") and not packed:
+            one = one.replace(step_BT=np.where(surplus, FAR, one.step_BT))
+        if kind == "trace":
+            one = whole(one, case["samples"][i])
+        noised = noise.noised(one, config, layout, recorded(case, i, one, layout))
+        batch, source = views.pack(
+            jax.tree.map(lambda x: np.repeat(x, config.copies, axis=0), one),
+            noised,
+            mask_id=case["mask_id"],
+            layout=layout,
+            cfg=BatchConfig(rows=1, tokens=1000),
+            most=1,
+            aggregate="token",
+            copies=config.copies,
+        )
+        for shown, selected in rows(case, one, batch, source, layout):
+            shown, selected = shown[: len(is_pad)], selected[: len(is_pad)]
+            if kind == "ar":  # what follows an answer is left out: nothing sees it
+                shown = np.where(shown < 0, case["pad_id"], shown)
+            selected &= ~surplus | packed
+            if packed:
+                selected = dllm_rl.first_pads(selected, is_pad, post_num)
+            if packed:  # blocks without a target are not there
+                number = layout.numbers(len(selected), one.prompt_len_B[0])
+                shown[~np.isin(number, number[selected])] = -1
+                shown = shown[one.prompt_len_B[0] :]
+            left = L0 - int(one.prompt_len_B[0])
+            if selected.any():
+                padding = [] if packed else [case["pad_id"]] * left
+                ours.append(([*padding, *shown], [*[0] * left, *selected.astype(int)]))
+    theirs = []
+    inputs = out["extended_input_ids"] if packed else out["input_ids"]
+    for ids, selected in zip(inputs, out["p_mask"], strict=True):
+        if packed:
+            blocks = np.arange(L1) // cfg["block_size"]
+            active = np.isin(blocks, blocks[np.array(selected[L0:], bool)])
+            ids = np.where(active, ids[L0 + L1 :], -1).tolist()
+        theirs.append((ids, selected))
+    assert sorted(ours) == sorted(theirs)
+
+
+# ---- What each kind promises -----------------------------------------------------------
+
+
+@st.composite
+def traces(draw):
+    """Returns (trace, layout): ragged prompts, random orders, masked tails."""
+    n, T = draw(st.integers(1, 4)), draw(st.integers(4, 24))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    prompt_n = rng.integers(1, T, n)
+    len_n = rng.integers(1, T - prompt_n + 1)
+    step_nT = rng.integers(1, T, (n, T))
+    for i in range(n):
+        step_nT[i, : prompt_n[i]] = GIVEN
+        step_nT[i, prompt_n[i] + len_n[i] :] = FAR
+    layout = Layout(
+        attention=draw(st.sampled_from(["block", "full"])),
+        block=draw(st.integers(1, 8)),
+        longest=T,
+    )
+    return dllm_rl.trace(rng.integers(0, 50, (n, T)), step_nT, prompt_n, len_n), layout
+
+
+def drawn(problem, seed: int = 0, **kind):
+    """Returns (trace, layout, answers, noise) of settings."""
+    trace, layout = problem
+    cfg = NoiseConfig(**kind)
+    noised = noise.noised(trace, cfg, layout, np.random.default_rng(seed))
+    assert len(noised.step_nT) == cfg.copies * len(trace.len_B)
+    return trace, layout, noise.answers(trace), noised
+
+
+@settings(max_examples=50, deadline=None)
+@given(traces(), st.integers(0, 2**32 - 1), st.sampled_from(["token", "scope"]))
+def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
+    _, _, answer_nT, noised = drawn(
+        problem, seed, kind="complement", draws=2, rate=rate
+    )
+    seen = (noised.share_nT > 0).reshape(len(answer_nT), 2, 2, -1)
+    for draw in (0, 1):
+        np.testing.assert_array_equal(seen[:, draw].sum(axis=1), answer_nT)
+    share = noised.share_nT.reshape(seen.shape)
+    assert (share[seen] >= 1).all()  # 1/p and 1/(1 - p)
+    if rate == "scope":
+        trace, layout = problem
+        for i, prompt in enumerate(trace.prompt_len_B):
+            scope = layout.scope(len(answer_nT[i]), prompt)
+            for one in np.unique(scope):
+                values = share[i, 0, 0][seen[i, 0, 0] & (scope == one)]
+                assert len(np.unique(values)) <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(traces(), st.integers(0, 2**32 - 1))
+def test_random_masks_weigh_by_the_probability_that_was_drawn(problem, seed):
+    trace, _, answer_nT, noised = drawn(problem, seed, kind="bernoulli", lower=0.5)
+    seen = noised.share_nT > 0
+    assert not seen[~answer_nT].any()
+    assert ((noised.share_nT[seen] >= 1 / 0.9) & (noised.share_nT[seen] <= 2)).all()
+    np.testing.assert_array_equal(noised.step_nT[seen], 1)
+    np.testing.assert_array_equal(noised.step_nT[answer_nT & ~seen], GIVEN)
+    np.testing.assert_array_equal(noised.step_nT[~answer_nT], trace.step_BT[~answer_nT])
+
+
+@settings(max_examples=50, deadline=None)
+@given(traces(), st.integers(0, 2**32 - 1))
+def test_semi_ar_hides_later_blocks(problem, seed):
+    trace, layout, answer_nT, noised = drawn(problem, seed, kind="semi_ar")
+    for i, prompt in enumerate(trace.prompt_len_B):
+        number = layout.numbers(answer_nT.shape[1], prompt)
+        step, seen = noised.step_nT[i], noised.share_nT[i] > 0
+        for at in np.flatnonzero(seen):
+            masked = step >= step[at]
+            assert masked[answer_nT[i] & (number > number[at])].all()
+            assert not masked[answer_nT[i] & (number < number[at])].any()
+            inside = answer_nT[i] & (number == number[at])
+            np.testing.assert_array_equal(masked[inside], seen[inside])
+
+
+@settings(max_examples=50, deadline=None)
+@given(traces(), st.integers(1, 30))
+def test_shrink_merges_within_a_scope(problem, size):
+    trace, layout, answer_nT, noised = drawn(problem, kind="trace", shrink=size)
+    np.testing.assert_array_equal(noised.share_nT > 0, answer_nT)
+    if size == 1:
+        np.testing.assert_array_equal(noised.step_nT, trace.step_BT)
+    bound = noise.rounds(NoiseConfig(shrink=size), layout, int(trace.len_B.max()))
+    for i, prompt in enumerate(trace.prompt_len_B):
+        scope = layout.scope(answer_nT.shape[1], prompt)
+        for one in np.unique(scope[answer_nT[i]]):
+            inside = answer_nT[i] & (scope == one)
+            old, new = trace.step_BT[i, inside], noised.step_nT[i, inside]
+            count = len(np.unique(old))
+            assert len(np.unique(new)) == -(-count // size) <= bound
+            order = np.argsort(old, kind="stable")
+            assert (np.diff(new[order]) >= 0).all() and (new >= old).all()
+
+
+def test_what_a_causal_model_cannot_learn_from():
+    ar, causal = NoiseConfig(kind="ar"), Layout(attention="causal", shift=1)
+    noise.check(ar, causal)
+    with pytest.raises(ValueError, match="noise.kind='bernoulli' masks tokens, but"):
+        noise.check(NoiseConfig(kind="bernoulli"), causal)
+    with pytest.raises(ValueError, match="the model's shift is 0"):
+        noise.check(ar, Layout(attention="causal", shift=0))
+
+
+def test_draws_share_a_clean_copy():
+    trace = dllm_rl.trace([range(40)], [[GIVEN] * 20 + [1] * 20], [20], [20])
+    layout, cfg = Layout(block=4), NoiseConfig(kind="complement", draws=3)
+    noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
+    answer_nT = np.repeat(noise.answers(trace), 6, axis=0) & (noised.share_nT > 0)
+    big = BatchConfig(rows=1, tokens=1000)
+    (piece,) = layouts.cut(range(6), 20, 20, noised, answer_nT, layout, big)
+    assert piece.clean == 36
+    assert piece.cost == 36 + 4 * len(piece.spans) <= 36 + 6 * 20
+    assert piece.supervised == 3 * 20
