@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
@@ -13,7 +14,11 @@ class SamplerConfig:
     block: int = 4  # Q: positions denoised together, on the absolute grid pos // Q
     steps_per_block: int = 4  # schedule: step t unmasks at least its share of Q
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
-    threshold: float = 0.9  # "dynamic": unmask every confidence above it
+    threshold: float = 0.9  # "dynamic": unmask every score above it
+    tempered_threshold: bool = False  # its scores: of what is drawn from, or the model
+    target: str = "confidence"  # how "static", "dynamic" score: a key of TARGETS
+    rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
+    pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
     entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
     cache: str = "auto"  # a key of POLICIES; "auto": the exact one of the family
     horizon: int = 0  # "prefix": positions after the block that a step re-runs, too
@@ -45,6 +50,21 @@ class SamplerConfig:
         least = ("block", "max_new", "max_prompt", "rows", "page", "prefill")
         if any(getattr(self, name) < 1 for name in least) or self.pages < 0:
             raise ValueError(f"sampler: {', '.join(least)} must be >= 1, pages >= 0")
+        if self.target not in TARGETS:
+            raise ValueError(
+                f"sampler.target={self.target!r}: choose from {sorted(TARGETS)}"
+            )
+        if self.strategy == "dynamic" and (
+            self.target == "random"
+            or (self.target == "neg_entropy" and self.threshold >= 0)
+        ):
+            raise ValueError(
+                f"sampler.threshold={self.threshold} says nothing about target="
+                f"{self.target!r}: neg_entropy needs one below 0 (nats), random needs "
+                "strategy='static'"
+            )
+        if self.rank_temperature < 0 or self.pad_penalty < 1:
+            raise ValueError("sampler: rank_temperature >= 0, pad_penalty >= 1")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 "sampler: temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"

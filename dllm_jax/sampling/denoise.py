@@ -18,7 +18,7 @@ from dllm_jax.models import cache as kv
 from dllm_jax.models import mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import logits, policy, state
+from dllm_jax.sampling import confidence, logits, policy, state
 from dllm_jax.sampling.state import SamplingState, Trace
 from dllm_jax.sampling.strategy import STRATEGIES
 
@@ -136,6 +136,7 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
     drawn = draw(key_B, transformer.logits(params, x_BWD, model), s.temperature_B, cfg)
+    drawn = confidence.weigh(drawn, logits.apart(key_B, 1), model.pad_id, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
     ]

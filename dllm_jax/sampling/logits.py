@@ -4,6 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.sampling.confidence import TARGETS, neg_entropy, pick
 from dllm_jax.sampling.config import SamplerConfig
 
 
@@ -12,13 +13,16 @@ class Draw:
     """A candidate token at every position of the window, and what is known of it.
 
     `logp` is the model's own log-prob (temperature 1, unfiltered, nats): the number that
-    training sees. `conf` and `entropy` (nats) belong to the distribution drawn from.
+    training sees. `conf` and `entropy` (nats) belong to the distribution drawn from, as
+    `score` does, by which `cfg.target` ranks; thresholds are compared with `sure`.
     """
 
     token_BW: jax.Array
     logp_BW: jax.Array
     conf_BW: jax.Array
     entropy_BW: jax.Array
+    score_BW: jax.Array
+    sure_BW: jax.Array
 
 
 def keep(logits_BWV, *, top_k: int, top_p: float):
@@ -67,18 +71,20 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     )
     noise_BWV = jnp.where(greedy_B11, 0.0, noise_BWV)
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
+    other_B = apart(key_B, 0)
+    target = TARGETS[cfg.target]
+    compared_BWV = kept_BWV if cfg.tempered_threshold else logp_BWV
     return Draw(
         token_BW=token_BW,
         logp_BW=pick(logp_BWV, token_BW),
         conf_BW=jnp.exp(pick(kept_BWV, token_BW)),
-        # xlogy-like: a token that was cut adds nothing, and not 0 * -inf.
-        entropy_BW=-jnp.sum(
-            jnp.where(jnp.isfinite(kept_BWV), jnp.exp(kept_BWV) * kept_BWV, 0.0),
-            axis=-1,
-        ),
+        entropy_BW=-neg_entropy(kept_BWV, token_BW, other_B),
+        score_BW=target(kept_BWV, token_BW, other_B),
+        sure_BW=target(compared_BWV, token_BW, other_B),
     )
 
 
-def pick(x_BWV, token_BW):
-    """Returns x at each position's token: [B, W]."""
-    return jnp.take_along_axis(x_BWV, token_BW[..., None], axis=-1)[..., 0]
+def apart(key_B, use: int):
+    """Returns keys for another use, where `draw` spends key_B itself on its noise."""
+    far = 2**30 + use  # beyond every index of the noise
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(key_B, far)

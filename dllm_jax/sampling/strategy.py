@@ -22,13 +22,13 @@ def sequential(draw, masked_BW, quota_B, cfg):
 
 
 def static(draw, masked_BW, quota_B, cfg):
-    """Unmasks the `quota` most confident masked positions of each row."""
-    return top_n(draw.conf_BW, masked_BW, quota_B)
+    """Unmasks the `quota` best-scored masked positions of each row."""
+    return top_n(draw.score_BW, masked_BW, quota_B)
 
 
 def dynamic(draw, masked_BW, quota_B, cfg):
-    """Unmasks every confidence above `threshold`, and never fewer than static."""
-    sure_BW = masked_BW & (draw.conf_BW > cfg.threshold)
+    """Unmasks all that is surer than `threshold`, and never fewer than static."""
+    sure_BW = masked_BW & (draw.sure_BW > cfg.threshold)
     return sure_BW | static(draw, masked_BW, quota_B, cfg)
 
 

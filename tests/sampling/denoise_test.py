@@ -171,7 +171,9 @@ def replayed(logits_BWV, f: Facts) -> logits.Draw:
     mine_BWV = order_BWV == token_BW[..., None]
     conf_BW = jnp.sum(jnp.where(mine_BWV, p_BWV, 0), axis=-1)
     entropy_BW = -jnp.sum(jax.scipy.special.xlogy(p_BWV, p_BWV), axis=-1)
-    return logits.Draw(token_BW, jnp.zeros_like(conf_BW), conf_BW, entropy_BW)
+    return logits.Draw(
+        token_BW, jnp.zeros_like(conf_BW), conf_BW, entropy_BW, conf_BW, conf_BW
+    )
 
 
 def any_strategy(drawn, masked_BW, quota_B, cfg):
@@ -194,6 +196,8 @@ def step(params, s, f: Facts, *, model, block):
         schedule=f.schedule,
         strategy="any",
         cache="auto",
+        rank_temperature=0,
+        pad_penalty=1,
         horizon=0,
         slots=s.tokens_BT.shape[1],
         which=f.which,

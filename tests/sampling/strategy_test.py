@@ -40,6 +40,8 @@ def take(name, masked_BW, quota_B, conf_BW=None, entropy_BW=None, *, jitted, cfg
         logp_BW=zero_BW,
         conf_BW=zero_BW if conf_BW is None else np.asarray(conf_BW, np.float32),
         entropy_BW=zero_BW if entropy_BW is None else np.asarray(entropy_BW, "f"),
+        score_BW=zero_BW if conf_BW is None else np.asarray(conf_BW, np.float32),
+        sure_BW=zero_BW if conf_BW is None else np.asarray(conf_BW, np.float32),
     )
     args = (draw, masked_BW, np.asarray(quota_B, np.int32))
     return np.asarray(TAKE[jitted][name](*jax.tree.map(jnp.asarray, args), cfg=cfg))

@@ -1,0 +1,68 @@
+"""How sure a position is: the scores by which strategies rank and compare.
+
+    confidence     p(token)             margin    p(1st) - p(2nd)
+    neg_entropy    sum p log p <= 0     random    none: an order at random
+
+A score belongs to a distribution p: the one drawn from, after temperature and filters,
+or the model's own. A cold temperature makes every score of the former high, so that a
+threshold on it lets whole blocks pass; thresholds act on the latter unless told otherwise.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def confidence(logp_BWV, token_BW, key_B):
+    """Returns the probability of the token drawn."""
+    return jnp.exp(pick(logp_BWV, token_BW))
+
+
+def margin(logp_BWV, token_BW, key_B):
+    """Returns by how much the most probable token leads."""
+    best_BW2 = jnp.exp(jax.lax.top_k(logp_BWV, 2)[0])
+    return best_BW2[..., 0] - best_BW2[..., 1]
+
+
+def neg_entropy(logp_BWV, token_BW, key_B):
+    """Returns minus the entropy, nats: 0 where one token is certain."""
+    # xlogy-like: a token that was cut adds nothing, and not 0 * -inf.
+    return jnp.sum(
+        jnp.where(jnp.isfinite(logp_BWV), jnp.exp(logp_BWV) * logp_BWV, 0.0), axis=-1
+    )
+
+
+def random(logp_BWV, token_BW, key_B):
+    """Returns uniform numbers, of which each row's key knows."""
+    return jax.vmap(lambda key: jax.random.uniform(key, token_BW.shape[1:]))(key_B)
+
+
+TARGETS = {
+    "confidence": confidence,
+    "margin": margin,
+    "neg_entropy": neg_entropy,
+    "random": random,
+}
+
+
+def weigh(drawn, key_B, pad_id: int, cfg):
+    """Returns the Draw with scores as strategies should see them.
+
+    `pad_penalty` lowers the scores of padding, which full attention is otherwise too sure
+    of to finish a sentence first. `rank_temperature` turns the n best into n drawn without
+    replacement from softmax(score / temperature): the n best under Gumbel noise.
+    """
+
+    def penalised(x_BW):
+        lower_BW = jnp.where(x_BW > 0, x_BW / cfg.pad_penalty, x_BW * cfg.pad_penalty)
+        return jnp.where(drawn.token_BW == pad_id, lower_BW, x_BW)
+
+    score_BW, sure_BW = penalised(drawn.score_BW), penalised(drawn.sure_BW)
+    if cfg.rank_temperature:
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, score_BW.shape[1:]))
+        score_BW = score_BW / cfg.rank_temperature + noise(key_B)
+    return drawn.replace(score_BW=score_BW, sure_BW=sure_BW)
+
+
+def pick(x_BWV, token_BW):
+    """Returns x at each position's token: [B, W]."""
+    return jnp.take_along_axis(x_BWV, token_BW[..., None], axis=-1)[..., 0]
