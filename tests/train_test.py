@@ -54,7 +54,7 @@ def command(tmp_path_factory):
 
 def end(run: subprocess.Popen, code: int = 0) -> str:
     """Returns what a run printed, once it has ended as it should."""
-    told, _ = run.communicate(timeout=300)
+    told, _ = run.communicate(timeout=900)
     assert run.returncode == code, told
     return told
 
