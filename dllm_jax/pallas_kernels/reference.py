@@ -92,6 +92,31 @@ def token_logprob(x_RD, head_DV, token_R, forbidden: int):
     return logp_R, -jnp.sum(jnp.exp(logp_RV) * logp_RV, axis=-1)
 
 
+def token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden: int):
+    """Draws a token for every position; each row by its own key and temperature.
+
+    Returns (token, its log-prob at temperature 1, its probability in the distribution
+    drawn from, that distribution's entropy), each [B, W], nats, f32. Temperature 0 takes
+    the arg-max, and its distribution is that of temperature 1. A row's noise is
+    `jax.random.gumbel(key, [W, V])`.
+    """
+    logits_BWV = jnp.einsum("BWD,DV->BWV", x_BWD, head_DV).astype(jnp.float32)
+    logits_BWV = logits_BWV.at[..., forbidden].set(NEVER)
+    greedy_B11 = (temperature_B == 0)[:, None, None]
+    scale_B11 = jnp.where(greedy_B11, 1.0, temperature_B[:, None, None])
+    tempered_BWV = jax.nn.log_softmax(logits_BWV / scale_B11, axis=-1)
+    noise_BWV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))(
+        key_B
+    )
+    token_BW = jnp.argmax(tempered_BWV + jnp.where(greedy_B11, 0, noise_BWV), axis=-1)
+    logp_BW, own_BW = (
+        jnp.take_along_axis(x, token_BW[..., None], axis=-1)[..., 0]
+        for x in (jax.nn.log_softmax(logits_BWV, axis=-1), tempered_BWV)
+    )
+    entropy_BW = -jnp.sum(jnp.exp(tempered_BWV) * tempered_BWV, axis=-1)
+    return token_BW, logp_BW, jnp.exp(own_BW), entropy_BW
+
+
 def grouped_matmul(x_MD, w_EDF, sizes_E):
     """Returns [M, F]: each row of x times the matrix of its group.
 

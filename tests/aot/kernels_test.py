@@ -43,3 +43,23 @@ def test_attention_and_its_gradient(topology, heads, kv_heads, size):
 
     q, k = arrays(jnp.bfloat16, (B, T, heads, size), (B, T, kv_heads, size))
     compiled(topology, gradient, q, k, k, Mask(*arrays(jnp.int32, *[(B, T)] * 5)), q)
+
+
+@pytest.mark.parametrize("topology", TPUS)
+def test_the_head(topology):
+    B, U, D, V = 2, 4096, 4096, 151936
+
+    def gradient(x, head, token, weight):
+        _, pull = jax.vjp(
+            lambda *xh: pallas_kernels.token_logprob(*xh, token, forbidden=7), x, head
+        )
+        return pull((weight, weight))
+
+    def draw(x, head, key, temperature):
+        return pallas_kernels.token_draw(x, head, key, temperature, forbidden=7)
+
+    x, few, head = arrays(jnp.bfloat16, (B, U, D), (128, 4, D), (D, V))
+    token, weight = *arrays(jnp.int32, (B, U)), *arrays(jnp.float32, (B, U))
+    compiled(topology, gradient, x, head, token, weight)
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 128))
+    compiled(topology, draw, few, head, key, *arrays(jnp.float32, (128,)))

@@ -1,0 +1,298 @@
+"""The head and what is asked of it, in tiles of the vocabulary, for TPU.
+
+Logits x @ head exist a tile at a time, [r, v]; running maxima and sums make of them the
+softmax's statistics, as in flash attention. The gradient computes the tiles again (as in
+"Cut your losses", arXiv 2411.09009). A head that is split over devices is given with
+`offset`, the id of its first column, and the callers join what the parts say.
+A lower-case letter is a tile's share of a dimension.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dllm_jax.pallas_kernels import noise, tiles
+from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.tpu.attention import NT, dot
+
+TILE_R, TILE_V = 512, 512
+LOWEST = 2 * NEVER  # below every logit, even a forbidden one
+VMEM = 64 * 2**20  # bytes that a kernel may use; the default, 16 MiB, is half a tile
+
+
+def column(ref, n: int):
+    """Returns column n of [r, columns] as [r, 1]."""
+    return ref[:, n : n + 1]
+
+
+def logits(offset_ref, x_ref, head_ref, tile, *, V: int, forbidden: int):
+    """Returns (logits [r, v] f32, their tokens' ids or -1, which of them count)."""
+    score_rv = dot(x_ref[...], head_ref[...])
+    at_rv = jax.lax.broadcasted_iota(jnp.int32, score_rv.shape, 1)
+    at_rv += tile * score_rv.shape[1]
+    id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
+    counts_rv = (id_rv >= 0) & (id_rv != forbidden)
+    return jnp.where(counts_rv, score_rv, NEVER), id_rv, counts_rv
+
+
+def softmax_update(score_rv, stats_ref, at: int):
+    """Adds a tile to running (maximum, sum, sum of p · score): columns `at` and on."""
+    old_r1 = column(stats_ref, at)
+    max_r1 = jnp.maximum(old_r1, score_rv.max(axis=1, keepdims=True))
+    prob_rv, fade_r1 = jnp.exp(score_rv - max_r1), jnp.exp(old_r1 - max_r1)
+    stats_ref[:, at : at + 1] = max_r1
+    for n, more_rv in ((1, prob_rv), (2, prob_rv * score_rv)):
+        total_r1 = column(stats_ref, at + n) * fade_r1
+        total_r1 += more_rv.sum(axis=1, keepdims=True)
+        stats_ref[:, at + n : at + n + 1] = total_r1
+
+
+def softmax_result(stats_ref, at: int):
+    """Returns (log of the sum of exponentials, mean score), each [r, 1]."""
+    max_r1, sum_r1, moment_r1 = (column(stats_ref, at + n) for n in range(3))
+    return max_r1 + jnp.log(sum_r1), moment_r1 / sum_r1
+
+
+def clear(stats_ref, *maxima):
+    """Sets running sums to zero and the columns `maxima` to the lowest value."""
+    at = jax.lax.broadcasted_iota(jnp.int32, stats_ref.shape, 1)
+    is_max = functools.reduce(jnp.logical_or, [at == n for n in maxima])
+    stats_ref[...] = jnp.where(is_max, LOWEST, 0.0)
+
+
+def pick_kernel(offset_ref, x_ref, head_ref, token_ref, out_ref, stats_ref, **static):
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _():
+        clear(stats_ref, 0)
+
+    score_rv, id_rv, _ = logits(offset_ref, x_ref, head_ref, j, **static)
+    softmax_update(score_rv, stats_ref, 0)
+    own_rv = jnp.where(id_rv == token_ref[...], score_rv, 0.0)
+    stats_ref[:, 3:4] += own_rv.sum(axis=1, keepdims=True)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        out_ref[:, 0:1], out_ref[:, 1:2] = softmax_result(stats_ref, 0)
+        out_ref[:, 2:3] = column(stats_ref, 3)
+
+
+def draw_kernel(
+    offset_ref, x_ref, head_ref, words_ref, scale_ref, out_ref, id_ref, stats_ref,
+    *, width: int, **static,
+):  # fmt: skip
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _():
+        clear(stats_ref, 0, 3, 6)
+        id_ref[...] = jnp.zeros_like(id_ref)
+
+    score_rv, id_rv, counts_rv = logits(offset_ref, x_ref, head_ref, j, **static)
+    tempered_rv = jnp.where(counts_rv, score_rv * scale_ref[:, 0:1], NEVER)
+    softmax_update(score_rv, stats_ref, 0)
+    softmax_update(tempered_rv, stats_ref, 3)
+
+    first, second, slot = (column(words_ref, n) for n in range(3))
+    noise_rv = noise.gumbel(first, second, slot * width + id_rv)
+    noisy_rv = tempered_rv + jnp.where(scale_ref[:, 1:2] > 0, noise_rv, 0.0)
+    best_r1 = noisy_rv.max(axis=1, keepdims=True)
+    token_r1 = jnp.where(noisy_rv == best_r1, id_rv, tiles.NOWHERE)
+    token_r1 = token_r1.min(axis=1, keepdims=True)
+    score_r1 = jnp.where(id_rv == token_r1, score_rv, 0.0).sum(axis=1, keepdims=True)
+    better_r1 = best_r1 > column(stats_ref, 6)
+    stats_ref[:, 6:7] = jnp.where(better_r1, best_r1, column(stats_ref, 6))
+    stats_ref[:, 7:8] = jnp.where(better_r1, score_r1, column(stats_ref, 7))
+    id_ref[...] = jnp.where(better_r1, token_r1, id_ref[...])
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        out_ref[:, 0:1], _ = softmax_result(stats_ref, 0)
+        out_ref[:, 1:2], out_ref[:, 2:3] = softmax_result(stats_ref, 3)
+        out_ref[:, 3:5] = stats_ref[:, 6:8]
+
+
+def logit_gradient(offset_ref, x_ref, head_ref, token_ref, saved_ref, tile, **static):
+    """Returns the gradient of a tile of logits, [r, v] f32.
+
+    Of the log-prob: 1(token) - p. Of the entropy: -p (score - mean score).
+    saved: (log of the sum, mean score, dlogp, dentropy) of each row.
+    """
+    score_rv, id_rv, counts_rv = logits(offset_ref, x_ref, head_ref, tile, **static)
+    lse_r1, mean_r1, dlogp_r1, dentropy_r1 = (column(saved_ref, n) for n in range(4))
+    prob_rv = jnp.exp(score_rv - lse_r1)
+    own_rv = (id_rv == token_ref[...]).astype(jnp.float32)
+    grad_rv = dlogp_r1 * (own_rv - prob_rv)
+    grad_rv -= dentropy_r1 * prob_rv * (score_rv - mean_r1)
+    return jnp.where(counts_rv, grad_rv, 0.0)
+
+
+def dx_kernel(
+    offset_ref, x_ref, head_ref, token_ref, saved_ref, dx_ref, acc_ref, *, V, **static
+):
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    grad_rv = logit_gradient(
+        offset_ref, x_ref, head_ref, token_ref, saved_ref, j, V=V, **static
+    )
+    head_Dv = head_ref[...]
+    if V % head_Dv.shape[1]:  # beyond the last column lies anything, even NaN
+        at_Dv = jax.lax.broadcasted_iota(jnp.int32, head_Dv.shape, 1)
+        head_Dv = jnp.where(at_Dv < V - j * head_Dv.shape[1], head_Dv, 0)
+    acc_ref[...] += dot(grad_rv.astype(head_Dv.dtype), head_Dv, NT)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        dx_ref[...] = acc_ref[...].astype(dx_ref.dtype)
+
+
+def dhead_kernel(
+    offset_ref, x_ref, x_Dr_ref, head_ref, token_ref, saved_ref, dhead_ref, acc_ref,
+    **static,
+):  # fmt: skip
+    i = pl.program_id(1)
+
+    @pl.when(i == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    grad_rv = logit_gradient(
+        offset_ref, x_ref, head_ref, token_ref, saved_ref, pl.program_id(0), **static
+    )
+    acc_ref[...] += dot(x_Dr_ref[...], grad_rv.astype(x_Dr_ref.dtype))
+
+    @pl.when(i == pl.num_programs(1) - 1)
+    def _():
+        dhead_ref[...] = acc_ref[...].astype(dhead_ref.dtype)
+
+
+def launch(
+    kernel, offset, inputs, outputs, scratch, *, major: str, interpret, **static
+):
+    """Runs a kernel over tiles of R and V, the sums running over the one not `major`.
+
+    inputs: (dimension letters, array) pairs, a digit being a number of columns; outputs:
+    (letters, dtype); scratch: shapes in letters.
+    """
+    full = {}
+    for dims, x in inputs:
+        full |= dict(zip(dims, x.shape, strict=True))
+    size = {"R": tiles.fit(TILE_R, full["R"], 16), "V": tiles.fit(TILE_V, full["V"])}
+    minor = "RV".replace(major, "")
+
+    def share(letter):
+        return int(letter) if letter.isdigit() else size.get(letter, full[letter])
+
+    def spec(dims):
+        def at(i, j, offset_ref):
+            return tuple({major: i, minor: j}.get(letter, 0) for letter in dims)
+
+        return pl.BlockSpec([share(n) for n in dims], at)
+
+    whole = full | {n: int(n) for dims, _ in outputs for n in dims if n.isdigit()}
+    return pl.pallas_call(
+        functools.partial(kernel, V=full["V"], **static),
+        out_shape=[
+            jax.ShapeDtypeStruct([whole[n] for n in dims], dtype)
+            for dims, dtype in outputs
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=tuple(pl.cdiv(full[n], size[n]) for n in (major, minor)),
+            in_specs=[spec(dims) for dims, _ in inputs],
+            out_specs=[spec(dims) for dims, _ in outputs],
+            scratch_shapes=[
+                pltpu.VMEM([share(n) for n in dims], jnp.float32) for dims in scratch
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        interpret=interpret,
+        name=kernel.__name__,
+    )(jnp.asarray(offset, jnp.int32)[None], *(x for _, x in inputs))
+
+
+def filled(*arrays_R):
+    """Returns [rows, columns] arrays with rows added, of zeros, to a whole tile."""
+    unit = tiles.fit(TILE_R, arrays_R[0].shape[0], 16)
+    return [tiles.pad(x, 0, unit) for x in arrays_R]
+
+
+def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
+    """Returns (log of the sum of exponentials, mean logit, logit of `token`), [R] f32.
+
+    The last is zero where this part of the head does not hold the token.
+    """
+    x, token = filled(x_RD, token_R[:, None])
+    (out,) = launch(
+        pick_kernel,
+        offset,
+        [("RD", x), ("DV", head_DV), ("R1", token)],
+        outputs=[("R3", jnp.float32)],
+        scratch=["R4"],
+        major="R",
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    return tuple(out[: x_RD.shape[0]].T)
+
+
+def pick_gradient(
+    x_RD, head_DV, token_R, offset, saved_4R, *, forbidden: int, interpret=False
+):
+    """Returns (dx, dhead) of this part of the head; saved: see `logit_gradient`."""
+    x, token, saved = filled(x_RD, token_R[:, None], jnp.stack(saved_4R, axis=1))
+    run = functools.partial(launch, forbidden=forbidden, interpret=interpret)
+    rest = [("DV", head_DV), ("R1", token), ("R4", saved)]
+    (dx,) = run(
+        dx_kernel,
+        offset,
+        [("RD", x), *rest],
+        outputs=[("RD", x.dtype)],
+        scratch=["RD"],
+        major="R",
+    )
+    (dhead,) = run(
+        dhead_kernel,
+        offset,
+        [("RD", x), ("DR", x.T), *rest],
+        outputs=[("DV", head_DV.dtype)],
+        scratch=["DV"],
+        major="V",
+    )
+    return dx[: x_RD.shape[0]], dhead
+
+
+def draw(
+    x_RD, head_DV, words_R3, temperature_R, offset,
+    *, width: int, forbidden: int, interpret=False,
+):  # fmt: skip
+    """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R].
+
+    words: the key's two and the row's place in its draw, whose rows are `width` wide.
+    """
+    greedy_R = temperature_R == 0
+    scale_R2 = jnp.stack([1 / jnp.where(greedy_R, 1, temperature_R), ~greedy_R], axis=1)
+    x, words, scale = filled(x_RD, words_R3, scale_R2)
+    out, token = launch(
+        draw_kernel,
+        offset,
+        [("RD", x), ("DV", head_DV), ("R3", words), ("R2", scale)],
+        outputs=[("R5", jnp.float32), ("R1", jnp.int32)],
+        scratch=["R8"],
+        major="R",
+        width=width,
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    lse, tempered_lse, mean, best, score = out[: x_RD.shape[0]].T
+    return token[: x_RD.shape[0], 0], best, score, lse, tempered_lse, mean

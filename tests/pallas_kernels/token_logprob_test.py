@@ -1,0 +1,122 @@
+"""The head's kernels, interpreted, against the specification; the noise inside them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import pallas_kernels, sharding
+from dllm_jax.pallas_kernels import noise, reference
+from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
+from dllm_jax.sampling import logits
+from dllm_jax.sampling.config import SamplerConfig
+
+B, U, D, V, FORBIDDEN = 4, 9, 32, 300, 5
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles in each direction, the last ones ragged."""
+    monkeypatch.setattr(tpu_token_logprob, "TILE_R", 16)
+    monkeypatch.setattr(tpu_token_logprob, "TILE_V", 128)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    """Returns standard normal numbers."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def inputs(vocabulary=V):
+    """Returns (x_BUD, head_DV, token_BU), no token being the forbidden one."""
+    token = np.random.default_rng(7).integers(FORBIDDEN + 1, vocabulary, (B, U))
+    head_DV = normal(D, vocabulary, seed=1) * 0.5
+    return normal(B, U, D), head_DV, jnp.asarray(token, jnp.int32)
+
+
+def with_gradients(f, x, head, token, weights):
+    """Returns ((logp, entropy), (dx, dhead))."""
+    out, pull = jax.vjp(lambda x, head: f(x, head, token), x, head)
+    return out, pull(weights)
+
+
+def specified(x, head, token):
+    """Returns the specification's answer for rows of positions."""
+    flat = x.reshape(-1, x.shape[2]), head, token.reshape(-1)
+    out = reference.token_logprob(*flat, FORBIDDEN)
+    return tuple(y.reshape(token.shape) for y in out)
+
+
+def kernel(op, implementation):
+    """Returns the interpreted kernel."""
+    return functools.partial(
+        op, forbidden=FORBIDDEN, implementation=implementation, interpret=True
+    )
+
+
+def mesh(sizes):
+    """Returns a mesh of eight devices, or of one."""
+    return sharding.make_mesh(**sizes, devices=jax.devices()[: 8 if sizes else 1])
+
+
+MESHES = [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 1, "model": 8}]
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("vocabulary", [V, 256])
+def test_logprob_and_gradient_are_the_specification(implementation, sizes, vocabulary):
+    weights = normal(B, U, seed=2), normal(B, U, seed=3)
+    args = *inputs(vocabulary), weights
+    want = jax.jit(functools.partial(with_gradients, specified))(*args)
+    f = kernel(pallas_kernels.token_logprob, implementation)
+    with jax.set_mesh(mesh(sizes)):
+        found = jax.jit(functools.partial(with_gradients, f))(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("sizes", MESHES)
+def test_draw_is_the_specification(implementation, sizes):
+    x, head, _ = inputs()
+    args = x, head, jax.random.split(jax.random.key(3), B), jnp.array([0, 0.7, 1, 2.0])
+    want = reference.token_draw(*args, FORBIDDEN)
+    f = jax.jit(kernel(pallas_kernels.token_draw, implementation))
+    with jax.set_mesh(mesh(sizes)):
+        found = f(*args)
+    np.testing.assert_array_equal(found[0], want[0])
+    assert not (found[0] == FORBIDDEN).any()
+    for y, z in zip(found[1:], want[1:], strict=True):
+        np.testing.assert_allclose(y, z, atol=1e-5, rtol=1e-5)
+
+
+def test_the_specified_draw_is_the_samplers():
+    x, head, _ = inputs()
+    key, temperature = jax.random.split(jax.random.key(3), B), jnp.array([0, 0.7, 1, 2])
+    logits_BWV = jnp.einsum("BWD,DV->BWV", x, head).at[..., FORBIDDEN].set(-1e30)
+    want = logits.draw(key, logits_BWV, temperature, SamplerConfig())
+    token, logp, conf, entropy = reference.token_draw(
+        x, head, key, temperature, FORBIDDEN
+    )
+    np.testing.assert_array_equal(token, want.token_BW)
+    np.testing.assert_allclose(logp, want.logp_BW, rtol=1e-5)
+    np.testing.assert_allclose(conf, want.conf_BW, rtol=1e-5)
+    np.testing.assert_allclose(entropy, want.entropy_BW, rtol=1e-5, atol=1e-5)
+
+
+def test_the_noise_is_jax_random_gumbel():
+    key = jax.random.split(jax.random.key(11), 2)
+    words = noise.words(key)
+    index = jnp.arange(3 * 1001, dtype=jnp.int32)[None]
+    found = noise.gumbel(words[:, :1], words[:, 1:], index).reshape(2, 3, 1001)
+    want = jax.vmap(lambda k: jax.random.gumbel(k, (3, 1001)))(key)
+    np.testing.assert_array_equal(found, want)
+
+
+def test_keys_of_another_generator_are_refused():
+    x, head, _ = inputs()
+    key = jax.random.split(jax.random.key(0, impl="rbg"), B)
+    with pytest.raises(ValueError, match="threefry2x32.*not rbg"):
+        kernel(pallas_kernels.token_draw, "tpu")(x, head, key, jnp.ones(B))
