@@ -281,7 +281,7 @@ EVAL = (
         "model_base": COMMON["model.model_base"],
         "dataset.eval_dataset": dataset("data.heldout"),
         "rollout.temperature": same("sampler.temperature", "eval.temperature"),
-        "rollout.num_response_per_task": "a held-out problem is answered once",
+        "rollout.num_response_per_task": "=eval.answers",
     }
 )
 KINDS = {"rl": RL, "sft": SFT, "eval": EVAL}

@@ -187,7 +187,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     source = None
     if rl:
         source = data.problems(cfg.data.train, tok, cfg.data)
-        report_long(source, sampler, say)
+        rollout.report_long(source, sampler.max_prompt, say)
     else:
         source, dropped = data.examples(
             cfg.data.train,
@@ -201,22 +201,17 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             traced=cfg.noise.kind == "trace",
         )
         say(f"{len(source.len_B)} examples, {dropped} too long and left out")
-    report_long(heldout, sampler, say)
-    grader = GRADERS[cfg.rl.reward] if rl or heldout else None
+    rollout.report_long(heldout, sampler.max_prompt, say)
+    timer = metrics.Timer()
 
-    def answer(acting, problems, group_n, key, temperature):
-        """Samples and grades one answer to each problem."""
-        prompts = [p.prompt_ids for p in problems]
-        trace = rollout.sample(answers, acting, prompts, key, temperature=temperature)
-        with timer("reward"):
-            return rollout.graded(
-                trace,
-                rollout.decode(trace, tok),
-                [p.answer for p in problems],
-                group_n,
-                grader,
-                truncated_wrong=cfg.rl.truncated_wrong,
-            )
+    answer = functools.partial(
+        rollout.answered,
+        answers,
+        tok=tok,
+        timer=timer,
+        grader=GRADERS[cfg.rl.reward],
+        truncated_wrong=cfg.rl.truncated_wrong,
+    )
 
     def evaluate(step):
         """Returns the held-out metrics of the present policy."""
@@ -224,8 +219,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             key = jax.random.fold_in(jax.random.key(cfg.seed + 1), step)
             n = np.arange(len(heldout))
             acting = whole_of("policy", cast)
+            temperature = cfg.eval.temperature
             told = rollout.summary(
-                answer(acting, heldout, n, key, cfg.eval.temperature)
+                answer(acting, heldout, n, key, temperature=temperature)
             )
         return {
             "heldout_accuracy": told["accuracy"],
@@ -270,7 +266,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
 
     # ---- The loop --------------------------------------------------------------------
     steps = cfg.rl.steps if rl else cfg.sft.steps
-    timer = metrics.Timer()
     writer = metrics.Writer(folder, steps, first, enabled=main)
     if first == 0 and heldout:
         writer.write(0, {**evaluate(0), **timer.pop()})
@@ -293,7 +288,10 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             group_n = np.repeat(np.arange(cfg.rl.prompts), cfg.rl.group)
             with timer("rollout"):
                 acting = whole_of("policy", cast)
-                rollouts = answer(acting, problems, group_n, key, sampler.temperature)
+                temperature = sampler.temperature
+                rollouts = answer(
+                    acting, problems, group_n, key, temperature=temperature
+                )
                 del acting
             told = rollout.summary(rollouts)
             sampled = int(rollouts.trace.len_B.sum())
@@ -505,16 +503,6 @@ class StopSignal:
         if jax.process_count() == 1:
             return self.seen
         return bool(np.any(sharding.everywhere(np.array([self.seen]))))
-
-
-def report_long(problems, sampler, say):
-    """Says how many prompts are too long; they are skipped with a reward of 0."""
-    long = sum(len(p.prompt_ids) > sampler.max_prompt for p in problems)
-    if long:
-        say(
-            f"{long} of {len(problems)} prompts are longer than sampler.max_prompt="
-            f"{sampler.max_prompt} tokens: they are skipped and earn 0"
-        )
 
 
 def report_changes(old: dict, cfg, say):

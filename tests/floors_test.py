@@ -18,6 +18,7 @@ FLOORS = {
     "rl": 4,
     "config": 5,
     "train": 5,
+    "eval": 5,
     "generate": 5,
     "convert": 5,
 }

@@ -6,6 +6,7 @@ process 0 alone grades, so that a grader's time-out cannot split a run in two.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -140,6 +141,41 @@ def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool
     if jax.process_count() > 1:
         reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
     return Rollouts(trace=trace, group_n=group_n, text=texts, reward_n=reward_n)
+
+
+def answered(
+    answers, params, problems, group_n, key, *, tok, temperature, timer, grader, **how
+):
+    """Returns Rollouts: one answer to each data.Problem, sampled, decoded and graded.
+
+    answers: see `sampler`; timer: a metrics.Timer; how: see `graded`.
+    """
+    prompts = [p.prompt_ids for p in problems]
+    trace = sample(answers, params, prompts, key, temperature=temperature)
+    with timer("reward"):
+        golds = [p.answer for p in problems]
+        return graded(trace, decode(trace, tok), golds, group_n, grader, **how)
+
+
+def report_long(problems, max_prompt: int, say):
+    """Says how many prompts are too long; they are skipped with a reward of 0."""
+    long = sum(len(p.prompt_ids) > max_prompt for p in problems)
+    if long:
+        say(
+            f"{long} of {len(problems)} prompts are longer than sampler.max_prompt="
+            f"{max_prompt} tokens: they are skipped and earn 0"
+        )
+
+
+def pass_at(solved_ns, k: int) -> float:
+    """Returns pass@k of n problems with s answers each, k <= s: is one of k right?
+
+    The unbiased estimate 1 - C(s - c, k) / C(s, k) with c right ones (Codex, arXiv
+    2107.03374, Eq. 1).
+    """
+    s = solved_ns.shape[1]
+    wrong_n = (~solved_ns).sum(axis=1)
+    return float(np.mean([1 - math.comb(w, k) / math.comb(s, k) for w in wrong_n]))
 
 
 def speed(trace: Trace):

@@ -1,0 +1,64 @@
+"""Evaluation of the bundled model, as its command runs it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dllm_jax.rl import rollout
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*args):
+    """Returns the finished command."""
+    return subprocess.run(
+        [sys.executable, "-m", "dllm_jax.eval", *args],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_pass_at_k_by_hand():
+    solved = np.array([[True, False, False], [False, False, False], [True, True, True]])
+    assert rollout.pass_at(solved, 1) == pytest.approx((1 / 3 + 0 + 1) / 3)
+    assert rollout.pass_at(solved, 2) == pytest.approx((1 - 1 / 3 + 0 + 1) / 3)
+    assert rollout.pass_at(solved, 3) == pytest.approx(2 / 3)
+
+
+def test_the_bundled_model(tmp_path):
+    done = run(
+        "--config=configs/eval.py",
+        f"--config.run.folder={tmp_path}",
+        "--config.eval.problems=8",
+        "--config.eval.answers=2",
+        "--config.sampler.rows=16",
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "eval.json").read_text())
+    lines = [json.loads(x) for x in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert len(lines) == 16
+    right = np.array([line["reward"] >= 1 for line in lines]).reshape(8, 2)
+    assert told["pass@1"] == pytest.approx(right.mean()) == told["accuracy"]
+    assert told["pass@2"] == pytest.approx(right.any(axis=1).mean())
+    tokens = sum(len(line["response_ids"]) for line in lines)
+    forwards = sum(line["forwards"] for line in lines)
+    assert told["tokens_per_forward"] == pytest.approx(tokens / forwards)
+    for line in lines:
+        assert len(line["step_map"]) == len(line["response_ids"])
+        assert line["question"] and line["answer"]
+    assert f"accuracy {told['accuracy']:>19.4g}".split() in [
+        x.split() for x in done.stdout.splitlines()
+    ]
+
+
+def test_nothing_to_evaluate_is_one_line():
+    done = run("--config=configs/eval.py", "--config.data.heldout=")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: data.heldout is emp")
