@@ -27,7 +27,9 @@ from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import rollout
 from dllm_jax.sampling import denoise
+from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
 
@@ -55,6 +57,14 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=d.entropy_bound,
         help="nats, of --strategy=entropy_bounded",
+    )
+    p.add_argument("--cache", choices=["auto", *POLICIES], default=d.cache)
+    p.add_argument("--horizon", type=int, default=d.horizon, help="of --cache=prefix")
+    p.add_argument("--target", choices=sorted(TARGETS), default=d.target)
+    p.add_argument("--rank-temperature", type=float, default=d.rank_temperature)
+    p.add_argument("--pad-penalty", type=float, default=d.pad_penalty)
+    p.add_argument(
+        "--tempered-threshold", action="store_true", help="as dLLM-RL compares"
     )
     p.add_argument("--temperature", type=float, default=1.0, help="0: arg-max")
     p.add_argument("--top-k", type=int, default=0, help="0: all tokens")
@@ -171,6 +181,12 @@ def main(argv=None):
         strategy=args.strategy,
         threshold=args.threshold,
         entropy_bound=args.entropy_bound,
+        cache=args.cache,
+        horizon=args.horizon,
+        target=args.target,
+        rank_temperature=args.rank_temperature,
+        pad_penalty=args.pad_penalty,
+        tempered_threshold=args.tempered_threshold,
         top_k=args.top_k,
         top_p=args.top_p,
         temperature=args.temperature,

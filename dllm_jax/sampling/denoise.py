@@ -72,15 +72,20 @@ def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw)
         x_BTD, fresh = run(s, pos_BT)
         return at(x_BTD, pos_BW - shift), fresh
 
-    def window(s):  # it begins with the position that answers for the block's first
-        width = shift + Q + cfg.horizon * how.ahead
-        pos_BV = s.start_B[:, None] - shift + jnp.arange(width)[None]
+    # Keys of blocks before are final, and the window begins with the position that
+    # answers for the block's first. Otherwise the block's entry has answered for it.
+    back = shift if how.canvas == "prefill" else 0
+
+    def window(s):
+        width = back + Q + cfg.horizon * how.ahead
+        pos_BV = s.start_B[:, None] - back + jnp.arange(width)[None]
         slots_BS = jnp.arange(s.cache.k_LBSKH.shape[2])[None]
         kept_BS = slots_BS < pos_BV[:, :1]
         if how.suffix:
             kept_BS |= slots_BS > pos_BV[:, -1:]
         x_BVD, fresh = run(s, pos_BV, kept_BS=kept_BS)
-        return x_BVD[:, :Q], jax.tree.map(lambda x: x[:, :, shift:], fresh)
+        x_BVD = jnp.pad(x_BVD, ((0, 0), (shift - back, 0), (0, 0)))
+        return x_BVD[:, :Q], jax.tree.map(lambda x: x[:, :, back:], fresh)
 
     if how.canvas == "prefill":  # a clean block: keep its keys and move on
         x_BWD, fresh = window(s)
@@ -91,22 +96,14 @@ def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw)
     elif how.canvas == "step":
         x_BWD, now_B = canvas(s)[0], s.live_B
     else:
+        # Rows at a block's entry wait for the others to come to one: a forward is either
+        # of canvases, each of which costs as much as many windows, or of windows.
         enters_B = s.live_B & (s.block_steps_B == 0)
-        nothing = jnp.zeros((*pos_BW.shape, model.d_model), model.dtype)
-
-        def enter(s):
-            x_BWD, fresh = canvas(s)
-            zero_B = jnp.zeros_like(s.start_B)
-            return x_BWD, kv.write(s.cache, fresh, zero_B, enters_B)
-
-        entry_BWD, cache = jax.lax.cond(
-            enters_B.any(), enter, lambda s: (nothing, s.cache), s
+        together = (enters_B | ~s.live_B).all()
+        x_BWD, cache = jax.lax.cond(
+            together, canvas, lambda s: (window(s)[0], s.cache), s
         )
-        s, now_B = s.replace(cache=cache), s.live_B
-        inner_BWD = jax.lax.cond(
-            (now_B & ~enters_B).any(), lambda s: window(s)[0], lambda s: nothing, s
-        )
-        x_BWD = jnp.where(enters_B[:, None, None], entry_BWD, inner_BWD)
+        s, now_B = s.replace(cache=cache), s.live_B & (enters_B == together)
 
     s = unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg, draw=draw)
     if how.canvas != "prefill":
@@ -141,6 +138,11 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
         jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
     ]
     take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
+    if policy.choose(cfg.cache, model.attention).canvas == "block":
+        first_BW = (
+            pos_BW < (s.start_B + model.shift)[:, None]
+        )  # no window answers for it
+        take_BW |= first_BW & masked_BW & (s.block_steps_B == 0)[:, None]
     take_BW &= now_B[:, None]
     count_B = s.steps_B + now_B
     tokens_BW = jnp.where(take_BW, drawn.token_BW, tokens_BW)

@@ -8,7 +8,9 @@
 
 `block` serves families with block or causal attention, `prefix` and `dual` those with full
 attention: there every key depends on the whole canvas, so what is cached is stale until
-the next block begins. `none` is exact for all.
+the next block begins. `none` is exact for all. With a shift, what answers for a block's
+first position lies before the window of `prefix` and `dual`: that one is unmasked when the
+block begins, whatever the strategy says (as in dLLM-RL).
 """
 
 import dataclasses

@@ -1,0 +1,151 @@
+"""Policies that keep stale keys against a loop over one row without a cache."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.models import mask, transformer
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import denoise, logits, policy
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.state import GIVEN
+from dllm_jax.sampling.strategy import STRATEGIES
+
+# Programs here run a few steps: compiling them is what takes the time.
+HASTY = {"xla_backend_optimization_level": 0}
+BASE = SamplerConfig(
+    block=4, max_prompt=7, max_new=11, threshold=0.5, stop_ids=(3, 19, 20, 14, 0)
+)
+CASES = {  # shift, what differs from BASE
+    "prefix": (0, {"cache": "prefix"}),
+    "prefix, shift": (1, {"cache": "prefix", "horizon": 6}),
+    "dual": (0, {"cache": "dual"}),
+    "dual, shift": (
+        1,
+        {"cache": "dual", "strategy": "static", "steps_per_block": 2},
+    ),
+}
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(30, 66, n).tolist() for n in (3, 4, 6, 1, 7, 5)]
+PROMPTS[2][-1] = 3  # a stop id that is given ends nothing
+PROMPTS[4][2] = PROMPTS[4][-1] = 66  # mask ids that are text
+NEW = [11, 8, 5, 9, 11, 1]  # limits inside blocks, at their ends, at the last slot
+TEMPERATURES = [0, 1, 0, 1, 0.7, 1]
+
+
+def case(tiny, name):
+    """Returns (model, params, cfg, the arguments of `generate`) of a case."""
+    shift, changes = CASES[name]
+    model = dataclasses.replace(tiny[0], attention="full", shift=shift)
+    len_B = np.array([len(p) for p in PROMPTS] + [0], np.int32)  # the last is a filler
+    prompt_BT = np.zeros((len(len_B), BASE.max_prompt), np.int32)
+    for row_T, prompt in zip(prompt_BT, PROMPTS):
+        row_T[: len(prompt)] = prompt
+    arrays = {
+        "prompt_BT": prompt_BT,
+        "prompt_len_B": len_B,
+        "limit_B": len_B + np.array([*NEW, 0], np.int32),
+        "temperature_B": np.array([*TEMPERATURES, 0], np.float32),
+        "key_B": jax.random.split(jax.random.key(5), len(len_B)),
+    }
+    return model, tiny[1], dataclasses.replace(BASE, **changes), arrays
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"), compiler_options=HASTY)
+def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
+    """Returns the draws for the block at `at`, computed from whole canvases.
+
+    Under `prefix` and `dual` a canvas as it was at the block's entry comes first, and the
+    window, whose keys are a group that only it sees, after it: keys that were kept are
+    simply those of another canvas.
+    """
+    T = cfg.slots
+    pos_BT = jnp.arange(T)[None]
+    seen = mask.clean(model.attention, pos_BT, limit[None], cfg.block)
+    answers_W, tokens_BT = at - model.shift + jnp.arange(cfg.block), shown_T[None]
+    W = cfg.block + cfg.horizon
+    pos_BW = at + jnp.arange(W)[None]
+    own_BW = jnp.where(pos_BW < limit, 1, -3)
+    beyond_BT = (
+        (pos_BT >= at + W) & (pos_BT < limit) & policy.POLICIES[cfg.cache].suffix
+    )
+    seen = mask.Mask(
+        q_begin_BT=jnp.zeros((1, T + W), "i"),
+        q_end_BT=jnp.concatenate([seen.q_end_BT, 0 * pos_BW + at], axis=1),
+        q_group_BT=jnp.concatenate([0 * pos_BT - 1, 0 * pos_BW + 1], axis=1),
+        k_pos_BS=jnp.concatenate([pos_BT, 0 * pos_BW + FAR], axis=1),
+        k_group_BS=jnp.concatenate([jnp.where(beyond_BT, 1, -2), own_BW], axis=1),
+    )
+    shown_BW = jnp.take(shown_T, pos_BW, mode="clip")
+    tokens_BT = jnp.concatenate([entry_T[None], shown_BW], axis=1)
+    pos_BT = jnp.concatenate([pos_BT, pos_BW], axis=1)
+    entered = (shown_T == entry_T).all()
+    answers_W += jnp.where(entered, 0, T - at)
+    x_BTD = transformer.embed(params, tokens_BT, model)
+    x_BTD, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    x_BWV = transformer.logits(params, x_BTD[:, answers_W], model)
+    drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)
+    return jax.tree.map(lambda x: x[0], drawn)
+
+
+def define(params, prompt, limit, temperature, key, *, model, cfg):
+    """What `generate` means: one row, one forward of all of its canvas per step."""
+    first, count, T = len(prompt), 0, cfg.slots
+    tokens_T, step_T, logp_T = np.zeros(T, "i"), np.full(T, FAR), np.zeros(T)
+    tokens_T[:first], step_T[:first] = prompt, GIVEN
+    for at in range(first, limit, cfg.block):
+        window, quotas = np.s_[at : min(at + cfg.block, limit)], iter(cfg.schedule)
+        entry_T = np.where(step_T == FAR, model.mask_id, tokens_T)
+        while (masked_W := step_T[window] == FAR).any():
+            shown_T = np.where(step_T == FAR, model.mask_id, tokens_T)
+            now = jax.random.fold_in(key, count)
+            heat = np.float32(temperature)
+            drawn = look(
+                params, shown_T, entry_T, at, limit, heat, now, model=model, cfg=cfg
+            )
+            one = jax.tree.map(lambda x: x[None], drawn)
+            masked_BW = np.pad(masked_W, (0, cfg.block - len(masked_W)))[None]
+            quota_B = np.array([next(quotas, cfg.schedule[-1])])
+            take_W = np.array(STRATEGIES[cfg.strategy](one, masked_BW, quota_B, cfg)[0])
+            if (shown_T == entry_T).all():
+                take_W[: model.shift] = True
+            count += 1
+            for i in np.flatnonzero(take_W):
+                tokens_T[at + i], step_T[at + i] = drawn.token_BW[i], count
+                logp_T[at + i] = drawn.logp_BW[i]
+            for end in range(first + 1, limit + 1):
+                if step_T[end - 1] == FAR:
+                    break
+                if end == limit or tokens_T[end - 1] in cfg.stop_ids:
+                    return tokens_T, step_T, logp_T, end - first, count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generate_is_what_it_means(tiny, name):
+    model, params, cfg, arrays = case(tiny, name)
+    lowered = denoise.generate.lower(params, **arrays, model=model, cfg=cfg)
+    sample = lowered.compile(compiler_options=HASTY)
+    trace = jax.device_get(sample(params, **arrays))
+    for row, prompt in enumerate(PROMPTS):
+        tokens_T, step_T, logp_T, length, count = define(
+            params,
+            prompt,
+            int(arrays["limit_B"][row]),
+            TEMPERATURES[row],
+            arrays["key_B"][row],
+            model=model,
+            cfg=cfg,
+        )
+        np.testing.assert_array_equal(trace.tokens_BT[row], tokens_T)
+        np.testing.assert_array_equal(trace.step_BT[row], step_T)
+        np.testing.assert_allclose(trace.logp_BT[row], logp_T, atol=1e-4)
+        assert (trace.len_B[row], trace.steps_B[row]) == (length, count)
+        last = tokens_T[len(prompt) + length - 1]
+        assert trace.stopped_B[row] == (last in cfg.stop_ids)
+        assert trace.forwards_B[row] == count
+    assert trace.len_B[-1] == trace.forwards_B[-1] == 0
+    assert trace.stopped_B.any() and not trace.stopped_B[:-1].all()
