@@ -24,7 +24,7 @@ from absl import flags, logging
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import families, hf, lora, transformer
-from dllm_jax.rl import advantage, bounds, learner, noise, rollout, views
+from dllm_jax.rl import advantage, experience, learner, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.rewards import GRADERS
 
@@ -241,8 +241,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     def pack(trace, noised, index, group_n=None):
         """Packs some of a host trace's rows into one update's batch."""
         return views.pack(
-            take(trace, index),
-            take(noised, index),
+            experience.take(trace, index),
+            experience.take(noised, index),
             mask_id=model.mask_id,
             layout=layout,
             cfg=cfg.batch,
@@ -312,8 +312,16 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             if keep.any():
                 with timer("score"):
                     params = {name: whole_of(name) for name in states} | reference
-                    more, batches = experience(
-                        cfg, rollouts, keep, rng, layout, pack, score, params, mesh
+                    more, batches = experience.of_rollouts(
+                        rollouts,
+                        keep,
+                        rng,
+                        rl=cfg.rl,
+                        noised=noise.noised(rollouts.trace, cfg.noise, layout, rng),
+                        objective=cfg.objective,
+                        pack=pack,
+                        score=functools.partial(score, params),
+                        mesh=mesh,
                     )
                 told |= more
             else:
@@ -331,23 +339,21 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 seed=cfg.data.seed,
                 shuffle=cfg.data.shuffle,
             )
-            rows = rows_of(chosen, 2) if dpo else chosen  # a pair is two rows
-            noised = noise.noised(take(source, rows), cfg.noise, layout, rng)
-            part = take(source, np.repeat(rows, cfg.noise.copies))
-            batch, where = pack(part, noised, np.arange(len(part.len_B)))
-            if dpo:
-                params = {"policy": whole_of("policy")} | reference
-                out = score(params, sharding.place_rows(batch, mesh, axis=1))
-                told, batch = bounds.compared(
-                    sharding.fetch(out),
-                    part.len_B,
-                    noised.share_nT,
-                    batch,
-                    where,
-                    draws=cfg.noise.draws,
-                    beta=cfg.objective.reference_beta,
-                )
-            batches = [sharding.place_rows(batch, mesh, axis=1)]
+            # A pair is two rows, one after the other.
+            rows = experience.rows_of(chosen, 2) if dpo else chosen
+            part = experience.take(source, rows)
+            noised = noise.noised(part, cfg.noise, layout, rng)
+            params = {"policy": whole_of("policy")} | reference if dpo else None
+            told, batches = experience.of_examples(
+                part,
+                noised=noised,
+                copies=cfg.noise.copies,
+                draws=cfg.noise.draws,
+                beta=cfg.objective.reference_beta,
+                pack=pack,
+                score=functools.partial(score, params) if dpo else None,
+                mesh=mesh,
+            )
         if stopping():
             break
 
@@ -390,98 +396,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         plain = dataclasses.replace(model, lora=None)
         hf.save(folder / "export", plain, policy, like=cfg.model.path)
         say(f"exported to {folder / 'export'}")
-
-
-def experience(cfg, rollouts, keep, rng, layout, pack, score, params, mesh):
-    """Returns (metrics, one complete TrainBatch on the mesh per update).
-
-    Old log-probs and values are scored by the weights that the step starts with, before
-    any of its updates; the gap to what the sampler recorded is measured on the way.
-    """
-    copies = cfg.noise.copies  # of a trajectory: so many rows, one after the other
-    index = rng.permutation(np.flatnonzero(keep))
-    deals = [
-        rows_of(d, copies) for d in np.array_split(index, cfg.rl.updates) if len(d)
-    ]
-    every = np.repeat(np.arange(len(keep)), copies)
-    noised = noise.noised(rollouts.trace, cfg.noise, layout, rng)
-    trace, keep, group_n = take((rollouts.trace, keep, rollouts.group_n), every)
-    shape = trace.step_BT.shape
-    packed = [pack(trace, noised, deal, group_n[deal]) for deal in deals]
-
-    logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
-    for deal, (batch, source) in zip(deals, packed, strict=True):
-        out = score(params, sharding.place_rows(batch, mesh, axis=1))
-        out = sharding.fetch(out)
-
-        def whole(x_ABU, source=source, deal=deal):
-            return source.scatter(x_ABU, (len(deal), shape[1]))
-
-        logp_nT[deal] = whole(out["policy"]["logp"])
-        if cfg.rl.value != "none":
-            value_nT[deal] = whole(out.get("value", out["policy"])["value"])
-        if "reference" in out:
-            ref_nT[deal] = whole(out["reference"]["logp"])
-
-    answer_nT = noise.answers(trace) & keep[:, None]
-    seen_nT = answer_nT & (noised.share_nT > 0)
-    reward_n = advantage.combined(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
-        keep[::copies],
-        cfg.rl.advantage,
-        speed=cfg.rl.speed,
-    )[every]
-    gap = np.abs(logp_nT - trace.logp_BT)[seen_nT]
-    told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
-    if cfg.rl.value == "none":
-        ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
-    else:
-        ret_nT, adv_nT = advantage.gae(
-            advantage.outcome(reward_n, noised.step_nT, seen_nT),
-            value_nT,
-            noised.step_nT,
-            seen_nT,
-            gamma=cfg.rl.gamma,
-            lam=cfg.rl.lam,
-        )
-        told["explained_variance"] = advantage.explained_variance(
-            value_nT, ret_nT, seen_nT
-        )
-    told["advantage_std"] = float(adv_nT[seen_nT].std())
-    if cfg.objective.loss == "spg":
-        adv_nT = bounds.sandwich(
-            adv_nT,
-            logp_nT,
-            noised.share_nT,
-            answer_nT,
-            draws=copies,
-            weight=cfg.objective.upper_weight,
-            power=cfg.objective.upper_power,
-        )
-
-    batches = []
-    for deal, (batch, source) in zip(deals, packed, strict=True):
-        batch = batch.replace(
-            adv_BU=source.gather(adv_nT[deal]),
-            old_logp_BU=source.gather(logp_nT[deal]),
-            ref_logp_BU=source.gather(ref_nT[deal]),
-            ret_BU=source.gather(ret_nT[deal]),
-            old_value_BU=source.gather(value_nT[deal]),
-        )
-        batches.append(sharding.place_rows(batch, mesh, axis=1))
-    return told, batches
-
-
-def rows_of(index, times: int):
-    """Returns the rows of items that have `times` rows each, one after the other."""
-    return (index[:, None] * times + np.arange(times)).reshape(-1)
-
-
-def take(tree, index):
-    """Returns the rows `index` of every array."""
-    return jax.tree.map(lambda x: x[index], tree)
 
 
 class StopSignal:

@@ -1,0 +1,134 @@
+"""From what was sampled, or is given, to the batches of a step's updates: host side."""
+
+import jax
+import numpy as np
+
+from dllm_jax import sharding
+from dllm_jax.rl import advantage, bounds, noise, rollout
+from dllm_jax.rl.config import ObjectiveConfig, RLConfig
+from dllm_jax.rl.rollout import Rollouts
+
+
+def of_rollouts(
+    rollouts: Rollouts,
+    keep,
+    rng: np.random.Generator,
+    *,
+    rl: RLConfig,
+    noised,
+    objective: ObjectiveConfig,
+    pack,
+    score,
+    mesh,
+):
+    """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
+
+    keep: which rollouts teach something; noised: noise.noised of them all; pack and score:
+    views.pack and learner.score, bound. Old log-probs and values are scored by the weights
+    that the step starts with, before any of its updates; the gap to what the sampler
+    recorded is measured on the way.
+    """
+    copies = len(noised.step_nT) // len(keep)  # rows of a trajectory, neighbours
+    index = rng.permutation(np.flatnonzero(keep))
+    deals = [rows_of(d, copies) for d in np.array_split(index, rl.updates) if len(d)]
+    every = np.repeat(np.arange(len(keep)), copies)
+    trace, keep, group_n = take((rollouts.trace, keep, rollouts.group_n), every)
+    shape = trace.step_BT.shape
+    packed = [pack(trace, noised, deal, group_n[deal]) for deal in deals]
+
+    logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
+    for deal, (batch, source) in zip(deals, packed, strict=True):
+        out = score(sharding.place_rows(batch, mesh, axis=1))
+        out = sharding.fetch(out)
+
+        def whole(x_ABU, source=source, deal=deal):
+            return source.scatter(x_ABU, (len(deal), shape[1]))
+
+        logp_nT[deal] = whole(out["policy"]["logp"])
+        if rl.value != "none":
+            value_nT[deal] = whole(out.get("value", out["policy"])["value"])
+        if "reference" in out:
+            ref_nT[deal] = whole(out["reference"]["logp"])
+
+    answer_nT = noise.answers(trace) & keep[:, None]
+    seen_nT = answer_nT & (noised.share_nT > 0)
+    reward_n = advantage.combined(
+        rollouts.reward_n,
+        rollout.speed(rollouts.trace),
+        rollouts.group_n,
+        keep[::copies],
+        rl.advantage,
+        speed=rl.speed,
+    )[every]
+    gap = np.abs(logp_nT - trace.logp_BT)[seen_nT]
+    told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
+    if rl.value == "none":
+        ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
+    else:
+        ret_nT, adv_nT = advantage.gae(
+            advantage.outcome(reward_n, noised.step_nT, seen_nT),
+            value_nT,
+            noised.step_nT,
+            seen_nT,
+            gamma=rl.gamma,
+            lam=rl.lam,
+        )
+        told["explained_variance"] = advantage.explained_variance(
+            value_nT, ret_nT, seen_nT
+        )
+    told["advantage_std"] = float(adv_nT[seen_nT].std())
+    if objective.loss == "spg":
+        adv_nT = bounds.sandwich(
+            adv_nT,
+            logp_nT,
+            noised.share_nT,
+            answer_nT,
+            draws=copies,
+            weight=objective.upper_weight,
+            power=objective.upper_power,
+        )
+
+    batches = []
+    for deal, (batch, source) in zip(deals, packed, strict=True):
+        batch = batch.replace(
+            adv_BU=source.gather(adv_nT[deal]),
+            old_logp_BU=source.gather(logp_nT[deal]),
+            ref_logp_BU=source.gather(ref_nT[deal]),
+            ret_BU=source.gather(ret_nT[deal]),
+            old_value_BU=source.gather(value_nT[deal]),
+        )
+        batches.append(sharding.place_rows(batch, mesh, axis=1))
+    return told, batches
+
+
+def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
+    """Returns (metrics, [its TrainBatch on the mesh]) of examples, or of pairs of them.
+
+    score: learner.score, bound, for pairs (row 2i is the better one of pair i) that are
+    compared with a reference (VRPO, see bounds.compared); None for examples.
+    """
+    part = take(part, np.repeat(np.arange(len(part.len_B)), copies))
+    batch, where = pack(part, noised, np.arange(len(part.len_B)))
+    told = {}
+    if score is not None:
+        out = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
+        told, batch = bounds.compared(
+            out,
+            part.len_B,
+            noised.share_nT,
+            batch,
+            where,
+            draws=draws,
+            beta=beta,
+        )
+    return told, [sharding.place_rows(batch, mesh, axis=1)]
+
+
+def rows_of(index, times: int):
+    """Returns the rows of items that have `times` rows each, one after the other."""
+    return (index[:, None] * times + np.arange(times)).reshape(-1)
+
+
+def take(tree, index):
+    """Returns the rows `index` of every array."""
+    return jax.tree.map(lambda x: x[index], tree)
