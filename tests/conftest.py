@@ -19,6 +19,16 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Drops a file's programs with it: each maps memory, of which Linux limits the count.
+
+    Beyond 65,530 mappings compilation crashes.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """A small random model that is sure of some answers: (ModelConfig, params)."""
