@@ -42,7 +42,7 @@ train: $(INSTALLED) ## Train with TraceRL; the default runs on two CPU cores
 	.venv/bin/python -m dllm_jax.train --config=configs/tracerl.py $(ARGS)
 
 test: $(INSTALLED) ## Run the tests; needs no accelerator
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU and H200 without hardware
 	.venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)
