@@ -11,6 +11,8 @@ import re
 
 import yaml
 
+from dllm_jax.sampling.confidence import TARGETS
+
 STRATEGIES = {
     "low_confidence_dynamic": "dynamic",
     "low_confidence_static": "static",
@@ -54,6 +56,14 @@ def same(*leaves: str):
 def dataset(leaf: str):
     """Returns a row that names a file of data/."""
     return lambda value, key, raw: {leaf: f"data/{value}.json"}
+
+
+def horizon(value, key, raw):
+    """Translates further_horizon, which only its prefix cache has."""
+    if not raw.get(key.rpartition(".")[0] + ".use_cache"):
+        return "without a cache the whole canvas is re-run"
+    longest = raw[key.rpartition(".")[0] + ".max_gen_length"]
+    return {"sampler.horizon": longest if value is None else value}
 
 
 def unless(usual, reason: str):
@@ -111,7 +121,6 @@ LAUNCH = "launch/ starts the processes; mesh.* says how devices are used"
 FIXED = "the run folder has fixed names: checkpoints/ and export/"
 JUDGE = "rewards come from graders; there is no process reward"
 AS_TRAINED = "held-out problems are sampled as in training, at eval.temperature"
-FULL_SAMPLER = "positions are taken by their confidence, as sampler.strategy says"
 CHAT = "prompts are rendered by the checkpoint's chat template"
 
 COMMON = {
@@ -153,12 +162,10 @@ SAMPLING = {
     "start_with_think": unless([False], CHAT),
     "stop_token_list": "a turn's end stops already; sampler.stop_ids adds ids",
     "output_unmasking_history": "every rollout is written with its trace",
-    "target": unless(["confidence"], FULL_SAMPLER),
-    "alg_temp": unless([0, None], FULL_SAMPLER),
-    "pad_target_penalty": unless([1], FULL_SAMPLER),
-    "further_horizon": lambda value, key, raw: {
-        "sampler.horizon": raw["rollout.max_gen_length"] if value is None else value
-    },
+    "target": pick("sampler.target", {name: name for name in TARGETS}),
+    "alg_temp": lambda value, key, raw: {"sampler.rank_temperature": value or 0.0},
+    "pad_target_penalty": lambda value, key, raw: {"sampler.pad_penalty": value or 1.0},
+    "further_horizon": horizon,
     "use_cache": switch("sampler.cache", "prefix", "none"),
 }
 TRAINING = {

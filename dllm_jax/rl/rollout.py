@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise
+from dllm_jax.sampling import denoise, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.state import Trace
@@ -38,7 +38,8 @@ def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     host Trace) as answers end; prompt i draws from fold_in(key, i). A prompt that is
     empty or longer than `cfg.max_prompt` gets an empty answer; the caller reports it.
     """
-    if model.attention == "full":  # no key is final before its answer is
+    if policy.choose(cfg.cache, model.attention).canvas != "prefill":
+        # No key is final before its answer is, or none is kept.
         generate = functools.partial(denoise.generate, model=model, cfg=cfg)
         return functools.partial(in_batches, generate, cfg=cfg, mesh=mesh)
     return functools.partial(through, Engine(model=model, cfg=cfg, mesh=mesh))

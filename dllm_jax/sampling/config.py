@@ -42,6 +42,11 @@ class SamplerConfig:
             raise ValueError(
                 f"sampler.cache={self.cache!r}: choose from auto, {', '.join(POLICIES)}"
             )
+        if self.horizon < 0 or (self.horizon and self.cache != "prefix"):
+            raise ValueError(
+                f"sampler.horizon={self.horizon}: positions, >= 0, that only "
+                "sampler.cache='prefix' re-runs"
+            )
         if not 1 <= self.steps_per_block <= self.block:
             raise ValueError(
                 f"sampler.steps_per_block={self.steps_per_block} does not divide the "

@@ -183,6 +183,12 @@ def test_a_policy_that_does_not_serve_the_family_is_refused(cache, attention):
         policy.choose(cache, attention)
 
 
+@pytest.mark.parametrize("cache", ["auto", "dual"])
+def test_a_horizon_belongs_to_prefix(cache):
+    with pytest.raises(ValueError, match="sampler.horizon=4: .*'prefix'"):
+        SamplerConfig(cache=cache, horizon=4)
+
+
 def test_an_unknown_policy_lists_the_known():
     with pytest.raises(ValueError, match="sampler.cache='all': choose from auto, none"):
         SamplerConfig(cache="all")
