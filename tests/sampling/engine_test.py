@@ -1,5 +1,6 @@
 """The engine against its definition: same ids, steps and log-probs, whatever happens."""
 
+import collections
 import dataclasses
 import functools
 
@@ -87,6 +88,20 @@ def same(got, want):
         )
 
 
+def sound(made: Engine):
+    """Asserts that every page is where it should be, and shared only by the same keys."""
+    for pool in made.pool:
+        held = [(r, i, page) for r in made.active for i, page in enumerate(r.held)]
+        held = [h for h in held if made.pool_of(h[0].row) is pool]
+        count = collections.Counter(page for *_, page in held)
+        assert pool.holders == [count[page] for page in range(len(pool.holders))]
+        spare = [*pool.free, *pool.idle]
+        assert sorted([*count, *spare]) == list(range(len(pool.holders)))
+        for page in (page for page in count if count[page] > 1):
+            what = {tuple(r.names[: i + 1][i:]) for r, i, p in held if p == page}
+            assert len(what) == 1 and what != {()}
+
+
 def empty_again(made: Engine):
     """Asserts that an engine without requests holds no page."""
     assert not made.active and not made.queue
@@ -101,24 +116,55 @@ ASKED = [
 ]
 
 
+STRATEGIES = ("dynamic", "entropy_bounded", "sequential", "static")
+GROUP = [(i, list(range(10, 29)), 1.0, 16) for i in range(12)]  # of one prompt
+ENOUGH = 20  # pages that all rows of CFG can use
+
+
 @pytest.fixture(scope="module")
 def wanted(tiny):
-    """The definition's answers to ASKED."""
-    return defined(tiny, CFG, ASKED)
+    """The definition's answers to ASKED under each strategy."""
+    cfgs = {name: dataclasses.replace(CFG, strategy=name) for name in STRATEGIES}
+    return {name: defined(tiny, cfg, ASKED) for name, cfg in cfgs.items()}
 
 
-@pytest.mark.parametrize("strategy", ["dynamic", "static", "sequential"])
-def test_the_engine_is_the_definition(tiny, strategy):
+@hypothesis.settings(max_examples=500, deadline=None)
+@hypothesis.given(
+    strategy=st.sampled_from(STRATEGIES),
+    order=st.lists(st.sampled_from(range(18)), min_size=1, unique=True),
+    arrive=st.lists(st.integers(0, 4), min_size=18, max_size=18),
+    pages=st.integers(5, ENOUGH),
+    cancelled=st.dictionaries(st.integers(1, 8), st.integers(0, 17), max_size=4),
+)
+def test_the_engine_is_the_definition(
+    tiny, wanted, strategy, order, arrive, pages, cancelled
+):
+    """In any order of arrival, short of pages or not, with cancellations at any time."""
     model, params = tiny
     cfg = dataclasses.replace(CFG, strategy=strategy)
     made = Engine(model=model, cfg=cfg, mesh=ONE())
-    ask(made, ASKED)
-    found = {request.index: row for request, row in made.run(params, KEY)}
-    want = defined(tiny, cfg, ASKED)
-    assert found.keys() == want.keys()
-    for index, row in want.items():
-        same(found[index], row)
-    assert len({row.len_B.item() for row in want.values()}) > 3  # they did differ
+    # Fewer than there are, so that one program serves all.
+    made.pool, made.short = [Pages(pages)], pages < ENOUGH
+    coming, waiting, found = [ASKED[i] for i in order], set(), 0
+
+    def come(count):
+        new = [coming.pop() for _ in range(min(count, len(coming)))]
+        ask(made, new)
+        waiting.update(index for index, *_ in new)
+
+    while coming:  # a run ends when nothing is left; what comes later starts another
+        come(1)
+        for request, row in made.run(params, KEY):
+            waiting.remove(request.index)  # once, and not what was cancelled
+            same(row, wanted[strategy][request.index])
+            sound(made)
+            found += 1
+            if found in cancelled:
+                made.cancel(ASKED[cancelled[found]][0])
+                waiting.discard(ASKED[cancelled[found]][0])
+            come(arrive[found - 1])
+        assert not waiting
+    sound(made)
     empty_again(made)
 
 
@@ -156,49 +202,18 @@ def test_on_a_mesh(tiny, shape):
 
 
 def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
-    model, params = tiny
-    prompt = list(range(10, 29))  # 4 whole blocks in two pages, 3 tokens of a fifth
-    asked = [(i, prompt, 1.0, 16) for i in range(4)]
-    cfg = dataclasses.replace(CFG, stop_ids=())
-    made = Engine(model=model, cfg=cfg, mesh=ONE())
-    ask(made, asked)
+    model, params = tiny  # of 4 whole blocks in two pages, 3 tokens of a fifth
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, GROUP)
     found = [row for _, row in made.run(params, KEY)]
     # Every answer's blocks but its last are committed, and the prompt's whole once.
     blocks = sum(-(-int(row.prompt_len_B + row.len_B) // 4) - 4 - 1 for row in found)
+    assert blocks > 1
     assert int(made.rows.clean) == 4 + blocks
     for row in found:
         assert row.forwards_B == row.steps_B
-    # No forward but those of its steps, and one for what cannot ride in the first: a
-    # row alone takes 3 clean windows along, its own and those of 8 tokens of prompts.
-    alone = Engine(model=model, cfg=dataclasses.replace(cfg, rows=1), mesh=ONE())
-    ask(alone, asked[:1])
+    # No forward but those of its steps: what it commits rides in the first of them.
+    alone = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(alone, GROUP[:1])
     ((_, row),) = alone.run(params, KEY)
-    assert int(alone.rows.forwards) == row.steps_B + 1
-
-
-@hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(
-    order=st.permutations(range(len(ASKED))),
-    pages=st.integers(5, 12),
-    cancelled=st.sets(st.sampled_from([100, 103, 107, 110])),
-    when=st.integers(1, 5),
-)
-def test_short_of_pages_in_any_order_with_cancellations(
-    tiny, wanted, order, pages, cancelled, when
-):
-    model, params = tiny
-    cfg = dataclasses.replace(CFG, pages=12)
-    made = Engine(model=model, cfg=cfg, mesh=ONE())
-    made.pool = [Pages(pages)]  # fewer than there are, so that one program serves all
-    found = {}
-    ask(made, [ASKED[i] for i in order])
-    for request, row in made.run(params, KEY):
-        assert request.index not in found
-        found[request.index] = row
-        if len(found) == when:
-            for index in cancelled - found.keys():
-                made.cancel(index)
-    assert {a[0] for a in ASKED} - cancelled <= found.keys()
-    for index, row in found.items():
-        same(row, wanted[index])
-    empty_again(made)
+    assert int(alone.rows.forwards) == row.steps_B
