@@ -288,6 +288,13 @@ def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
     )
 
 
+def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
+    """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
+    return pallas_kernels.token_draw(
+        x_BWD, head(params, cfg), key_B, temperature_B, forbidden=cfg.mask_id
+    )
+
+
 def value(params: Params, x_BUD):
     """Returns the value head's output [B, U], f32."""
     return jnp.einsum(

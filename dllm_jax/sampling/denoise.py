@@ -60,7 +60,7 @@ def forward(params, s: SamplingState, pos_BW, *, model, cfg, kept_BS=None):
     return transformer.trunk(params, x_BWD, pos_BW, seen, model, s.cache)
 
 
-def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.draw):
+def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.of):
     """Returns the state after one step of every live row."""
     Q, shift = cfg.block, model.shift
     how = policy.choose(cfg.cache, model.attention)
@@ -125,14 +125,14 @@ def open_positions(s: SamplingState, pos_BW, model: ModelConfig):
     return masked_BW
 
 
-def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.draw):
+def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.of):
     """Returns the state after a denoising step of the rows `now`.
 
     x_BWD: their windows' hidden states, computed with the masked positions masked.
     """
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
-    drawn = draw(key_B, transformer.logits(params, x_BWD, model), s.temperature_B, cfg)
+    drawn = draw(params, x_BWD, key_B, s.temperature_B, model=model, cfg=cfg)
     drawn = confidence.weigh(drawn, logits.apart(key_B, 1), model.pad_id, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)

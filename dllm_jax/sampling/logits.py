@@ -1,9 +1,11 @@
-"""From logits to a token: temperature, top-k, top-p, the draw and what is recorded."""
+"""To a token: temperature, top-k, top-p, the draw and what is recorded."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling.confidence import TARGETS, neg_entropy, pick
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -23,6 +25,31 @@ class Draw:
     entropy_BW: jax.Array
     score_BW: jax.Array
     sure_BW: jax.Array
+
+
+def fused(cfg: SamplerConfig) -> bool:
+    """Returns whether a head that draws by itself tells all that the config asks for.
+
+    Filters need the sorted vocabulary, margins its two best tokens. An entropy it tells of
+    the distribution drawn from; thresholds may ask for that of the model's own.
+    """
+    own = cfg.strategy == "dynamic" and not cfg.tempered_threshold
+    known = cfg.target == "confidence" or (cfg.target == "neg_entropy" and not own)
+    return known and cfg.top_k == 0 and cfg.top_p == 1
+
+
+def of(params, x_BWD, key_B, temperature_B, *, model: ModelConfig, cfg) -> Draw:
+    """Returns the `draw` from the logits of hidden states, which are not made if `fused`."""
+    if not fused(cfg):
+        logits_BWV = transformer.logits(params, x_BWD, model)
+        return draw(key_B, logits_BWV, temperature_B, cfg)
+    token_BW, logp_BW, conf_BW, entropy_BW = transformer.token_draw(
+        params, x_BWD, key_B, temperature_B, model
+    )
+    score_BW = conf_BW if cfg.target == "confidence" else -entropy_BW
+    own = cfg.target == "confidence" and not cfg.tempered_threshold
+    sure_BW = jnp.exp(logp_BW) if own else score_BW
+    return Draw(token_BW, logp_BW, conf_BW, entropy_BW, score_BW, sure_BW)
 
 
 def keep(logits_BWV, *, top_k: int, top_p: float):

@@ -162,3 +162,32 @@ def test_a_forbidden_token_is_never_drawn(cfg, temperature):
     assert (drawn.token_BW != 4).all()
     for x in jax.tree.leaves(drawn):
         assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize(
+    "fused, changes",
+    [
+        (True, {}),
+        (True, {"tempered_threshold": True}),
+        (True, {"target": "neg_entropy", "strategy": "static"}),
+        (False, {"target": "neg_entropy", "threshold": -1.0}),
+        (False, {"target": "margin"}),
+        (False, {"target": "random", "strategy": "static"}),
+        (False, {"top_k": 4}),
+        (False, {"top_p": 0.8}),
+    ],
+)
+def test_where_no_logits_are_needed_none_are_made(tiny, monkeypatch, fused, changes):
+    model, params = tiny
+    cfg = SamplerConfig(**changes)
+    x_BWD = RNG.normal(size=(B, W, model.d_model)).astype(np.float32)
+    whole = logits.transformer.logits(params, x_BWD, model)
+    if fused:  # by the head that draws
+        monkeypatch.setattr(logits.transformer, "logits", None)
+    found = logits.of(params, x_BWD, KEY_B, TEMPERATURE_B, model=model, cfg=cfg)
+    want = draw(KEY_B, whole, TEMPERATURE_B, cfg)
+    np.testing.assert_array_equal(found.token_BW, want.token_BW)
+    if cfg.target == "neg_entropy" and fused:  # static: nothing is compared
+        found = found.replace(sure_BW=want.sure_BW)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
