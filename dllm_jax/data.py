@@ -113,7 +113,9 @@ def tokenizer(path: str):
             return CLONES[kind].from_pretrained(path)
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path!r} holds no usable tokenizer: {error}") from None
+        raise ValueError(
+            f"{str(path)!r} holds no usable tokenizer: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def stop_ids(tok, *more: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    tok, timer = data.tokenizer(cfg.model.path), metrics.Timer()
+    tok, timer = data.tokenizer(hf.find(cfg.model.path)), metrics.Timer()
     problems = data.problems(cfg.data.heldout, tok, cfg.data)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say)

@@ -60,7 +60,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     folder = pathlib.Path(cfg.run.folder)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    tok = data.tokenizer(cfg.model.path)
+    tok = data.tokenizer(hf.find(cfg.model.path))
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     shared = rl and cfg.rl.value == "head"
