@@ -103,6 +103,8 @@ class RunConfig:
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
     samples: int = 8  # rollouts written out at every step
+    # Where compiled programs stay for the next start; "": nowhere.
+    compile_cache: str = "~/.cache/dllm_jax"
     export: bool = True  # write a Hugging Face folder at the end
 
 

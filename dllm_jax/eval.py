@@ -30,6 +30,7 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
+    sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     main = jax.process_index() == 0

@@ -166,6 +166,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     if (args.prompt is None) == (args.prompts is None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    sharding.keep_compiled(config.RunConfig().compile_cache)
     mesh = sharding.make_mesh(fsdp=1, data=-1, model=args.model_parallel)
     jax.set_mesh(mesh)
     tok = load_tokenizer(args.model) if os.path.isdir(args.model) else None

@@ -6,6 +6,8 @@
 axis carries a letter, and a dimension that does not divide its axis is replicated.
 """
 
+import os
+
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
@@ -34,6 +36,16 @@ ACT = {
     "Z": "model",
     "V": "model",
 }
+
+
+def keep_compiled(folder: str):
+    """Lets compiled programs outlive the process in `folder`; "": they do not.
+
+    A folder that JAX_COMPILATION_CACHE_DIR names comes first.
+    """
+    if folder and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:

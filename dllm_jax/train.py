@@ -55,6 +55,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     """Runs to the last step, to SIGTERM, or to the first error of the user's."""
     # ---- What is trained, where, and how far it has come ------------------------------
     stopping = StopSignal()
+    sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     folder = pathlib.Path(cfg.run.folder)

@@ -27,16 +27,16 @@ def command(tmp_path_factory):
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
     }
+    cache = tmp_path_factory.getbasetemp() / "compiled"
 
     def start(folder, *overrides, file="smoke.py") -> subprocess.Popen:
         keys = [
             f"run.folder={folder}",
             f"rl.steps={STEPS}",
             "eval.problems=8",
+            f"run.compile_cache={cache}",
             *overrides,
         ]
         return subprocess.Popen(
@@ -104,7 +104,8 @@ def whole(command, tmp_path_factory):
     return folder
 
 
-def test_a_run_leaves_everything_behind(whole):
+def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
+    assert any((tmp_path_factory.getbasetemp() / "compiled").iterdir())
     for name in ("config.json", "curves.png", "export", "tensorboard", "samples"):
         assert (whole / name).exists(), name
     assert saved(whole) == [3, 4]
