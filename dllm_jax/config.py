@@ -140,6 +140,11 @@ class Config:
                 "spg and dpo train evidence bounds: they need noise.kind='subset' and "
                 "objective.aggregate='elbo'"
             )
+        if self.rl.trusted_gap and self.noise.kind != "trace":
+            raise ValueError(
+                f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
+                f"{self.noise.kind!r}; set it to 0"
+            )
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
         if self.batch.tokens < self.sampler.slots + self.sampler.block:

@@ -320,8 +320,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                         rl=cfg.rl,
                         noised=noise.noised(rollouts.trace, cfg.noise, layout, rng),
                         objective=cfg.objective,
+                        params=params,
                         pack=pack,
-                        score=functools.partial(score, params),
+                        score=score,
                         mesh=mesh,
                     )
                 told |= more

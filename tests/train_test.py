@@ -115,7 +115,7 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
         ["reward", "accuracy", "heldout_accuracy", "response_length", "kl"]
         + ["tokens_per_forward", "clip_fraction", "entropy", "value_loss"]
         + ["explained_variance", "advantage_std", "grad_norm", "learning_rate"]
-        + ["logprob_gap_max", "logprob_gap_mean"]
+        + ["logprob_gap_max", "logprob_gap_mean", "packed_fill"]
     ):
         assert np.isfinite(last[name]), name
     assert last["logprob_gap_max"] < 1e-4

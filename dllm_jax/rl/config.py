@@ -127,6 +127,9 @@ class RLConfig:
     max_solved: float = 0.8  # ... those solved more often
     truncated_wrong: bool = True  # an answer cut at its limit earns nothing
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
+    # What the sampler recorded stands for old log-probs, which saves the policy's scoring,
+    # while no token of an update's first microbatch is off by more nats; 0: never.
+    trusted_gap: float = 0.0
 
     def __post_init__(self):
         choose("rl.value", self.value, VALUES)
@@ -136,6 +139,11 @@ class RLConfig:
             raise ValueError(
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at least "
                 "2 rollouts; raise rl.group or set rl.advantage='none'"
+            )
+        if self.trusted_gap < 0 or (self.trusted_gap and self.value == "head"):
+            raise ValueError(
+                f"rl.trusted_gap={self.trusted_gap}: nats, >= 0, and 0 where rl.value='head', "
+                "whose values are scored with the log-probs"
             )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")

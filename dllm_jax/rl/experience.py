@@ -1,6 +1,7 @@
 """From what was sampled, or is given, to the batches of a step's updates: host side."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import sharding
@@ -17,6 +18,7 @@ def of_rollouts(
     rl: RLConfig,
     noised,
     objective: ObjectiveConfig,
+    params: dict,
     pack,
     score,
     mesh,
@@ -24,9 +26,8 @@ def of_rollouts(
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
     keep: which rollouts teach something; noised: noise.noised of them all; pack and score:
-    views.pack and learner.score, bound. Old log-probs and values are scored by the weights
-    that the step starts with, before any of its updates; the gap to what the sampler
-    recorded is measured on the way.
+    views.pack and learner.score, bound. Old log-probs and values are scored by `params`,
+    with which the step starts; the gap to what the sampler recorded is measured on the way.
     """
     copies = len(noised.step_nT) // len(keep)  # rows of a trajectory, neighbours
     index = rng.permutation(np.flatnonzero(keep))
@@ -37,18 +38,36 @@ def of_rollouts(
     packed = [pack(trace, noised, deal, group_n[deal]) for deal in deals]
 
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
+    gaps, trusted = [], 0
     for deal, (batch, source) in zip(deals, packed, strict=True):
-        out = score(sharding.place_rows(batch, mesh, axis=1))
-        out = sharding.fetch(out)
+        placed = sharding.place_rows(batch, mesh, axis=1)
+        recorded_ABU = source.gather(trace.logp_BT[deal])
+
+        def scored(name, batch=placed):
+            return sharding.fetch(score({name: params[name]}, batch))[name]
+
+        def gap(out, count, source=source, recorded_ABU=recorded_ABU):
+            held = source.row_ABU[:count] >= 0
+            return np.abs(out["logp"] - recorded_ABU)[:count][held]
 
         def whole(x_ABU, source=source, deal=deal):
             return source.scatter(x_ABU, (len(deal), shape[1]))
 
-        logp_nT[deal] = whole(out["policy"]["logp"])
+        policy = {"logp": recorded_ABU}
+        if rl.trusted_gap:
+            first = placed.replace(used=jnp.minimum(placed.used, 1))
+            gaps.append(gap(scored("policy", first), 1))
+        if rl.trusted_gap and gaps[-1].max() <= rl.trusted_gap:
+            trusted += 1
+        else:
+            policy = scored("policy")
+            gaps.append(gap(policy, None))
+        logp_nT[deal] = whole(policy["logp"])
         if rl.value != "none":
-            value_nT[deal] = whole(out.get("value", out["policy"])["value"])
-        if "reference" in out:
-            ref_nT[deal] = whole(out["reference"]["logp"])
+            value = policy if rl.value == "head" else scored("value")
+            value_nT[deal] = whole(value["value"])
+        if "reference" in params:
+            ref_nT[deal] = whole(scored("reference")["logp"])
 
     answer_nT = noise.answers(trace) & keep[:, None]
     seen_nT = answer_nT & (noised.share_nT > 0)
@@ -60,8 +79,11 @@ def of_rollouts(
         rl.advantage,
         speed=rl.speed,
     )[every]
-    gap = np.abs(logp_nT - trace.logp_BT)[seen_nT]
+    gap = np.concatenate(gaps)
     told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
+    told["packed_fill"] = float(np.mean([batch.fill for batch, _ in packed]))
+    if rl.trusted_gap:
+        told["updates_trusted"] = trusted / len(packed)
     if rl.value == "none":
         ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
     else:
@@ -109,10 +131,10 @@ def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
     """
     part = take(part, np.repeat(np.arange(len(part.len_B)), copies))
     batch, where = pack(part, noised, np.arange(len(part.len_B)))
-    told = {}
+    told = {"packed_fill": batch.fill}
     if score is not None:
         out = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
-        told, batch = bounds.compared(
+        more, batch = bounds.compared(
             out,
             part.len_B,
             noised.share_nT,
@@ -121,6 +143,7 @@ def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
             draws=draws,
             beta=beta,
         )
+        told |= more
     return told, [sharding.place_rows(batch, mesh, axis=1)]
 
 

@@ -40,6 +40,12 @@ class TrainBatch:
     ret_BU: np.ndarray | None = None
     old_value_BU: np.ndarray | None = None
 
+    @property
+    def fill(self) -> float:
+        """The share of the used microbatches' slots that hold something."""
+        held = (self.end_BT > self.begin_BT) | (self.group_BT >= 0)
+        return float(held.sum() / max(self.used * held[0].size, 1))
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
