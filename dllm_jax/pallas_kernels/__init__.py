@@ -2,9 +2,9 @@
 
 Each op has a specification in `reference`, and may have a kernel for TPU and one for GPU.
 `implementation` names one, or "auto": the kernel of the platform that is compiled for,
-where KERNELS has one that takes these shapes, else the specification. A kernel that is
-named and missing raises ValueError. `interpret=True` runs a kernel on any platform,
-slowly, for tests.
+where KERNELS has one that takes these shapes and TRUSTED has the platform, else the
+specification. A kernel that is named and missing raises ValueError. `interpret=True` runs
+a kernel on any platform, slowly, for tests.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
+from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 
@@ -27,10 +28,14 @@ __all__ = [
 ]
 
 KERNELS = {
+    ("attention", "gpu"): gpu_attention,
     ("attention", "tpu"): tpu_attention,
     ("token_draw", "tpu"): tpu_token_logprob,
     ("token_logprob", "tpu"): tpu_token_logprob,
 }
+# Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but
+# have not been run on one: they are to be asked for by name.
+TRUSTED = ("tpu",)
 HEAD_SIZES = (64, 128)  # of the kernels that have heads
 HEAD_TILE = 512  # positions of a row whose logits are alive at once
 FEW = 64  # queries below which a key head's queries fill a tile together
@@ -51,7 +56,8 @@ def kernel(op: str, implementation: str, head_size: int | None = None):
         return None
     takes = head_size is None or head_size in HEAD_SIZES
     if implementation == "auto":
-        return KERNELS.get((op, platform())) if takes else None
+        trusted = platform() in TRUSTED
+        return KERNELS.get((op, platform())) if takes and trusted else None
     found = KERNELS.get((op, implementation))
     if found is None:
         have = [name for other, name in KERNELS if other == op]

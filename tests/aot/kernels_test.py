@@ -1,5 +1,7 @@
 """Every kernel compiles for the chips that it is for: it lowers, and it fits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models.mask import Mask
 
 TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
+CHIPS = *((chip, "tpu") for chip in TPUS), ("h200:1", "gpu")
 
 
 def arrays(dtype, *shapes):
@@ -32,13 +35,18 @@ def compiled(topology, f, *args):
     return program
 
 
-@pytest.mark.parametrize("topology", TPUS)
-@pytest.mark.parametrize("heads, kv_heads, size", [(32, 8, 128), (14, 2, 64)])
-def test_attention_and_its_gradient(topology, heads, kv_heads, size):
+@pytest.mark.parametrize("topology, implementation", CHIPS)
+@pytest.mark.parametrize(
+    "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64)]
+)
+def test_attention_and_its_gradient(topology, implementation, heads, kv_heads, size):
     B, T = 1, 8192
+    attention = functools.partial(
+        pallas_kernels.attention, implementation=implementation
+    )
 
     def gradient(q, k, v, mask, dout):
-        _, pull = jax.vjp(lambda *qkv: pallas_kernels.attention(*qkv, mask), q, k, v)
+        _, pull = jax.vjp(lambda *qkv: attention(*qkv, mask), q, k, v)
         return pull(dout)
 
     q, k = arrays(jnp.bfloat16, (B, T, heads, size), (B, T, kv_heads, size))

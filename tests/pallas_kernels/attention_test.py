@@ -82,16 +82,21 @@ def with_gradients(f, q, k, v, seen, dout):
 SPECIFIED = jax.jit(functools.partial(with_gradients, reference.attention))
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("K", [1, 2, N])
-def test_the_kernel_is_the_specification_under_every_mask(implementation, K):
+# The interpreter of GPU kernels is slow: two heads that share a key head.
+KINDS = [("tpu", N, 1), ("tpu", N, 2), ("tpu", N, N), ("gpu", 2, 1)]
+
+
+@pytest.mark.parametrize("implementation, N, K", KINDS)
+def test_the_kernel_is_the_specification_under_every_mask(implementation, N, K, capfd):
     kernel = functools.partial(
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
     found = jax.jit(functools.partial(with_gradients, kernel))
     q, dout = normal(B, T, N, H), normal(B, T, N, H, seed=1)
     k, v = normal(B, T, K, H, seed=2), normal(B, T, K, H, seed=3)
-    for name, seen in MASKS.items():
+    names = MASKS if implementation == "tpu" else ["full, ragged", "packed"]
+    for name in names:
+        seen = MASKS[name]
         # What sees nothing is the specification's to choose; nobody reads it.
         blind_BT11 = ~dense(seen).any(axis=2)[..., None, None]
         args = q, k, v, seen, jnp.where(blind_BT11, 0, dout)
@@ -100,11 +105,11 @@ def test_the_kernel_is_the_specification_under_every_mask(implementation, K):
             if x.shape == q.shape:
                 x, y = (jnp.where(blind_BT11, 0, z) for z in (x, y))
             np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4, err_msg=name)
+    assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("K", [1, 2, N])
-def test_few_queries_over_cached_keys(implementation, K):
+@pytest.mark.parametrize("implementation, N, K", KINDS)
+def test_few_queries_over_cached_keys(implementation, N, K):
     W, S, start = 4, 150, jnp.array([96, 0])
     q, k, v = normal(B, W, N, H), normal(B, W, K, H, seed=1), normal(B, W, K, H, seed=2)
     cached = normal(B, S, K, H, seed=3), normal(B, S, K, H, seed=4)
@@ -117,7 +122,7 @@ def test_few_queries_over_cached_keys(implementation, K):
     np.testing.assert_allclose(found, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_bfloat16_is_accumulated_in_f32(implementation):
     q, k, v = (normal(1, T, 2, H, seed=n, dtype=jnp.bfloat16) for n in range(3))
     seen = mask.block(POS[:1], 4)
@@ -155,12 +160,15 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
     assert jaxpr == str(jax.make_jaxpr(reference.attention)(q, q, q, seen))
 
 
-def test_auto_is_the_kernel_of_the_mesh(monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
-    for size, kernel in ((H, True), (8, False)):
-        q = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
-        jaxpr = jax.make_jaxpr(pallas_kernels.attention)(q, q, q, MASKS["causal"])
-        assert ("pallas_call" in str(jaxpr)) == kernel
+@pytest.mark.parametrize(
+    "platform, size, kernel", [("tpu", H, True), ("tpu", 8, False), ("gpu", H, False)]
+)
+def test_auto_is_the_kernel_of_the_mesh(monkeypatch, platform, size, kernel):
+    monkeypatch.setattr(pallas_kernels, "platform", lambda: platform)
+    q = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
+    f = functools.partial(pallas_kernels.attention)  # another: nothing is cached
+    jaxpr = jax.make_jaxpr(f)(q, q, q, MASKS["causal"])
+    assert ("pallas_call" in str(jaxpr)) == kernel
 
 
 def test_what_does_not_exist_is_said():
@@ -169,6 +177,9 @@ def test_what_does_not_exist_is_said():
         pallas_kernels.attention(q, q, q, seen, implementation="triton")
     with pytest.raises(ValueError, match="heads of size.*not 8"):
         pallas_kernels.attention(q, q, q, seen, implementation="tpu")
+    q = normal(1, 4, 2, H)
+    with pytest.raises(ValueError, match="bfloat16.*not float32"):
+        pallas_kernels.attention(q, q, q, seen, implementation="gpu")
 
 
 # ---- Tiles ---------------------------------------------------------------------------

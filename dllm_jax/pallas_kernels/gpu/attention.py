@@ -1,0 +1,309 @@
+"""Flash attention under the range-or-group mask, for Hopper GPUs.
+
+Forward and backward of FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608). A block
+of three warpgroups owns a tile of one side: two warpgroups compute, 64 rows of it each,
+while the third copies the tiles of the other side that `tiles.schedule` names through a
+ring of buffers. Scores are in base 2, so that an exponential is one instruction. A
+lower-case letter is a tile's share of a dimension: r rows of the own side, c columns of
+the other; the side of the queries is axis 0 of a tile where it is the own, else axis 1.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dllm_jax.pallas_kernels import tiles
+from dllm_jax.pallas_kernels.reference import NEVER
+
+ROWS, OWN = 64, 128  # rows of a warpgroup's products; of the two that compute
+TILE, TILE_BACKWARD = 128, 64  # of the other side
+BUFFERS = 2
+LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWEST) = 0
+ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
+
+
+def wide(x, axis: int, like):
+    """Returns a vector along `axis`, as large as `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [axis])
+
+
+def filled(value: float, *shape):
+    """Returns one value in the registers of an accumulator, or of one of its columns."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else ALONG[0]
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def product(x_ref, y_ref):
+    """Returns x @ y.T, both in shared memory, f32."""
+
+    def run(acc_ref):
+        plgpu.wgmma(acc_ref, x_ref, y_ref.transpose((1, 0)))
+        return acc_ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC((x_ref.shape[0], y_ref.shape[0]), jnp.float32))
+
+
+def add_product(acc, x, y_ref, interpret: bool):
+    """Returns acc + x @ y, x in registers."""
+    x = x.astype(y_ref.dtype)
+    if interpret:  # the interpreter knows products of shared memory only
+        y = y_ref[...]
+        plgpu.commit_smem()  # what was read may be copied over
+        return acc + jnp.dot(x, y, preferred_element_type=jnp.float32)
+    run = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, x, y_ref))
+    return run(plgpu.ACC.init(acc))
+
+
+def forward_step(carry, own, other, mask, vectors, *, scale, interpret):
+    """Adds a tile of keys to running (maximum, sum, sum of p · v)."""
+    max_r, sum_r, acc_rH = carry
+    (q_rH,), (k_cH, v_cH) = own, other
+    score_rc = mask(product(q_rH, k_cH) * (scale * math.log2(math.e)))
+    new_r = jnp.maximum(max_r, score_rc.max(axis=1))
+    prob_rc = jnp.exp2(score_rc - wide(new_r, 0, score_rc))
+    fade_r = jnp.exp2(max_r - new_r)
+    sum_r = sum_r * fade_r + prob_rc.sum(axis=1)
+    acc_rH = add_product(acc_rH * wide(fade_r, 0, acc_rH), prob_rc, v_cH, interpret)
+    return new_r, sum_r, acc_rH
+
+
+def forward_end(carry, *, scale):
+    """Returns (what a tile of the outputs is, the log of each query's sum)."""
+    max_r, sum_r, acc_rH = carry
+    sees_r = sum_r > 0
+    sum_r = jnp.where(sees_r, sum_r, 1.0)
+    # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
+    lse_r = jnp.where(sees_r, max_r * math.log(2) + jnp.log(sum_r), -NEVER)
+    return [acc_rH / wide(sum_r, 0, acc_rH)], lse_r
+
+
+def backward_step(carry, own, other, mask, vectors, *, q_axis, scale, interpret):
+    """Adds a tile to the own side's gradients: of q, or of (k, v).
+
+    own, other: (q, dout) and (k, v), or the other way round.
+    """
+    lse, delta = vectors()
+    score_rc = mask(product(own[0], other[0]) * (scale * math.log2(math.e)))
+    prob_rc = jnp.exp2(score_rc - wide(lse * math.log2(math.e), q_axis, score_rc))
+    dprob_rc = product(own[1], other[1])
+    dscore_rc = prob_rc * (dprob_rc - wide(delta, q_axis, score_rc))
+    grads = dscore_rc, prob_rc
+    pairs = zip(carry, grads, other, strict=False)
+    return tuple(add_product(acc, x, y, interpret) for acc, x, y in pairs)
+
+
+def backward_end(carry, *, scale):
+    return [carry[0] * scale, *carry[1:]], None
+
+
+def launch(
+    step, end, start, q_side, k_side, vectors, masks, *, q_axis, tile, name, interpret
+):  # fmt: skip
+    """Runs step(carry, own, other, mask, vectors) over the tiles that each tile sees.
+
+    q_side: arrays [B, T, N, H]; k_side: [B, S, K, H]; vectors: [B, N, T]; masks: those of
+    the two sides; all filled up to whole tiles. start: the carry's (value, shape)s. Returns
+    what `end` returns of the last carry, in the own side's shapes, and the vector [B, N, T].
+    """
+    sides, sizes = (q_side, k_side), (OWN, tile)
+    own, other = sides[q_axis], sides[1 - q_axis]
+    kinds_BIJ = tiles.kinds(*masks, *(sizes if q_axis == 0 else sizes[::-1]))
+    schedule = tiles.schedule(kinds_BIJ if q_axis == 0 else kinds_BIJ.swapaxes(1, 2))
+    B, R, heads, H = own[0].shape
+    G = q_side[0].shape[2] // k_side[0].shape[2]
+    scale = H**-0.5
+    step = functools.partial(step, scale=scale, interpret=interpret)
+    outs = len(own) if q_axis == 1 else 1
+
+    def body(
+        schedule, own, other, vectors, masks, outs, own_smem, other_smem, *barriers
+    ):
+        (visit_ref, count_ref), (arrived, ready, free) = schedule, barriers
+        b, h, i = (lax.axis_index(axis) for axis in ("row", "head", "tile"))
+        wg = lax.axis_index("warpgroup")
+        row = i * OWN + wg * ROWS
+        count = count_ref[b, i]
+        steps = count if q_axis == 0 else count * G
+
+        def visited(n):
+            """Returns (first column, head of the other side, whether all is seen)."""
+            g, j = (0, n) if q_axis == 0 else (lax.div(n, count), lax.rem(n, count))
+            visit = visit_ref[b, i, j]
+            head = lax.div(h, jnp.int32(G)) if q_axis == 0 else h * G + g
+            return lax.shift_right_logical(visit, 1) * tile, head, (visit & 1) == 1
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            for x_ref, buffer in zip(own, own_smem, strict=True):
+                source = x_ref.at[b, pl.ds(row, ROWS), h]
+                plgpu.copy_gmem_to_smem(source, buffer.at[wg], arrived.at[wg])
+            plgpu.barrier_wait(arrived.at[wg])
+
+            def compute(n, carry):
+                slot = lax.rem(n, jnp.int32(BUFFERS))
+                column, head, whole = visited(n)
+                place = (row, ROWS), (column, tile)  # of axis 0, of axis 1
+
+                def load(ref, axis, *at):
+                    ref = ref.at[*at, pl.ds(*place[axis])]
+                    return plgpu.load(ref, layout=ALONG[axis], optimized=False)
+
+                def hide(score_rc):
+                    begin, end, q_group, pos, k_group = (
+                        wide(load(ref, axis, b), axis, score_rc)
+                        for axis, refs in zip((q_axis, 1 - q_axis), masks, strict=True)
+                        for ref in refs
+                    )
+                    sees_rc = ((pos >= begin) & (pos < end)) | (k_group == q_group)
+                    return jnp.where(sees_rc, score_rc, NEVER)
+
+                def mask(score_rc):
+                    return lax.cond(whole, lambda score_rc: score_rc, hide, score_rc)
+
+                q_head = h if q_axis == 0 else head
+                plgpu.barrier_wait(ready.at[slot])
+                carry = step(
+                    carry,
+                    [x.at[wg] for x in own_smem],
+                    [x.at[slot] for x in other_smem],
+                    mask,
+                    lambda: [load(x, q_axis, b, q_head) for x in vectors],
+                )
+                plgpu.barrier_arrive(free.at[slot])
+                return carry
+
+            carry = tuple(filled(value, *shape) for value, shape in start)
+            carry = lax.fori_loop(0, steps, compute, carry)
+            results, lse_r = end(carry, scale=scale)
+            if lse_r is not None:
+                outs[-1][b, h, pl.ds(row, ROWS)] = lse_r
+            for x, buffer in zip(results, own_smem, strict=False):
+                buffer[wg] = x.astype(buffer.dtype)
+            plgpu.commit_smem()
+            for x_ref, buffer, _ in zip(outs, own_smem, results, strict=False):
+                target = x_ref.at[b, pl.ds(row, ROWS), h]
+                plgpu.copy_smem_to_gmem(buffer.at[wg], target)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+
+            ahead = jnp.minimum(steps, BUFFERS)
+
+            @pl.loop(0, steps + ahead)  # the last ones only wait
+            def _(n):
+                slot = lax.rem(n, jnp.int32(BUFFERS))
+
+                @pl.when(n >= ahead)
+                def _():
+                    plgpu.barrier_wait(free.at[lax.rem(n - ahead, jnp.int32(BUFFERS))])
+
+                @pl.when(n < steps)
+                def _():
+                    column, head, _ = visited(n)
+                    for x_ref, buffer in zip(other, other_smem, strict=True):
+                        source = x_ref.at[b, pl.ds(column, tile), head]
+                        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+
+    dtype = own[0].dtype
+    swizzle = (
+        plgpu.TilingTransform((8, 128 // dtype.itemsize)),
+        plgpu.SwizzleTransform(128),
+    )
+
+    def buffer(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=swizzle)
+
+    out_type = [jax.ShapeDtypeStruct(own[0].shape, dtype)] * outs
+    if not vectors:
+        out_type.append(jax.ShapeDtypeStruct((B, heads, R), jnp.float32))
+    return plgpu.kernel(
+        body,
+        out_type=(out_type,),
+        grid=(heads, R // OWN, B),
+        grid_names=("head", "tile", "row"),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            [buffer(2, ROWS, H) for _ in own],
+            [buffer(BUFFERS, tile, H) for _ in other],
+            plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
+            plgpu.Barrier(num_arrivals=len(other), num_barriers=BUFFERS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        kernel_name=name,
+    )(schedule, own, other, vectors, masks)[0]
+
+
+def arranged(q_arrays, k_arrays, mask, interpret: bool):
+    """Returns the two sides and their masks, filled up to whole tiles."""
+    dtypes = (jnp.bfloat16, jnp.float16)
+    if q_arrays[0].dtype not in dtypes and not interpret:
+        raise ValueError(
+            "pallas_kernels.attention: implementation='gpu' takes bfloat16 or float16, "
+            f"not {q_arrays[0].dtype}; use 'reference'"
+        )
+    q_side, k_side = (
+        tuple(tiles.pad(x, 1, OWN) for x in side) for side in (q_arrays, k_arrays)
+    )
+    return q_side, k_side, tuple(map(tuple, tiles.mask_arrays(mask, OWN, OWN)))
+
+
+def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
+    """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    q_side, k_side, masks = arranged([q_BTNH], [k_BSKH, v_BSKH], mask, interpret)
+    out, lse = launch(
+        forward_step,
+        forward_end,
+        [(LOWEST, [ROWS]), (0.0, [ROWS]), (0.0, [ROWS, H])],
+        q_side,
+        k_side,
+        (),
+        masks,
+        q_axis=0,
+        tile=TILE,
+        name="attention_forward",
+        interpret=interpret,
+    )
+    return out[:, :T], lse[..., :T]
+
+
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
+):
+    """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
+    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
+    delta_BNT = jnp.einsum(
+        "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
+    )
+    q_side, k_side, masks = arranged(
+        [q_BTNH, dout_BTNH], [k_BSKH, v_BSKH], mask, interpret
+    )
+    vectors = tuple(tiles.pad(x, 2, OWN) for x in (lse_BNT, delta_BNT))
+    (dq,), (dk, dv) = (
+        launch(
+            functools.partial(backward_step, q_axis=q_axis),
+            backward_end,
+            [(0.0, [ROWS, H])] * (1 + q_axis),
+            q_side,
+            k_side,
+            vectors,
+            masks,
+            q_axis=q_axis,
+            tile=TILE_BACKWARD,
+            name=name,
+            interpret=interpret,
+        )
+        for q_axis, name in enumerate(("attention_dq", "attention_dkv"))
+    )
+    return dq[:, :T], dk[:, :S], dv[:, :S]
