@@ -16,6 +16,8 @@ from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
+from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
+from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
 KERNELS = {
     ("attention", "gpu"): gpu_attention,
     ("attention", "tpu"): tpu_attention,
+    ("cache_update", "tpu"): tpu_cache_update,
+    ("paged_attention", "tpu"): tpu_paged_attention,
     ("token_draw", "tpu"): tpu_token_logprob,
     ("token_logprob", "tpu"): tpu_token_logprob,
 }
@@ -146,29 +150,36 @@ def paged_dims(q_BWNH, k_BWKH):
     return f"BW{N}H", (pool, pool), f"BW{K}H", "BA"
 
 
-def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
+def paged_attention(
+    q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH,
+    *, implementation="auto", interpret=False,
+):  # fmt: skip
     """Returns each row's window attention; see `reference.paged_attention`.
 
     On a mesh, rows and pages are split alike: a table names pages of its own device.
     """
+    run = reference.paged_attention
+    if found := kernel("paged_attention", implementation, q_BWNH.shape[3]):
+        run = functools.partial(found.attend, interpret=interpret)
     q, pool, k, table = paged_dims(q_BWNH, k_BWKH)
-    return sharding.per_device(
-        reference.paged_attention,
-        (q, pool, "", table, "B", k, k),
-        q,
-        *(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH),
-    )
+    args = q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH
+    return sharding.per_device(run, (q, pool, "", table, "B", k, k), q, *args)
 
 
-def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
-    """Returns `pages` with the kept windows written; see `reference.cache_update`."""
+def cache_update(
+    pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH,
+    *, implementation="auto", interpret=False,
+):  # fmt: skip
+    """Returns `pages` with the kept windows written; see `reference.cache_update`.
+
+    The kernels write in place: no copy is made of pages that nobody else holds.
+    """
+    run = reference.cache_update
+    if found := kernel("cache_update", implementation, k_BWKH.shape[3]):
+        run = functools.partial(found.update, interpret=interpret)
     _, pool, k, table = paged_dims(k_BWKH, k_BWKH)
-    return sharding.per_device(
-        reference.cache_update,
-        (pool, "", table, "B", "B", k, k),
-        pool,
-        *(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH),
-    )
+    args = pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH
+    return sharding.per_device(run, (pool, "", table, "B", "B", k, k), pool, *args)
 
 
 def token_logprob(

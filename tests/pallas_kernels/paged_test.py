@@ -1,0 +1,174 @@
+"""The kernels of pages, interpreted, against the specification."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from dllm_jax import pallas_kernels, sharding
+from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
+
+L, O, A = 2, 8, 5
+START = np.array([0, 5, 16, 40, 0, 17, 24, 1], np.int32)
+# Copies end when they are waited for, memory begins as NaN, and races are printed.
+CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """A row's pages come in several chunks of two."""
+    monkeypatch.setattr(tpu_paged_attention, "CHUNK", 2 * O * 128 * 2 * 4)
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    """Returns standard normal numbers."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def case(B, W, N, K, H, dtype=jnp.float32):
+    """Returns the arguments of paged_attention: every row has pages of its own."""
+    P = B * A + 3
+    pages = tuple(normal(L, P, O, K, H, seed=seed, dtype=dtype) for seed in (1, 2))
+    table_BA = np.random.default_rng(3).permutation(P)[: B * A].reshape(B, A)
+    q = normal(B, W, N, H, dtype=dtype)
+    k, v = (normal(B, W, K, H, seed=seed, dtype=dtype) for seed in (4, 5))
+    return q, pages, jnp.int32(1), jnp.array(table_BA), jnp.array(START[:B]), k, v
+
+
+def spoiled(pages, layer, table_BA, start_B):
+    """Returns the pages with NaN wherever no key lies that a row may read."""
+    held = np.arange(A)[None] * O < start_B[:, None]
+    read = np.zeros(pages[0].shape[:2], bool)
+    read[layer, np.asarray(table_BA)[held]] = True
+    return tuple(jnp.where(read[..., None, None, None], x, jnp.nan) for x in pages)
+
+
+def widened(x):
+    """Returns numbers of 16 bits as f32, and all else as it is."""
+    return x.astype(jnp.float32) if jnp.result_type(x) == jnp.bfloat16 else x
+
+
+SPECIFIED = jax.jit(reference.paged_attention)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize(
+    "B, W, N, K, H", [(8, 4, 8, 2, 128), (7, 3, 6, 1, 64), (4, 32, 4, 4, 64)]
+)
+def test_paged_attention_is_the_specification(implementation, B, W, N, K, H):
+    q, pages, *at, k, v = case(B, W, N, K, H)
+    want = SPECIFIED(q, pages, *at, k, v)
+    found = pallas_kernels.paged_attention(
+        q, spoiled(pages, *at), *at, k, v, implementation=implementation, interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+def test_bfloat16_is_accumulated_in_f32(implementation):
+    args = case(4, 4, 8, 2, 128, jnp.bfloat16)
+    found = pallas_kernels.paged_attention(
+        *args, implementation=implementation, interpret=True
+    )
+    exact = SPECIFIED(*jax.tree.map(widened, args))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+def test_copies_of_tpu_kernels_do_not_race(capsys):
+    q, pages, *at, k, v = case(4, 2, 2, 1, 64)
+    found = pallas_kernels.paged_attention(
+        q, pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+    )
+    want = SPECIFIED(q, pages, *at, k, v)
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    layer, table_BA, start_B = at
+    at = layer, table_BA, start_B % (O * A - 2), jnp.array([True, True, False, True])
+    found = pallas_kernels.cache_update(
+        pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+    )
+    same(found, reference.cache_update(pages, *at, k, v))
+    assert "RACE" not in capsys.readouterr().out
+
+
+def same(found, want):
+    """Asserts that pools are equal bit for bit."""
+    for x, y in zip(found, want, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("dtype, W, K, H", [("float32", 4, 2, 128), ("bfloat16", 3, 1, 64)])  # fmt: skip
+def test_cache_update_is_the_specification(implementation, dtype, W, K, H):
+    # Windows that fill a page's end, cross it, begin the row and end it.
+    start_B = jnp.array([0, 4, 5, 7, 16, O * A - W, 12, 6])
+    _, pages, layer, table_BA, _, k, v = case(8, W, K, K, H, jnp.dtype(dtype))
+    run = jax.jit(
+        lambda keep_B: pallas_kernels.cache_update(
+            *(pages, layer, table_BA, start_B, keep_B, k, v),
+            implementation=implementation,
+            interpret=True,
+        )
+    )
+    for pattern in (0b11111111, 0, 0b00010110, 0b10000000, 0b01111111):
+        keep_B = (pattern >> jnp.arange(8)) % 2 == 1
+        want = reference.cache_update(pages, layer, table_BA, start_B, keep_B, k, v)
+        same(run(keep_B), want)
+
+
+@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_on_a_mesh(implementation, K):
+    """Rows, pages and, where they divide, heads are split; tables are of one device."""
+    B, W, N, H = 8, 2, 4, 64
+    mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
+    q, _, layer, _, start_B, k, v = case(B, W, N, K, H)
+    pages = tuple(normal(L, 4 * 10, O, K, H, seed=seed) for seed in (1, 2))
+    own = np.random.default_rng(3)
+    local_BA = np.concatenate([own.permutation(10).reshape(2, A) for _ in range(4)])
+    keep_B, start_B = start_B % 2 == 0, start_B % (O * A - W)
+
+    def both(table_BA, implementation):
+        how = {"implementation": implementation, "interpret": True}
+        at = layer, table_BA, start_B
+        written = pallas_kernels.cache_update(pages, *at, keep_B, k, v, **how)
+        return written, pallas_kernels.paged_attention(q, written, *at, k, v, **how)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(both, implementation=implementation))(
+            local_BA
+        )
+    first_B1 = np.arange(B)[:, None] // 2 * 10  # page of all: the device's first
+    want = both(jnp.array(local_BA + first_B1), "reference")
+    same(found[0], want[0])
+    np.testing.assert_allclose(found[1], want[1], atol=2e-5, rtol=1e-4)
+    assert ("model" in found[1].sharding.spec) == (K == 2)
+
+
+def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):
+    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
+    for H, kernel in ((64, True), (8, False)):
+        q, pages, layer, table_BA, start_B, k, v = case(2, 4, 2, 1, H)
+        at = pages, layer, table_BA, start_B
+        read = jax.make_jaxpr(pallas_kernels.paged_attention)(q, *at, k, v)
+        write = jax.make_jaxpr(pallas_kernels.cache_update)(*at, start_B > 0, k, v)
+        assert ("pallas_call" in str(read)) == ("pallas_call" in str(write)) == kernel
+
+
+def test_what_does_not_exist_is_said():
+    q, pages, *at, k, v = case(1, 4, 2, 1, 8)
+    ops = {
+        "paged_attention": (q, pages, *at, k, v),
+        "cache_update": (pages, *at, at[2] > 0, k, v),
+    }
+    for op, args in ops.items():
+        run = getattr(pallas_kernels, op)
+        with pytest.raises(ValueError, match=f"{op}: implementation='triton'.*'tpu'"):
+            run(*args, implementation="triton")
+        with pytest.raises(ValueError, match=f"{op}.*heads of size.*not 8"):
+            run(*args, implementation="tpu")
