@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
+from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
@@ -34,7 +35,9 @@ KERNELS = {
     ("attention", "tpu"): tpu_attention,
     ("cache_update", "tpu"): tpu_cache_update,
     ("paged_attention", "tpu"): tpu_paged_attention,
+    ("token_draw", "gpu"): gpu_token_logprob,
     ("token_draw", "tpu"): tpu_token_logprob,
+    ("token_logprob", "gpu"): gpu_token_logprob,
     ("token_logprob", "tpu"): tpu_token_logprob,
 }
 # Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but

@@ -53,18 +53,17 @@ def test_attention_and_its_gradient(topology, implementation, heads, kv_heads, s
     compiled(topology, gradient, q, k, k, Mask(*arrays(jnp.int32, *[(B, T)] * 5)), q)
 
 
-@pytest.mark.parametrize("topology", TPUS)
-def test_the_head(topology):
+@pytest.mark.parametrize("topology, implementation", CHIPS)
+def test_the_head(topology, implementation):
     B, U, D, V = 2, 4096, 4096, 151936
+    logprob, draw = (
+        functools.partial(op, forbidden=7, implementation=implementation)
+        for op in (pallas_kernels.token_logprob, pallas_kernels.token_draw)
+    )
 
     def gradient(x, head, token, weight):
-        _, pull = jax.vjp(
-            lambda *xh: pallas_kernels.token_logprob(*xh, token, forbidden=7), x, head
-        )
+        _, pull = jax.vjp(lambda *xh: logprob(*xh, token), x, head)
         return pull((weight, weight))
-
-    def draw(x, head, key, temperature):
-        return pallas_kernels.token_draw(x, head, key, temperature, forbidden=7)
 
     x, few, head = arrays(jnp.bfloat16, (B, U, D), (128, 4, D), (D, V))
     token, weight = *arrays(jnp.int32, (B, U)), *arrays(jnp.float32, (B, U))

@@ -9,6 +9,7 @@ import pytest
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.pallas_kernels import noise, reference
+from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
@@ -21,6 +22,9 @@ def small_tiles(monkeypatch):
     """Several tiles in each direction, the last ones ragged."""
     monkeypatch.setattr(tpu_token_logprob, "TILE_R", 16)
     monkeypatch.setattr(tpu_token_logprob, "TILE_V", 128)
+    monkeypatch.setattr(gpu_token_logprob, "TILE_PICK", 128)
+    monkeypatch.setattr(gpu_token_logprob, "GRADIENT_BYTES", 0)
+    monkeypatch.setattr(gpu_token_logprob, "BLOCKS", 2)  # parts of the vocabulary
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -61,10 +65,11 @@ def mesh(sizes):
 
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 1, "model": 8}]
+# The interpreter of GPU kernels is slow: one device.
+KINDS = *(("tpu", sizes) for sizes in MESHES), ("gpu", {})
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("implementation, sizes", KINDS)
 @pytest.mark.parametrize("vocabulary", [V, 256])
 def test_logprob_and_gradient_are_the_specification(implementation, sizes, vocabulary):
     weights = normal(B, U, seed=2), normal(B, U, seed=3)
@@ -77,8 +82,7 @@ def test_logprob_and_gradient_are_the_specification(implementation, sizes, vocab
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("implementation, sizes", KINDS)
 def test_draw_is_the_specification(implementation, sizes):
     x, head, _ = inputs()
     args = x, head, jax.random.split(jax.random.key(3), B), jnp.array([0, 0.7, 1, 2.0])

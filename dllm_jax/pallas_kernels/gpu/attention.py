@@ -32,10 +32,16 @@ def wide(x, axis: int, like):
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
-def filled(value: float, *shape):
+def filled(value, *shape):
     """Returns one value in the registers of an accumulator, or of one of its columns."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else ALONG[0]
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.asarray(value).dtype), layout)
+
+
+def swizzle(dtype):
+    """Returns how a product's operand lies in shared memory: in lines of 128 bytes."""
+    lines = plgpu.TilingTransform((8, 128 // dtype.itemsize))
+    return lines, plgpu.SwizzleTransform(128)
 
 
 def product(x_ref, y_ref):
@@ -213,13 +219,7 @@ def launch(
                         plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
     dtype = own[0].dtype
-    swizzle = (
-        plgpu.TilingTransform((8, 128 // dtype.itemsize)),
-        plgpu.SwizzleTransform(128),
-    )
-
-    def buffer(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=swizzle)
+    buffer = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzle(dtype))
 
     out_type = [jax.ShapeDtypeStruct(own[0].shape, dtype)] * outs
     if not vectors:
@@ -232,8 +232,8 @@ def launch(
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=[
-            [buffer(2, ROWS, H) for _ in own],
-            [buffer(BUFFERS, tile, H) for _ in other],
+            [buffer((2, ROWS, H)) for _ in own],
+            [buffer((BUFFERS, tile, H)) for _ in other],
             plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
             plgpu.Barrier(num_arrivals=len(other), num_barriers=BUFFERS),
             plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),

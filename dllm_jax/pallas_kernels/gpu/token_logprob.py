@@ -1,0 +1,306 @@
+"""The head and what is asked of it, in tiles of the vocabulary, for Hopper GPUs.
+
+Logits x @ head exist a tile at a time, [r, v], in the registers of the two warpgroups that
+compute, 64 rows each, while a third copies what they multiply. Running maxima and sums
+make of them the softmax's statistics. A block walks over a part of the vocabulary, and the
+parts are joined after. `offset`, see `tpu.token_logprob`, whose names these are.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dllm_jax.pallas_kernels import noise, tiles
+from dllm_jax.pallas_kernels.gpu.attention import (
+    ALONG,
+    OWN,
+    ROWS,
+    filled,
+    swizzle,
+    wide,
+)
+from dllm_jax.pallas_kernels.reference import NEVER
+
+TILE_PICK, TILE_DRAW, TILE_D = 256, 128, 64  # more registers for the noise
+BUFFERS = 4
+BLOCKS = 4 * 132  # about as many as make full use of a chip, a few to each processor
+LOWEST = 2 * NEVER  # below every logit, even a forbidden one
+GRADIENT_BYTES = 2**27  # of a tile of the logits' gradient
+
+
+def softmax_update(score_rv, stats):
+    """Returns running (maximum, sum, sum of p · score) with a tile added."""
+    max_r, sum_r, moment_r = stats
+    new_r = jnp.maximum(max_r, score_rv.max(axis=1))
+    prob_rv = jnp.exp(score_rv - wide(new_r, 0, score_rv))
+    fade_r = jnp.exp(max_r - new_r)
+    sum_r = sum_r * fade_r + prob_rv.sum(axis=1)
+    return new_r, sum_r, moment_r * fade_r + (prob_rv * score_rv).sum(axis=1)
+
+
+def pick_step(carry, score_rv, id_rv, counts_rv, token_r):
+    """Adds a tile to the statistics and to the logit of `token`."""
+    own_rv = jnp.where(id_rv == wide(token_r, 0, id_rv), score_rv, 0.0)
+    return *softmax_update(score_rv, carry[:3]), carry[3] + own_rv.sum(axis=1)
+
+
+def pick_end(carry):
+    max_r, sum_r, moment_r, own_r = carry
+    return max_r + jnp.log(sum_r), moment_r / sum_r, own_r
+
+
+def draw_step(
+    carry, score_rv, id_rv, counts_rv, first_r, second_r, slot_r, scale_r, warm_r, *, width
+):  # fmt: skip
+    """Adds a tile to both distributions' statistics and to the best of the noisy scores."""
+    across = functools.partial(wide, axis=0, like=score_rv)
+    tempered_rv = jnp.where(counts_rv, score_rv * across(scale_r), NEVER)
+    at_rv = across(slot_r * width) + id_rv
+    noise_rv = noise.gumbel(across(first_r), across(second_r), at_rv)
+    noisy_rv = tempered_rv + noise_rv * across(warm_r)
+    old_best_r, old_own_r, old_token_r = carry[6:]
+    best_r = noisy_rv.max(axis=1)
+    token_r = jnp.where(noisy_rv == across(best_r), id_rv, tiles.NOWHERE).min(axis=1)
+    own_r = jnp.where(id_rv == across(token_r), score_rv, 0.0).sum(axis=1)
+    better_r = best_r > old_best_r
+    return (
+        *softmax_update(score_rv, carry[:3]),
+        *softmax_update(tempered_rv, carry[3:6]),
+        jnp.where(better_r, best_r, old_best_r),
+        jnp.where(better_r, own_r, old_own_r),
+        jnp.where(better_r, token_r, old_token_r),
+    )
+
+
+def draw_end(carry):
+    (
+        max_r,
+        sum_r,
+        _,
+        tempered_max_r,
+        tempered_sum_r,
+        moment_r,
+        best_r,
+        own_r,
+        token_r,
+    ) = carry
+    tempered_lse_r = tempered_max_r + jnp.log(tempered_sum_r)
+    mean_r = moment_r / tempered_sum_r
+    return token_r, best_r, own_r, max_r + jnp.log(sum_r), tempered_lse_r, mean_r
+
+
+def launch(
+    step, end, start, x_RD, head_DV, rows, offset,
+    *, tile, forbidden, name, approximate, interpret,
+):  # fmt: skip
+    """Runs step(carry, logits, ids, which count, *rows) over tiles of the vocabulary.
+
+    start: the carry's values, of which each row has its own; rows: arrays [R]. Returns
+    what `end` returns of each part's last carry, [parts, R].
+    """
+    if x_RD.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
+        raise ValueError(
+            "pallas_kernels.token_logprob: implementation='gpu' takes bfloat16 or "
+            f"float16, not {x_RD.dtype}; use 'reference'"
+        )
+    V = head_DV.shape[1]
+    x_RD = tiles.pad(tiles.pad(x_RD, 0, OWN), 1, TILE_D)
+    head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
+    (R, D), J = x_RD.shape, pl.cdiv(V, tile)
+    share = pl.cdiv(J, pl.cdiv(BLOCKS, R // OWN))  # tiles of a block
+    parts, depth = pl.cdiv(J, share), D // TILE_D
+    row_of = tuple(tiles.pad(x, 0, OWN) for x in rows)
+
+    def body(
+        x_ref, head_ref, offset_ref, row_refs, outs, x_smem, head_smem, ready, free
+    ):
+        i, part, wg = (lax.axis_index(axis) for axis in ("rows", "part", "warpgroup"))
+        first = part * share
+        count = jnp.minimum(share, J - first)
+
+        def slot(n):
+            return lax.rem(n, jnp.int32(BUFFERS))
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            own = pl.ds(i * OWN + wg * ROWS, ROWS)
+            row_r = [
+                plgpu.load(x.at[own], layout=ALONG[0], optimized=False)
+                for x in row_refs
+            ]
+
+            def logits(j):
+                def run(acc_ref):
+                    @pl.loop(0, depth)
+                    def _(d):
+                        n = j * depth + d
+                        plgpu.barrier_wait(ready.at[slot(n)])
+                        x = x_smem.at[slot(n), pl.ds(wg * ROWS, ROWS)]
+                        plgpu.wgmma(acc_ref, x, head_smem.at[slot(n)])
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(d > 0)
+                        def _():
+                            plgpu.barrier_arrive(free.at[slot(n - 1)])
+
+                    score_rv = acc_ref[...]
+                    plgpu.barrier_arrive(free.at[slot(j * depth + depth - 1)])
+                    return score_rv
+
+                return pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
+
+            def compute(j, carry):
+                score_rv = logits(j)
+                at_rv = plgpu.broadcasted_iota(
+                    jnp.int32, score_rv.shape, 1, layout=plgpu.Layout.WGMMA
+                )
+                at_rv += (first + j) * tile
+                id_rv = at_rv + offset_ref[0]
+                counts_rv = (at_rv < V) & (id_rv != forbidden)
+                score_rv = jnp.where(counts_rv, score_rv, NEVER)
+                return step(carry, score_rv, id_rv, counts_rv, *row_r)
+
+            carry = tuple(filled(value, ROWS) for value in start)
+            results = end(lax.fori_loop(0, count, compute, carry))
+            for out, x_r in zip(outs, results, strict=True):
+                out[part, own] = x_r
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            steps = count * depth
+            ahead = jnp.minimum(steps, BUFFERS)
+
+            @pl.loop(0, steps + ahead)  # the last ones only wait
+            def _(n):
+                @pl.when(n >= ahead)
+                def _():
+                    plgpu.barrier_wait(free.at[slot(n - ahead)])
+
+                @pl.when(n < steps)
+                def _():
+                    at_d = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE_D, TILE_D)
+                    j = first + lax.div(n, jnp.int32(depth))
+                    for source, buffer in (
+                        (x_ref.at[pl.ds(i * OWN, OWN), at_d], x_smem),
+                        (head_ref.at[at_d, pl.ds(j * tile, tile)], head_smem),
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            source, buffer.at[slot(n)], ready.at[slot(n)]
+                        )
+
+    transforms = swizzle(x_RD.dtype)
+    ends = jax.eval_shape(end, start)
+    outs = plgpu.kernel(
+        body,
+        out_type=([jax.ShapeDtypeStruct((parts, R), x.dtype) for x in ends],),
+        grid=(R // OWN, parts),
+        grid_names=("rows", "part"),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((BUFFERS, OWN, TILE_D), x_RD.dtype, transforms=transforms),
+            plgpu.SMEM((BUFFERS, TILE_D, tile), x_RD.dtype, transforms=transforms),
+            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        kernel_name=name,
+    )(x_RD, head_DV, jnp.asarray(offset, jnp.int32)[None], row_of)[0]
+    return [x[:, : len(rows[0])] for x in outs]
+
+
+def joined(lse_PR, mean_PR):
+    """Returns (log of the sum, mean) over the parts of the vocabulary."""
+    lse_R = jax.nn.logsumexp(lse_PR, axis=0)
+    return lse_R, jnp.sum(jnp.exp(lse_PR - lse_R[None]) * mean_PR, axis=0)
+
+
+def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
+    """Returns (log of the sum of exponentials, mean logit, logit of `token`), [R] f32."""
+    lse_PR, mean_PR, own_PR = launch(
+        pick_step,
+        pick_end,
+        (LOWEST, 0.0, 0.0, 0.0),
+        x_RD,
+        head_DV,
+        (token_R,),
+        offset,
+        forbidden=forbidden,
+        tile=TILE_PICK,
+        name="token_logprob",
+        approximate=True,
+        interpret=interpret,
+    )
+    return *joined(lse_PR, mean_PR), own_PR.sum(axis=0)
+
+
+def pick_gradient(
+    x_RD, head_DV, token_R, offset, saved_4R, *, forbidden: int, interpret=False
+):
+    """Returns (dx, dhead) of this part of the head, a tile of the vocabulary at a time.
+
+    saved: (log of the sum, mean logit, dlogp, dentropy) of each row. A sum of [r, D] over
+    the vocabulary fits no registers, so that a tile of the logits' gradient is stored in any
+    case; then the library's three products a tile leave a kernel little to gain.
+    """
+    del interpret
+    (R, _), V = x_RD.shape, head_DV.shape[1]
+    lse_R1, mean_R1, dlogp_R1, dentropy_R1 = (y[:, None] for y in saved_4R)
+    tile = min(V, max(TILE_PICK, GRADIENT_BYTES // (2 * R) // TILE_PICK * TILE_PICK))
+
+    def one(j, grads):
+        dx, dhead_DV = grads
+        begin = jnp.minimum(j * tile, V - tile)  # the last overlaps the one before it
+        head_Dv = lax.dynamic_slice_in_dim(head_DV, begin, tile, axis=1)
+        at_1v = begin + jnp.arange(tile)[None]
+        score_Rv = jnp.dot(x_RD, head_Dv, preferred_element_type=jnp.float32)
+        prob_Rv = jnp.exp(score_Rv - lse_R1)
+        own_Rv = at_1v + offset == token_R[:, None]
+        grad_Rv = dlogp_R1 * (own_Rv - prob_Rv)
+        grad_Rv -= dentropy_R1 * prob_Rv * (score_Rv - mean_R1)
+        counts_1v = (at_1v >= j * tile) & (at_1v + offset != forbidden)
+        grad_Rv = jnp.where(counts_1v, grad_Rv, 0).astype(x_RD.dtype)
+        dx += jnp.dot(grad_Rv, head_Dv.T, preferred_element_type=jnp.float32)
+        more_Dv = jnp.dot(x_RD.T, grad_Rv, preferred_element_type=jnp.float32)
+        old_Dv = lax.dynamic_slice_in_dim(dhead_DV, begin, tile, axis=1)
+        new_Dv = (old_Dv + more_Dv).astype(dhead_DV.dtype)
+        return dx, lax.dynamic_update_slice_in_dim(dhead_DV, new_Dv, begin, axis=1)
+
+    start = jnp.zeros(x_RD.shape, jnp.float32), jnp.zeros_like(head_DV)
+    dx_RD, dhead_DV = lax.fori_loop(0, pl.cdiv(V, tile), one, start)
+    return dx_RD.astype(x_RD.dtype), dhead_DV
+
+
+def draw(
+    x_RD, head_DV, words_R3, temperature_R, offset,
+    *, width: int, forbidden: int, interpret=False,
+):  # fmt: skip
+    """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R]."""
+    greedy_R = temperature_R == 0
+    scale_R = 1 / jnp.where(greedy_R, 1, temperature_R)
+    token_PR, best_PR, own_PR, lse_PR, tempered_PR, mean_PR = launch(
+        functools.partial(draw_step, width=width),
+        draw_end,
+        (LOWEST, 0.0, 0.0, LOWEST, 0.0, 0.0, LOWEST, 0.0, 0),
+        x_RD,
+        head_DV,
+        (*words_R3.T, scale_R, 1.0 - greedy_R),
+        offset,
+        forbidden=forbidden,
+        tile=TILE_DRAW,
+        name="token_draw",
+        approximate=False,  # the noise that wins is the logarithm of what is almost 1
+        interpret=interpret,
+    )
+    lse_R, _ = joined(lse_PR, mean_PR)
+    wins_PR = best_PR == best_PR.max(axis=0, keepdims=True)
+    token_R = jnp.where(wins_PR, token_PR, tiles.NOWHERE).min(axis=0)
+    own_R = jnp.where(token_PR == token_R[None], own_PR, 0).sum(axis=0)
+    return token_R, best_PR.max(axis=0), own_R, lse_R, *joined(tempered_PR, mean_PR)
