@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dllm_jax import sharding
+from dllm_jax import pallas_kernels, sharding
 from dllm_jax.sampling import denoise, engine
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -217,3 +217,19 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     ask(alone, GROUP[:1])
     ((_, row),) = alone.run(params, KEY)
     assert int(alone.rows.forwards) == row.steps_B
+
+
+def test_over_the_kernels_of_pages(tiny, monkeypatch):
+    monkeypatch.setattr(pallas_kernels, "HEAD_SIZES", (tiny[0].head_dim,))
+    for op in ("paged_attention", "cache_update"):
+        run = functools.partial(
+            getattr(pallas_kernels, op), implementation="tpu", interpret=True
+        )
+        monkeypatch.setattr(pallas_kernels, op, run)
+    cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
+    made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
+    ask(made, asked)
+    want = defined(tiny, cfg, asked)
+    found = {request.index: row for request, row in made.run(tiny[1], KEY)}
+    for index, row in want.items():
+        same(found[index], row)
