@@ -319,6 +319,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                         rng,
                         rl=cfg.rl,
                         noised=noise.noised(rollouts.trace, cfg.noise, layout, rng),
+                        as_sampled=cfg.noise.kind == "trace",
                         objective=cfg.objective,
                         params=params,
                         pack=pack,

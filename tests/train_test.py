@@ -272,6 +272,44 @@ def test_spg_with_two_draws_and_a_reward_for_speed(others):
     assert all(row["grad_norm"] > 0 for row in told)
 
 
+# The bundled model as one with full attention and a shift, as Dream has.
+FULL = ("model.attention=full", "model.shift=1", "data.heldout=", "rl.steps=2")
+FULL += ("rl.value=none", "rl.updates=1", "rl.advantage=center", "rl.speed=1.0")
+FULL += ("batch.tokens=96", "objective.aggregate=step", "sampler.max_new=16")
+FULL_KINDS = {
+    "trace": (),
+    "complement": ("noise.draws=2", "noise.rate=scope", "sampler.cache=dual"),
+    "bernoulli": ("noise.draws=3", "sampler.cache=prefix", "sampler.horizon=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def full(command, tmp_path_factory):
+    """Folders of runs with full attention by their noise; they ran side by side."""
+    folder = tmp_path_factory.mktemp("full")
+    runs = {
+        kind: command(folder / kind, *FULL, f"noise.kind={kind}", *more)
+        for kind, more in FULL_KINDS.items()
+    }
+    return {kind: end(run) and folder / kind for kind, run in runs.items()}
+
+
+@pytest.mark.parametrize("kind", FULL_KINDS)
+def test_rl_with_full_attention(full, kind):
+    folder = full[kind]
+    told = rows(folder)
+    assert [row["step"] for row in told] == [1, 2]
+    for row in told:
+        assert row["grad_norm"] > 0
+        assert row["response_length"] > 0
+        if kind == "trace":
+            assert row["logprob_gap_max"] < 1e-4
+        else:  # random masks show another context
+            assert "logprob_gap_max" not in row
+    made = json.loads((folder / "export/config.json").read_text())
+    assert (made["attention_pattern"], made["logit_shift"]) == ("full", 1)
+
+
 def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_path):
     folder, told = others["lora"]
     assert re.search(r": [\d,]+ parameters beside 619,584 frozen ones on", told)

@@ -17,6 +17,7 @@ def of_rollouts(
     *,
     rl: RLConfig,
     noised,
+    as_sampled: bool,
     objective: ObjectiveConfig,
     params: dict,
     pack,
@@ -27,7 +28,8 @@ def of_rollouts(
 
     keep: which rollouts teach something; noised: noise.noised of them all; pack and score:
     views.pack and learner.score, bound. Old log-probs and values are scored by `params`,
-    with which the step starts; the gap to what the sampler recorded is measured on the way.
+    with which the step starts. Where the noise is the trace (as_sampled), the gap to what
+    the sampler recorded is told: random masks show another context.
     """
     copies = len(noised.step_nT) // len(keep)  # rows of a trajectory, neighbours
     index = rng.permutation(np.flatnonzero(keep))
@@ -79,9 +81,11 @@ def of_rollouts(
         rl.advantage,
         speed=rl.speed,
     )[every]
-    gap = np.concatenate(gaps)
-    told = {"logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
-    told["packed_fill"] = float(np.mean([batch.fill for batch, _ in packed]))
+    told = {"packed_fill": float(np.mean([batch.fill for batch, _ in packed]))}
+    if as_sampled:
+        gap = np.concatenate(gaps)
+        told["logprob_gap_mean"] = float(gap.mean())
+        told["logprob_gap_max"] = float(gap.max())
     if rl.trusted_gap:
         told["updates_trusted"] = trusted / len(packed)
     if rl.value == "none":

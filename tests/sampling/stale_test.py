@@ -1,4 +1,4 @@
-"""Policies that keep stale keys against a loop over one row without a cache."""
+"""Full attention under every policy against a loop over one row without a cache."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax.models import mask, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, logits, policy
+from dllm_jax.sampling import confidence, denoise, logits, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -23,10 +23,20 @@ BASE = SamplerConfig(
 CASES = {  # shift, what differs from BASE
     "prefix": (0, {"cache": "prefix"}),
     "prefix, shift": (1, {"cache": "prefix", "horizon": 6}),
-    "dual": (0, {"cache": "dual"}),
+    "prefix, horizon, random": (
+        0,
+        {"cache": "prefix", "horizon": 3, "target": "random", "strategy": "static"},
+    ),
+    "dual": (0, {"cache": "dual", "strategy": "entropy_bounded", "entropy_bound": 1}),
     "dual, shift": (
         1,
         {"cache": "dual", "strategy": "static", "steps_per_block": 2},
+    ),
+    "none, margin, pads": (0, {"cache": "none", "target": "margin", "pad_penalty": 3}),
+    "none, shift, entropy, ranks": (
+        1,
+        {"cache": "none", "target": "neg_entropy", "threshold": -1}
+        | {"tempered_threshold": True, "rank_temperature": 0.5},
     ),
 }
 RNG = np.random.default_rng(1)
@@ -89,6 +99,8 @@ def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
     x_BTD, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
     x_BWV = transformer.logits(params, x_BTD[:, answers_W], model)
     drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)
+    noise = logits.apart(key[None], 1)
+    drawn = confidence.weigh(drawn, noise, model.pad_id, cfg)
     return jax.tree.map(lambda x: x[0], drawn)
 
 
@@ -102,6 +114,8 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
         entry_T = np.where(step_T == FAR, model.mask_id, tokens_T)
         while (masked_W := step_T[window] == FAR).any():
             shown_T = np.where(step_T == FAR, model.mask_id, tokens_T)
+            if cfg.cache == "none":
+                entry_T = shown_T
             now = jax.random.fold_in(key, count)
             heat = np.float32(temperature)
             drawn = look(
@@ -111,7 +125,7 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
             masked_BW = np.pad(masked_W, (0, cfg.block - len(masked_W)))[None]
             quota_B = np.array([next(quotas, cfg.schedule[-1])])
             take_W = np.array(STRATEGIES[cfg.strategy](one, masked_BW, quota_B, cfg)[0])
-            if (shown_T == entry_T).all():
+            if cfg.cache != "none" and (shown_T == entry_T).all():
                 take_W[: model.shift] = True
             count += 1
             for i in np.flatnonzero(take_W):
