@@ -7,7 +7,7 @@
 The first, of the bundled model, takes seconds on a CPU: accuracy 0.45 or so.
 Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
 dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b: three answers to each problem, at
-the temperature with which dLLM-RL evaluates.
+the temperature, and by the sampler, with which dLLM-RL evaluates.
 """
 
 from configs import tracerl
@@ -20,5 +20,9 @@ def get_config(preset: str = "arithmetic"):
     """Returns the configuration of a preset."""
     c = config.preset(PRESETS, preset)
     c.eval.update({"problems": 0, "answers": 3})
+    if c.sampler.cache == "prefix":  # full attention
+        c.sampler.update({"max_new": 1024, "horizon": 128})
+        dream = {"top_k": 40, "top_p": 0.95}
+        c.sampler.update(dream if c.sampler.top_k else {"strategy": "dynamic"})
     c.run.folder = c.run.folder.replace("tracerl", "eval")
     return c

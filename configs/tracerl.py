@@ -11,7 +11,12 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
 
 Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
 with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
-configs/coupled.py and configs/random_masking.py take the same ones.
+configs/coupled.py and configs/random_masking.py take the same ones. Those with full
+attention sample with stale keys, as published; the gap to training is logged, and
+
+    --config.sampler.cache=none --config.sampler.horizon=0
+
+closes it at the price of a forward of the whole canvas at every step.
 """
 
 from dllm_jax import config
@@ -72,6 +77,7 @@ def dream(c):
     published(c)
     c.data.template = BOXED
     c.sampler.update({"block": 32, "steps_per_block": 32, "strategy": "static"})
+    c.sampler.update({"threshold": 0.95, "cache": "prefix", "horizon": 32})
     c.sampler.update({"temperature": 0.8, "top_k": 50, "top_p": 0.9})
     c.sampler.update({"max_prompt": 512, "max_new": 1024, "rows": 64})
     c.noise.update({"shrink": 8, "rate": "scope"})
@@ -84,7 +90,7 @@ def dream(c):
 def llada(c):
     """Its settings for LLaDA and MMaDA: canvases of 512 tokens, nothing cut off."""
     dream(c)
-    c.sampler.update({"max_new": 512, "top_k": 0, "top_p": 1.0})
+    c.sampler.update({"max_new": 512, "horizon": 128, "top_k": 0, "top_p": 1.0})
 
 
 def real(repository: str, recipe=published):

@@ -256,12 +256,13 @@ def examples(
     *,
     end: int,
     pad: int,
+    vocab: int,
     block: int,
     slots: int,
     pairs: bool = False,
     traced: bool = False,
 ):
-    """Returns (Examples, how many records were too long for `slots` and left out).
+    """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
     With `pairs` a record is a preference and gives two: chosen, then rejected. `traced`:
     the steps are those of the record's step_map; otherwise all tokens are of one step.
@@ -272,6 +273,9 @@ def examples(
     for number, row in enumerate(records(path), 1):
         read = preference if pairs else conversation
         prompt, answers = read(row, tok, cfg, path, number)
+        if answers == []:  # `generate` had no room for the prompt
+            dropped += 1
+            continue
         found = []
         for answer in answers if pairs else [answers]:
             if isinstance(answer, str):
@@ -283,6 +287,11 @@ def examples(
             if cfg.post_num >= 0:
                 pads = max(min(cfg.post_num, slots - length), 0)
             found.append((answer + [pad] * pads, steps + [max(steps) + traced] * pads))
+        if max(max(prompt + answer) for answer, _ in found) >= vocab:
+            raise ValueError(
+                f"dataset {path!r}, record {number}: a token id is beyond the model's "
+                f"vocabulary, 0..{vocab - 1}; is it another model's trace or tokenizer?"
+            )
         if len(prompt) + max(len(answer) for answer, _ in found) > slots:
             dropped += 1
         else:

@@ -84,8 +84,14 @@ def method(value, key, raw):
 
 def steps(value, key, raw):
     """Returns the steps of a block: theirs are those of the whole canvas."""
-    blocks = int(raw["rollout.max_gen_length"]) // int(raw["rollout.block_size"])
-    return {"sampler.steps_per_block": max(int(value) // max(blocks, 1), 1)}
+    new, block = int(raw["rollout.max_gen_length"]), int(raw["rollout.block_size"])
+    each, rest = divmod(int(value) * block, new)
+    if rest or not each:
+        raise ValueError(
+            f"{key}={value} cannot be shared out among the blocks of rollout.block_size="
+            f"{block} in rollout.max_gen_length={new}; set it to a multiple of their number"
+        )
+    return {"sampler.steps_per_block": each}
 
 
 def train_block(value, key, raw):

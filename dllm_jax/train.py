@@ -196,12 +196,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             cfg.data,
             end=sampler.stop_ids[0],
             pad=model.pad_id,
+            vocab=model.vocab,
             block=sampler.block,
             slots=sampler.slots,
             pairs=dpo,
             traced=cfg.noise.kind == "trace",
         )
-        say(f"{len(source.len_B)} examples, {dropped} too long and left out")
+        say(f"{len(source.len_B)} examples, {dropped} empty or too long and left out")
     rollout.report_long(heldout, sampler.max_prompt, say)
     timer = metrics.Timer()
 

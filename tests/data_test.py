@@ -190,7 +190,7 @@ def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
     )
     end, pad, slots = 2, 0, 40
     got, dropped = data.examples(
-        path, tok, CFG, end=end, pad=pad, block=block, slots=slots
+        path, tok, CFG, end=end, pad=pad, vocab=105, block=block, slots=slots
     )
     assert dropped == 0
     assert got.tokens_BT.shape == got.step_BT.shape == (2, slots)
@@ -215,13 +215,13 @@ def test_examples_of_conversations(tmp_path, tok):
         {"role": "assistant", "content": "4"},
     ]
     path = write(tmp_path / "x.jsonl", {"messages": turns})
-    got, _ = data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=80)
+    got, _ = data.examples(path, tok, CFG, **FORM)
     first = int(got.prompt_len_B[0])
     assert got.tokens_BT[0, :first].tolist() == data.render(tok, turns[:3])
     for wrong in (turns[:3], []):
         path = write(tmp_path / "x.jsonl", {"messages": wrong})
         with pytest.raises(ValueError, match="record 1: the last message is not the"):
-            data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=80)
+            data.examples(path, tok, CFG, **FORM)
 
 
 def test_preferences_are_pairs(tmp_path, tok):
@@ -236,7 +236,7 @@ def test_preferences_are_pairs(tmp_path, tok):
         long,
         {"prompt": asked, "chosen": said("3"), "rejected": asked + said("4")},
     )
-    given = {"end": 2, "pad": 0, "block": 4, "slots": 40, "pairs": True}
+    given = FORM | {"slots": 40, "pairs": True}
     got, dropped = data.examples(path, tok, CFG, **given)
     assert (len(got.len_B), dropped) == (4, 1)  # both answers of a pair, or none
     for x in (got.tokens_BT, got.prompt_len_B, got.len_B):
@@ -254,13 +254,13 @@ def test_examples_that_are_too_long_are_counted(tmp_path, tok):
     short = {"question": "1+2", "response": "3"}
     long = {"question": "1+2", "response": "3" * 100}
     path = write(tmp_path / "x.jsonl", short, long, long)
-    got, dropped = data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=40)
+    got, dropped = data.examples(path, tok, CFG, **FORM | {"slots": 40})
     assert (len(got.len_B), dropped) == (1, 2)
     with pytest.raises(ValueError, match="no record fits into 8 tokens"):
-        data.examples(path, tok, CFG, end=2, pad=0, block=4, slots=8)
+        data.examples(path, tok, CFG, **FORM | {"slots": 8})
 
 
-FORM = {"end": 2, "pad": 0, "block": 4, "slots": 80}
+FORM = {"end": 2, "pad": 0, "vocab": 105, "block": 4, "slots": 80}
 
 
 def test_examples_of_text_that_is_rendered_already(tmp_path, tok):
@@ -291,12 +291,13 @@ def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
 def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
     line = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "step_map": [3, 1, 2]}
     rebased = line | {"step_map": [2, 0, 1]}  # dLLM-RL counts from 0
-    path = write(tmp_path / "x.jsonl", line, rebased)
-    got, _ = data.examples(path, tok, CFG, traced=True, **FORM)
+    skipped = line | {"response_ids": [], "step_map": []}  # its prompt was too long
+    path = write(tmp_path / "x.jsonl", line, skipped, rebased)
+    got, dropped = data.examples(path, tok, CFG, traced=True, **FORM)
     for tokens, steps in zip(got.tokens_BT, got.step_BT, strict=True):
         assert tokens[:6].tolist() == [5, 6, 7, 8, 9, 0]
         assert steps[:6].tolist() == [0, 0, 3, 1, 2, 0]
-    assert got.len_B.tolist() == [3, 3]
+    assert got.len_B.tolist() == [3, 3] and dropped == 1
     text = {"prompt": "1+1", "response": "12", "step_map": [1, 0]}
     got, _ = data.examples(
         write(tmp_path / "x.jsonl", text),
@@ -314,6 +315,10 @@ def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
         ({"step_map": None}, "step_map must be a list of numbers"),
         ({"step_map": [1, -1, 2]}, "step_map must be a list of numbers"),
         ({"step_map": [1, 2]}, "step_map has 2 steps for 3 tokens"),
+        (
+            {"step_map": [1, 2, 3], "response_ids": [7, 105, 9]},
+            "vocabulary, 0..104; is it",
+        ),
         ({"response_ids": "7"}, "response_ids must be a list of numbers"),
         ({}, "needs a step_map. Collect traces with python -m dllm_jax.generate"),
     ],

@@ -9,6 +9,7 @@ import types
 import pytest
 import yaml
 
+from configs import tracerl
 from dllm_jax import config, from_yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -364,6 +365,26 @@ def test_evaluation(tmp_path):
 def test_what_cannot_be_read_is_named(change, message, tmp_path):
     path = written(tmp_path, "x", but(trado, change))
     with pytest.raises(ValueError, match=message):
+        config.ported(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("rl_trado", "trado-4b"), ("rl_dream", "dream-7b"), ("rl_llada", "llada-8b")],
+)
+def test_presets_sample_as_the_files_do(name, preset):
+    leaves, _ = from_yaml.translate(from_yaml.flat(FILES[name]))
+    sampler = tracerl.get_config(preset).sampler
+    told = {leaf: value for leaf, value in leaves.items() if value is not None}
+    told = {k[8:]: value for k, value in told.items() if k.startswith("sampler.")}
+    assert {"block", "threshold", "max_new"} < told.keys()
+    for key in told.keys() - {"rows"}:  # how many canvases a device has room for
+        assert sampler[key] == told[key], key
+
+
+def test_steps_that_blocks_cannot_share_are_named(tmp_path):
+    path = written(tmp_path, "x", but(dream, "rollout.steps: 1000"))
+    with pytest.raises(ValueError, match="rollout.steps=1000 cannot be .* a multiple"):
         config.ported(path)
 
 

@@ -38,7 +38,7 @@ def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     host Trace) as answers end; prompt i draws from fold_in(key, i). A prompt that is
     empty or longer than `cfg.max_prompt` gets an empty answer; the caller reports it.
     """
-    if policy.choose(cfg.cache, model.attention).canvas != "prefill":
+    if policy.choose(cfg, model.attention).canvas != "prefill":
         # No key is final before its answer is, or none is kept.
         generate = functools.partial(denoise.generate, model=model, cfg=cfg)
         return functools.partial(in_batches, generate, cfg=cfg, mesh=mesh)

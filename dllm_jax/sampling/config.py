@@ -23,8 +23,8 @@ class SamplerConfig:
     cache: str = "auto"  # a key of POLICIES; "auto": the exact one of the family
     horizon: int = 0  # "prefix": positions after the block that a step re-runs, too
     temperature: float = 1.0  # 0 takes the arg-max
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0  # 1: all tokens
+    top_k: int = 0  # the most probable tokens that are kept; 0: off, all are
+    top_p: float = 1.0  # then the fewest whose probabilities reach it; 1: off
     max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
     max_new: int = 512  # tokens of the answer, the stop token included
     stop_ids: tuple[int, ...] = ()  # besides the checkpoint's end token
@@ -49,8 +49,8 @@ class SamplerConfig:
             )
         if not 1 <= self.steps_per_block <= self.block:
             raise ValueError(
-                f"sampler.steps_per_block={self.steps_per_block} does not divide the "
-                f"work of a block of {self.block}: it must lie in 1..{self.block}"
+                f"sampler.steps_per_block={self.steps_per_block} cannot share out a block of "
+                f"{self.block}: every step unmasks something; set it to 1..{self.block}"
             )
         least = ("block", "max_new", "max_prompt", "rows", "page", "prefill")
         if any(getattr(self, name) < 1 for name in least) or self.pages < 0:
@@ -72,7 +72,9 @@ class SamplerConfig:
             raise ValueError("sampler: rank_temperature >= 0, pad_penalty >= 1")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
-                "sampler: temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
+                f"sampler.temperature={self.temperature}, top_k={self.top_k}, top_p="
+                f"{self.top_p}: need temperature >= 0, top_k >= 0 (0 is off), 0 < top_p <= 1 "
+                "(1 is off)"
             )
 
     @property

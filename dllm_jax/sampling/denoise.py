@@ -33,7 +33,7 @@ def prefill(params, s: SamplingState, width: int, *, model: ModelConfig, cfg):
     whole_B = s.prompt_len_B // cfg.block * cfg.block
     start_B = s.prompt_len_B if model.attention == "full" else whole_B
     s = s.replace(start_B=start_B)
-    if policy.choose(cfg.cache, model.attention).canvas != "prefill":
+    if policy.choose(cfg, model.attention).canvas != "prefill":
         return s
     tokens_BT = s.tokens_BT[:, :width]
     pos_BT = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape)
@@ -63,7 +63,7 @@ def forward(params, s: SamplingState, pos_BW, *, model, cfg, kept_BS=None):
 def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.of):
     """Returns the state after one step of every live row."""
     Q, shift = cfg.block, model.shift
-    how = policy.choose(cfg.cache, model.attention)
+    how = policy.choose(cfg, model.attention)
     run = functools.partial(forward, params, model=model, cfg=cfg)
     pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
 
@@ -138,10 +138,9 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.of):
         jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
     ]
     take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
-    if policy.choose(cfg.cache, model.attention).canvas == "block":
-        first_BW = (
-            pos_BW < (s.start_B + model.shift)[:, None]
-        )  # no window answers for it
+    if policy.choose(cfg, model.attention).canvas == "block":
+        # No window answers for a block's first position.
+        first_BW = pos_BW < (s.start_B + model.shift)[:, None]
         take_BW |= first_BW & masked_BW & (s.block_steps_B == 0)[:, None]
     take_BW &= now_B[:, None]
     count_B = s.steps_B + now_B
@@ -178,7 +177,7 @@ def start(
     filler row; limit_B: first position that no answer may reach, at most `cfg.slots`;
     key_B: one typed random key per row, which with the row's own content decides its draw.
     """
-    uncached = policy.choose(cfg.cache, model.attention).canvas == "step"
+    uncached = policy.choose(cfg, model.attention).canvas == "step"
     cache = kv.empty(model, prompt_BT.shape[0], 0 if uncached else cfg.slots)
     s = state.begin(
         prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, cfg.slots

@@ -25,11 +25,6 @@ class CachePolicy:
     ahead: bool = False  # a step re-runs `horizon` positions after its block, too
     suffix: bool = False  # keys after the block are remembered, too
 
-    @property
-    def exact(self) -> bool:
-        """Whether the log-prob at sampling is that of training."""
-        return self.canvas != "block"
-
 
 POLICIES = {
     "none": CachePolicy("step", ("full", "block", "causal")),
@@ -39,11 +34,17 @@ POLICIES = {
 }
 
 
-def choose(name: str, attention: str) -> CachePolicy:
-    """Returns the policy of that name; "auto" is the exact one of the family.
+def choose(cfg, attention: str) -> CachePolicy:
+    """Returns the policy that `cfg.cache` names; "auto" is the exact one of the family.
 
-    Raises ValueError for a policy that does not serve the family.
+    Raises ValueError for a policy, or a block, that does not serve the family.
     """
+    if attention == "causal" and cfg.block > 1:
+        raise ValueError(
+            f"sampler.block={cfg.block}: a model with causal attention answers token by "
+            "token; set sampler.block=1 and sampler.steps_per_block=1"
+        )
+    name = cfg.cache
     if name == "auto":
         name = "none" if attention == "full" else "block"
     policy = POLICIES[name]

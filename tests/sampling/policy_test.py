@@ -180,7 +180,12 @@ def test_with_one_layer_no_key_is_stale(tiny, cache, horizon, kind="LLaDA"):
 )
 def test_a_policy_that_does_not_serve_the_family_is_refused(cache, attention):
     with pytest.raises(ValueError, match=f"sampler.cache='{cache}' .*choose from auto"):
-        policy.choose(cache, attention)
+        policy.choose(SamplerConfig(cache=cache, block=1, steps_per_block=1), attention)
+
+
+def test_a_causal_model_answers_token_by_token():
+    with pytest.raises(ValueError, match="sampler.block=4: .* causal .*block=1 and"):
+        policy.choose(SamplerConfig(), "causal")
 
 
 @pytest.mark.parametrize("cache", ["auto", "dual"])
