@@ -1,8 +1,10 @@
 """The command that answers prompts, on a random checkpoint without a tokenizer."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -141,6 +143,64 @@ def test_strategies_and_steps(ask):
     assert max(bounded["step_map"]) == 3  # a block at a step
     wide = ask(*flags, "--strategy=sequential", "--block=8", "--steps-per-block=4")[0]
     assert wide["step_map"] == [1, 1, 2, 2, 3, 4, 4, 5, 5]  # blocks begin at 8
+
+
+def test_every_flag_reaches_the_sampler(ask, monkeypatch):
+    seen = {}
+
+    def sampler(*, model, cfg, mesh):
+        seen.update(dataclasses.asdict(cfg), dtype=model.dtype, mesh=dict(mesh.shape))
+        return lambda *args, **kwargs: iter(())
+
+    monkeypatch.setattr(generate.rollout, "sampler", sampler)
+    ask("--dtype=bfloat16")
+    defaults = dict(seen)
+    flags = {
+        "--max-new-tokens=7": ("max_new", 7),
+        "--block=8": ("block", 8),
+        "--steps-per-block=3": ("steps_per_block", 3),
+        "--strategy=static": ("strategy", "static"),
+        "--threshold=0.7": ("threshold", 0.7),
+        "--entropy-bound=0.2": ("entropy_bound", 0.2),
+        "--cache=prefix": ("cache", "prefix"),
+        "--horizon=5": ("horizon", 5),
+        "--target=random": ("target", "random"),
+        "--rank-temperature=0.3": ("rank_temperature", 0.3),
+        "--pad-penalty=2.5": ("pad_penalty", 2.5),
+        "--tempered-threshold": ("tempered_threshold", True),
+        "--temperature=0.6": ("temperature", 0.6),
+        "--top-k=9": ("top_k", 9),
+        "--top-p=0.8": ("top_p", 0.8),
+        "--stop-ids=3,4": ("stop_ids", (3, 4)),
+        "--rows=4": ("rows", 4),  # 3 prompts on 4 devices
+        "--dtype=float32": ("dtype", "float32"),
+        "--model-parallel=2": ("mesh", {"data": 4, "fsdp": 1, "model": 2}),
+    }
+    ask(*flags)
+    for name, value in flags.values():
+        assert seen[name] == value != defaults[name], name
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_full_attention_is_shown_while_it_unmasks(
+    cache, make, model, tmp_path, ask, capsys, monkeypatch
+):
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    told = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(told | {"attention_pattern": "full"})
+    )
+    make.tokenizer().save_pretrained(tmp_path)
+    flags = [f"--model={tmp_path}", "--strategy=static", "--steps-per-block=2"]
+    flags += ["--temperature=0", f"--cache={cache}", "--stop-ids="]
+    (line,) = ask(*flags, prompts=[{"prompt": "1+2"}])
+    assert sorted(line["step_map"]) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    generate.main([*flags, "--max-new-tokens=10", "--dtype=float32", "1+2"])
+    *frames, last = capsys.readouterr().out.split("\033[2J\033[H")[1:]
+    # Blocks of 4, 4 and 2 tokens, of which each step unmasks two.
+    assert [frame.count("░") for frame in frames] == [2, 4, 2, 2, 0]
+    assert last.strip() == line["text"].strip()
 
 
 def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
