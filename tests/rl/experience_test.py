@@ -40,7 +40,7 @@ def rollouts() -> Rollouts:
     )
 
 
-def batches(off: float, rl=RL):
+def batches(off: float, rl=RL, as_sampled=True):
     """Returns (metrics, batches, what was scored of whom) where the policy is off so far."""
     found, told = rollouts(), []
     noised = noise.noised(found.trace, NoiseConfig(), LAYOUT)
@@ -74,6 +74,7 @@ def batches(off: float, rl=RL):
         np.random.default_rng(0),
         rl=rl,
         noised=noised,
+        as_sampled=as_sampled,
         objective=ObjectiveConfig(),
         params={"policy": None, "value": None},
         pack=pack,
@@ -99,6 +100,7 @@ def test_old_log_probs_are_scored():
     assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["packed_fill"] == pytest.approx(40 / 48)
     assert "updates_trusted" not in metrics
+    assert "logprob_gap_max" not in batches(0.01, as_sampled=False)[0]
 
 
 def test_the_samplers_record_stands_while_it_is_near():
