@@ -21,7 +21,7 @@ import ml_collections.config_flags
 import numpy as np
 from absl import flags, logging
 
-from dllm_jax import config, data, metrics, sharding
+from dllm_jax import config, data, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import families, hf, lora, transformer
 from dllm_jax.rl import advantage, experience, learner, noise, rollout, views
@@ -265,6 +265,38 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         layout,
         cfg.batch,
     )
+
+    # ---- What it takes: programs are compiled now, and found compiled later -----------
+    frozen = base if base is not None else reference
+    always = {
+        "parameters": memory.held([state.params for state in states.values()]),
+        "optimizer": memory.held([state.opt_state for state in states.values()]),
+        "frozen": memory.held(frozen),
+    }
+    phases = {}
+    if rl or heldout:
+        acting = whole_of("policy", cast)
+        key = jax.random.key(cfg.seed)
+        lowered, rows = rollout.lower(answers, acting, key)
+        always["rows and pages"] = memory.held(rows)
+        phases["rollout"] = {
+            "weights": memory.held(acting),
+            "activations": memory.working(lowered, "rollout"),
+        }
+        del acting
+    nobody = jax.tree.map(lambda x: x[None], rollout.no_answer(sampler.slots))
+    fields = experience.FIELDS if rl else experience.FIELDS[:dpo]
+    batch = experience.blank(nobody, cfg.noise, layout, pack, mesh, fields)
+    gradients = max(memory.held(state.params) for state in states.values())
+    activations = memory.working(update.lower(states, batch, base), "update")
+    phases["update"] = {
+        "batch": memory.held(batch),
+        "gradients": gradients,
+        "activations": activations - gradients,
+    }
+    del batch
+    say(memory.table(always, phases))
+    memory.check(always, phases, memory.limit())
 
     # ---- The loop --------------------------------------------------------------------
     steps = cfg.rl.steps if rl else cfg.sft.steps

@@ -11,6 +11,7 @@ FLOORS = {
     "metrics": 0,
     "checkpoint": 0,
     "data": 0,
+    "memory": 0,
     "pallas_kernels": 1,
     "models": 2,
     "sampling": 3,

@@ -6,8 +6,10 @@ import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.rl import advantage, bounds, noise, rollout
-from dllm_jax.rl.config import ObjectiveConfig, RLConfig
+from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.rollout import Rollouts
+
+FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")  # of RL
 
 
 def of_rollouts(
@@ -116,13 +118,9 @@ def of_rollouts(
 
     batches = []
     for deal, (batch, source) in zip(deals, packed, strict=True):
-        batch = batch.replace(
-            adv_BU=source.gather(adv_nT[deal]),
-            old_logp_BU=source.gather(logp_nT[deal]),
-            ref_logp_BU=source.gather(ref_nT[deal]),
-            ret_BU=source.gather(ret_nT[deal]),
-            old_value_BU=source.gather(value_nT[deal]),
-        )
+        told_nT = (adv_nT, logp_nT, ref_nT, ret_nT, value_nT)
+        gathered = (source.gather(x_nT[deal]) for x_nT in told_nT)
+        batch = batch.replace(**dict(zip(FIELDS, gathered, strict=True)))
         batches.append(sharding.place_rows(batch, mesh, axis=1))
     return told, batches
 
@@ -149,6 +147,18 @@ def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
         )
         told |= more
     return told, [sharding.place_rows(batch, mesh, axis=1)]
+
+
+def blank(trace, cfg: NoiseConfig, layout, pack, mesh, fields: tuple[str, ...]):
+    """Returns a TrainBatch on the mesh that holds nothing, of the shape of all others.
+
+    trace: of one row without an answer; fields: the optional ones that the objective asks for.
+    """
+    noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
+    index = np.zeros(cfg.copies, int)
+    batch, _ = pack(take(trace, index), noised, np.arange(cfg.copies), index)
+    batch = batch.replace(**dict.fromkeys(fields, np.zeros_like(batch.weight_BU)))
+    return sharding.place_rows(batch, mesh, axis=1)
 
 
 def rows_of(index, times: int):

@@ -45,6 +45,19 @@ def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     return functools.partial(through, Engine(model=model, cfg=cfg, mesh=mesh))
 
 
+def lower(answers, params, key):
+    """Returns (its program lowered for these parameters, its rows on the device).
+
+    answers: of `sampler`; rows that go through batches come with each batch.
+    """
+    (how,) = answers.args
+    if answers.func is through:
+        return how.lower(params, key), how.rows
+    one = np.ones((1, answers.keywords["cfg"].max_prompt), np.int32)
+    arrays = rows_of(one, one[0, :1], 0, key, temperature=0.0, **answers.keywords)
+    return how.func.lower(params, **arrays, **how.keywords), ()
+
+
 def sample(answers, params, prompts: list[list[int]], key, *, temperature) -> Trace:
     """Returns the host Trace of one answer to each prompt; answers: see `sampler`."""
     rows = dict(answers(params, prompts, key, temperature=temperature))
@@ -88,24 +101,31 @@ def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh):
         if 0 < len(prompt) <= cfg.max_prompt:
             tokens_nP[i, : len(prompt)] = prompt
             len_n[i] = len(prompt)
+    how = {"temperature": temperature, "cfg": cfg, "mesh": mesh}
     for first in range(0, n, cfg.rows):
-        rows = np.arange(first, first + cfg.rows)
-        index = np.minimum(rows, n - 1)
-        real = np.where(rows < n, len_n[index], 0)  # fillers never live
-        arrays = sharding.place_rows(
-            {
-                "prompt_BT": tokens_nP[index],
-                "prompt_len_B": real,
-                "limit_B": real + cfg.max_new,
-                "temperature_B": np.full(cfg.rows, temperature, np.float32),
-                "index_B": index.astype(np.uint32),
-            },
-            mesh,
-        )
-        key_B = row_keys(key, arrays.pop("index_B"))
-        trace = sharding.fetch(generate(params, **arrays, key_B=key_B))
-        for row, i in enumerate(rows[rows < n].tolist()):
-            yield i, jax.tree.map(lambda x, row=row: x[row], trace)
+        arrays = rows_of(tokens_nP, len_n, first, key, **how)
+        trace = sharding.fetch(generate(params, **arrays))
+        for i in range(first, min(first + cfg.rows, n)):
+            yield i, jax.tree.map(lambda x, row=i - first: x[row], trace)
+
+
+def rows_of(tokens_nP, len_n, first: int, key, *, temperature, cfg, mesh):
+    """Returns the arguments of `denoise.generate` for prompts from `first` on."""
+    n = len(len_n)
+    rows = np.arange(first, first + cfg.rows)
+    index = np.minimum(rows, n - 1)
+    real = np.where(rows < n, len_n[index], 0)  # fillers never live
+    arrays = sharding.place_rows(
+        {
+            "prompt_BT": tokens_nP[index],
+            "prompt_len_B": real,
+            "limit_B": real + cfg.max_new,
+            "temperature_B": np.full(cfg.rows, temperature, np.float32),
+            "index_B": index.astype(np.uint32),
+        },
+        mesh,
+    )
+    return arrays | {"key_B": row_keys(key, arrays.pop("index_B"))}
 
 
 @jax.jit

@@ -265,6 +265,7 @@ class Engine:
         self.model, self.cfg, self.mesh = model, cfg, mesh
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.n = -(-cfg.rows // self.shards) * self.shards
+        self.static = {"shards": self.shards, "model": model, "cfg": cfg}
         self.longest = -(-cfg.slots // cfg.page_slots)  # pages of one row
         enough = self.n // self.shards * self.longest
         self.pages = cfg.pages or enough  # of one shard
@@ -280,6 +281,22 @@ class Engine:
         self.active: list[Request] = []  # oldest first
         self.pool = [Pages(self.pages) for _ in range(self.shards)]
         self.gone = set()  # rows to end on the device
+
+    def begin(self, key):
+        """Lays out rows and pages on the device, where there are none yet."""
+        if self.rows is None:
+            self.rows = empty(
+                sharding.place_rows(self.changes(), self.mesh),
+                key,
+                model=self.model,
+                cfg=self.cfg,
+                pages=self.pages * self.shards,
+            )
+
+    def lower(self, params, key):
+        """Returns the loop over forwards, lowered for these parameters."""
+        self.begin(key)
+        return advance.lower(params, self.rows, LONG, self.n, **self.static)
 
     def submit(self, prompt: list[int], *, index: int, temperature: float, new: int):
         """Queues a prompt for an answer of at most `new` tokens.
@@ -312,19 +329,13 @@ class Engine:
         """
         for pool in self.pool:
             pool.clear()
+        self.begin(key)
         while self.queue or self.active:
             self.fill(key)
             waits = self.queue and len(self.active) < self.n  # for a prompt's prefill
             steps = 1 if watch or waits else AHEAD if self.short else LONG
-            self.rows = advance(
-                params,
-                self.rows,
-                steps,
-                -(-self.n // 8) if self.queue else self.n,
-                shards=self.shards,
-                model=self.model,
-                cfg=self.cfg,
-            )
+            enough = -(-self.n // 8) if self.queue else self.n
+            self.rows = advance(params, self.rows, steps, enough, **self.static)
             yield from self.harvest(watch)
 
     def harvest(self, watch):
@@ -400,14 +411,6 @@ class Engine:
     def fill(self, key):
         """Admits what waits, and tells the device of all that has changed."""
         new = self.changes()
-        if self.rows is None:
-            self.rows = empty(
-                sharding.place_rows(new, self.mesh),
-                key,
-                model=self.model,
-                cfg=self.cfg,
-                pages=self.pages * self.shards,
-            )
         before = sum(len(r.held) for r in self.active)
         sources = []
         passed = []  # over by others, while a prompt like theirs is being prefilled

@@ -1,0 +1,78 @@
+"""What a run takes: sums of parts, the compiler's figure, no second compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import memory, sharding
+from dllm_jax.rl import rollout
+from dllm_jax.sampling.config import SamplerConfig
+
+GIB = 2**30
+PARTS = {"parameters": GIB, "optimizer": 2 * GIB, "frozen": 0}
+PHASES = {"update": {"gradients": GIB, "activations": GIB // 2}}
+
+
+def test_what_is_held_is_a_devices_part():
+    mesh = sharding.make_mesh(fsdp=4, model=2)
+    placed = sharding.place_rows({"x": np.zeros((8, 16), np.float32)}, mesh)
+    whole = sharding.replicate(np.zeros(3, np.int32), mesh)
+    assert memory.held((placed, whole)) == 8 * 16 * 4 // 4 + 12
+
+
+def test_what_a_program_needs_beside_its_arguments():
+    def f(x, y):  # a donated x, two products that are alive together
+        a, b = x @ y, y @ x
+        return x + jnp.sort(a @ b, axis=0), a
+
+    x = jnp.ones((256, 256))
+    needs = memory.working(jax.jit(f, donate_argnums=0).lower(x, x), "update")
+    assert 2 * x.nbytes <= needs <= 4 * x.nbytes
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
+    model, params = tiny
+    cfg = SamplerConfig(max_prompt=4, max_new=4, rows=4, page=4, prefill=4, cache=cache)
+    mesh = sharding.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    with jax.set_mesh(mesh), jax.log_compiles():
+        params = jax.tree.map(lambda x: sharding.replicate(x, mesh), params)
+        answers = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
+        lowered, rows = rollout.lower(answers, params, jax.random.key(0))
+        assert memory.working(lowered, "rollout") > 0
+        trace = rollout.sample(
+            answers, params, [[5, 6]] * 5, jax.random.key(1), temperature=1.0
+        )
+    assert (trace.len_B > 0).all()
+    program = "advance" if cache == "auto" else "generate"
+    compiled = f"Finished XLA compilation of jit({program})"
+    assert sum(compiled in line for line in caplog.messages) == 1
+    if cache == "auto":
+        assert memory.held(rows) > memory.held(rows.s.cache) > 0
+
+
+def test_what_is_told():
+    assert memory.table(PARTS, PHASES).splitlines() == [
+        "memory of a device, GiB:",
+        "  always      3.000  parameters 1.000, optimizer 2.000",
+        "  +update     1.500  gradients 1.000, activations 0.500",
+    ]
+
+
+def test_what_does_not_fit_is_refused_with_the_settings_to_change():
+    memory.check(PARTS, PHASES, None)
+    memory.check(PARTS, PHASES, 4.5 * GIB)
+    words = r"update needs 4.50 GiB of a device's 4.00; set model.remat='full'"
+    with pytest.raises(ValueError, match=words):
+        memory.check(PARTS, PHASES, 4 * GIB)
+
+
+def test_what_the_compiler_refuses_says_what_to_change():
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: hbm")
+
+    with pytest.raises(ValueError, match="rollout does not fit.*lower sampler.rows"):
+        memory.working(Lowered(), "rollout")
