@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
+from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
@@ -34,6 +35,7 @@ KERNELS = {
     ("attention", "gpu"): gpu_attention,
     ("attention", "tpu"): tpu_attention,
     ("cache_update", "tpu"): tpu_cache_update,
+    ("paged_attention", "gpu"): gpu_paged_attention,
     ("paged_attention", "tpu"): tpu_paged_attention,
     ("token_draw", "gpu"): gpu_token_logprob,
     ("token_draw", "tpu"): tpu_token_logprob,
@@ -175,7 +177,8 @@ def cache_update(
 ):  # fmt: skip
     """Returns `pages` with the kept windows written; see `reference.cache_update`.
 
-    The kernels write in place: no copy is made of pages that nobody else holds.
+    The kernel writes in place: no copy is made of pages that nobody else holds. On GPU
+    the specification does so too, as XLA scatters into what is donated.
     """
     run = reference.cache_update
     if found := kernel("cache_update", implementation, k_BWKH.shape[3]):

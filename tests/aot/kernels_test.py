@@ -72,19 +72,21 @@ def test_the_head(topology, implementation):
     compiled(topology, draw, few, head, key, *arrays(jnp.float32, (128,)))
 
 
-@pytest.mark.parametrize("topology", TPUS)
+@pytest.mark.parametrize("topology, implementation", CHIPS)
 @pytest.mark.parametrize("rows, Q", [(256, 4), (64, 32)])
 @pytest.mark.parametrize(
     "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 2, 128)]
 )
-def test_pages(topology, rows, Q, heads, kv_heads, size):
+def test_pages(topology, implementation, rows, Q, heads, kv_heads, size):
     """SDAR-1.7B, 4B and 8B, heads of 64, and a part of 8B on four devices."""
     windows, A, O = 2 * rows + 512 // Q, 87, 32  # 2,784 positions
 
     def step(pages, layer, table, start, keep, q, k, v):
         at = layer, table, start
         pages = pallas_kernels.cache_update(pages, *at, keep, k, v)
-        return pages, pallas_kernels.paged_attention(q, pages, *at, k, v)
+        return pages, pallas_kernels.paged_attention(
+            q, pages, *at, k, v, implementation=implementation
+        )
 
     pool, q, k = arrays(
         jnp.bfloat16,

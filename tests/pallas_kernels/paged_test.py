@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
 L, O, A = 2, 8, 5
@@ -22,6 +23,7 @@ CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
 def small_chunks(monkeypatch):
     """A row's pages come in several chunks of two."""
     monkeypatch.setattr(tpu_paged_attention, "CHUNK", 2 * O * 128 * 2 * 4)
+    monkeypatch.setattr(gpu_paged_attention, "TILE", 2 * O)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -55,20 +57,28 @@ def widened(x):
 SPECIFIED = jax.jit(reference.paged_attention)
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
+# One block computes with one warpgroup; with two, in two tiles of its queries.
 @pytest.mark.parametrize(
-    "B, W, N, K, H", [(8, 4, 8, 2, 128), (7, 3, 6, 1, 64), (4, 32, 4, 4, 64)]
+    "implementation, B, W, N, K, H",
+    [
+        ("tpu", 8, 4, 8, 2, 128),
+        ("tpu", 7, 3, 6, 1, 64),
+        ("tpu", 4, 32, 4, 4, 64),
+        ("gpu", 7, 3, 4, 2, 64),
+        ("gpu", 4, 33, 4, 1, 128),
+    ],
 )
-def test_paged_attention_is_the_specification(implementation, B, W, N, K, H):
+def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, capfd):
     q, pages, *at, k, v = case(B, W, N, K, H)
     want = SPECIFIED(q, pages, *at, k, v)
     found = pallas_kernels.paged_attention(
         q, spoiled(pages, *at), *at, k, v, implementation=implementation, interpret=True
     )
     np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_bfloat16_is_accumulated_in_f32(implementation):
     args = case(4, 4, 8, 2, 128, jnp.bfloat16)
     found = pallas_kernels.paged_attention(
@@ -172,3 +182,9 @@ def test_what_does_not_exist_is_said():
             run(*args, implementation="triton")
         with pytest.raises(ValueError, match=f"{op}.*heads of size.*not 8"):
             run(*args, implementation="tpu")
+    q, pages, *at, k, v = case(1, 4, 2, 1, 64)
+    with pytest.raises(ValueError, match="bfloat16.*not float32"):
+        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")
+    pages = tuple(x[:, :, :6] for x in pages)
+    with pytest.raises(ValueError, match="pages of 8.*not 6"):
+        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")

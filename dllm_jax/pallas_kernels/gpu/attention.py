@@ -27,6 +27,20 @@ LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWE
 ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
 
 
+def refuse(dtype, op: str, interpret: bool):
+    """Raises ValueError for numbers that no product takes as they lie in memory."""
+    if dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
+        raise ValueError(
+            f"pallas_kernels.{op}: implementation='gpu' takes bfloat16 or float16, "
+            f"not {dtype}; use 'reference'"
+        )
+
+
+def careful(interpret: bool):
+    """Returns what interprets a kernel, printing its races; None to run it."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+
 def wide(x, axis: int, like):
     """Returns a vector along `axis`, as large as `like`."""
     return lax.broadcast_in_dim(x, like.shape, [axis])
@@ -42,6 +56,21 @@ def swizzle(dtype):
     """Returns how a product's operand lies in shared memory: in lines of 128 bytes."""
     lines = plgpu.TilingTransform((8, 128 // dtype.itemsize))
     return lines, plgpu.SwizzleTransform(128)
+
+
+def feed(fetch, steps, free, buffers: int):
+    """Runs fetch(step, buffer), each when its buffer is free; ends when all are."""
+    ahead = jnp.minimum(steps, buffers)
+
+    @pl.loop(0, steps + ahead)
+    def _(n):
+        @pl.when(n >= ahead)
+        def _():
+            plgpu.barrier_wait(free.at[lax.rem(n - ahead, jnp.int32(buffers))])
+
+        @pl.when(n < steps)
+        def _():
+            fetch(n, lax.rem(n, jnp.int32(buffers)))
 
 
 def product(x_ref, y_ref):
@@ -63,6 +92,15 @@ def add_product(acc, x, y_ref, interpret: bool):
         return acc + jnp.dot(x, y, preferred_element_type=jnp.float32)
     run = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, x, y_ref))
     return run(plgpu.ACC.init(acc))
+
+
+def forward_start(H: int):
+    """Returns (maximum, sum, sum of p · v) of no keys."""
+    return filled(LOWEST, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
+
+
+def backward_start(H: int, *, outs: int):
+    return (filled(0.0, ROWS, H),) * outs
 
 
 def forward_step(carry, own, other, mask, vectors, *, scale, interpret):
@@ -113,8 +151,8 @@ def launch(
     """Runs step(carry, own, other, mask, vectors) over the tiles that each tile sees.
 
     q_side: arrays [B, T, N, H]; k_side: [B, S, K, H]; vectors: [B, N, T]; masks: those of
-    the two sides; all filled up to whole tiles. start: the carry's (value, shape)s. Returns
-    what `end` returns of the last carry, in the own side's shapes, and the vector [B, N, T].
+    the two sides; all filled up to whole tiles. Returns what `end` returns of the last
+    carry: arrays of the own side's shape and, without `vectors`, a vector [B, N, T].
     """
     sides, sizes = (q_side, k_side), (OWN, tile)
     own, other = sides[q_axis], sides[1 - q_axis]
@@ -184,8 +222,7 @@ def launch(
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
-            carry = tuple(filled(value, *shape) for value, shape in start)
-            carry = lax.fori_loop(0, steps, compute, carry)
+            carry = lax.fori_loop(0, steps, compute, start(H))
             results, lse_r = end(carry, scale=scale)
             if lse_r is not None:
                 outs[-1][b, h, pl.ds(row, ROWS)] = lse_r
@@ -201,22 +238,13 @@ def launch(
         def _():
             plgpu.set_max_registers(40, action="decrease")
 
-            ahead = jnp.minimum(steps, BUFFERS)
+            def fetch(n, slot):
+                column, head, _ = visited(n)
+                for x_ref, buffer in zip(other, other_smem, strict=True):
+                    source = x_ref.at[b, pl.ds(column, tile), head]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
-            @pl.loop(0, steps + ahead)  # the last ones only wait
-            def _(n):
-                slot = lax.rem(n, jnp.int32(BUFFERS))
-
-                @pl.when(n >= ahead)
-                def _():
-                    plgpu.barrier_wait(free.at[lax.rem(n - ahead, jnp.int32(BUFFERS))])
-
-                @pl.when(n < steps)
-                def _():
-                    column, head, _ = visited(n)
-                    for x_ref, buffer in zip(other, other_smem, strict=True):
-                        source = x_ref.at[b, pl.ds(column, tile), head]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+            feed(fetch, steps, free, BUFFERS)
 
     dtype = own[0].dtype
     buffer = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzle(dtype))
@@ -239,19 +267,14 @@ def launch(
             plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=careful(interpret),
         kernel_name=name,
     )(schedule, own, other, vectors, masks)[0]
 
 
 def arranged(q_arrays, k_arrays, mask, interpret: bool):
     """Returns the two sides and their masks, filled up to whole tiles."""
-    dtypes = (jnp.bfloat16, jnp.float16)
-    if q_arrays[0].dtype not in dtypes and not interpret:
-        raise ValueError(
-            "pallas_kernels.attention: implementation='gpu' takes bfloat16 or float16, "
-            f"not {q_arrays[0].dtype}; use 'reference'"
-        )
+    refuse(q_arrays[0].dtype, "attention", interpret)
     q_side, k_side = (
         tuple(tiles.pad(x, 1, OWN) for x in side) for side in (q_arrays, k_arrays)
     )
@@ -260,12 +283,12 @@ def arranged(q_arrays, k_arrays, mask, interpret: bool):
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
-    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    T = q_BTNH.shape[1]
     q_side, k_side, masks = arranged([q_BTNH], [k_BSKH, v_BSKH], mask, interpret)
     out, lse = launch(
         forward_step,
         forward_end,
-        [(LOWEST, [ROWS]), (0.0, [ROWS]), (0.0, [ROWS, H])],
+        forward_start,
         q_side,
         k_side,
         (),
@@ -282,7 +305,7 @@ def backward(
     q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
 ):
     """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
-    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     delta_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
     )
@@ -294,7 +317,7 @@ def backward(
         launch(
             functools.partial(backward_step, q_axis=q_axis),
             backward_end,
-            [(0.0, [ROWS, H])] * (1 + q_axis),
+            functools.partial(backward_start, outs=1 + q_axis),
             q_side,
             k_side,
             vectors,

@@ -19,10 +19,13 @@ from dllm_jax.pallas_kernels.gpu.attention import (
     ALONG,
     OWN,
     ROWS,
+    careful,
+    feed,
     filled,
+    refuse,
     swizzle,
     wide,
-)
+)  # fmt: skip
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE_PICK, TILE_DRAW, TILE_D = 256, 128, 64  # more registers for the noise
@@ -102,11 +105,7 @@ def launch(
     start: the carry's values, of which each row has its own; rows: arrays [R]. Returns
     what `end` returns of each part's last carry, [parts, R].
     """
-    if x_RD.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
-        raise ValueError(
-            "pallas_kernels.token_logprob: implementation='gpu' takes bfloat16 or "
-            f"float16, not {x_RD.dtype}; use 'reference'"
-        )
+    refuse(x_RD.dtype, name, interpret)
     V = head_DV.shape[1]
     x_RD = tiles.pad(tiles.pad(x_RD, 0, OWN), 1, TILE_D)
     head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
@@ -173,26 +172,16 @@ def launch(
         @pl.when(wg == 2)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            steps = count * depth
-            ahead = jnp.minimum(steps, BUFFERS)
 
-            @pl.loop(0, steps + ahead)  # the last ones only wait
-            def _(n):
-                @pl.when(n >= ahead)
-                def _():
-                    plgpu.barrier_wait(free.at[slot(n - ahead)])
+            def fetch(n, slot):
+                at_d = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE_D, TILE_D)
+                j = first + lax.div(n, jnp.int32(depth))
+                x = x_ref.at[pl.ds(i * OWN, OWN), at_d]
+                head = head_ref.at[at_d, pl.ds(j * tile, tile)]
+                for source, buffer in ((x, x_smem), (head, head_smem)):
+                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
-                @pl.when(n < steps)
-                def _():
-                    at_d = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE_D, TILE_D)
-                    j = first + lax.div(n, jnp.int32(depth))
-                    for source, buffer in (
-                        (x_ref.at[pl.ds(i * OWN, OWN), at_d], x_smem),
-                        (head_ref.at[at_d, pl.ds(j * tile, tile)], head_smem),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            source, buffer.at[slot(n)], ready.at[slot(n)]
-                        )
+            feed(fetch, count * depth, free, BUFFERS)
 
     transforms = swizzle(x_RD.dtype)
     ends = jax.eval_shape(end, start)
@@ -210,7 +199,7 @@ def launch(
             plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=approximate),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=careful(interpret),
         kernel_name=name,
     )(x_RD, head_DV, jnp.asarray(offset, jnp.int32)[None], row_of)[0]
     return [x[:, : len(rows[0])] for x in outs]

@@ -1,0 +1,139 @@
+"""Attention of a window over its row's pages and its own keys, for Hopper GPUs.
+
+The W·G queries of a key head (R) share a block: one warpgroup, or two, computes, 64 of
+them each, and another copies the keys, first the window's own, then the row's pages, a
+chunk of which makes a tile of `attention`. Pages at or beyond `start` are never touched.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dllm_jax.pallas_kernels import tiles
+from dllm_jax.pallas_kernels.gpu import attention
+from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE
+
+
+def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+    """Returns the attention of each row's window, [B, W, N, H].
+
+    Raises ValueError for pages that no whole number of makes a tile.
+    """
+    B, W, N, H = q_BWNH.shape
+    _, _, O, K, _ = pools[0].shape
+    if TILE % O or O % 8:
+        raise ValueError(
+            f"pallas_kernels.paged_attention: implementation='gpu' takes pages of 8, 16, "
+            f"32, 64 or {TILE} positions, not {O}; use 'reference'"
+        )
+    attention.refuse(pools[0].dtype, "paged_attention", interpret)
+    q_BKRH = jnp.swapaxes(q_BWNH.reshape(B, W, K, N // K, H), 1, 2).reshape(B, K, -1, H)
+    R = q_BKRH.shape[2]
+    wgs = 1 if R <= ROWS else 2
+    own_tile = -(-W // ROWS) * ROWS
+    q_BKRH = tiles.pad(q_BKRH, 2, 8)  # copies are of whole tiles of 8
+    fresh = tuple(tiles.pad(x, 1, 8) for x in (k_BWKH, v_BWKH))
+
+    def body(
+        scalars, q_ref, fresh, pools, out_ref, q_smem, fresh_smem, smem,
+        q_arrived, fresh_arrived, ready, free,
+    ):  # fmt: skip
+        layer_ref, table_ref, start_ref = scalars
+        b, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
+        start = start_ref[b]
+        steps = lax.div(start + (TILE - 1), jnp.int32(TILE))
+
+        @pl.when(wg < wgs)
+        def _():
+            if wgs == 2:
+                plgpu.set_max_registers(232, action="increase")
+            own = (b, h, pl.ds((i * wgs + wg) * ROWS, ROWS))
+            q_rH = q_smem.at[wg]
+            plgpu.copy_gmem_to_smem(q_ref.at[own], q_rH, q_arrived.at[wg])
+            plgpu.barrier_wait(q_arrived.at[wg])
+
+            def fold(carry, kv, seen):
+                def mask(score_rc):
+                    at_rc = plgpu.broadcasted_iota(
+                        jnp.int32, score_rc.shape, 1, layout=plgpu.Layout.WGMMA
+                    )
+                    return jnp.where(at_rc < seen, score_rc, attention.NEVER)
+
+                return attention.forward_step(
+                    carry, [q_rH], kv, mask, None, scale=H**-0.5, interpret=interpret
+                )
+
+            def compute(n, carry):
+                slot = lax.rem(n, jnp.int32(BUFFERS))
+                plgpu.barrier_wait(ready.at[slot])
+                carry = fold(carry, [x.at[slot] for x in smem], start - n * TILE)
+                plgpu.barrier_arrive(free.at[slot])
+                return carry
+
+            plgpu.barrier_wait(fresh_arrived)
+            carry = fold(attention.forward_start(H), fresh_smem, W)
+            carry = lax.fori_loop(0, steps, compute, carry)
+            (out_rH,), _ = attention.forward_end(carry, scale=None)
+            q_rH[...] = out_rH.astype(q_rH.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_rH, out_ref.at[own])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == wgs)
+        def _():
+            if wgs == 2:
+                plgpu.set_max_registers(40, action="decrease")
+            # Beyond the window's end, as beyond R, zeros are read and nothing is written.
+            whole = pl.ds((wg - wgs) * ROWS, own_tile)
+            for x_ref, buffer in zip(fresh, fresh_smem, strict=True):
+                plgpu.copy_gmem_to_smem(x_ref.at[b, whole, h], buffer, fresh_arrived)
+            last = lax.div(start - 1, jnp.int32(O))
+
+            def fetch(n, slot):
+                for c in range(TILE // O):
+                    # Past the last page comes it again: finite, and hidden.
+                    page = table_ref[b, jnp.minimum(n * (TILE // O) + c, last)]
+                    for pool, buffer in zip(pools, smem, strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            pool.at[layer_ref[0], page, :, h],
+                            buffer.at[slot, pl.ds(c * O, O)],
+                            ready.at[slot],
+                        )
+
+            attention.feed(fetch, steps, free, BUFFERS)
+
+    dtype = pools[0].dtype
+    buffer = functools.partial(
+        plgpu.SMEM, dtype=dtype, transforms=attention.swizzle(dtype)
+    )
+    out_BKRH = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q_BKRH.shape, dtype),
+        grid=(K, pl.cdiv(R, wgs * ROWS), B),
+        grid_names=("head", "tile", "row"),
+        num_threads=wgs + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            buffer((wgs, ROWS, H)),
+            [buffer((own_tile, H)) for _ in pools],
+            [buffer((BUFFERS, TILE, H)) for _ in pools],
+            plgpu.Barrier(num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=attention.careful(interpret),
+        kernel_name="paged_attention",
+    )(
+        (jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B),
+        q_BKRH,
+        fresh,
+        tuple(pools),
+    )
+    out_BKWGH = out_BKRH[:, :, :R].reshape(B, K, W, N // K, H)
+    return jnp.swapaxes(out_BKWGH, 1, 2).reshape(q_BWNH.shape)
