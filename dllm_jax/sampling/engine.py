@@ -99,9 +99,10 @@ def step(params, rows: Rows, *, M: int, shards: int, model: ModelConfig, cfg):
     start_SX = jnp.concatenate([first_SM, split(s.start_B)], axis=1)
     keep_SX = jnp.concatenate([real_SM, jnp.zeros_like(own_SB, bool)], axis=1)
     pos_SXW = start_SX[..., None] + jnp.arange(Q)[None, None]
+    used_SX = jnp.concatenate([real_SM, split(now_B)], axis=1)  # others read no page
     window = kv.Window(
         table_BA=flat(pick(split(rows.table_BA), row_SX)),
-        start_B=flat(start_SX),
+        start_B=flat(jnp.where(used_SX, start_SX, 0)),
         keep_B=flat(keep_SX),
     )
     at = jax.vmap(lambda x, row, pos: x.at[row[:, None], pos].get(mode="clip"))

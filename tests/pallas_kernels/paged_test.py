@@ -14,7 +14,7 @@ from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
 L, O, A = 2, 8, 5
-START = np.array([0, 5, 16, 40, 0, 17, 24, 1], np.int32)
+START = np.array([0, 5, 16, 40, 99, 17, 24, 1], np.int32)  # 99: beyond all pages
 # Copies end when they are waited for, memory begins as NaN, and races are printed.
 CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
 

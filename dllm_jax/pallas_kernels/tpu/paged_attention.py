@@ -124,7 +124,9 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
     q_BKRH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
     q_BKRH = q_BKRH.reshape(B, K, -1, H)
     bytes_of_a_page = O * K * max(H, 128) * pools[0].dtype.itemsize
-    pages = min(max(CHUNK // bytes_of_a_page, 1), table_BA.shape[1])
+    A = table_BA.shape[1]
+    pages = min(max(CHUNK // bytes_of_a_page, 1), A)
+    start_B = jnp.minimum(start_B, A * O)  # as many as there are pages
     cores = 2 if B % 2 == 0 else 1
     scalars = (
         jnp.reshape(layer, 1),
@@ -152,7 +154,8 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             scratch_shapes=[buffer, buffer, pltpu.SemaphoreType.DMA((2,))],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary")
+            dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # they are two thirds of issuing a page's copy
         ),
         interpret=interpret,
         name="paged_attention",
