@@ -86,7 +86,8 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
     )
     exact = SPECIFIED(*jax.tree.map(widened, args))
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+    error = np.abs(found.astype(jnp.float32) - exact)
+    assert error.max() < 0.012 and error.mean() < 8.5e-4  # rounding at the end: 4.7e-4
 
 
 def test_copies_of_tpu_kernels_do_not_race(capsys):
