@@ -52,6 +52,6 @@ def choose(cfg, attention: str) -> CachePolicy:
         fitting = [n for n, p in POLICIES.items() if attention in p.serves]
         raise ValueError(
             f"sampler.cache={name!r} does not serve a model with {attention} attention; "
-            f"choose from auto, {', '.join(fitting)}"
+            f"choose from auto (the exact one), {', '.join(fitting)}"
         )
     return policy

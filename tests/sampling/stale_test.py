@@ -50,7 +50,8 @@ TEMPERATURES = [0, 1, 0, 1, 0.7, 1]
 def case(tiny, name):
     """Returns (model, params, cfg, the arguments of `generate`) of a case."""
     shift, changes = CASES[name]
-    model = dataclasses.replace(tiny[0], attention="full", shift=shift)
+    # The pad is a token that is drawn often.
+    model = dataclasses.replace(tiny[0], attention="full", shift=shift, pad_id=38)
     len_B = np.array([len(p) for p in PROMPTS] + [0], np.int32)  # the last is a filler
     prompt_BT = np.zeros((len(len_B), BASE.max_prompt), np.int32)
     for row_T, prompt in zip(prompt_BT, PROMPTS):
