@@ -22,7 +22,7 @@ def small_tiles(monkeypatch):
     """Several tiles in each direction, the last ones ragged."""
     monkeypatch.setattr(tpu_token_logprob, "TILE_R", 16)
     monkeypatch.setattr(tpu_token_logprob, "TILE_V", 128)
-    monkeypatch.setattr(gpu_token_logprob, "TILE_PICK", 128)
+    monkeypatch.setitem(gpu_token_logprob.TUNED, "token_logprob", (128, True))
     monkeypatch.setattr(gpu_token_logprob, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(gpu_token_logprob, "BLOCKS", 2)  # parts of the vocabulary
 
@@ -65,7 +65,7 @@ def mesh(sizes):
 
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 1, "model": 8}]
-# The interpreter of GPU kernels is slow: one device.
+# The interpreter of GPU kernels has one device.
 KINDS = *(("tpu", sizes) for sizes in MESHES), ("gpu", {})
 
 
@@ -94,6 +94,21 @@ def test_draw_is_the_specification(implementation, sizes):
     assert not (found[0] == FORBIDDEN).any()
     for y, z in zip(found[1:], want[1:], strict=True):
         np.testing.assert_allclose(y, z, atol=1e-5, rtol=1e-5)
+
+
+def test_gpu_kernels_take_a_part_of_the_vocabulary():
+    x, head, token = inputs()
+    x, head, token = x.reshape(-1, D), head[:, 100:250], token.reshape(-1)
+    how = {"forbidden": FORBIDDEN + 100, "interpret": True}
+    words = jnp.tile(jnp.arange(9)[:, None], (4, 3))
+    for op, args, extra in (
+        ("pick", (token,), {}),
+        ("draw", (words, jnp.resize(jnp.array([0, 0.7, 2.0]), 36)), {"width": V}),
+    ):
+        modules = gpu_token_logprob, tpu_token_logprob
+        both = [getattr(m, op)(x, head, *args, 100, **how, **extra) for m in modules]
+        for y, z in zip(*both, strict=True):
+            np.testing.assert_allclose(y, z, atol=2e-5, rtol=1e-5)
 
 
 def test_the_specified_draw_is_the_samplers():

@@ -27,18 +27,30 @@ LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWE
 ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
 
 
-def refuse(dtype, op: str, interpret: bool):
-    """Raises ValueError for numbers that no product takes as they lie in memory."""
+def run(body, dtype, outs, grid, scratch, name, *, interpret, wgs=2, approximate=True):
+    """Returns plgpu.kernel of `wgs` warpgroups that compute and one that copies.
+
+    Raises ValueError for numbers that no product takes as they lie in memory. The
+    interpreter prints races.
+    """
     if dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
         raise ValueError(
-            f"pallas_kernels.{op}: implementation='gpu' takes bfloat16 or float16, "
+            f"pallas_kernels.{name}: implementation='gpu' takes bfloat16 or float16, "
             f"not {dtype}; use 'reference'"
         )
-
-
-def careful(interpret: bool):
-    """Returns what interprets a kernel, printing its races; None to run it."""
-    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+    kernel = plgpu.kernel(
+        body,
+        out_type=(outs,),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=wgs + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        kernel_name=name,
+    )
+    return lambda *args: kernel(*args)[0]
 
 
 def wide(x, axis: int, like):
@@ -52,10 +64,10 @@ def filled(value, *shape):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.asarray(value).dtype), layout)
 
 
-def swizzle(dtype):
-    """Returns how a product's operand lies in shared memory: in lines of 128 bytes."""
+def shared(dtype, *shape):
+    """Returns shared memory for a product's operand: in swizzled lines of 128 bytes."""
     lines = plgpu.TilingTransform((8, 128 // dtype.itemsize))
-    return lines, plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=(lines, plgpu.SwizzleTransform(128)))
 
 
 def feed(fetch, steps, free, buffers: int):
@@ -99,11 +111,7 @@ def forward_start(H: int):
     return filled(LOWEST, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
 
 
-def backward_start(H: int, *, outs: int):
-    return (filled(0.0, ROWS, H),) * outs
-
-
-def forward_step(carry, own, other, mask, vectors, *, scale, interpret):
+def forward_step(carry, own, other, mask, _, scale, interpret):
     """Adds a tile of keys to running (maximum, sum, sum of p · v)."""
     max_r, sum_r, acc_rH = carry
     (q_rH,), (k_cH, v_cH) = own, other
@@ -116,22 +124,22 @@ def forward_step(carry, own, other, mask, vectors, *, scale, interpret):
     return new_r, sum_r, acc_rH
 
 
-def forward_end(carry, *, scale):
-    """Returns (what a tile of the outputs is, the log of each query's sum)."""
+def forward_end(carry):
+    """Returns (the attention, the log of each query's sum)."""
     max_r, sum_r, acc_rH = carry
     sees_r = sum_r > 0
     sum_r = jnp.where(sees_r, sum_r, 1.0)
     # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
     lse_r = jnp.where(sees_r, max_r * math.log(2) + jnp.log(sum_r), -NEVER)
-    return [acc_rH / wide(sum_r, 0, acc_rH)], lse_r
+    return acc_rH / wide(sum_r, 0, acc_rH), lse_r
 
 
-def backward_step(carry, own, other, mask, vectors, *, q_axis, scale, interpret):
+def backward_step(carry, own, other, mask, vectors, scale, interpret, *, q_axis):
     """Adds a tile to the own side's gradients: of q, or of (k, v).
 
     own, other: (q, dout) and (k, v), or the other way round.
     """
-    lse, delta = vectors()
+    lse, delta = vectors
     score_rc = mask(product(own[0], other[0]) * (scale * math.log2(math.e)))
     prob_rc = jnp.exp2(score_rc - wide(lse * math.log2(math.e), q_axis, score_rc))
     dprob_rc = product(own[1], other[1])
@@ -141,31 +149,30 @@ def backward_step(carry, own, other, mask, vectors, *, q_axis, scale, interpret)
     return tuple(add_product(acc, x, y, interpret) for acc, x, y in pairs)
 
 
-def backward_end(carry, *, scale):
-    return [carry[0] * scale, *carry[1:]], None
+def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
+    """Runs a step over the tiles that each tile sees: forward, or if `vectors` backward.
 
-
-def launch(
-    step, end, start, q_side, k_side, vectors, masks, *, q_axis, tile, name, interpret
-):  # fmt: skip
-    """Runs step(carry, own, other, mask, vectors) over the tiles that each tile sees.
-
-    q_side: arrays [B, T, N, H]; k_side: [B, S, K, H]; vectors: [B, N, T]; masks: those of
-    the two sides; all filled up to whole tiles. Returns what `end` returns of the last
-    carry: arrays of the own side's shape and, without `vectors`, a vector [B, N, T].
+    q_side: (q,) or (q, dout), k_side: (k, v); vectors: (lse, delta), [B, N, T]. Returns
+    (out, lse), or the gradients of the own side, whose tiles' axis is 0.
     """
-    sides, sizes = (q_side, k_side), (OWN, tile)
+    sizes, tile = [x[0].shape[1] for x in (q_side, k_side)], TILE
+    sides = [[tiles.pad(x, 1, OWN) for x in side] for side in (q_side, k_side)]
+    vectors = [tiles.pad(x, 2, OWN) for x in vectors]
+    masks = tiles.mask_arrays(mask, OWN, OWN)
     own, other = sides[q_axis], sides[1 - q_axis]
-    kinds_BIJ = tiles.kinds(*masks, *(sizes if q_axis == 0 else sizes[::-1]))
+    (B, R, heads, H), dtype = own[0].shape, own[0].dtype
+    G, scale = q_side[0].shape[2] // k_side[0].shape[2], H**-0.5
+    if vectors:
+        tile, outs = TILE_BACKWARD, 1 + q_axis
+        name = ("attention_dq", "attention_dkv")[q_axis]
+        step = functools.partial(backward_step, q_axis=q_axis)
+    else:
+        outs, name, step = 1, "attention", forward_step
+    kinds_BIJ = tiles.kinds(*masks, *((OWN, tile) if q_axis == 0 else (tile, OWN)))
     schedule = tiles.schedule(kinds_BIJ if q_axis == 0 else kinds_BIJ.swapaxes(1, 2))
-    B, R, heads, H = own[0].shape
-    G = q_side[0].shape[2] // k_side[0].shape[2]
-    scale = H**-0.5
-    step = functools.partial(step, scale=scale, interpret=interpret)
-    outs = len(own) if q_axis == 1 else 1
 
     def body(
-        schedule, own, other, vectors, masks, outs, own_smem, other_smem, *barriers
+        schedule, own, other, vectors, masks, out_refs, own_smem, other_smem, *barriers
     ):
         (visit_ref, count_ref), (arrived, ready, free) = schedule, barriers
         b, h, i = (lax.axis_index(axis) for axis in ("row", "head", "tile"))
@@ -212,24 +219,22 @@ def launch(
 
                 q_head = h if q_axis == 0 else head
                 plgpu.barrier_wait(ready.at[slot])
-                carry = step(
-                    carry,
-                    [x.at[wg] for x in own_smem],
-                    [x.at[slot] for x in other_smem],
-                    mask,
-                    lambda: [load(x, q_axis, b, q_head) for x in vectors],
-                )
+                sides = [x.at[wg] for x in own_smem], [x.at[slot] for x in other_smem]
+                values = [load(x, q_axis, b, q_head) for x in vectors]
+                carry = step(carry, *sides, mask, values, scale, interpret)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
-            carry = lax.fori_loop(0, steps, compute, start(H))
-            results, lse_r = end(carry, scale=scale)
-            if lse_r is not None:
-                outs[-1][b, h, pl.ds(row, ROWS)] = lse_r
+            start = [filled(0.0, ROWS, H)] * outs if vectors else forward_start(H)
+            carry = lax.fori_loop(0, steps, compute, tuple(start))
+            if vectors:
+                results = carry[0] * scale, *carry[1:]
+            else:
+                *results, out_refs[-1][b, h, pl.ds(row, ROWS)] = forward_end(carry)
             for x, buffer in zip(results, own_smem, strict=False):
                 buffer[wg] = x.astype(buffer.dtype)
             plgpu.commit_smem()
-            for x_ref, buffer, _ in zip(outs, own_smem, results, strict=False):
+            for x_ref, buffer, _ in zip(out_refs, own_smem, results, strict=False):
                 target = x_ref.at[b, pl.ds(row, ROWS), h]
                 plgpu.copy_smem_to_gmem(buffer.at[wg], target)
             plgpu.wait_smem_to_gmem(0)
@@ -246,87 +251,40 @@ def launch(
 
             feed(fetch, steps, free, BUFFERS)
 
-    dtype = own[0].dtype
-    buffer = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzle(dtype))
-
     out_type = [jax.ShapeDtypeStruct(own[0].shape, dtype)] * outs
     if not vectors:
         out_type.append(jax.ShapeDtypeStruct((B, heads, R), jnp.float32))
-    return plgpu.kernel(
-        body,
-        out_type=(out_type,),
-        grid=(heads, R // OWN, B),
-        grid_names=("head", "tile", "row"),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[
-            [buffer((2, ROWS, H)) for _ in own],
-            [buffer((BUFFERS, tile, H)) for _ in other],
-            plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
-            plgpu.Barrier(num_arrivals=len(other), num_barriers=BUFFERS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=careful(interpret),
-        kernel_name=name,
-    )(schedule, own, other, vectors, masks)[0]
-
-
-def arranged(q_arrays, k_arrays, mask, interpret: bool):
-    """Returns the two sides and their masks, filled up to whole tiles."""
-    refuse(q_arrays[0].dtype, "attention", interpret)
-    q_side, k_side = (
-        tuple(tiles.pad(x, 1, OWN) for x in side) for side in (q_arrays, k_arrays)
-    )
-    return q_side, k_side, tuple(map(tuple, tiles.mask_arrays(mask, OWN, OWN)))
+    scratch = [
+        [shared(dtype, 2, ROWS, H) for _ in own],
+        [shared(dtype, BUFFERS, tile, H) for _ in other],
+        plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
+        plgpu.Barrier(num_arrivals=len(other), num_barriers=BUFFERS),
+        plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+    ]
+    grid = {"head": heads, "tile": R // OWN, "row": B}
+    kernel = run(body, dtype, out_type, grid, scratch, name, interpret=interpret)
+    results = kernel(schedule, own, other, vectors, masks)
+    return [
+        lax.slice_in_dim(x, 0, sizes[q_axis], axis=1 if x.ndim == 4 else 2)
+        for x in results
+    ]
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
-    T = q_BTNH.shape[1]
-    q_side, k_side, masks = arranged([q_BTNH], [k_BSKH, v_BSKH], mask, interpret)
-    out, lse = launch(
-        forward_step,
-        forward_end,
-        forward_start,
-        q_side,
-        k_side,
-        (),
-        masks,
-        q_axis=0,
-        tile=TILE,
-        name="attention_forward",
-        interpret=interpret,
-    )
-    return out[:, :T], lse[..., :T]
+    return launch([q_BTNH], [k_BSKH, v_BSKH], [], mask, 0, interpret)
 
 
 def backward(
     q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
 ):
     """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
-    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     delta_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
     )
-    q_side, k_side, masks = arranged(
-        [q_BTNH, dout_BTNH], [k_BSKH, v_BSKH], mask, interpret
-    )
-    vectors = tuple(tiles.pad(x, 2, OWN) for x in (lse_BNT, delta_BNT))
+    sides = [q_BTNH, dout_BTNH], [k_BSKH, v_BSKH]
     (dq,), (dk, dv) = (
-        launch(
-            functools.partial(backward_step, q_axis=q_axis),
-            backward_end,
-            functools.partial(backward_start, outs=1 + q_axis),
-            q_side,
-            k_side,
-            vectors,
-            masks,
-            q_axis=q_axis,
-            tile=TILE_BACKWARD,
-            name=name,
-            interpret=interpret,
-        )
-        for q_axis, name in enumerate(("attention_dq", "attention_dkv"))
+        launch(*sides, [lse_BNT, delta_BNT], mask, q_axis, interpret)
+        for q_axis in (0, 1)
     )
-    return dq[:, :T], dk[:, :S], dv[:, :S]
+    return dq, dk, dv

@@ -5,8 +5,6 @@ them each, and another copies the keys, first the window's own, then the row's p
 chunk of which makes a tile of `attention`. Pages at or beyond `start` are never touched.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.pallas_kernels import tiles
 from dllm_jax.pallas_kernels.gpu import attention
-from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE
+from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
 
 
 def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
@@ -30,7 +28,6 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             f"pallas_kernels.paged_attention: implementation='gpu' takes pages of 8, 16, "
             f"32, 64 or {TILE} positions, not {O}; use 'reference'"
         )
-    attention.refuse(pools[0].dtype, "paged_attention", interpret)
     q_BKRH = jnp.swapaxes(q_BWNH.reshape(B, W, K, N // K, H), 1, 2).reshape(B, K, -1, H)
     R = q_BKRH.shape[2]
     wgs = 1 if R <= ROWS else 2
@@ -64,7 +61,7 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
                     return jnp.where(at_rc < seen, score_rc, attention.NEVER)
 
                 return attention.forward_step(
-                    carry, [q_rH], kv, mask, None, scale=H**-0.5, interpret=interpret
+                    carry, [q_rH], kv, mask, None, H**-0.5, interpret
                 )
 
             def compute(n, carry):
@@ -77,7 +74,7 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             plgpu.barrier_wait(fresh_arrived)
             carry = fold(attention.forward_start(H), fresh_smem, W)
             carry = lax.fori_loop(0, steps, compute, carry)
-            (out_rH,), _ = attention.forward_end(carry, scale=None)
+            out_rH, _ = attention.forward_end(carry)
             q_rH[...] = out_rH.astype(q_rH.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_rH, out_ref.at[own])
@@ -107,33 +104,21 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             attention.feed(fetch, steps, free, BUFFERS)
 
     dtype = pools[0].dtype
-    buffer = functools.partial(
-        plgpu.SMEM, dtype=dtype, transforms=attention.swizzle(dtype)
-    )
-    out_BKRH = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(q_BKRH.shape, dtype),
-        grid=(K, pl.cdiv(R, wgs * ROWS), B),
-        grid_names=("head", "tile", "row"),
-        num_threads=wgs + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            buffer((wgs, ROWS, H)),
-            [buffer((own_tile, H)) for _ in pools],
-            [buffer((BUFFERS, TILE, H)) for _ in pools],
-            plgpu.Barrier(num_barriers=wgs),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=attention.careful(interpret),
-        kernel_name="paged_attention",
-    )(
-        (jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B),
-        q_BKRH,
-        fresh,
-        tuple(pools),
-    )
+    scratch = [
+        shared(dtype, wgs, ROWS, H),
+        [shared(dtype, own_tile, H) for _ in pools],
+        [shared(dtype, BUFFERS, TILE, H) for _ in pools],
+        plgpu.Barrier(num_barriers=wgs),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS),
+    ]
+    out = jax.ShapeDtypeStruct(q_BKRH.shape, dtype)
+    grid = {"head": K, "tile": pl.cdiv(R, wgs * ROWS), "row": B}
+    how = {"interpret": interpret, "wgs": wgs}
+    kernel = attention.run(body, dtype, out, grid, scratch, "paged_attention", **how)
+    start_B = jnp.minimum(start_B, table_BA.shape[1] * O)  # as many as there are pages
+    scalars = jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B
+    out_BKRH = kernel(scalars, q_BKRH, fresh, tuple(pools))
     out_BKWGH = out_BKRH[:, :, :R].reshape(B, K, W, N // K, H)
     return jnp.swapaxes(out_BKWGH, 1, 2).reshape(q_BWNH.shape)

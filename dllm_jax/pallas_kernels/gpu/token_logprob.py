@@ -15,20 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.pallas_kernels import noise, tiles
-from dllm_jax.pallas_kernels.gpu.attention import (
-    ALONG,
-    OWN,
-    ROWS,
-    careful,
-    feed,
-    filled,
-    refuse,
-    swizzle,
-    wide,
-)  # fmt: skip
+from dllm_jax.pallas_kernels.gpu import attention
+from dllm_jax.pallas_kernels.gpu.attention import ALONG, OWN, ROWS, filled, wide
 from dllm_jax.pallas_kernels.reference import NEVER
 
-TILE_PICK, TILE_DRAW, TILE_D = 256, 128, 64  # more registers for the noise
+TILE_D = 64
+# A tile of V, and whether logarithms may be approximate: noise takes registers, and that
+# which wins is the logarithm of what is almost 1.
+TUNED = {"token_logprob": (256, True), "token_draw": (128, False)}
 BUFFERS = 4
 BLOCKS = 4 * 132  # about as many as make full use of a chip, a few to each processor
 LOWEST = 2 * NEVER  # below every logit, even a forbidden one
@@ -51,9 +45,14 @@ def pick_step(carry, score_rv, id_rv, counts_rv, token_r):
     return *softmax_update(score_rv, carry[:3]), carry[3] + own_rv.sum(axis=1)
 
 
+def softmax_result(stats):
+    """Returns (log of the sum of exponentials, mean score)."""
+    max_r, sum_r, moment_r = stats
+    return max_r + jnp.log(sum_r), moment_r / sum_r
+
+
 def pick_end(carry):
-    max_r, sum_r, moment_r, own_r = carry
-    return max_r + jnp.log(sum_r), moment_r / sum_r, own_r
+    return *softmax_result(carry[:3]), carry[3]
 
 
 def draw_step(
@@ -65,7 +64,7 @@ def draw_step(
     at_rv = across(slot_r * width) + id_rv
     noise_rv = noise.gumbel(across(first_r), across(second_r), at_rv)
     noisy_rv = tempered_rv + noise_rv * across(warm_r)
-    old_best_r, old_own_r, old_token_r = carry[6:]
+    old_token_r, old_best_r, old_own_r = carry[6:]
     best_r = noisy_rv.max(axis=1)
     token_r = jnp.where(noisy_rv == across(best_r), id_rv, tiles.NOWHERE).min(axis=1)
     own_r = jnp.where(id_rv == across(token_r), score_rv, 0.0).sum(axis=1)
@@ -73,39 +72,25 @@ def draw_step(
     return (
         *softmax_update(score_rv, carry[:3]),
         *softmax_update(tempered_rv, carry[3:6]),
+        jnp.where(better_r, token_r, old_token_r),
         jnp.where(better_r, best_r, old_best_r),
         jnp.where(better_r, own_r, old_own_r),
-        jnp.where(better_r, token_r, old_token_r),
     )
 
 
 def draw_end(carry):
-    (
-        max_r,
-        sum_r,
-        _,
-        tempered_max_r,
-        tempered_sum_r,
-        moment_r,
-        best_r,
-        own_r,
-        token_r,
-    ) = carry
-    tempered_lse_r = tempered_max_r + jnp.log(tempered_sum_r)
-    mean_r = moment_r / tempered_sum_r
-    return token_r, best_r, own_r, max_r + jnp.log(sum_r), tempered_lse_r, mean_r
+    return *carry[6:], softmax_result(carry[:3])[0], *softmax_result(carry[3:6])
 
 
 def launch(
-    step, end, start, x_RD, head_DV, rows, offset,
-    *, tile, forbidden, name, approximate, interpret,
-):  # fmt: skip
+    name, step, end, start, rows, x_RD, head_DV, offset, *, forbidden: int, interpret
+):
     """Runs step(carry, logits, ids, which count, *rows) over tiles of the vocabulary.
 
     start: the carry's values, of which each row has its own; rows: arrays [R]. Returns
     what `end` returns of each part's last carry, [parts, R].
     """
-    refuse(x_RD.dtype, name, interpret)
+    tile, approximate = TUNED[name]
     V = head_DV.shape[1]
     x_RD = tiles.pad(tiles.pad(x_RD, 0, OWN), 1, TILE_D)
     head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
@@ -159,8 +144,8 @@ def launch(
                     jnp.int32, score_rv.shape, 1, layout=plgpu.Layout.WGMMA
                 )
                 at_rv += (first + j) * tile
-                id_rv = at_rv + offset_ref[0]
-                counts_rv = (at_rv < V) & (id_rv != forbidden)
+                id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
+                counts_rv = (id_rv >= 0) & (id_rv != forbidden)
                 score_rv = jnp.where(counts_rv, score_rv, NEVER)
                 return step(carry, score_rv, id_rv, counts_rv, *row_r)
 
@@ -181,27 +166,21 @@ def launch(
                 for source, buffer in ((x, x_smem), (head, head_smem)):
                     plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
-            feed(fetch, count * depth, free, BUFFERS)
+            attention.feed(fetch, count * depth, free, BUFFERS)
 
-    transforms = swizzle(x_RD.dtype)
-    ends = jax.eval_shape(end, start)
-    outs = plgpu.kernel(
-        body,
-        out_type=([jax.ShapeDtypeStruct((parts, R), x.dtype) for x in ends],),
-        grid=(R // OWN, parts),
-        grid_names=("rows", "part"),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((BUFFERS, OWN, TILE_D), x_RD.dtype, transforms=transforms),
-            plgpu.SMEM((BUFFERS, TILE_D, tile), x_RD.dtype, transforms=transforms),
-            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=approximate),
-        interpret=careful(interpret),
-        kernel_name=name,
-    )(x_RD, head_DV, jnp.asarray(offset, jnp.int32)[None], row_of)[0]
+    outs = [
+        jax.ShapeDtypeStruct((parts, R), x.dtype) for x in jax.eval_shape(end, start)
+    ]
+    scratch = [
+        attention.shared(x_RD.dtype, BUFFERS, OWN, TILE_D),
+        attention.shared(x_RD.dtype, BUFFERS, TILE_D, tile),
+        plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+        plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+    ]
+    grid = {"rows": R // OWN, "part": parts}
+    how = {"interpret": interpret, "approximate": approximate}
+    kernel = attention.run(body, x_RD.dtype, outs, grid, scratch, name, **how)
+    outs = kernel(x_RD, head_DV, jnp.asarray(offset, jnp.int32)[None], row_of)
     return [x[:, : len(rows[0])] for x in outs]
 
 
@@ -213,20 +192,12 @@ def joined(lse_PR, mean_PR):
 
 def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
     """Returns (log of the sum of exponentials, mean logit, logit of `token`), [R] f32."""
-    lse_PR, mean_PR, own_PR = launch(
-        pick_step,
-        pick_end,
+    run = functools.partial(launch, "token_logprob", pick_step, pick_end)
+    start, how = (
         (LOWEST, 0.0, 0.0, 0.0),
-        x_RD,
-        head_DV,
-        (token_R,),
-        offset,
-        forbidden=forbidden,
-        tile=TILE_PICK,
-        name="token_logprob",
-        approximate=True,
-        interpret=interpret,
+        {"forbidden": forbidden, "interpret": interpret},
     )
+    lse_PR, mean_PR, own_PR = run(start, (token_R,), x_RD, head_DV, offset, **how)
     return *joined(lse_PR, mean_PR), own_PR.sum(axis=0)
 
 
@@ -242,7 +213,7 @@ def pick_gradient(
     del interpret
     (R, _), V = x_RD.shape, head_DV.shape[1]
     lse_R1, mean_R1, dlogp_R1, dentropy_R1 = (y[:, None] for y in saved_4R)
-    tile = min(V, max(TILE_PICK, GRADIENT_BYTES // (2 * R) // TILE_PICK * TILE_PICK))
+    tile = min(V, max(128, GRADIENT_BYTES // (2 * R) // 128 * 128))
 
     def one(j, grads):
         dx, dhead_DV = grads
@@ -274,20 +245,13 @@ def draw(
     """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R]."""
     greedy_R = temperature_R == 0
     scale_R = 1 / jnp.where(greedy_R, 1, temperature_R)
-    token_PR, best_PR, own_PR, lse_PR, tempered_PR, mean_PR = launch(
-        functools.partial(draw_step, width=width),
-        draw_end,
-        (LOWEST, 0.0, 0.0, LOWEST, 0.0, 0.0, LOWEST, 0.0, 0),
-        x_RD,
-        head_DV,
-        (*words_R3.T, scale_R, 1.0 - greedy_R),
-        offset,
-        forbidden=forbidden,
-        tile=TILE_DRAW,
-        name="token_draw",
-        approximate=False,  # the noise that wins is the logarithm of what is almost 1
-        interpret=interpret,
-    )
+    rows = *words_R3.T, scale_R, 1.0 - greedy_R
+    step = functools.partial(draw_step, width=width)
+    run = functools.partial(launch, "token_draw", step, draw_end)
+    start = *(LOWEST, 0.0, 0.0) * 2, 0, LOWEST, 0.0
+    how = {"forbidden": forbidden, "interpret": interpret}
+    outs = run(start, rows, x_RD, head_DV, offset, **how)
+    token_PR, best_PR, own_PR, lse_PR, tempered_PR, mean_PR = outs
     lse_R, _ = joined(lse_PR, mean_PR)
     wins_PR = best_PR == best_PR.max(axis=0, keepdims=True)
     token_R = jnp.where(wins_PR, token_PR, tiles.NOWHERE).min(axis=0)
