@@ -7,37 +7,33 @@ weights say: a step takes the first masked position and every other one that dre
 token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three times
 as many requests as rows. Both ways answer the same requests and must give the same ids;
 they alternate, the median is told, compilation excluded. On an accelerator that is in
-CHIPS the share of the roofline is told too: the time that one forward after the other
+`report.CHIPS` the share of the roofline is told too: the time that one forward after the other
 would need for reading weights and cache, or for its multiplications if that is longer.
 
-Prints a row of a table for each number of rows, and one line of JSON.
+`percent_on_host` is what the host spends of that time between a device call's end and the
+next one's start: harvesting, admitting, telling the device. `host_ms_per_forward` is its
+CPU time for that, on any device.
 """
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import report
 from dllm_jax import sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import PRESETS, ModelConfig, sdar
-from dllm_jax.sampling import denoise
+from dllm_jax.sampling import denoise, engine
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.strategy import STRATEGIES, sequential
 
-CHIPS = {  # device_kind: (bytes/s of memory, bf16 FLOP/s)
-    "NVIDIA H200": (4.8e12, 989e12),
-    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
-    "TPU v5 lite": (819e9, 197e12),
-    "TPU v5p": (2765e9, 459e12),
-    "TPU v6 lite": (1640e9, 918e12),
-}
 SMALL = {"vocab": 32768, "head_dim": 64, "tied": True, "mask_id": 0, "eos_id": 1}
 SHAPES = PRESETS | {
     "tiny": dataclasses.replace(
@@ -101,6 +97,42 @@ def in_batches(params, prompts, new, key, *, model, cfg):
     return out, forwards
 
 
+def host_work(run):
+    """Returns (its share of a run's wall time, its CPU seconds) outside of device calls.
+
+    A device call lasts from the engine's dispatch to what it fetches at the end.
+    """
+    clocks, calls = (
+        (time.perf_counter, time.thread_time),
+        (engine.advance, sharding.fetch),
+    )
+    spent, started = np.zeros(2), None
+
+    def now():
+        return np.array([clock() for clock in clocks])
+
+    def advance(*args, **how):
+        nonlocal started
+        started = now()
+        return calls[0](*args, **how)
+
+    def fetch(tree):
+        nonlocal spent, started
+        out = calls[1](tree)
+        if started is not None:
+            spent, started = spent + now() - started, None
+        return out
+
+    start = now()
+    with (
+        mock.patch.object(engine, "advance", advance),
+        mock.patch.object(sharding, "fetch", fetch),
+    ):
+        run()
+    whole = now() - start
+    return 1 - spent[0] / whole[0], whole[1] - spent[1]
+
+
 def answer(row) -> list[int]:
     """Returns the ids of a row's answer."""
     return row.tokens_BT[row.prompt_len_B : row.prompt_len_B + row.len_B].tolist()
@@ -108,7 +140,7 @@ def answer(row) -> list[int]:
 
 def roofline(model: ModelConfig, params, rows: int, context: int, forwards: int):
     """Returns the least seconds of `forwards` on this chip, or None if it is unknown."""
-    chip = CHIPS.get(jax.devices()[0].device_kind)
+    chip = report.chip()
     if chip is None:
         return None
     weights = sum(x.size for x in jax.tree.leaves(params))
@@ -129,8 +161,8 @@ def measure(rows: int, args, model, params, mesh) -> dict:
         rows=rows,
     )
     prompts, new = requests(rows, args, model)
-    engine, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
-    ways = {"engine": lambda: on_engine(engine, params, prompts, new, key)}
+    made, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
+    ways = {"engine": lambda: on_engine(made, params, prompts, new, key)}
     if not args.engine_only:
         ways["batches"] = lambda: in_batches(
             params, prompts, new, key, model=model, cfg=cfg
@@ -146,13 +178,25 @@ def measure(rows: int, args, model, params, mesh) -> dict:
             seconds[name].append(time.perf_counter() - start)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     tokens = sum(len(ids) for ids in answers["engine"][0].values())
-    told = {"rows": rows, "requests": len(prompts), "tokens": tokens}
+    share, busy = host_work(ways["engine"])
+    context = args.prompt * 3 // 4 + args.new // 4
+    told = {
+        "model": args.model,
+        "dtype": model.dtype,
+        "rows": rows,
+        "context": context,
+        "sampler": f"block {model.block}, {cfg.strategy}, temperature 1",
+        "requests": len(prompts),
+        "tokens": tokens,
+        "tokens_per_forward": round(tokens / answers["engine"][1], 2),
+        "percent_on_host": round(100 * share, 2),
+        "host_ms_per_forward": round(1e3 * busy / answers["engine"][1], 3),
+    }
     for name in ways:
         told[f"{name}_forwards"] = answers[name][1]
         told[f"{name}_tokens_per_second"] = round(tokens / median[name], 1)
     if "batches" in ways:
         told["speedup"] = round(median["batches"] / median["engine"], 2)
-    context = args.prompt * 3 // 4 + args.new // 4
     least = roofline(model, params, rows, context, answers["engine"][1])
     if least is not None:
         told["percent_of_roofline"] = round(100 * least / median["engine"], 1)
@@ -177,22 +221,14 @@ def main():
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    device = jax.devices()[0]
-    dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    dtype = args.dtype or report.dtype()
     model = dataclasses.replace(SHAPES[args.model], dtype=dtype)
-    mesh = sharding.make_mesh(fsdp=1, devices=[device])
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),
     )(jax.random.key(args.seed))
-    rows = []
     for count in args.rows:
-        rows.append(measure(count, args, model, params, mesh))
-        if len(rows) == 1:
-            print(" ".join(f"{name:>24}" for name in rows[0]))
-        print(" ".join(f"{value:>24}" for value in rows[-1].values()), flush=True)
-    facts = {"model": args.model, "device": device.device_kind, "dtype": dtype}
-    facts |= {"block": model.block, "prompt": args.prompt, "new": args.new}
-    print(json.dumps(facts | {"jax": jax.__version__, "rows": rows}))
+        report.tell("decode", **measure(count, args, model, params, mesh))
 
 
 if __name__ == "__main__":

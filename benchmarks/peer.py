@@ -20,7 +20,7 @@ import time
 
 import jax
 
-from benchmarks import decode
+from benchmarks import decode, report
 from dllm_jax import sharding
 from dllm_jax.models import hf
 from dllm_jax.sampling.config import SamplerConfig
@@ -75,7 +75,6 @@ def run(args, folder: str, fields: dict):
             raise RuntimeError("the PyTorch loop did not start")
     model, params = hf.load(folder, dtype="float32")
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    table = []
     for rows in args.rows:
         prompts, new = decode.requests(rows, args, model)
         line = {"prompts": prompts, "new": new.tolist(), "rows": rows}
@@ -98,16 +97,17 @@ def run(args, folder: str, fields: dict):
             seconds["torch"].append(json.loads(loop.stdout.readline())["seconds"])
         median = {name: statistics.median(x[1:]) for name, x in seconds.items()}
         tokens = int(new.sum())
-        told = {name: round(tokens / x, 1) for name, x in median.items()}
-        ratio = round(median["torch"] / median["engine"], 2)
-        table.append({"rows": rows, "tokens": tokens, **told, "ratio": ratio})
-        print(
-            f"{rows:4} rows, {tokens:6} tokens: engine {told['engine']:8} tokens/s, "
-            f"PyTorch {told['torch']:8}, {ratio} times as fast",
-            flush=True,
+        report.tell(
+            "peer",
+            model=args.model,
+            dtype="float32",
+            rows=rows,
+            tokens=tokens,
+            engine_tokens_per_second=round(tokens / median["engine"], 1),
+            pytorch_tokens_per_second=round(tokens / median["torch"], 1),
+            times_as_fast=round(median["torch"] / median["engine"], 2),
         )
     loop.stdin.close()
-    print(json.dumps({"model": args.model, "jax": jax.__version__, "rows": table}))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,15 @@ compilation excluded.
 With r rounds a block, a trajectory of p prompt and a answer tokens costs r (p + 2a) slots
 there and p + (1 + r) a here. Without padding that is a ratio of 1.3 (p = 0) to 2 (p >> a)
 for r = 2, and 1.6 to 4 for r = 4; what padding costs the first layout comes on top.
+
+With --packed-only the states are donated and nothing is compared, for models that fill a
+device. MFU: 6 FLOPs a parameter of the layers and a token that is not padding, and 6 a
+parameter of the head and a supervised token, over the device's bf16 peak; attention and
+recomputation count for nothing.
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -21,6 +27,7 @@ import time
 import jax
 import numpy as np
 
+from benchmarks import decode, report
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
@@ -151,9 +158,12 @@ def main():
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default="float32",
-        help="of computation (default: float32)",
+        default=report.dtype(),
+        help="of computation (default: float32 on CPU, else bfloat16)",
     )
+    parser.add_argument("--model", default="", choices=["", *decode.SHAPES])
+    parser.add_argument("--remat", default="none", choices=["none", "full", "dots"])
+    parser.add_argument("--packed-only", action="store_true")
     args = parser.parse_args()
 
     model = ModelConfig(
@@ -164,9 +174,12 @@ def main():
         kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         ffw=args.ffw,
-        block=args.block,
         mask_id=args.vocab,
-        dtype=args.dtype,
+    )
+    model = decode.SHAPES.get(args.model, model)
+    args.vocab = model.vocab - 1
+    model = dataclasses.replace(
+        model, block=args.block, dtype=args.dtype, remat=args.remat
     )
     rng = np.random.default_rng(args.seed)
     trace = trajectories(args, rng)
@@ -206,30 +219,64 @@ def main():
             )
         )
 
-    batches = {
-        "packed": complete(packed, source),
-        "a row per round": complete(rows, rows_source),
-    }
+    batches = {"packed": complete(packed, source)}
+    if not args.packed_only:
+        batches["a row per round"] = complete(rows, rows_source)
     plans = {
         "policy": learner.Plan(("policy",), OptimConfig(lr=1e-6, max_grad_norm=1e9), 1)
     }
-    params = transformer.init(jax.random.key(args.seed), model)
+    params = jax.jit(functools.partial(transformer.init, cfg=model))(
+        jax.random.key(args.seed)
+    )
     states = {"policy": learner.begin(params, plans["policy"])}
+    del params
     update = jax.jit(
         functools.partial(
             learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
-        )
+        ),
+        donate_argnums=0 if args.packed_only else (),
     )
 
     gradients, seconds = {}, {name: [] for name in batches}
-    for name, batch in batches.items():  # compiles
-        new, _ = jax.block_until_ready(update(states, batch))
-        gradients[name] = new["policy"].opt_state[1][0].mu  # (1 - b1) x gradient
-    for _ in range(args.repeats):
+    for turn in range(args.repeats + 1):  # the first compiles
         for name, batch in batches.items():
             start = time.perf_counter()
-            jax.block_until_ready(update(states, batch))
+            new, _ = jax.block_until_ready(update(states, batch))
             seconds[name].append(time.perf_counter() - start)
+            if args.packed_only:
+                states = new
+            elif not turn:
+                gradients[name] = new["policy"].opt_state[1][0].mu  # (1 - b1) x it
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    held = {  # slots that are not padding, and all that are computed
+        name: (
+            int((b.end_BT + (b.group_BT >= 0) > 0).sum()),
+            int(b.used * b.tokens_BT[0].size),
+        )
+        for name, b in batches.items()
+    }
+    told = {
+        "model": args.model or f"{args.layers} layers of {args.d_model}",
+        "dtype": args.dtype,
+        "answers": len(trace.len_B),
+        "answer_tokens": int(trace.len_B.sum()),
+        "sampler": f"block {args.block}, {args.steps_per_block} rounds",
+        "batch": f"{args.rows} x {args.tokens}",
+        "tokens": held["packed"][0],
+        "packed_fill": round(packed.fill, 3),
+        "seconds": round(median["packed"], 4),
+        "tokens_per_second": round(held["packed"][0] / median["packed"], 1),
+    }
+    if report.chip():
+        layers = sum(x.size for x in jax.tree.leaves(states["policy"].params["layers"]))
+        head = model.vocab * model.d_model * int((packed.weight_BU > 0).sum())
+        flops = 6 * (layers * held["packed"][0] + head)
+        told["percent_mfu"] = round(
+            100 * flops / median["packed"] / report.chip()[1], 1
+        )
+    if args.packed_only:
+        report.tell("train_step", **told)
+        return
 
     def gap(a, b):
         return float(np.abs(a - b).max() / np.abs(b).max())
@@ -238,31 +285,12 @@ def main():
         jax.tree.leaves(jax.tree.map(gap, *jax.device_get([*gradients.values()])))
     )
     limit = 2e-4 if args.dtype == "float32" else 5e-2
-    held = {  # slots that are not padding, and all that are computed
-        name: (
-            int((b.end_BT + (b.group_BT >= 0) > 0).sum()),
-            int(b.used * b.tokens_BT[0].size),
-        )
-        for name, b in batches.items()
-    }
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    print(
-        f"{shape[0]} answers, {trace.len_B.sum()} tokens, {args.steps_per_block} rounds a "
-        f"block of {args.block}; {jax.devices()[0].device_kind}, {args.dtype}"
-    )
-    print(f"{'':16}{'tokens':>10}{'with padding':>14}{'seconds':>10}")
-    for name in batches:
-        print(f"{name:16}{held[name][0]:10}{held[name][1]:14}{median[name]:10.3f}")
-    ratio = [
-        b / a
-        for a, b in zip(
-            (*held["packed"], median["packed"]),
-            (*held["a row per round"], median["a row per round"]),
-            strict=True,
-        )
-    ]
-    print(f"{'times less':16}{ratio[0]:10.2f}{ratio[1]:14.2f}{ratio[2]:10.2f}")
-    print(f"largest gradient difference, of each tensor's largest: {worst:.1e}")
+    mine, theirs = held["packed"], held["a row per round"]
+    told["times_fewer_tokens"] = round(theirs[0] / mine[0], 2)
+    told["with_padding"] = round(theirs[1] / mine[1], 2)
+    told["times_faster"] = round(median["a row per round"] / median["packed"], 2)
+    told["gradient_difference"] = f"{worst:.0e}"
+    report.tell("train_step", **told)
     assert worst < limit, f"the layouts' gradients differ by {worst}"
 
 

@@ -1,0 +1,228 @@
+"""Every kernel against its specification and, where there is one, against the library's.
+
+    python -m benchmarks.kernels [--only=attention ...]
+
+An op's answers are compared with `reference.py`'s before anything is timed; what differs
+is told and not timed. The library's are jax.nn.dot_product_attention (cuDNN on GPU) and
+splash attention on TPU, both causal, and jax.lax.ragged_dot. Forward, and where it trains
+forward with backward. A platform without kernels, such as CPU, has rows for the
+specification and the library alone. Shapes are those of SDAR-1.7B.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from dllm_jax import pallas_kernels
+from dllm_jax.models import mask
+from dllm_jax.pallas_kernels import reference
+
+N, K, H, D, V = 16, 8, 128, 2048, 151936  # SDAR-1.7B
+E, F = 128, 768  # experts of SDAR-30B-A3B and their width
+SMALL = {"tokens": 512, "rows": 4, "vocab": 4096, "context": 256, "experts": 8}
+LARGE = {"tokens": 4096, "rows": 128, "vocab": V, "context": 1024, "experts": E}
+
+
+def attention_inputs(size, dtype):
+    """Returns (q, k, v) and the masks: causal, and four packed trajectories."""
+    T = size["tokens"]
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H)
+    args = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
+    slot = np.arange(T)
+    begin = slot // (T // 4) * (T // 4)  # half of each is clean, half noised blocks
+    clean = slot - begin < T // 8
+    inside = np.where(clean, slot - begin, slot - begin - T // 8)
+    end = begin + inside // 4 * 4 + 4 * clean
+    group = np.where(clean, -1, slot // 4 * 4)
+    arrays = (jnp.asarray(x[None], jnp.int32) for x in (begin, end, group))
+    return args, {
+        "causal": mask.causal(jnp.asarray(slot[None], jnp.int32)),
+        "packed": mask.packed(*arrays),
+    }
+
+
+def library_attention(q_BTNH, k_BTKH, v_BTKH):
+    """Returns causal attention by what the platform's library has."""
+    if jax.default_backend() != "tpu":
+        how = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=how
+        )
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    B, T = q_BTNH.shape[:2]
+    masks = [splash.CausalMask((T, T))] * (N // K)
+    run = splash.make_splash_mqa_single_device(splash.MultiHeadMask(masks))
+    q_BKGTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3) * H**-0.5
+    k, v = (jnp.moveaxis(x, 1, 2) for x in (k_BTKH, v_BTKH))
+    out_BKGTH = jax.vmap(jax.vmap(run))(q_BKGTH, k, v)
+    return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
+
+
+def attentions(size, dtype):
+    """Yields (op, shape, its arguments, ways to compute it)."""
+    args, masks = attention_inputs(size, dtype)
+    for name, seen in masks.items():
+
+        def run(q, k, v, how, seen=seen):
+            return pallas_kernels.attention(q, k, v, seen, implementation=how)
+
+        ways = implementations("attention", run)
+        if name == "causal":
+            ways["library"] = library_attention
+        shape = f"{size['tokens']} tokens, {name}"
+        yield "attention", shape, args, ways
+        yield "attention, backward", shape, args, gradients(ways, 3)
+
+
+def pages(size, dtype):
+    """Yields the two ops of the cache: windows of 4 over pages of 32."""
+    B, O, A = size["rows"], 32, size["context"] // 32 + 1
+    keys = jax.random.split(jax.random.key(1), 5)
+    pool = tuple(jax.random.normal(k, (2, B * A, O, K, H), dtype) for k in keys[:2])
+    table = jnp.arange(B * A, dtype=jnp.int32).reshape(B, A)
+    start = jnp.asarray(np.random.default_rng(0).integers(8, A * O // 4, B) * 4)
+    start = jnp.minimum(start, (A - 1) * O).astype(jnp.int32)
+    q = jax.random.normal(keys[2], (B, 4, N, H), dtype)
+    k, v = (jax.random.normal(key, (B, 4, K, H), dtype) for key in keys[3:])
+    shape = f"{B} rows, {size['context']} positions"
+
+    def attend(q, pool, k, v, how):
+        return pallas_kernels.paged_attention(
+            q, pool, 1, table, start, k, v, implementation=how
+        )
+
+    def update(pool, k, v, how):
+        keep = jnp.ones(B, bool)
+        return pallas_kernels.cache_update(
+            pool, 1, table, start, keep, k, v, implementation=how
+        )
+
+    ways = implementations("paged_attention", attend)
+    yield "paged_attention", shape, (q, pool, k, v), ways
+    yield "cache_update", shape, (pool, k, v), implementations("cache_update", update)
+
+
+def heads(size, dtype):
+    """Yields the fused head: a log-prob, its gradient, and a draw."""
+    R, V = size["tokens"], size["vocab"]
+    keys = jax.random.split(jax.random.key(2), 3)
+    x = jax.random.normal(keys[0], (1, R, D), dtype)
+    head = jax.random.normal(keys[1], (D, V), dtype) * 0.02
+    token = jax.random.randint(keys[2], (1, R), 1, V)
+    shape = f"{R} tokens, {V} ids"
+
+    def logprob(x, head, how):
+        return pallas_kernels.token_logprob(
+            x, head, token, forbidden=0, implementation=how
+        )[0]
+
+    def draw(x, head, how):
+        key_B = jax.random.split(jax.random.key(3), size["rows"])
+        one = jnp.ones(size["rows"])
+        return pallas_kernels.token_draw(
+            x, head, key_B, one, forbidden=0, implementation=how
+        )[1]
+
+    ways = implementations("token_logprob", logprob)
+    yield "token_logprob", shape, (x, head), ways
+    yield "token_logprob, backward", shape, (x, head), gradients(ways, 2)
+    rows = size["rows"]
+    x = jax.random.normal(keys[0], (rows, 4, D), dtype)
+    shape = f"{rows} rows of 4, {V} ids"
+    yield "token_draw", shape, (x, head), implementations("token_draw", draw)
+
+
+def experts(size, dtype):
+    """Yields the grouped matmul; the library's is jax.lax.ragged_dot."""
+    M, E = size["tokens"], size["experts"]
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = jax.random.normal(keys[0], (M, D), dtype)
+    w = jax.random.normal(keys[1], (E, D, F), dtype) * 0.02
+    sizes = np.random.default_rng(0).multinomial(M, np.full(E, 1 / E))
+    sizes = jnp.asarray(sizes, jnp.int32)
+    ways = {
+        name: functools.partial(
+            lambda x, w, how: pallas_kernels.grouped_matmul(
+                x, w, sizes, implementation=how
+            ),
+            how=how,
+        )
+        for name, how in (("ours", "auto"), ("library", "tpu"))
+    }
+    # The specification's copy of a matrix for every row does not fit: ragged_dot is it.
+    if M * D * F * x.dtype.itemsize < 2**32:
+        ways = {"reference": lambda x, w: reference.grouped_matmul(x, w, sizes)} | ways
+    yield "grouped_matmul", f"{M} rows, {E} groups", (x, w), ways
+
+
+def implementations(op: str, run):
+    """Returns the specification and, where there is one, the platform's kernel."""
+    ways = {"reference": functools.partial(run, how="reference")}
+    if (op, jax.default_backend()) in pallas_kernels.KERNELS:
+        ways["kernel"] = functools.partial(run, how=jax.default_backend())
+    return ways
+
+
+def gradients(ways, count: int):
+    """Returns the same with the gradients of their first arguments, of a fixed sum."""
+
+    def of(f):
+        def total(*args):
+            out = f(*args).astype(jnp.float32)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
+
+        return jax.grad(total, argnums=tuple(range(count)))
+
+    return {name: of(f) for name, f in ways.items()}
+
+
+def off(found, want) -> float:
+    """Returns the largest difference, of the largest number."""
+
+    def one(a, b):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        return np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)
+
+    return float(max(jax.tree.leaves(jax.tree.map(one, found, want))))
+
+
+def main():
+    """Compares and times."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--only", nargs="+", default=[""], help="ops that begin like this")
+    p.add_argument("--small", action="store_true", help="default on CPU")
+    p.add_argument("--repeats", type=int, default=5)
+    args = p.parse_args()
+    dtype = jnp.dtype(report.dtype())
+    size = SMALL if args.small or jax.default_backend() == "cpu" else LARGE
+    limit = 1e-3 if dtype == jnp.float32 else 4e-2
+    for cases in (attentions, pages, heads, experts):
+        for op, shape, arrays, ways in cases(size, dtype):
+            if not op.startswith(tuple(args.only)):
+                continue
+            told, want = {"op": op, "shape": shape, "dtype": dtype.name}, None
+            for name, run in ways.items():
+                try:
+                    run = jax.jit(run)
+                    out = run(*arrays)
+                    want = out if want is None else want
+                    told[f"{name}_off"] = f"{(gap := off(out, want)):.0e}"
+                    del out
+                    if gap <= limit:
+                        least = report.seconds(run, *arrays, repeats=args.repeats)
+                        told[f"{name}_ms"] = round(1e3 * least, 3)
+                except Exception as error:  # noqa: BLE001  (the others are worth it)
+                    told[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
+            report.tell("kernels", **told)
+
+
+if __name__ == "__main__":
+    main()

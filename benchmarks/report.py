@@ -1,0 +1,99 @@
+"""What every benchmark prints: a line of JSON that says everything, and a table row.
+
+    python -m benchmarks.report FILE.jsonl ... > docs/benchmarks.md
+
+makes a table of each command's lines on each device. docs/benchmarks.jsonl keeps them.
+"""
+
+import datetime
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import jaxlib
+
+CHIPS = {  # device_kind: (bytes/s of memory, bf16 FLOP/s)
+    "NVIDIA H200": (4.8e12, 989e12),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
+    "TPU v5 lite": (819e9, 197e12),
+    "TPU v5p": (2765e9, 459e12),
+    "TPU v6 lite": (1640e9, 918e12),
+}
+ONCE = ("benchmark", "command", "device", "date", "python", "jax", "jaxlib")
+HEAD = """# Benchmarks
+
+A row is what the command above its table printed; a cell is empty where a figure does not
+apply. Random weights: speed does not depend on what they say, as the rate of unmasking is
+forced. On CPU the two cores were shared with other work, so that only ratios, whose sides
+took turns in one run, mean something there. Its rows of 2026-11-21 were printed before
+the commands printed JSON; fill and tokens a second of the update follow from them.
+"""
+
+
+def chip():
+    """Returns (bytes/s, FLOP/s) of the device, or None if it is not in CHIPS."""
+    return CHIPS.get(jax.devices()[0].device_kind)
+
+
+def dtype() -> str:
+    """Returns the type that a platform computes best in."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def seconds(f, *args, repeats: int = 5) -> float:
+    """Returns the least wall seconds of a call, after one that compiles."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def tell(benchmark: str, **facts):
+    """Prints a result: its row, and itself as JSON with all that it depends on."""
+    print("| " + " | ".join(f"{k} {v}" for k, v in facts.items()) + " |")
+    line = {
+        "benchmark": benchmark,
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]),
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }
+    print(json.dumps(line | facts), flush=True)
+
+
+def tables(lines: list[dict]) -> str:
+    """Returns a Markdown table for each command on each device, in their order."""
+    groups = {}
+    for line in lines:
+        groups.setdefault(tuple(line.pop(name) for name in ONCE), []).append(line)
+    out = [HEAD]
+    for (benchmark, command, device, date, python, *versions), rows in groups.items():
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        out.append(f"## {benchmark}, {device}\n")
+        out.append(
+            f"`{command}`  \n{date}, Python {python}, jax {versions[0]}, jaxlib "
+            f"{versions[1]}\n"
+        )
+        out.append("| " + " | ".join(names).replace("_", " ") + " |")
+        out.append("|" + "---|" * len(names))
+        for row in rows:
+            out.append(
+                "| " + " | ".join(str(row.get(name, "")) for name in names) + " |"
+            )
+        out.append("")
+    if not any(group[2].startswith("NVIDIA") for group in groups):
+        out.append("Not measured on a GPU: `benchmarks/all_gpu.sh` is what would.\n")
+    if not any(group[2].startswith("TPU") for group in groups):
+        out.append("Not measured on a TPU.\n")
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    text = "\n".join(pathlib.Path(name).read_text() for name in sys.argv[1:])
+    print(tables([json.loads(x) for x in text.splitlines() if x[:1] == "{"]))
