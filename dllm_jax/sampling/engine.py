@@ -415,11 +415,21 @@ class Engine:
         before = sum(len(r.held) for r in self.active)
         sources = []
         passed = []  # over by others, while a prompt like theirs is being prefilled
-        if not self.grow():
-            while self.queue and len(self.active) < self.n and len(passed) < self.n:
-                request = self.queue.popleft()
-                if not self.place(request, new, sources):
-                    passed.append(request)
+        left = self.grow()
+        taken = {r.row for r in self.active}
+        free = {}  # by shard: its rows that nobody has
+        for row in range(self.n):
+            if row not in taken:
+                free.setdefault(row * self.shards // self.n, []).append(row)
+        coming = {  # prompts that are being prefilled, and where
+            (r.row * self.shards // self.n, r.names[-1])
+            for r in self.active
+            if r.filled < r.whole
+        }
+        while not left and self.queue and free and len(passed) < self.n:
+            request = self.queue.popleft()
+            if not self.place(request, new, sources, free, coming):
+                passed.append(request)
         self.queue.extendleft(reversed(passed))
         if not self.active:
             raise RuntimeError("no request fits into an empty engine")
@@ -453,29 +463,22 @@ class Engine:
         new["table_BA"] = np.zeros((rows, self.longest), np.int32)
         return new
 
-    def place(self, request: Request, new, sources: list) -> bool:
+    def place(self, request: Request, new, sources: list, free, coming) -> bool:
         """Gives a request a row and pages, if there are any; returns whether it has.
 
         It goes where most of its prompt is known, and waits where this is on its way.
         """
         size, Q = self.cfg.page_slots, self.cfg.block
-        taken = {r.row for r in self.active}
-        free = [row for row in range(self.n) if row not in taken]
-        coming = [  # prompts that are being prefilled, and where
-            (id(self.pool_of(r.row)), r.names[-1:])
-            for r in self.active
-            if r.filled < r.whole
-        ]
-        rows = {id(self.pool_of(row)): row for row in free}.values()
-        if any((id(self.pool_of(r)), request.names[-1:]) in coming for r in rows):
+        last = request.names[-1] if request.names else None
+        if any((shard, last) in coming for shard in free):
             return False
 
-        def promise(row):
-            pool = self.pool_of(row)
+        def promise(shard):
+            pool = self.pool[shard]
             return sum(name in pool.page_of for name in request.names), pool.available
 
-        best = max(rows, key=promise)
-        pool, held, ragged = self.pool_of(best), [], None
+        shard = max(free, key=promise)
+        best, pool, held, ragged = free[shard][-1], self.pool[shard], [], None
         # A model with a shift needs the hidden state that ends the prompt: its last
         # block is always run.
         end = request.whole - Q * (self.model.shift > 0)
@@ -499,6 +502,11 @@ class Engine:
         request.row, request.held = best, held + fresh_pages
         request.filled, request.start = shared, request.whole
         self.active.append(request)
+        free[shard].pop()
+        if not free[shard]:
+            del free[shard]
+        if request.filled < request.whole:
+            coming.add((shard, last))
         new["here_B"][best] = True
         new["prompt_BT"][best, : len(request.prompt)] = request.prompt
         for name, value in (
