@@ -154,6 +154,17 @@ def test_on_a_mesh(implementation, sizes):
     assert ("model" in found[0].sharding.spec) == (heads % mesh.shape["model"] == 0)
 
 
+def test_gpu_kernels_are_split_over_a_mesh():
+    """Their interpreter has one device, so this is traced only."""
+    q, k = (jax.ShapeDtypeStruct((4, T, n, H), jnp.bfloat16) for n in (4, 2))
+    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, T), x.dtype), packed())
+    kernel = functools.partial(pallas_kernels.attention, implementation="gpu")
+    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, model=2)):
+        run = functools.partial(with_gradients, kernel)
+        found = jax.eval_shape(run, q, k, k, seen, q)
+    assert [x.shape for x in found] == [q.shape, q.shape, k.shape, k.shape]
+
+
 def test_auto_is_the_specification_where_there_is_no_kernel():
     q, seen = normal(B, 12, N, 8), mask.causal(POS[:, :12])
     jaxpr = str(jax.make_jaxpr(pallas_kernels.attention)(q, q, q, seen))

@@ -58,6 +58,12 @@ def wide(x, axis: int, like):
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
+def columns(like):
+    """Returns each element's column, in the registers of an accumulator."""
+    layout = plgpu.Layout.WGMMA
+    return plgpu.broadcasted_iota(jnp.int32, like.shape, 1, layout=layout)
+
+
 def filled(value, *shape):
     """Returns one value in the registers of an accumulator, or of one of its columns."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else ALONG[0]
@@ -264,10 +270,9 @@ def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
     grid = {"head": heads, "tile": R // OWN, "row": B}
     kernel = run(body, dtype, out_type, grid, scratch, name, interpret=interpret)
     results = kernel(schedule, own, other, vectors, masks)
-    return [
-        lax.slice_in_dim(x, 0, sizes[q_axis], axis=1 if x.ndim == 4 else 2)
-        for x in results
-    ]
+    return tuple(
+        x[:, : sizes[q_axis]] if x.ndim == 4 else x[..., : sizes[0]] for x in results
+    )
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):

@@ -55,10 +55,8 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
 
             def fold(carry, kv, seen):
                 def mask(score_rc):
-                    at_rc = plgpu.broadcasted_iota(
-                        jnp.int32, score_rc.shape, 1, layout=plgpu.Layout.WGMMA
-                    )
-                    return jnp.where(at_rc < seen, score_rc, attention.NEVER)
+                    seen_rc = attention.columns(score_rc) < seen
+                    return jnp.where(seen_rc, score_rc, attention.NEVER)
 
                 return attention.forward_step(
                     carry, [q_rH], kv, mask, None, H**-0.5, interpret

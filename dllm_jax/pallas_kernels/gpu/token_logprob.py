@@ -113,12 +113,10 @@ def launch(
         def _():
             plgpu.set_max_registers(232, action="increase")
             own = pl.ds(i * OWN + wg * ROWS, ROWS)
-            row_r = [
-                plgpu.load(x.at[own], layout=ALONG[0], optimized=False)
-                for x in row_refs
-            ]
+            load = functools.partial(plgpu.load, layout=ALONG[0], optimized=False)
+            row_r = [load(x.at[own]) for x in row_refs]
 
-            def logits(j):
+            def compute(j, carry):
                 def run(acc_ref):
                     @pl.loop(0, depth)
                     def _(d):
@@ -136,14 +134,8 @@ def launch(
                     plgpu.barrier_arrive(free.at[slot(j * depth + depth - 1)])
                     return score_rv
 
-                return pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
-
-            def compute(j, carry):
-                score_rv = logits(j)
-                at_rv = plgpu.broadcasted_iota(
-                    jnp.int32, score_rv.shape, 1, layout=plgpu.Layout.WGMMA
-                )
-                at_rv += (first + j) * tile
+                score_rv = pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
+                at_rv = (first + j) * tile + attention.columns(score_rv)
                 id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
                 counts_rv = (id_rv >= 0) & (id_rv != forbidden)
                 score_rv = jnp.where(counts_rv, score_rv, NEVER)
@@ -168,9 +160,8 @@ def launch(
 
             attention.feed(fetch, count * depth, free, BUFFERS)
 
-    outs = [
-        jax.ShapeDtypeStruct((parts, R), x.dtype) for x in jax.eval_shape(end, start)
-    ]
+    dtypes = (x.dtype for x in jax.eval_shape(end, start))
+    outs = [jax.ShapeDtypeStruct((parts, R), dtype) for dtype in dtypes]
     scratch = [
         attention.shared(x_RD.dtype, BUFFERS, OWN, TILE_D),
         attention.shared(x_RD.dtype, BUFFERS, TILE_D, tile),
