@@ -10,13 +10,12 @@ which re-runs the canvas at every step. The gap is between the log-prob recorded
 and that of the training forward, nats: rounding for the exact policies; what `prefix` and
 `dual` leave depends on the weights and says nothing of a trained model's.
 
-Prints a row of a table for each family and policy, and one line of JSON.
+Prints a row of a table and a line of JSON for each family and policy.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
 import time
 
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import report
 from benchmarks.decode import SHAPES
 from dllm_jax.models import transformer
 from dllm_jax.rl import layout as layouts
@@ -118,14 +118,19 @@ def measure(family: str, args, dtype: str) -> list[dict]:
         mean, most = gap(params, trace, model=model, cfg=cfg)
         out.append(
             {
+                "model": args.model,
+                "dtype": dtype,
                 "family": family,
                 "cache": cfg.cache,
+                "rows": args.rows,
+                "canvas": f"{args.prompt} + {args.new}",
+                "sampler": f"block {cfg.block}, static, temperature 1",
                 "tokens": int(trace.len_B.sum()),
                 "forwards": round(float(trace.forwards_B.mean()), 1),
                 "seconds": round(median, 3),
-                "speedup": round(statistics.median(seconds[0]) / median, 2),
-                "gap_mean": float(f"{mean:.2g}"),
-                "gap_max": float(f"{most:.2g}"),
+                "times_faster": round(statistics.median(seconds[0]) / median, 2),
+                "gap_mean": f"{mean:.1g}",
+                "gap_max": f"{most:.1g}",
             }
         )
     return out
@@ -148,18 +153,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    device = jax.devices()[0]
-    dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    rows = []
     for family in args.family:
-        for row in measure(family, args, dtype):
-            if not rows:
-                print(" ".join(f"{name:>12}" for name in row))
-            rows.append(row)
-            print(" ".join(f"{value:>12}" for value in row.values()), flush=True)
-    facts = {"model": args.model, "device": device.device_kind, "dtype": dtype}
-    facts |= {k: getattr(args, k) for k in ("rows", "block", "prompt", "new")}
-    print(json.dumps(facts | {"jax": jax.__version__, "table": rows}))
+        for row in measure(family, args, args.dtype or report.dtype()):
+            report.tell("sampling", **row)
 
 
 if __name__ == "__main__":
