@@ -1,0 +1,259 @@
+"""Trains the default task by every method at equal compute: the table of docs/methods.md.
+
+    python -m benchmarks.methods [--folder=runs/methods] [--seeds 0 1 2] [--only NAME ...]
+
+Each run is a `python -m dllm_jax.train` of the bundled model; they run one after another,
+all methods of a seed before the next seed. What is finished is skipped and what was
+interrupted goes on, so the command can be stopped and started again. Afterwards, and
+after every run, the table in docs/methods.md and docs/images/methods.png tell what is
+there; FOLDER/results.json holds their numbers.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+from dllm_jax import metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MODEL = "examples/arithmetic/model"
+TASK = "examples/arithmetic/"
+STEPS, PROMPTS, GROUP, UPDATES = 30, 16, 8, 2
+BEGIN, END = (f"<!-- benchmarks.methods: {end} -->" for end in ("begin", "end"))
+ANSWERS = 4  # to each held-out problem, whenever a run evaluates
+
+NONE, STEP = "rl.value=none", "objective.aggregate=step"
+CONSTANT = "objective.aggregate=constant"
+SUBSET = ("noise.kind=subset", "objective.aggregate=elbo")
+# Method: the config file and the keys it sets.
+RL = {
+    "TraceRL, own value network": ("tracerl", STEP, "rl.value=own"),
+    "TraceRL, value head": ("tracerl", STEP, "rl.value=head"),
+    "TraceRL, no value model": ("tracerl", STEP, NONE),
+    "coupled RL": ("coupled",),
+    "random-masking RL": ("random_masking",),
+    "GRPO on traces": ("tracerl", NONE, "objective.aggregate=sequence"),
+    "Dr. GRPO": ("tracerl", NONE, "rl.advantage=center", CONSTANT),
+    "RLOO": ("tracerl", NONE, "rl.advantage=loo"),
+    "DAPO": ("tracerl", NONE, "objective.clip_high=0.28", "rl.filter=varied"),
+    "DiPO": (
+        *("tracerl", NONE, "objective.loss=dipo", "objective.aggregate=group"),
+        *("rl.advantage=center", "rl.filter=varied", "objective.reference_beta=0.1"),
+    ),
+    "LightningRL's reward": (
+        *("tracerl", NONE, "rl.speed=1.0", "rl.filter=paced"),
+        "objective.aggregate=sequence",
+    ),
+    "SPG": ("tracerl", NONE, "objective.loss=spg", *SUBSET, "noise.draws=2"),
+    "TraceRL, shrink 2": ("tracerl", STEP, "rl.value=own", "noise.shrink=2"),
+}
+MASKS, RIGHT = "noise.kind=bernoulli", "data.train={folder}/right.jsonl"
+SFT = {
+    # With block attention later blocks are out of sight, and semi-AR is this, bit for bit.
+    "SFT, random masks (semi-AR)": ("sft", MASKS),
+    "SFT, random masks, 1/p": ("sft", MASKS, "objective.aggregate=elbo"),
+    "SFT, own right answers, random masks": ("sft", MASKS, RIGHT),
+    "SFT, own right answers, traces": ("sft:trace", RIGHT),
+    "VRPO on own pairs": (
+        *("sft:dpo", "data.train={folder}/pairs.jsonl", "policy_optim.lr=1e-5"),
+    ),
+}
+METHODS = RL | SFT
+COMMON = (
+    *(f"model.path={MODEL}", "data.heldout={folder}/heldout.jsonl", "batch.rows=8"),
+    *("eval.every=10", "eval.temperature=1.0", "run.compile_cache={folder}/compiled"),
+    *("run.samples=0", "run.keep=1", "run.save_every=10", "run.export=False"),
+    *(f"rl.steps={STEPS}", f"rl.prompts={PROMPTS}", f"rl.group={GROUP}"),
+    *(f"rl.updates={UPDATES}", f"sft.steps={STEPS * UPDATES}"),
+)
+PER_UPDATE = PROMPTS * GROUP // UPDATES
+
+
+def keys_of(name: str, folder: pathlib.Path) -> list[str]:
+    """Returns the command-line overrides of a method, its config first."""
+    file, *keys = METHODS[name]
+    common = list(COMMON)
+    if name in SFT:
+        dpo = file == "sft:dpo"
+        common += [
+            *("policy_optim.lr=1e-4", "policy_optim.schedule=constant"),
+            *("policy_optim.warmup=0", f"sft.examples={PER_UPDATE // (1 + dpo)}"),
+            *("eval.every=20", "run.save_every=20"),
+        ]
+    path, _, preset = file.partition(":")
+    config = f"--config=configs/{path}.py" + (f":{preset}" if preset else "")
+    return [config] + [f"--config.{k.format(folder=folder)}" for k in (*common, *keys)]
+
+
+def call(program: str, *args: str):
+    """Runs a program of the package at low priority; raises if it fails."""
+    command = ["nice", "-n", "10", sys.executable, "-m", f"dllm_jax.{program}", *args]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def collect(folder: pathlib.Path):
+    """Writes what the bundled model answers to problems of the training set.
+
+    right.jsonl has the right answers with their traces; pairs.jsonl has a right and a
+    wrong answer of each problem that got both.
+    """
+    told = folder / "collected"
+    call(
+        "eval",
+        *("--config=configs/eval.py", "--config.eval.temperature=1.0"),
+        *(f"--config.run.folder={told}", f"--config.data.heldout={TASK}train.jsonl"),
+        *("--config.eval.problems=5120", "--config.eval.answers=4"),
+    )
+    rows = [json.loads(line) for line in (told / "eval.jsonl").open()]
+    right, pairs = [], {}
+    for row in rows:
+        won = row["reward"] >= 1
+        if won:
+            right.append(row)
+        pairs.setdefault(row["question"], {})["chosen" if won else "rejected"] = row
+    with (folder / "right.jsonl").open("w") as file:
+        for row in right:
+            file.write(json.dumps(row) + "\n")
+    with (folder / "pairs.jsonl").open("w") as file:
+        for question, pair in pairs.items():
+            if len(pair) == 2:
+                texts = {k: row["text"] for k, row in pair.items()}
+                file.write(json.dumps({"prompt": question} | texts) + "\n")
+
+
+def result(folder: pathlib.Path, name: str, seed: int) -> dict | None:
+    """Returns what a run told, or None if it has not ended."""
+    rows = metrics.read(run_folder(folder, name, seed))
+    if not rows or rows[-1]["step"] < (STEPS * UPDATES if name in SFT else STEPS):
+        return None
+    phases = ("rollout", "reward", "score", "update")
+    seconds = [sum(r.get(f"seconds/{p}", 0.0) for p in phases) for r in rows[1:]]
+    told = [r for r in rows if "heldout_accuracy" in r]
+    variance = [r["explained_variance"] for r in rows if "explained_variance" in r]
+    return {
+        "steps": [r["step"] for r in told],
+        "accuracy": [r["heldout_accuracy"] for r in told],
+        "tokens_per_forward": [r["heldout_tokens_per_forward"] for r in told],
+        # The median: what compiles, or waits for its turn on a busy machine, is not it.
+        "seconds": statistics.median(seconds) * len(seconds),
+        "explained_variance": statistics.mean(variance) if variance else None,
+    }
+
+
+def mean(values, digits: int = 3) -> str:
+    """Returns mean ± standard deviation."""
+    values = list(values)
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    told = f"{statistics.mean(values):.{digits}f}"
+    return told if spread is None else f"{told} ± {spread:.{digits}f}"
+
+
+def report(folder: pathlib.Path, seeds: list[int]):
+    """Writes results.json, the table and the curves of what has ended."""
+    results = {}
+    for name in METHODS:
+        runs = {seed: result(folder, name, seed) for seed in seeds}
+        if any(runs.values()):
+            results[name] = {seed: run for seed, run in runs.items() if run}
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    lines = [
+        "| method | runs | accuracy before | after | tokens per forward | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        runs = list(runs.values())
+        before, after = (mean(r["accuracy"][at] for r in runs) for at in (0, -1))
+        speed = mean([r["tokens_per_forward"][-1] for r in runs], 2)
+        seconds = statistics.median(r["seconds"] for r in runs)
+        cells = (name, len(runs), before, after, speed, f"{seconds:.0f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    page = DOCS / "methods.md"
+    head, _, rest = page.read_text().partition(BEGIN)
+    table = "\n".join(lines)
+    page.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    draw(results)
+
+
+def draw(results: dict):
+    """Draws every method's held-out accuracy: the mean of its runs, their span at the end."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    colors = plt.get_cmap("tab20").colors
+    for axis, table, label in zip(axes, (RL, SFT), ("RL steps", "SFT updates")):
+        ends, last = [], 1
+        line = {"arrowstyle": "-", "lw": 0.5, "relpos": (0, 0.5)}
+        for i, name in enumerate(name for name in table if name in results):
+            runs = list(results[name].values())
+            steps, last = runs[0]["steps"], runs[0]["steps"][-1]
+            points = list(zip(*(run["accuracy"] for run in runs), strict=True))
+            middle = [statistics.mean(column) for column in points]
+            color = colors[2 * i % 20 + 2 * i // 20]
+            axis.plot(steps, middle, color=color, lw=1.8, marker="o", ms=3)
+            axis.plot([last, last], [min(points[-1]), max(points[-1])], color=color)
+            ends.append((middle[-1], name, color))
+        axis.set_ylabel("held-out accuracy")
+        low, high = axis.get_ylim()
+        place = high
+        for y, name, color in sorted(ends)[::-1]:  # beside its end, below other labels
+            place = min(y, place - 0.045 * (high - low))
+            axis.annotate(
+                *(name, (last, y), (1.1 * last, place)),
+                color=color,
+                fontsize=8,
+                va="center",
+                arrowprops=line | {"color": color},
+            )
+        axis.set_xlim(0, 1.75 * last)
+        axis.set_xticks([0, last // 3, 2 * last // 3, last])
+        axis.set_xlabel(label, loc="left")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "images" / "methods.png", dpi=110)
+    plt.close(figure)
+
+
+def run_folder(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
+    """Returns where a run lives."""
+    return folder / "".join(c if c.isalnum() else "_" for c in name) / str(seed)
+
+
+def main():
+    """Runs what is missing, and reports."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--folder", type=pathlib.Path, default="runs/methods")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    p.add_argument("--only", nargs="*", choices=[*METHODS], default=list(METHODS))
+    args = p.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    problems = (ROOT / TASK / "heldout.jsonl").read_text()
+    (args.folder / "heldout.jsonl").write_text(problems * ANSWERS)
+    if not (args.folder / "pairs.jsonl").exists():
+        collect(args.folder)
+    for seed in args.seeds:
+        for name in args.only:
+            if result(args.folder, name, seed):
+                continue
+            run, began = run_folder(args.folder, name, seed), time.monotonic()
+            how = [f"seed={seed}", f"data.seed={seed}", f"run.folder={run}"]
+            call("train", *keys_of(name, args.folder), *(f"--config.{k}" for k in how))
+            told = result(args.folder, name, seed)
+            print(
+                f"{name}, seed {seed}: accuracy {told['accuracy'][-1]:.3f}, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+            report(args.folder, args.seeds)
+    report(args.folder, args.seeds)
+
+
+if __name__ == "__main__":
+    main()
