@@ -11,6 +11,7 @@ prints the config file that does what a YAML file of dLLM-RL does.
 
 import dataclasses
 import difflib
+import json
 import pathlib
 import re
 import sys
@@ -22,7 +23,8 @@ from absl import flags
 
 from dllm_jax import from_yaml
 from dllm_jax.data import DataConfig
-from dllm_jax.models.config import Lora
+from dllm_jax.models import families, hf
+from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -156,6 +158,26 @@ class Config:
             )
 
 
+def described(cfg: Config) -> ModelConfig:
+    """Returns the model that the checkpoint becomes in this run.
+
+    Raises ValueError for what it cannot become.
+    """
+    args = cfg.model
+    return dataclasses.replace(
+        families.adapt(
+            hf.read_config(hf.find(args.path)),
+            attention=args.attention,
+            shift=args.shift,
+            mask_id=args.mask_id,
+        ),
+        dtype=args.dtype,
+        remat=args.remat,
+        block=cfg.sampler.block,
+        lora=args.lora,
+    )
+
+
 def default() -> ml_collections.ConfigDict:
     """Returns the defaults as a ConfigDict for config files to change."""
     return ml_collections.ConfigDict(
@@ -197,13 +219,21 @@ def unknown(name: str, known: list[str]) -> str:
     return f"unknown config key {name!r}; the nearest is {near[0]!r}"
 
 
-def keys(tree: dict, prefix: str = "") -> list[str]:
+def changes(old: dict, cfg: Config) -> list[str]:
+    """Returns which keys differ from those of a run that began with `old`, a line each."""
+    old, new = map(
+        from_yaml.flat, (old, json.loads(json.dumps(dataclasses.asdict(cfg))))
+    )
+    return [
+        f"config.{key} was {old.get(key)!r}, is now {value!r}"
+        for key, value in new.items()
+        if old.get(key) != value
+    ]
+
+
+def keys(tree: dict) -> list[str]:
     """Returns the dotted names of all leaves."""
-    out = []
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        out += keys(value, f"{path}.") if isinstance(value, dict) else [path]
-    return out
+    return list(from_yaml.flat(tree))
 
 
 def parse(argv: list[str]):
@@ -237,14 +267,8 @@ def check_overrides(argv: list[str]):
 
 def describe() -> str:
     """Returns every key with its default, one a line: what --help prints."""
-    tree = dataclasses.asdict(Config())
-    lines = []
-    for path in keys(tree):
-        value = tree
-        for part in path.split("."):
-            value = value[part]
-        lines.append(f"  --config.{path}={value!r}")
-    return "\n".join(lines)
+    leaves = from_yaml.flat(dataclasses.asdict(Config()))
+    return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
 
 
 def ported(path: str) -> str:
@@ -257,19 +281,16 @@ def ported(path: str) -> str:
     except ValueError as error:
         raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
     tree, lines = default(), []
+    known = from_yaml.flat(tree.to_dict())
     for leaf, value in leaves.items():
-        *groups, name = leaf.split(".")
-        node = tree
-        for group in groups:
-            node = node[group]
         if value is None:  # theirs for "off", where ours is the default
             continue
         try:
-            value = type(node[name])(value)  # 1e-6 is a text in YAML
+            value = type(known[leaf])(value)  # 1e-6 is a text in YAML
         except (TypeError, ValueError):
             raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
-        if value != node[name]:
-            node[name] = value
+        if value != known[leaf]:
+            tree.update_from_flattened_dict({leaf: value})
             lines.append(f"    c.{leaf} = {value!r}")
     slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
     if tree.batch.tokens < slots:
@@ -284,27 +305,24 @@ def ported(path: str) -> str:
             reason,
             *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
         ]
-    return "\n".join(
-        [
-            f'"""{pathlib.Path(path).name} of dLLM-RL, translated.',
-            "",
-            "    python -m dllm_jax.train --config=FILE",
-            "",
-            "Its keys without effect here:",
-            "",
-            *notes,
-            '"""',
-            "",
-            "from dllm_jax import config",
-            "",
-            "",
-            "def get_config():",
-            '    """Returns the configuration."""',
-            "    c = config.default()",
-            *lines,
-            "    return c",
-        ]
-    )
+    name, notes = pathlib.Path(path).name, "\n".join(notes)
+    body = "".join(f"{line}\n" for line in lines)
+    return f'''"""{name} of dLLM-RL, translated.
+
+    python -m dllm_jax.train --config=FILE
+
+Its keys without effect here:
+
+{notes}
+"""
+
+from dllm_jax import config
+
+
+def get_config():
+    """Returns the configuration."""
+    c = config.default()
+{body}    return c'''
 
 
 def fail(error: ValueError):

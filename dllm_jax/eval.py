@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from dllm_jax import config, data, metrics, sharding
-from dllm_jax.models import families, hf
+from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
 
@@ -40,13 +40,8 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say)
 
-    model, params = hf.load(
-        cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",)
-    )
-    kind = {k: getattr(cfg.model, k) for k in ("attention", "shift", "mask_id")}
-    model = dataclasses.replace(
-        families.adapt(model, **kind), dtype=cfg.model.dtype, block=cfg.sampler.block
-    )
+    _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
+    model = dataclasses.replace(config.described(cfg), lora=None)
     stops = data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     sampler = dataclasses.replace(cfg.sampler, stop_ids=stops)
     answers = cfg.eval.answers

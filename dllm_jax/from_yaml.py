@@ -27,12 +27,12 @@ SCHEDULES = {
     "polynomial": "linear",
 }
 METHODS = {
-    "TraceRL": {"noise.kind": "trace"},
-    "trace": {"noise.kind": "trace"},
-    "random_masking": {"noise.kind": "bernoulli"},
-    "coupled": {"noise.kind": "complement"},
-    "semi-ar": {"noise.kind": "semi_ar"},
-    "ar": {"noise.kind": "ar"},
+    "TraceRL": "trace",
+    "trace": "trace",
+    "random_masking": "bernoulli",
+    "coupled": "complement",
+    "semi-ar": "semi_ar",
+    "ar": "ar",
 }
 DTYPES = {"bf16": "bfloat16", "no": "float32"}
 
@@ -42,15 +42,11 @@ def pick(leaf: str, table: dict):
 
     def row(value, key, raw):
         if value not in table:
-            raise ValueError(f"{key}={value!r}: choose from {', '.join(table)}")
+            names = ", ".join(map(str, table))
+            raise ValueError(f"{key}={value!r}: choose from {names}")
         return {leaf: table[value]}
 
     return row
-
-
-def same(*leaves: str):
-    """Returns a row that gives several leaves one value."""
-    return lambda value, key, raw: dict.fromkeys(leaves, value)
 
 
 def dataset(leaf: str):
@@ -58,28 +54,20 @@ def dataset(leaf: str):
     return lambda value, key, raw: {leaf: f"data/{value}.json"}
 
 
-def horizon(value, key, raw):
-    """Translates further_horizon, which only its prefix cache has."""
-    if not raw.get(key.rpartition(".")[0] + ".use_cache"):
-        return "without a cache the whole canvas is re-run"
-    longest = raw[key.rpartition(".")[0] + ".max_gen_length"]
-    return {"sampler.horizon": longest if value is None else value}
-
-
 def unless(usual, reason: str):
     """Returns a row for a key of which only the usual value can be had."""
-
-    def row(value, key, raw):
-        return reason if value in usual else f"NOT THE SAME: {reason}"
-
-    return row
+    return lambda value, key, raw: (
+        f"{'' if value in usual else 'NOT THE SAME: '}{reason}"
+    )
 
 
-def method(value, key, raw):
-    """Returns what a training method is here."""
-    if value not in METHODS:
-        raise ValueError(f"{key}={value!r}: choose from {', '.join(METHODS)}")
-    return METHODS[value]
+def horizon(value, key, raw):
+    """Translates further_horizon, which only its prefix cache has."""
+    if not raw.get("rollout.use_cache"):
+        return "without a cache the whole canvas is re-run"
+    return {
+        "sampler.horizon": raw["rollout.max_gen_length"] if value is None else value
+    }
 
 
 def steps(value, key, raw):
@@ -98,28 +86,23 @@ def train_block(value, key, raw):
     """Returns the training block of SFT; in RL it is the sampler's."""
     if "rollout.block_size" not in raw:
         return {"sampler.block": value, "sampler.steps_per_block": value}
-    reason = "training uses the blocks of sampling, sampler.block"
-    return reason if value == raw["rollout.block_size"] else f"NOT THE SAME: {reason}"
+    usual = [raw["rollout.block_size"]]
+    return unless(usual, "training uses the blocks of sampling, sampler.block")(
+        value, key, raw
+    )
+
+
+def draws(value, key, raw):
+    """Returns the draws of noise, where the method draws more than one."""
+    if raw["training.method"] in ("random_masking", "coupled"):
+        return {"noise.draws": value, "noise.rate": "scope"}
+    return "the noise of this method is not drawn, or once for each example"
 
 
 def batch(value, key, raw):
     """Returns SFT's examples of an update: they ran eight processes on a node."""
-    if "rollout.block_size" in raw:
-        return "rl.updates says into how many updates a step's rollouts are dealt"
-    nodes, rows = raw.get("experiment.num_node", 1), raw["training.batch_size_lm"]
+    rows, nodes = raw["training.batch_size_lm"], raw.get("experiment.num_node", 1)
     return {"sft.examples": int(value) * int(rows) * 8 * int(nodes)}
-
-
-def schedule(value, key, raw):
-    """Returns the schedule; theirs restarts at every step of RL."""
-    if "rollout.block_size" in raw:
-        return "theirs restarts at every RL step; policy_optim.schedule spans the run"
-    return pick("policy_optim.schedule", SCHEDULES)(value, key, raw)
-
-
-def switch(leaf: str, on, off):
-    """Returns a row that translates a boolean."""
-    return lambda value, key, raw: {leaf: on if value else off}
 
 
 ONE_RUN = "one process samples, grades, trains and evaluates"
@@ -128,6 +111,9 @@ FIXED = "the run folder has fixed names: checkpoints/ and export/"
 JUDGE = "rewards come from graders; there is no process reward"
 AS_TRAINED = "held-out problems are sampled as in training, at eval.temperature"
 CHAT = "prompts are rendered by the checkpoint's chat template"
+HOST = "the environment's, where launch/ starts the processes"
+BOARD = "metrics go to metrics.jsonl and TensorBoard in the run folder"
+SHAPE = "batch.rows and batch.tokens give a microbatch its fixed shape"
 
 COMMON = {
     "experiment.project": lambda value, key, raw: {"run.folder": f"runs/{value}"},
@@ -141,14 +127,15 @@ COMMON = {
     "model.optimized_value_name": FIXED,
     "dataset.data_type": unless(["math"], "answers are graded as rl.reward says, math"),
     "execute.num_chunk": "no code is executed",
-    "wandb.entity": "metrics go to metrics.jsonl and TensorBoard in the run folder",
-    "wandb.resume": "metrics go to metrics.jsonl and TensorBoard in the run folder",
-    "wandb.run_id": "metrics go to metrics.jsonl and TensorBoard in the run folder",
-} | dict.fromkeys(
-    ("system." + name for name in ("HTTP_PROXY", "HF_HOME", "env_name", "envs_dir")),
-    "the environment's, where launch/ starts the processes",
-)
-COMMON["system.base_dir"] = COMMON["system.HF_HOME"]
+    "wandb.entity": BOARD,
+    "wandb.resume": BOARD,
+    "wandb.run_id": BOARD,
+    "system.HTTP_PROXY": HOST,
+    "system.HF_HOME": HOST,
+    "system.env_name": HOST,
+    "system.envs_dir": HOST,
+    "system.base_dir": HOST,
+}
 SAMPLING = {
     "tensor_parallel_size": "=mesh.model",
     "max_active": "=sampler.rows",
@@ -169,34 +156,28 @@ SAMPLING = {
     "stop_token_list": "a turn's end stops already; sampler.stop_ids adds ids",
     "output_unmasking_history": "every rollout is written with its trace",
     "target": pick("sampler.target", {name: name for name in TARGETS}),
-    "alg_temp": lambda value, key, raw: {"sampler.rank_temperature": value or 0.0},
+    "alg_temp": "=sampler.rank_temperature",
     "pad_target_penalty": lambda value, key, raw: {"sampler.pad_penalty": value or 1.0},
     "further_horizon": horizon,
-    "use_cache": switch("sampler.cache", "prefix", "none"),
+    "use_cache": pick("sampler.cache", {True: "prefix", False: "none"}),
 }
 TRAINING = {
-    "gradient_checkpointing_enable": switch("model.remat", "full", "none"),
-    "gradient_accumulation_steps": batch,
-    "batch_size_lm": "batch.rows and batch.tokens give a microbatch its fixed shape",
+    "gradient_checkpointing_enable": pick("model.remat", {True: "full", False: "none"}),
     "mixed_precision": pick("model.dtype", DTYPES),
     "enable_tf32": "XLA chooses how matmuls of model.dtype are computed",
-    "seed": same("seed", "data.seed"),
+    "seed": "=seed data.seed",
     "num_train_epochs": unless(
         [1], "RL trains once on a rollout; SFT counts sft.steps"
     ),
-    "max_grad_norm": same("policy_optim.max_grad_norm", "value_optim.max_grad_norm"),
-    "method": method,
+    "max_grad_norm": "=policy_optim.max_grad_norm value_optim.max_grad_norm",
+    "method": pick("noise.kind", METHODS),
     "block_size": train_block,
     "shrink": "=noise.shrink",
     "post_num": unless([0], "an answer ends with its stop token; pads are not trained"),
     "max_prompt_len": "=sampler.max_prompt",
     "lower_p": "=noise.lower",
     "upper_p": "=noise.upper",
-    "mask_times_per_sample": lambda value, key, raw: (
-        {"noise.draws": value, "noise.rate": "scope"}
-        if raw["training.method"] in ("random_masking", "coupled")
-        else "the noise of this method is not drawn, or once for each example"
-    ),
+    "mask_times_per_sample": draws,
 }
 OPTIMIZER = {
     "optimizer.name": pick("", {"adamw": ""}),
@@ -204,13 +185,10 @@ OPTIMIZER = {
     "optimizer.params.policy_learning_rate": "=policy_optim.lr",
     "optimizer.params.value_learning_rate": "=value_optim.lr",
     "optimizer.params.scale_lr": "no script reads it",
-    "optimizer.params.beta1": same("policy_optim.b1", "value_optim.b1"),
-    "optimizer.params.beta2": same("policy_optim.b2", "value_optim.b2"),
-    "optimizer.params.epsilon": same("policy_optim.eps", "value_optim.eps"),
-    "optimizer.params.weight_decay": same(
-        "policy_optim.weight_decay", "value_optim.weight_decay"
-    ),
-    "lr_scheduler.scheduler": schedule,
+    "optimizer.params.beta1": "=policy_optim.b1 value_optim.b1",
+    "optimizer.params.beta2": "=policy_optim.b2 value_optim.b2",
+    "optimizer.params.epsilon": "=policy_optim.eps value_optim.eps",
+    "optimizer.params.weight_decay": "=policy_optim.weight_decay value_optim.weight_decay",
     "lr_scheduler.params.learning_rate": "the optimizer's is meant",
     "lr_scheduler.params.warmup_steps": "=policy_optim.warmup",
     "lr_scheduler.params.min_lr_scale": "theirs ignores it; policy_optim.final is ours",
@@ -244,33 +222,25 @@ RL = (
         "training.max_gen_length": "sampler.max_new bounds sampling and training alike",
         "training.eps": "=objective.clip",
         "training.beta": "=objective.beta",
-        "training.use_kl_estimator_k3": switch("objective.kl", "k3", "k1"),
+        "training.use_kl_estimator_k3": pick("objective.kl", {True: "k3", False: "k1"}),
         "training.gam": "=rl.gamma",
         "training.lam": "=rl.lam",
+        **under("evaluation", dict.fromkeys(SAMPLING, AS_TRAINED)),
         "evaluation.eval_dataset": dataset("data.heldout"),
         "evaluation.data_type": "held-out problems have the grader of training, rl.reward",
         "evaluation.temperature": "=eval.temperature",
         "evaluation.num_response_per_task": "a held-out problem is answered once",
-        **under(
-            "evaluation",
-            dict.fromkeys(
-                SAMPLING.keys()
-                - {"temperature", "num_task_per_step", "num_response_per_task"},
-                AS_TRAINED,
-            ),
+        "rollout.reward_model.reward_chunk_length": JUDGE,
+        "rollout.reward_model.k_sample": JUDGE,
+        "rollout.reward_model.max_model_len": JUDGE,
+        "rollout.reward_model.max_generation_token": JUDGE,
+        "rollout.reward_model.temperature": JUDGE,
+        "training.gradient_accumulation_steps": (
+            "rl.updates says into how many updates a step's rollouts are dealt"
         ),
-        **under(
-            "rollout.reward_model",
-            dict.fromkeys(
-                (
-                    "reward_chunk_length",
-                    "k_sample",
-                    "max_model_len",
-                    "max_generation_token",
-                    "temperature",
-                ),
-                JUDGE,
-            ),
+        "training.batch_size_lm": SHAPE,
+        "lr_scheduler.scheduler": (
+            "theirs restarts at every RL step; policy_optim.schedule spans the run"
         ),
     }
 )
@@ -280,6 +250,11 @@ SFT = (
     | under("training", TRAINING)
     | {
         "dataset.optimization_data": dataset("data.train"),
+        "lr_scheduler.scheduler": pick("policy_optim.schedule", SCHEDULES),
+        # Together they say sft.examples.
+        "training.gradient_accumulation_steps": batch,
+        "training.batch_size_lm": lambda value, key, raw: {},
+        "experiment.num_node": lambda value, key, raw: {},
         "training.max_gen_length": "=sampler.max_new",
         "training.post_num": lambda value, key, raw: {
             "data.post_num": -1 if value is None else value
@@ -293,11 +268,18 @@ EVAL = (
         "model": "=model.path",
         "model_base": COMMON["model.model_base"],
         "dataset.eval_dataset": dataset("data.heldout"),
-        "rollout.temperature": same("sampler.temperature", "eval.temperature"),
+        "rollout.temperature": "=sampler.temperature eval.temperature",
         "rollout.num_response_per_task": "=eval.answers",
     }
 )
 KINDS = {"rl": RL, "sft": SFT, "eval": EVAL}
+THEIRS = {"data.answer": "ground_truth_answer"}
+# What the files do without saying it: [kind] -> leaves.
+START = {
+    "rl": THEIRS | {"rl.value": "none", "objective.aggregate": "constant"},
+    "sft": {"method": "sft", "objective.aggregate": "constant"},
+    "eval": THEIRS,
+}
 
 
 def read(path: str) -> dict:
@@ -353,7 +335,7 @@ def translate(raw: dict) -> tuple[dict, dict]:
             raise ValueError(f"unknown key {key!r}; the nearest is {near!r}")
         row = KINDS[kind].get(key, f"it means nothing in a file of kind {kind}")
         if isinstance(row, str):
-            found = {row[1:]: value} if row.startswith("=") else row
+            found = dict.fromkeys(row[1:].split(), value) if row[0] == "=" else row
         else:
             found = row(value, key, raw)
         if isinstance(found, str):
@@ -361,18 +343,3 @@ def translate(raw: dict) -> tuple[dict, dict]:
         else:
             leaves |= {leaf: x for leaf, x in found.items() if leaf}
     return leaves, unused
-
-
-# What the files do without saying it: [kind] -> leaves.
-START = {
-    "rl": {
-        "data.answer": "ground_truth_answer",
-        "rl.value": "none",
-        "objective.aggregate": "constant",
-    },
-    "sft": {
-        "method": "sft",
-        "objective.aggregate": "constant",
-    },
-    "eval": {"data.answer": "ground_truth_answer"},
-}

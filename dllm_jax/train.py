@@ -16,15 +16,14 @@ import signal
 import sys
 
 import jax
-import jax.numpy as jnp
 import ml_collections.config_flags
 import numpy as np
 from absl import flags, logging
 
 from dllm_jax import config, data, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import families, hf, lora, transformer
-from dllm_jax.rl import advantage, experience, learner, noise, rollout, views
+from dllm_jax.models import hf, lora
+from dllm_jax.rl import experience, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.rewards import GRADERS
 
@@ -64,46 +63,25 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     tok = data.tokenizer(hf.find(cfg.model.path))
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
-    shared = rl and cfg.rl.value == "head"
-    updates = cfg.rl.steps * cfg.rl.updates if rl else cfg.sft.steps
-    terms = ({"rl": cfg.objective.loss, "sft": "nll", "dpo": "dpo"}[cfg.method],)
-    terms += ("value",) if shared else ()
-    plans = {"policy": learner.Plan(terms, cfg.policy_optim, updates)}
-    if rl and cfg.rl.value == "own":
-        plans["value"] = learner.Plan(("value",), cfg.value_optim, updates)
-
-    model = families.adapt(
-        hf.read_config(hf.find(cfg.model.path)),
-        attention=cfg.model.attention,
-        shift=cfg.model.shift,
-        mask_id=cfg.model.mask_id,
-    )
+    steps = cfg.rl.steps if rl else cfg.sft.steps
+    model = config.described(cfg)
     if model.mask_id == model.vocab and cfg.noise.kind != "ar":
         raise ValueError(
             f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "
             "needs; set model.attention and model.mask_id, as in configs/sft.py:adapt"
         )
-    model = dataclasses.replace(
-        model,
-        dtype=cfg.model.dtype,
-        remat=cfg.model.remat,
-        block=cfg.sampler.block,
-        lora=cfg.model.lora,
-    )
-    begin = {name: functools.partial(learner.begin, plan=plans[name]) for name in plans}
-    wanted, places = {}, {}
-    for name, plan in plans.items():
-        params = transformer.abstract(model, mesh, jnp.float32, plan.heads)
-        fresh = jax.eval_shape(begin[name], params).replace(params=params)
-        places[name] = learner.shardings(fresh, plan, mesh)
-        wanted[name] = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            fresh,
-            places[name],
-        )
     sampler = dataclasses.replace(
         cfg.sampler, stop_ids=data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     )
+    plans = networks.plans(
+        {"rl": cfg.objective.loss, "sft": "nll", "dpo": "dpo"}[cfg.method],
+        cfg.rl.value if rl else "none",
+        cfg.policy_optim,
+        cfg.value_optim,
+        updates=steps * cfg.rl.updates if rl else steps,
+    )
+    wanted = {name: networks.abstract(model, plans[name], mesh) for name in plans}
+    places = jax.tree.map(lambda x: x.sharding, wanted)
 
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
@@ -117,50 +95,32 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         )
     if resume == "must" and found is None:
         raise ValueError(f"--resume=must, but {folder} has no checkpoint")
-    states, first, taken = {}, 0, 0
-    base = None  # LoRA: the weights that stay as they are
-    if model.lora:
-        _, base = hf.load(cfg.model.path, mesh=mesh, dtype=model.dtype)
-        value = base.pop("value", None)
+    base, value = networks.frozen(cfg.model.path, model, mesh)
     if found is not None:
         states, meta, first = found
         taken = meta["taken"]
         say(f"resuming {folder} after step {first}")
-        report_changes(meta["config"], cfg, say)
+        for change in config.changes(meta["config"], cfg):
+            say(f"  {change}")
     else:
-        for i, (name, plan) in enumerate(plans.items()):
-            if base is None:
-                _, params = hf.load(
-                    cfg.model.path, mesh=mesh, dtype=jnp.float32, heads=plan.heads
-                )
-            else:
-                fresh = jax.jit(
-                    functools.partial(transformer.init, cfg=model, heads=plan.heads),
-                    out_shardings=places[name].params,
-                )
-                params = fresh(jax.random.fold_in(jax.random.key(cfg.seed), i))
-                if value is not None and "value" in params:
-                    params["value"] = value.astype(jnp.float32)
-            start = jax.jit(begin[name], out_shardings=places[name], donate_argnums=0)
-            states[name] = start(params)
-            del params
-    if found is None and main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(
-            json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
-        )
+        key, first, taken = jax.random.key(cfg.seed), 0, 0
+        states = networks.first(cfg.model.path, model, plans, places, mesh, value, key)
+        if main:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(dataclasses.asdict(cfg), indent=2)
+            (folder / "config.json").write_text(text + "\n")
+    beside = f"beside {networks.count(base):,} frozen ones " if base else ""
     say(
-        f"{cfg.model.path}: {count(states['policy'].params):,} parameters "
-        f"{f'beside {count(base):,} frozen ones ' if base else ''}on "
-        f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
+        f"{cfg.model.path}: {networks.count(states['policy'].params):,} parameters "
+        f"{beside}on {mesh.size} x {jax.devices()[0].device_kind}, "
+        f"mesh {dict(mesh.shape)}"
     )
 
     # ---- The compiled functions: each is traced once in a run ------------------------
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    scored = dict(plans)
-    reference = {}
-    if cfg.objective.reference_beta and terms != ("nll",):
-        scored["reference"] = learner.Plan(("policy",), cfg.policy_optim, updates)
+    scored, reference = dict(plans), {}
+    if cfg.objective.reference_beta and cfg.method != "sft":
+        scored["reference"] = dataclasses.replace(plans["policy"], terms=("policy",))
         reference["reference"] = base
         if base is None:
             _, reference["reference"] = hf.load(
@@ -185,7 +145,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     # ---- The data --------------------------------------------------------------------
     heldout = data.problems(cfg.data.heldout, tok, cfg.data) if cfg.data.heldout else []
     heldout = heldout[: cfg.eval.problems or None]
-    source = None
     if rl:
         source = data.problems(cfg.data.train, tok, cfg.data)
         rollout.report_long(source, sampler.max_prompt, say)
@@ -225,11 +184,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             told = rollout.summary(
                 answer(acting, heldout, n, key, temperature=temperature)
             )
-        return {
-            "heldout_accuracy": told["accuracy"],
-            "heldout_tokens_per_forward": told["tokens_per_forward"],
-            "heldout_response_length": told["response_length"],
-        }
+        names = ("accuracy", "tokens_per_forward", "response_length")
+        return {f"heldout_{name}": told[name] for name in names}
 
     layout = layouts.Layout(
         attention="causal" if cfg.noise.kind == "ar" else model.attention,
@@ -239,20 +195,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         longest=sampler.max_new,
     )
     noise.check(cfg.noise, layout)
-
-    def pack(trace, noised, index, group_n=None):
-        """Packs some of a host trace's rows into one update's batch."""
-        return views.pack(
-            experience.take(trace, index),
-            experience.take(noised, index),
-            mask_id=model.mask_id,
-            layout=layout,
-            cfg=cfg.batch,
-            most=most,
-            aggregate=cfg.objective.aggregate,
-            copies=cfg.noise.copies,
-            group_n=group_n,
-        )
 
     per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
     longest = sampler.max_new if rl else sampler.slots
@@ -264,6 +206,15 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         cfg.noise.copies,
         layout,
         cfg.batch,
+    )
+    pack = functools.partial(
+        views.pack,
+        mask_id=model.mask_id,
+        layout=layout,
+        cfg=cfg.batch,
+        most=most,
+        aggregate=cfg.objective.aggregate,
+        copies=cfg.noise.copies,
     )
 
     # ---- What it takes: programs are compiled now, and found compiled later -----------
@@ -299,7 +250,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     memory.check(always, phases, memory.limit())
 
     # ---- The loop --------------------------------------------------------------------
-    steps = cfg.rl.steps if rl else cfg.sft.steps
+    size = len(source) if rl else len(source.len_B) // (1 + dpo)
+    count = cfg.rl.prompts if rl else cfg.sft.examples
     writer = metrics.Writer(folder, steps, first, enabled=main)
     if first == 0 and heldout:
         writer.write(0, {**evaluate(0), **timer.pop()})
@@ -309,15 +261,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     for step in range(first + 1, steps + 1):
         rng = np.random.default_rng([cfg.seed, step])
         told, batches = {}, []
+        chosen = data.order(
+            size, taken, count, seed=cfg.data.seed, shuffle=cfg.data.shuffle
+        )
         if rl:
             key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-            chosen = data.order(
-                len(source),
-                taken,
-                cfg.rl.prompts,
-                seed=cfg.data.seed,
-                shuffle=cfg.data.shuffle,
-            )
             problems = [source[i] for i in chosen for _ in range(cfg.rl.group)]
             group_n = np.repeat(np.arange(cfg.rl.prompts), cfg.rl.group)
             with timer("rollout"):
@@ -330,37 +278,25 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             told = rollout.summary(rollouts)
             sampled = int(rollouts.trace.len_B.sum())
             if main and cfg.run.samples:
-                write_samples(folder, step, rollouts, problems, cfg.run.samples)
+                rollout.write(folder, step, rollouts, problems, cfg.run.samples)
             if stopping():
                 break
-            keep = advantage.kept(
-                rollouts.reward_n,
-                rollout.speed(rollouts.trace),
-                group_n,
-                cfg.rl.filter,
-                cfg.rl.min_solved,
-                cfg.rl.max_solved,
-            )
-            told["groups_kept"] = len(np.unique(group_n[keep]))
-            keep &= rollouts.trace.len_B > 0
-            if keep.any():
-                with timer("score"):
-                    params = {name: whole_of(name) for name in states} | reference
-                    more, batches = experience.of_rollouts(
-                        rollouts,
-                        keep,
-                        rng,
-                        rl=cfg.rl,
-                        noised=noise.noised(rollouts.trace, cfg.noise, layout, rng),
-                        as_sampled=cfg.noise.kind == "trace",
-                        objective=cfg.objective,
-                        params=params,
-                        pack=pack,
-                        score=score,
-                        mesh=mesh,
-                    )
-                told |= more
-            else:
+            with timer("score"):
+                params = {name: whole_of(name) for name in states} | reference
+                more, batches = experience.of_rollouts(
+                    rollouts,
+                    rng,
+                    rl=cfg.rl,
+                    noised=noise.noised(rollouts.trace, cfg.noise, layout, rng),
+                    as_sampled=cfg.noise.kind == "trace",
+                    objective=cfg.objective,
+                    params=params,
+                    pack=pack,
+                    score=score,
+                    mesh=mesh,
+                )
+            told |= more
+            if not batches:
                 within = f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
                 say(
                     f"step {step}: no group is {cfg.rl.filter}"
@@ -368,13 +304,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                     "the step is skipped"
                 )
         else:
-            chosen = data.order(
-                len(source.len_B) // (1 + dpo),
-                taken,
-                cfg.sft.examples,
-                seed=cfg.data.seed,
-                shuffle=cfg.data.shuffle,
-            )
             # A pair is two rows, one after the other.
             rows = experience.rows_of(chosen, 2) if dpo else chosen
             part = experience.take(source, rows)
@@ -453,30 +382,6 @@ class StopSignal:
         if jax.process_count() == 1:
             return self.seen
         return bool(np.any(sharding.everywhere(np.array([self.seen]))))
-
-
-def report_changes(old: dict, cfg, say):
-    """Says which keys a resumed run changes."""
-    new = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    for path in config.keys(new):
-        before, now = old, new
-        for part in path.split("."):
-            before, now = before.get(part, {}), now[part]
-        if before != now:
-            say(f"  config.{path} was {before!r}, is now {now!r}")
-
-
-def write_samples(folder, step, rollouts, problems, count):
-    """Writes some of a step's rollouts with their traces."""
-    path = folder / "samples" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    rows = rollout.as_records(rollouts, [p.prompt_ids for p in problems[:count]])
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def count(params) -> int:
-    """Returns the number of parameters."""
-    return sum(x.size for x in jax.tree.leaves(params))
 
 
 def main():

@@ -14,7 +14,6 @@ FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")  # o
 
 def of_rollouts(
     rollouts: Rollouts,
-    keep,
     rng: np.random.Generator,
     *,
     rl: RLConfig,
@@ -28,18 +27,34 @@ def of_rollouts(
 ):
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
-    keep: which rollouts teach something; noised: noise.noised of them all; pack and score:
-    views.pack and learner.score, bound. Old log-probs and values are scored by `params`,
-    with which the step starts. Where the noise is the trace (as_sampled), the gap to what
-    the sampler recorded is told: random masks show another context.
+    noised: noise.noised of all rollouts; pack: views.pack, bound; score: learner.score.
+    Old log-probs and values are scored by `params`, with which the step starts. Where the
+    noise is the trace (as_sampled), the gap to what the sampler recorded is told: random
+    masks show another context. There are no batches where rl.filter finds no group that
+    teaches something.
     """
+    speed_n = rollout.speed(rollouts.trace)
+    keep = advantage.kept(
+        rollouts.reward_n,
+        speed_n,
+        rollouts.group_n,
+        rl.filter,
+        rl.min_solved,
+        rl.max_solved,
+    )
+    told = {"groups_kept": len(np.unique(rollouts.group_n[keep]))}
+    keep &= rollouts.trace.len_B > 0
+    if not keep.any():
+        return told, []
     copies = len(noised.step_nT) // len(keep)  # rows of a trajectory, neighbours
     index = rng.permutation(np.flatnonzero(keep))
     deals = [rows_of(d, copies) for d in np.array_split(index, rl.updates) if len(d)]
     every = np.repeat(np.arange(len(keep)), copies)
     trace, keep, group_n = take((rollouts.trace, keep, rollouts.group_n), every)
     shape = trace.step_BT.shape
-    packed = [pack(trace, noised, deal, group_n[deal]) for deal in deals]
+    packed = [
+        pack(*take((trace, noised), deal), group_n=group_n[deal]) for deal in deals
+    ]
 
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
     gaps, trusted = [], 0
@@ -77,13 +92,13 @@ def of_rollouts(
     seen_nT = answer_nT & (noised.share_nT > 0)
     reward_n = advantage.combined(
         rollouts.reward_n,
-        rollout.speed(rollouts.trace),
+        speed_n,
         rollouts.group_n,
         keep[::copies],
         rl.advantage,
         speed=rl.speed,
     )[every]
-    told = {"packed_fill": float(np.mean([batch.fill for batch, _ in packed]))}
+    told["packed_fill"] = float(np.mean([batch.fill for batch, _ in packed]))
     if as_sampled:
         gap = np.concatenate(gaps)
         told["logprob_gap_mean"] = float(gap.mean())
@@ -132,7 +147,7 @@ def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
     compared with a reference (VRPO, see bounds.compared); None for examples.
     """
     part = take(part, np.repeat(np.arange(len(part.len_B)), copies))
-    batch, where = pack(part, noised, np.arange(len(part.len_B)))
+    batch, where = pack(part, noised)
     told = {"packed_fill": batch.fill}
     if score is not None:
         out = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
@@ -156,7 +171,7 @@ def blank(trace, cfg: NoiseConfig, layout, pack, mesh, fields: tuple[str, ...]):
     """
     noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
     index = np.zeros(cfg.copies, int)
-    batch, _ = pack(take(trace, index), noised, np.arange(cfg.copies), index)
+    batch, _ = pack(take(trace, index), noised, group_n=index)
     batch = batch.replace(**dict.fromkeys(fields, np.zeros_like(batch.weight_BU)))
     return sharding.place_rows(batch, mesh, axis=1)
 

@@ -6,6 +6,7 @@ process 0 alone grades, so that a grader's time-out cannot split a run in two.
 
 import dataclasses
 import functools
+import json
 import math
 
 import jax
@@ -219,6 +220,14 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float((~trace.stopped_B & (trace.len_B > 0)).mean()),
     }
+
+
+def write(folder, step: int, rollouts: Rollouts, problems, count: int):
+    """Writes some of a step's rollouts with their traces."""
+    path = folder / "samples" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    rows = as_records(rollouts, [p.prompt_ids for p in problems[:count]])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def as_records(rollouts: Rollouts, prompts: list[list[int]]) -> list[dict]:

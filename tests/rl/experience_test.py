@@ -46,17 +46,17 @@ def batches(off: float, rl=RL, as_sampled=True):
     noised = noise.noised(found.trace, NoiseConfig(), LAYOUT)
     sources = {}
 
-    def pack(trace, noised, index, group_n):
+    def pack(trace, noised, group_n):
         batch, source = views.pack(
-            experience.take(trace, index),
-            experience.take(noised, index),
+            trace,
+            noised,
             mask_id=99,
             layout=LAYOUT,
             cfg=BatchConfig(rows=2, tokens=48),
             most=4,
             aggregate="token",
         )
-        sources[batch.target_BU.tobytes()] = source, trace.logp_BT[index]
+        sources[batch.target_BU.tobytes()] = source, trace.logp_BT
         return batch, source
 
     def score(params, batch):
@@ -70,7 +70,6 @@ def batches(off: float, rl=RL, as_sampled=True):
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     metrics, out = experience.of_rollouts(
         found,
-        np.ones(N, bool),
         np.random.default_rng(0),
         rl=rl,
         noised=noised,

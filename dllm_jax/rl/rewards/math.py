@@ -162,15 +162,10 @@ def exact(answer: str, gold: str) -> bool | None:
     if ("=" in answer) != ("=" in gold):  # 2+3=5 is a calculation, not the answer 5
         return False
     a, g = number(answer), number(gold)
-    if (
-        a is None
-        and g is not None
-        and PLAIN.fullmatch(answer)
-        and OPERATOR.search(answer)
-    ):
-        return False  # the question copied into the box is not its answer
     if a is None or g is None:
-        return None
+        # The question copied into the box is not its answer.
+        copied = PLAIN.fullmatch(answer) and OPERATOR.search(answer)
+        return False if a is None and g is not None and copied else None
     # 50% is 0.5, and is 50 where the question was "what percentage?".
     scale = {(True, False): Fraction(1, 100), (False, True): 100}.get((a[1], g[1]), 1)
     return a[0] == g[0] or a[0] * scale == g[0]
@@ -260,9 +255,8 @@ def symbolic(answer: str, gold: str) -> bool:
     import sympy
 
     config = math_verify.LatexExtractionConfig(boxed_match_priority=-1)
-    normal = dataclasses.replace(
-        config.normalization_config, units=False
-    )  # 3m is not 3
+    # 3m is not 3.
+    normal = dataclasses.replace(config.normalization_config, units=False)
     config = dataclasses.replace(config, normalization_config=normal)
     pair = []
     for text in (answer, gold):
@@ -374,10 +368,7 @@ class Worker:
         self.process, self.ready = None, False
 
 
-@functools.cache
-def worker() -> Worker:
-    """Returns this process's one worker."""
-    return Worker()
+worker = functools.cache(Worker)  # this process's one
 
 
 @functools.lru_cache(maxsize=2**16)
