@@ -34,6 +34,7 @@ class Plan:
     terms: tuple[str, ...]  # keys of OBJECTIVES
     optim: OptimConfig
     updates: int  # of the whole run: where the schedule ends
+    head_rate: float = 1.0  # of a value head on the policy's trunk, over the trunk's own
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -57,8 +58,15 @@ def schedule(cfg: OptimConfig, updates: int) -> optax.Schedule:
 
 
 def optimizer(plan: Plan) -> optax.GradientTransformation:
-    """Returns AdamW behind a clip of the global norm."""
+    """Returns AdamW behind a clip of the global norm.
+
+    A value head starts at zero; at the rate of the policy beside it, it would stay there.
+    """
     cfg = plan.optim
+
+    def head(params):
+        return {name: name == "value" for name in params}
+
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
         optax.adamw(
@@ -68,6 +76,7 @@ def optimizer(plan: Plan) -> optax.GradientTransformation:
             eps=cfg.eps,
             weight_decay=cfg.weight_decay,
         ),
+        optax.masked(optax.scale(plan.head_rate), head),
     )
 
 

@@ -15,10 +15,12 @@ def plans(term: str, value: str, policy: OptimConfig, own: OptimConfig, updates:
     """Returns the Plan of each network that is trained, by name.
 
     term: the policy's objective; value: rl.value; policy, own: the optimizers of the
-    policy and of a value network of its own.
+    policy and of a value network of its own, or of a head only the rate.
     """
-    terms = (term, "value") if value == "head" else (term,)
-    out = {"policy": learner.Plan(terms, policy, updates)}
+    terms, head = (term,), 1.0
+    if value == "head":
+        terms, head = (term, "value"), own.lr / policy.lr if policy.lr else 1.0
+    out = {"policy": learner.Plan(terms, policy, updates, head)}
     if value == "own":
         out["value"] = learner.Plan(("value",), own, updates)
     return out

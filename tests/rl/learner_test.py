@@ -450,6 +450,19 @@ def test_a_training_stage_ends_at_the_references_weights(index):
         np.testing.assert_allclose(ours[name], tensor, atol=2e-5, err_msg=name)
 
 
+def test_a_value_head_on_the_policy_has_a_rate_of_its_own():
+    params = {"layers": {"wq": jnp.ones(3)}, "value": jnp.ones(3)}
+
+    def step(rate):
+        plan = learner.Plan(("policy", "value"), OptimConfig(), 1, rate)
+        state = learner.begin(params, plan)
+        return learner.optimizer(plan).update(params, state.opt_state, params)[0]
+
+    slow, fast = step(1.0), step(50.0)
+    np.testing.assert_array_equal(fast["layers"]["wq"], slow["layers"]["wq"])
+    np.testing.assert_allclose(fast["value"], 50 * slow["value"], rtol=1e-6)
+
+
 # ---- Training sees what sampling saw -------------------------------------------------
 
 SAMPLERS = {
