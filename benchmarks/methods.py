@@ -33,7 +33,9 @@ SUBSET = ("noise.kind=subset", "objective.aggregate=elbo")
 # Method: the config file and the keys it sets.
 RL = {
     "TraceRL, own value network": ("tracerl", STEP, "rl.value=own"),
-    "TraceRL, value head": ("tracerl", STEP, "rl.value=head"),
+    "TraceRL, value head": (
+        *("tracerl", STEP, "rl.value=head", "value_optim.lr=3e-5"),
+    ),
     "TraceRL, no value model": ("tracerl", STEP, NONE),
     "coupled RL": ("coupled",),
     "random-masking RL": ("random_masking",),

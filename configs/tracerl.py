@@ -52,6 +52,7 @@ def smollm2(c):
     c.rl.update({"steps": 40, "prompts": 8, "group": 8})
     c.rl.update({"min_solved": 0.1, "max_solved": 0.95, "value": "head"})
     c.policy_optim.lr = 2e-5
+    c.value_optim.lr = 2e-5
     c.eval.update({"every": 10, "problems": 128, "temperature": 1.0})
     c.run.update({"folder": "runs/smollm2/tracerl", "save_every": 10})
 
