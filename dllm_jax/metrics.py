@@ -99,13 +99,14 @@ class Writer:
         self.total = total
         self.path = pathlib.Path(folder) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read(folder) if row["step"] <= step]
+        begin = step + 1 if step else 0  # what begins writes step 0 itself
+        kept = [row for row in read(folder) if row["step"] < begin]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(partial, self.path)
         self.file = self.path.open("a")
         self.board = SummaryWriter(
-            str(self.path.parent / "tensorboard"), purge_step=step + 1
+            str(self.path.parent / "tensorboard"), purge_step=begin
         )
         self.bar = tqdm(
             total=total,

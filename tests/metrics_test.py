@@ -43,6 +43,14 @@ def test_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_from_nothing(tmp_path):
+    for _ in range(2):
+        writer = metrics.Writer(tmp_path, 10, 0)
+        writer.write(0, {"heldout_accuracy": 0.5})
+        writer.close()
+    assert steps(tmp_path) == [0]
+
+
 def test_a_half_written_last_line_is_left_out(tmp_path):
     fill(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"
