@@ -44,7 +44,7 @@ train: $(INSTALLED) ## Train with TraceRL; the default runs on two CPU cores
 test: $(INSTALLED) ## Run the tests; needs no accelerator
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-aot: .venv-aot/.installed ## Compile for TPU and H200 without hardware
+aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware
 	.venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)
 
 test-torch: $(INSTALLED) .venv-torch/.installed ## Cross-check an export with PyTorch

@@ -2,7 +2,7 @@
 
 `libtpu` and `jax-cuda13-plugin` hold whole compilers that need no chip. A topology is
 `chip:shape`: `v5e:4x4`, `v5p:4x4x4`, `v6e:2x4` are slices; `h200:8` is a node of eight
-GPUs and `h200:2x8` two of them. Programs are lowered from `jax.ShapeDtypeStruct`s whose
+GPUs and `h200:2x8` two of them; `h100` likewise. Programs are lowered from `jax.ShapeDtypeStruct`s whose
 shardings lie on `mesh(...)`, compiled, and never run:
 
     target = topologies.mesh("v5p:4x4x4", fsdp=16, model=4)
@@ -35,14 +35,16 @@ jax.config.update("jax_platforms", "cpu")
 GIB = 2**30
 
 # Bytes of one JAX device that a program may use. For TPUs it is the limit that libtpu
-# itself states when a program is refused; for the H200 the 141 GB on its label, of
+# itself states when a program is refused; for GPUs the GB on their label, of
 # which JAX takes XLA_PYTHON_CLIENT_MEM_FRACTION (0.75 unless set).
 HBM = {
     "v5e": int(15.75 * GIB),
     "v5p": int(95.73 * GIB),
     "v6e": int(31.24 * GIB),
+    "h100": 80 * 10**9,
     "h200": 141 * 10**9,
 }
+HOPPERS = {"h100": ("NVIDIA H100", 3.35e12), "h200": ("NVIDIA H200", 4.8e12)}  # bytes/s
 
 # libtpu looks for a slice, and takes a machine-wide lock, unless told otherwise.
 TPU_ENV = {
@@ -71,7 +73,7 @@ def devices(topology: str) -> tuple[jax.Device, ...]:
     chip, _, shape = topology.partition(":")
     if chip not in HBM or not shape:
         raise ValueError(f"topology {topology!r}: want CHIP:SHAPE, CHIP in {list(HBM)}")
-    described = _h200(shape) if chip == "h200" else _tpu(topology)
+    described = _hopper(chip, shape) if chip in HOPPERS else _tpu(topology)
     return tuple(described.devices)
 
 
@@ -106,17 +108,27 @@ def _tpu(topology: str):
         raise ValueError(f"topology {topology!r}: {e}") from e
 
 
-def _h200(shape: str):
+def _hopper(chip: str, shape: str):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise SkipReason("h200: jax-cuda13-plugin is not installed (extra 'aot')")
+        raise SkipReason(f"{chip}: jax-cuda13-plugin is not installed (extra 'aot')")
     parts = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
     if parts is None:
-        raise ValueError(f"topology 'h200:{shape}': want h200:GPUS or h200:NODESxGPUS")
+        raise ValueError(
+            f"topology '{chip}:{shape}': want {chip}:GPUS or {chip}:NODESxGPUS"
+        )
     nodes, gpus = parts.groups(default="1")
+    name, bandwidth = HOPPERS[chip]
+    config = Path(__file__).with_name("hopper.txtpb").read_text()
+    for key, value in (
+        ("NAME", name),
+        ("MEMORY", HBM[chip]),
+        ("BANDWIDTH", int(bandwidth)),
+    ):
+        config = config.replace(f"${key}", str(value))
     described = topologies.get_topology_desc(
         platform="cuda",
-        topology_name="H200",
-        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+        topology_name=name.split()[-1],
+        target_config=config,
         topology=f"1x{nodes}x{gpus}",  # slices, nodes, GPUs of a node
     )
     _check_cuda_toolkit(described.devices[0])
@@ -132,7 +144,7 @@ def _check_cuda_toolkit(device):
     try:
         jax.jit(jnp.tanh).lower(x).compile()
     except jax.errors.JaxRuntimeError as e:
-        raise SkipReason(f"h200: no ptxas or libdevice (extra 'aot'): {e}") from e
+        raise SkipReason(f"GPU: no ptxas or libdevice (extra 'aot'): {e}") from e
 
 
 def _toy(target: Mesh):
