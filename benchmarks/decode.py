@@ -5,10 +5,12 @@
 Random weights and a forced rate of unmasking, so that speed does not depend on what the
 weights say: a step takes the first masked position and every other one that drew an even
 token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three times
-as many requests as rows. Both ways answer the same requests and must give the same ids;
+as many requests as rows (--waves); neighbours of a --group have the same prompt. Both ways answer the same requests and must give the same ids;
 they alternate, the median is told, compilation excluded. On an accelerator that is in
 `report.CHIPS` the share of the roofline is told too: the time that one forward after the other
-would need for reading weights and cache, or for its multiplications if that is longer.
+would need for reading weights and the cache of the rows that were busy, or for their
+multiplications if that is longer. `busy_rows` is how many were: the last requests leave
+rows idle, fewer the more --waves there are.
 
 `percent_on_host` is what the host spends of that time between a device call's end and the
 next one's start: harvesting, admitting, telling the device. `host_ms_per_forward` is its
@@ -55,21 +57,37 @@ STRATEGIES["forced"] = forced
 
 
 def requests(rows: int, args, model: ModelConfig):
-    """Returns (prompts, new): three ragged requests for every row."""
+    """Returns (prompts, new): `waves` ragged requests for every row."""
     rng = np.random.default_rng(args.seed)
-    count = 3 * rows
+    count = args.waves * rows
     lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
     prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
+    prompts = [prompts[i - i % args.group] for i in range(count)]
     return prompts, rng.integers(args.new // 8, args.new, count, endpoint=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a run computed."""
+
+    forwards: int
+    clean: int  # windows that were run for their keys
+    steps: int  # windows that were run to unmask something, of all rows
+
+
 def on_engine(engine: Engine, params, prompts, new, key):
-    """Returns ({request: answer}, forwards)."""
-    before = 0 if engine.rows is None else int(engine.rows.forwards)
+    """Returns ({request: answer}, the Work that it took)."""
+    rows = engine.rows
+    before = (0, 0) if rows is None else (int(rows.forwards), int(rows.clean))
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, index=i, temperature=1.0, new=int(new[i]))
-    out = {r.index: answer(row) for r, row in engine.run(params, key)}
-    return out, int(engine.rows.forwards) - before
+    answers = {r.index: row for r, row in engine.run(params, key)}
+    work = Work(
+        forwards=int(engine.rows.forwards) - before[0],
+        clean=int(engine.rows.clean) - before[1],
+        steps=sum(int(row.steps_B) for row in answers.values()),
+    )
+    return {i: answer(row) for i, row in answers.items()}, work
 
 
 def in_batches(params, prompts, new, key, *, model, cfg):
@@ -94,7 +112,7 @@ def in_batches(params, prompts, new, key, *, model, cfg):
         for b, i in enumerate(part):
             out[i] = answer(jax.tree.map(lambda x, b=b: x[b], trace))
         forwards += int(trace.forwards_B.max())
-    return out, forwards
+    return out, Work(forwards, 0, int(trace.steps_B.sum()))
 
 
 def host_work(run):
@@ -138,16 +156,18 @@ def answer(row) -> list[int]:
     return row.tokens_BT[row.prompt_len_B : row.prompt_len_B + row.len_B].tolist()
 
 
-def roofline(model: ModelConfig, params, rows: int, context: int, forwards: int):
-    """Returns the least seconds of `forwards` on this chip, or None if it is unknown."""
+def roofline(model: ModelConfig, params, context: int, work: Work):
+    """Returns the least seconds of some work on this chip, or None if it is unknown."""
     chip = report.chip()
     if chip is None:
         return None
-    weights = sum(x.size for x in jax.tree.leaves(params))
+    layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
+    head = model.d_model * model.vocab  # an embedding is looked up, not read
     width = jnp.dtype(model.dtype).itemsize
-    cache = 2 * model.layers * model.kv_heads * model.head_dim * context * rows
-    flops = 2 * weights * rows * model.block
-    return forwards * max((weights + cache) * width / chip[0], flops / chip[1])
+    cache = 2 * model.layers * model.kv_heads * model.head_dim * context * work.steps
+    bytes_ = (layers + head) * work.forwards + cache
+    flops = 2 * model.block * (layers * (work.steps + work.clean) + head * work.steps)
+    return max(bytes_ * width / chip[0], flops / chip[1])
 
 
 def measure(rows: int, args, model, params, mesh) -> dict:
@@ -159,6 +179,7 @@ def measure(rows: int, args, model, params, mesh) -> dict:
         max_prompt=args.prompt,
         max_new=args.new,
         rows=rows,
+        prefill=args.prefill,
     )
     prompts, new = requests(rows, args, model)
     made, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
@@ -180,6 +201,7 @@ def measure(rows: int, args, model, params, mesh) -> dict:
     tokens = sum(len(ids) for ids in answers["engine"][0].values())
     share, busy = host_work(ways["engine"])
     context = args.prompt * 3 // 4 + args.new // 4
+    work = answers["engine"][1]
     told = {
         "model": args.model,
         "dtype": model.dtype,
@@ -188,16 +210,18 @@ def measure(rows: int, args, model, params, mesh) -> dict:
         "sampler": f"block {model.block}, {cfg.strategy}, temperature 1",
         "requests": len(prompts),
         "tokens": tokens,
-        "tokens_per_forward": round(tokens / answers["engine"][1], 2),
+        "group": args.group,
+        "tokens_per_forward": round(tokens / work.forwards, 2),
+        "busy_rows": round(work.steps / work.forwards, 1),
         "percent_on_host": round(100 * share, 2),
-        "host_ms_per_forward": round(1e3 * busy / answers["engine"][1], 3),
+        "host_ms_per_forward": round(1e3 * busy / work.forwards, 3),
     }
     for name in ways:
-        told[f"{name}_forwards"] = answers[name][1]
+        told[f"{name}_forwards"] = answers[name][1].forwards
         told[f"{name}_tokens_per_second"] = round(tokens / median[name], 1)
     if "batches" in ways:
         told["speedup"] = round(median["batches"] / median["engine"], 2)
-    least = roofline(model, params, rows, context, answers["engine"][1])
+    least = roofline(model, params, context, work)
     if least is not None:
         told["percent_of_roofline"] = round(100 * least / median["engine"], 1)
     return told
@@ -214,6 +238,11 @@ def main():
         "--prompt", type=int, default=128, help="longest prompt, tokens"
     )
     parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument("--waves", type=int, default=3, help="requests for every row")
+    parser.add_argument("--group", type=int, default=1, help="requests of one prompt")
+    parser.add_argument(
+        "--prefill", type=int, default=512, help="prompt tokens a forward takes along"
+    )
     parser.add_argument(
         "--dtype", default=None, help="default: bfloat16, on CPU float32"
     )

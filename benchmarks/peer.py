@@ -41,6 +41,7 @@ def main():
     )
     parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.set_defaults(waves=3, group=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torch", default=str(ROOT / ".venv-torch/bin/python"))
     args = parser.parse_args()
@@ -64,7 +65,14 @@ def main():
 def run(args, folder: str, fields: dict):
     """Starts the loop and times it and the engine in turn."""
     loop = subprocess.Popen(
-        [args.torch, ROOT / "benchmarks/torch_loop.py", folder, json.dumps(fields)],
+        # -P: files beside the program, such as kernels.py, are no packages of PyTorch's.
+        [
+            args.torch,
+            "-P",
+            ROOT / "benchmarks/torch_loop.py",
+            folder,
+            json.dumps(fields),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -18,7 +18,7 @@ CHIPS = {  # device_kind: (bytes/s of memory, bf16 FLOP/s)
     "NVIDIA H200": (4.8e12, 989e12),
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
     "TPU v5 lite": (819e9, 197e12),
-    "TPU v5p": (2765e9, 459e12),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), (2765e9, 459e12)),
     "TPU v6 lite": (1640e9, 918e12),
 }
 ONCE = ("benchmark", "command", "device", "date", "python", "jax", "jaxlib")
@@ -33,8 +33,14 @@ the commands printed JSON; fill and tokens a second of the update follow from th
 
 
 def chip():
-    """Returns (bytes/s, FLOP/s) of the device, or None if it is not in CHIPS."""
-    return CHIPS.get(jax.devices()[0].device_kind)
+    """Returns (bytes/s, FLOP/s) of the device, or None if it is not in CHIPS.
+
+    Warns of an accelerator that is not: its rows lack their share of what it can do.
+    """
+    kind = jax.devices()[0].device_kind
+    if kind not in CHIPS and jax.default_backend() != "cpu":
+        print(f"report.CHIPS does not know {kind!r}", file=sys.stderr)
+    return CHIPS.get(kind)
 
 
 def dtype() -> str:

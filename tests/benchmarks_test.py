@@ -1,0 +1,39 @@
+"""The benchmarks run, on next to nothing, and what they print makes a table."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import decode, kernels, report
+
+CALLS = {
+    "decode": (
+        decode,
+        "--model=tiny --rows 2 --prompt 16 --new 8 --repeats 1 --waves 2 --group 2",
+    ),
+    "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
+    module, flags = CALLS[name]
+    monkeypatch.setattr(sys, "argv", [name, *flags.split()])
+    module.main()
+    text = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in text if line.startswith("{")]
+    assert {line["command"] for line in lines} == {
+        f"python -m benchmarks.{name} {flags}"
+    }
+    if name == "decode":
+        (line,) = lines
+        assert line["requests"] == 4
+        # Both ways gave the same ids, and the engine wastes no forward on a full block.
+        assert line["engine_forwards"] < line["batches_forwards"]
+        assert 0 < line["busy_rows"] <= 2
+    else:
+        assert [line["op"] for line in lines] == ["cache_update", "grouped_matmul"]
+        assert not [key for line in lines for key in line if key.endswith("_failed")]
+    table = report.tables(lines)
+    assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
