@@ -19,10 +19,7 @@ attention sample with stale keys, as published; the gap to training is logged, a
 closes it at the price of a forward of the whole canvas at every step.
 """
 
-from dllm_jax import config
-
-MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
+from dllm_jax import config, data
 
 
 def arithmetic(c):
@@ -59,7 +56,7 @@ def smollm2(c):
 
 def published(c):
     """The recipe of the paper's section 5 and appendix: 128 problems x 32 answers."""
-    c.data.update({"answer": "ground_truth_answer", "template": MATH})
+    c.data.update({"answer": "ground_truth_answer", "template": data.MATH})
     c.data.update({"train": "data/MATH_train.json", "heldout": "data/MATH500.json"})
     c.model.remat = "full"
     c.sampler.update({"block": 4, "steps_per_block": 4, "threshold": 0.9})
@@ -76,7 +73,7 @@ def published(c):
 def dream(c):
     """dLLM-RL's settings for Dream: static unmasking of 1,024 tokens, 8 steps a round."""
     published(c)
-    c.data.template = BOXED
+    c.data.template = data.BOXED
     c.sampler.update({"block": 32, "steps_per_block": 32, "strategy": "static"})
     c.sampler.update({"threshold": 0.95, "cache": "prefix", "horizon": 32})
     c.sampler.update({"temperature": 0.8, "top_k": 50, "top_p": 0.9})

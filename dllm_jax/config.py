@@ -274,10 +274,11 @@ def describe() -> str:
 def ported(path: str) -> str:
     """Returns a config file that does what a YAML file of dLLM-RL does.
 
-    Its docstring names each key that has no effect here, and why.
+    Its docstring names each key that has no effect here, or another one, and why.
     """
     try:
-        leaves, unused = from_yaml.translate(from_yaml.read(path))
+        raw = from_yaml.read(path)
+        leaves, unused = from_yaml.translate(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
     tree, lines = default(), []
@@ -306,12 +307,13 @@ def ported(path: str) -> str:
             *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
         ]
     name, notes = pathlib.Path(path).name, "\n".join(notes)
+    entry = "eval" if from_yaml.kind_of(raw) == "eval" else "train"
     body = "".join(f"{line}\n" for line in lines)
     return f'''"""{name} of dLLM-RL, translated.
 
-    python -m dllm_jax.train --config=FILE
+    python -m dllm_jax.{entry} --config=FILE
 
-Its keys without effect here:
+Its keys without effect here, or with another:
 
 {notes}
 """

@@ -19,6 +19,9 @@ import transformers
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
+# How dLLM-RL asks problems of models that attend by blocks, and of the others.
+MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 

@@ -2,7 +2,8 @@
 
 A file is one of three kinds, told by its sections: RL has rollout and training, SFT has
 training alone, evaluation has rollout alone. Every key of every released file is a row of
-a table: the name of our leaf, a function of the value, or the reason why it does nothing.
+a table: the name of our leaf, a function of the value, or the reason why it does nothing
+or is NOT THE SAME.
 """
 
 import difflib
@@ -11,30 +12,26 @@ import re
 
 import yaml
 
-from dllm_jax.sampling.confidence import TARGETS
+from dllm_jax.data import BOXED, MATH, TURN_ENDS
 
-STRATEGIES = {
-    "low_confidence_dynamic": "dynamic",
-    "low_confidence_static": "static",
-    "entropy_bounded": "entropy_bounded",
-    "sequential": "sequential",
-}
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine": "cosine",
-    "linear": "linear",
-    "polynomial": "linear",
-}
-METHODS = {
-    "TraceRL": "trace",
-    "trace": "trace",
-    "random_masking": "bernoulli",
-    "coupled": "complement",
-    "semi-ar": "semi_ar",
-    "ar": "ar",
-}
-DTYPES = {"bf16": "bfloat16", "no": "float32"}
+
+def names(text: str) -> dict:
+    """Returns their names with ours, from words theirs=ours, or one word for both."""
+    return {a: b or a for a, _, b in (word.partition("=") for word in text.split())}
+
+
+STRATEGIES = names(
+    "low_confidence_dynamic=dynamic low_confidence_static=static entropy_bounded sequential"
+)
+TARGETS = names("confidence margin_confidence=margin neg_entropy random")
+SCHEDULES = names(
+    "constant constant_with_warmup=constant cosine linear polynomial=linear"
+)
+METHODS = names(
+    "TraceRL=trace trace random_masking=bernoulli coupled=complement semi-ar=semi_ar ar"
+)
+DTYPES = names("bf16=bfloat16 no=float32")
+ASKED = {"sdar": MATH, "trado": MATH, "dream": BOXED, "llada": BOXED, "mmada": BOXED}
 
 
 def pick(leaf: str, table: dict):
@@ -54,11 +51,49 @@ def dataset(leaf: str):
     return lambda value, key, raw: {leaf: f"data/{value}.json"}
 
 
+def told(same: bool, reason: str) -> str:
+    """Returns a reason that says whether something differs."""
+    return reason if same else f"NOT THE SAME: {reason}"
+
+
 def unless(usual, reason: str):
     """Returns a row for a key of which only the usual value can be had."""
-    return lambda value, key, raw: (
-        f"{'' if value in usual else 'NOT THE SAME: '}{reason}"
-    )
+    return lambda value, key, raw: told(value in usual, reason)
+
+
+def full(raw: dict) -> bool:
+    """Returns whether the model attends to its whole canvas, as far as a file tells."""
+    return bool({"rollout.steps", "training.mask_times_per_sample"} & raw.keys())
+
+
+def strategy(value, key, raw):
+    """Returns the strategy; thresholds, but LLaDA's, are of what is drawn from."""
+    out = pick("sampler.strategy", STRATEGIES)(value, key, raw)
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    bent = any(raw.get(f"rollout.{k}") not in (None, x) for k, x in plain.items())
+    base = raw.get("model.model_base", raw.get("model_base"))
+    if bent and base not in ("llada", "mmada") and "dynamic" in value:
+        out["sampler.tempered_threshold"] = True
+    return out
+
+
+def as_trained(value, key, raw):
+    """Compares a key of evaluation with the rollout's; a list is several evaluations."""
+    usual = raw.get(key.replace("evaluation.", "rollout."))
+    return told(value in (None, usual, [usual]), AS_TRAINED)
+
+
+def kl_weight(value, key, raw):
+    """Returns beta, and where attention is full that it weighs another sum."""
+    theirs = "NOT THE SAME: their KL is not divided by a step's size"
+    return {"objective.beta": value, "": theirs if full(raw) and value else ""}
+
+
+def cut_short(value, key, raw):
+    """Says whether training sees less of an answer than was sampled."""
+    new = raw.get("rollout.max_token", raw.get("rollout.max_gen_length", 0))
+    reason = "sampler.max_new bounds sampling and training alike"
+    return told(value is None or value >= new, reason)
 
 
 def horizon(value, key, raw):
@@ -86,10 +121,8 @@ def train_block(value, key, raw):
     """Returns the training block of SFT; in RL it is the sampler's."""
     if "rollout.block_size" not in raw:
         return {"sampler.block": value, "sampler.steps_per_block": value}
-    usual = [raw["rollout.block_size"]]
-    return unless(usual, "training uses the blocks of sampling, sampler.block")(
-        value, key, raw
-    )
+    same = value == raw["rollout.block_size"]
+    return told(same, "training uses the blocks of sampling, sampler.block")
 
 
 def draws(value, key, raw):
@@ -105,36 +138,45 @@ def batch(value, key, raw):
     return {"sft.examples": int(value) * int(rows) * 8 * int(nodes)}
 
 
+def under(section: str, rows: dict) -> dict:
+    """Returns rows with the section's name before each key."""
+    return {f"{section}.{key}": row for key, row in rows.items()}
+
+
+def idle(section: str, names: str, reason: str) -> dict:
+    """Returns rows of keys that are without effect for one reason."""
+    return under(section, dict.fromkeys(names.split(), reason))
+
+
 ONE_RUN = "one process samples, grades, trains and evaluates"
 LAUNCH = "launch/ starts the processes; mesh.* says how devices are used"
 FIXED = "the run folder has fixed names: checkpoints/ and export/"
 JUDGE = "rewards come from graders; there is no process reward"
-AS_TRAINED = "held-out problems are sampled as in training, at eval.temperature"
+THEIRS_TOO = "the rollout's is used, there as here"
+AS_TRAINED = (
+    "held-out problems are answered once, by the sampler of training; python -m "
+    "dllm_jax.eval can have another, and several answers"
+)
 CHAT = "prompts are rendered by the checkpoint's chat template"
 HOST = "the environment's, where launch/ starts the processes"
 BOARD = "metrics go to metrics.jsonl and TensorBoard in the run folder"
-SHAPE = "batch.rows and batch.tokens give a microbatch its fixed shape"
+UPDATES = (
+    "NOT THE SAME: they take gradient_accumulation_steps x batch_size_lm x GPUs rows for an "
+    "update, as many as there are (5 to 8 in a step of their single-node files); "
+    "rl.updates is how many updates a step's rollouts are dealt into"
+)
 
 COMMON = {
     "experiment.project": lambda value, key, raw: {"run.folder": f"runs/{value}"},
     "experiment.function": ONE_RUN,
-    "experiment.num_node": LAUNCH,
-    "experiment.node_index": LAUNCH,
-    "experiment.deepspeed_file": LAUNCH,
+    **idle("experiment", "num_node node_index deepspeed_file", LAUNCH),
     "model.pretrained_model": "=model.path",
-    "model.model_base": "the checkpoint's config.json says what it is",
-    "model.optimized_name": FIXED,
-    "model.optimized_value_name": FIXED,
+    **dict.fromkeys(("model.model_base", "model_base"), pick("data.template", ASKED)),
+    **idle("model", "optimized_name optimized_value_name", FIXED),
     "dataset.data_type": unless(["math"], "answers are graded as rl.reward says, math"),
     "execute.num_chunk": "no code is executed",
-    "wandb.entity": BOARD,
-    "wandb.resume": BOARD,
-    "wandb.run_id": BOARD,
-    "system.HTTP_PROXY": HOST,
-    "system.HF_HOME": HOST,
-    "system.env_name": HOST,
-    "system.envs_dir": HOST,
-    "system.base_dir": HOST,
+    **idle("wandb", "entity resume run_id", BOARD),
+    **idle("system", "HTTP_PROXY HF_HOME env_name envs_dir base_dir", HOST),
 }
 SAMPLING = {
     "tensor_parallel_size": "=mesh.model",
@@ -150,12 +192,15 @@ SAMPLING = {
     "steps": steps,
     "top_p": "=sampler.top_p",
     "top_k": "=sampler.top_k",
-    "remasking_strategy": pick("sampler.strategy", STRATEGIES),
+    "remasking_strategy": strategy,
     "dynamic_threshold": "=sampler.threshold",
     "start_with_think": unless([False], CHAT),
-    "stop_token_list": "a turn's end stops already; sampler.stop_ids adds ids",
+    "stop_token_list": unless(
+        (None, [], *([end] for end in TURN_ENDS)),
+        "a turn's end stops already; sampler.stop_ids adds the ids of other tokens",
+    ),
     "output_unmasking_history": "every rollout is written with its trace",
-    "target": pick("sampler.target", {name: name for name in TARGETS}),
+    "target": pick("sampler.target", TARGETS),
     "alg_temp": "=sampler.rank_temperature",
     "pad_target_penalty": lambda value, key, raw: {"sampler.pad_penalty": value or 1.0},
     "further_horizon": horizon,
@@ -166,9 +211,7 @@ TRAINING = {
     "mixed_precision": pick("model.dtype", DTYPES),
     "enable_tf32": "XLA chooses how matmuls of model.dtype are computed",
     "seed": "=seed data.seed",
-    "num_train_epochs": unless(
-        [1], "RL trains once on a rollout; SFT counts sft.steps"
-    ),
+    "num_train_epochs": unless([1], "RL trains once on a rollout"),
     "max_grad_norm": "=policy_optim.max_grad_norm value_optim.max_grad_norm",
     "method": pick("noise.kind", METHODS),
     "block_size": train_block,
@@ -195,11 +238,6 @@ OPTIMIZER = {
 }
 
 
-def under(section: str, rows: dict) -> dict:
-    """Returns rows with the section's name before each key."""
-    return {f"{section}.{key}": row for key, row in rows.items()}
-
-
 RL = (
     COMMON
     | OPTIMIZER
@@ -219,26 +257,24 @@ RL = (
         "model.process_reward_model": unless([None], JUDGE),
         "dataset.train_dataset": dataset("data.train"),
         "dataset.optimization_data": "rollouts do not pass through a file",
-        "training.max_gen_length": "sampler.max_new bounds sampling and training alike",
+        "training.max_gen_length": cut_short,
         "training.eps": "=objective.clip",
-        "training.beta": "=objective.beta",
+        "training.beta": kl_weight,
         "training.use_kl_estimator_k3": pick("objective.kl", {True: "k3", False: "k1"}),
         "training.gam": "=rl.gamma",
         "training.lam": "=rl.lam",
-        **under("evaluation", dict.fromkeys(SAMPLING, AS_TRAINED)),
+        **under("evaluation", dict.fromkeys(SAMPLING, as_trained)),
+        **idle("evaluation", "tensor_parallel_size max_active batch_size", ONE_RUN),
+        **idle("evaluation", "max_gen_length alg_temp start_with_think", THEIRS_TOO),
+        "evaluation.data_type": "held-out problems have training's grader, rl.reward",
         "evaluation.eval_dataset": dataset("data.heldout"),
-        "evaluation.data_type": "held-out problems have the grader of training, rl.reward",
         "evaluation.temperature": "=eval.temperature",
-        "evaluation.num_response_per_task": "a held-out problem is answered once",
-        "rollout.reward_model.reward_chunk_length": JUDGE,
-        "rollout.reward_model.k_sample": JUDGE,
-        "rollout.reward_model.max_model_len": JUDGE,
-        "rollout.reward_model.max_generation_token": JUDGE,
-        "rollout.reward_model.temperature": JUDGE,
-        "training.gradient_accumulation_steps": (
-            "rl.updates says into how many updates a step's rollouts are dealt"
+        "evaluation.num_response_per_task": unless([1], AS_TRAINED),
+        **idle(
+            "rollout.reward_model", "reward_chunk_length k_sample max_model_len", JUDGE
         ),
-        "training.batch_size_lm": SHAPE,
+        **idle("rollout.reward_model", "max_generation_token temperature", JUDGE),
+        **idle("training", "gradient_accumulation_steps batch_size_lm", UPDATES),
         "lr_scheduler.scheduler": (
             "theirs restarts at every RL step; policy_optim.schedule spans the run"
         ),
@@ -255,6 +291,10 @@ SFT = (
         "training.gradient_accumulation_steps": batch,
         "training.batch_size_lm": lambda value, key, raw: {},
         "experiment.num_node": lambda value, key, raw: {},
+        "training.num_train_epochs": (
+            "NOT THE SAME: sft.steps counts updates; set it to num_train_epochs x the lines "
+            "of data.train / sft.examples"
+        ),
         "training.max_gen_length": "=sampler.max_new",
         "training.post_num": lambda value, key, raw: {
             "data.post_num": -1 if value is None else value
@@ -266,7 +306,6 @@ EVAL = (
     | under("rollout", SAMPLING)
     | {
         "model": "=model.path",
-        "model_base": COMMON["model.model_base"],
         "dataset.eval_dataset": dataset("data.heldout"),
         "rollout.temperature": "=sampler.temperature eval.temperature",
         "rollout.num_response_per_task": "=eval.answers",
@@ -278,7 +317,7 @@ THEIRS = {"data.answer": "ground_truth_answer"}
 START = {
     "rl": THEIRS | {"rl.value": "none", "objective.aggregate": "constant"},
     "sft": {"method": "sft", "objective.aggregate": "constant"},
-    "eval": THEIRS,
+    "eval": THEIRS | {"rl.truncated_wrong": False},
 }
 
 
@@ -314,32 +353,35 @@ def flat(tree: dict, prefix: str = "") -> dict:
     return out
 
 
+def kind_of(raw: dict) -> str:
+    """Returns the kind of a file, a key of KINDS, by its sections."""
+    parts = {key.split(".")[0] for key in raw}
+    return "eval" if "training" not in parts else "rl" if "rollout" in parts else "sft"
+
+
 def translate(raw: dict) -> tuple[dict, dict]:
-    """Returns (our leaves with their values, the reasons of keys without effect).
+    """Returns (our leaves with their values, the reasons of keys that are not only leaves).
 
     Raises ValueError naming an unknown key with the nearest known one, and a value that
     has no counterpart.
     """
-    sections = {key.split(".")[0] for key in raw}
-    kind = "eval" if "training" not in sections else "sft"
-    kind = "rl" if {"rollout", "training"} <= sections else kind
+    kind = kind_of(raw)
     every = {key for rows in KINDS.values() for key in rows}
     leaves, unused = dict(START[kind]), {}
     if raw.get("model.value_base_model") is not None:
         leaves["rl.value"] = "own"
-    if any(key.endswith(".steps") for key in raw):  # a mean over each row's targets
+    if kind != "eval" and full(raw):  # a mean over each row's targets
         leaves["objective.aggregate"] = "step"
     for key, value in raw.items():
         if key not in every:
             near = difflib.get_close_matches(key, every, n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown key {key!r}; the nearest is {near!r}")
         row = KINDS[kind].get(key, f"it means nothing in a file of kind {kind}")
-        if isinstance(row, str):
-            found = dict.fromkeys(row[1:].split(), value) if row[0] == "=" else row
-        else:
-            found = row(value, key, raw)
+        found = row(value, key, raw) if callable(row) else row
         if isinstance(found, str):
-            unused[key] = found
-        else:
-            leaves |= {leaf: x for leaf, x in found.items() if leaf}
+            ours = found[0] == "="
+            found = dict.fromkeys(found[1:].split(), value) if ours else {"": found}
+        if reason := found.pop("", ""):
+            unused[key] = reason
+        leaves |= found
     return leaves, unused

@@ -340,8 +340,80 @@ def test_sft(tmp_path):
     assert frozen(config.ported(written(tmp_path, "x", random))).noise.draws == 5
 
 
+OTHER = "NOT THE SAME: "
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key", "differs"),
+    [
+        ("sft_dream", "", "training.num_train_epochs", True),
+        ("rl_trado", "", "training.num_train_epochs", False),
+        ("rl_trado", "", "training.gradient_accumulation_steps", True),
+        ("rl_trado", "", "evaluation.num_response_per_task", True),
+        ("rl_trado", "", "evaluation.remasking_strategy", True),
+        ("rl_trado", "", "evaluation.block_size", False),
+        ("rl_trado", "evaluation.block_size: 8", "evaluation.block_size", True),
+        ("rl_trado", "evaluation.max_token: 1000", "evaluation.max_token", True),
+        ("rl_dream", "", "evaluation.block_size", False),
+        ("rl_dream", "evaluation.block_size: [32, 4]", "evaluation.block_size", True),
+        (
+            "rl_dream",
+            "evaluation.max_gen_length: 9",
+            "evaluation.max_gen_length",
+            False,
+        ),
+        ("rl_dream", "evaluation.batch_size: 9", "evaluation.batch_size", False),
+        ("rl_trado", "", "training.max_gen_length", False),
+        ("rl_trado", "training.max_gen_length: 1000", "training.max_gen_length", True),
+        ("rl_dream", "", "training.beta", True),
+        ("trado_longcot_eval", "", "rollout.stop_token_list", False),
+        (
+            "trado_longcot_eval",
+            "rollout.stop_token_list: ['</answer>']",
+            "rollout.stop_token_list",
+            True,
+        ),
+    ],
+)
+def test_what_is_not_the_same_says_so(name, change, key, differs, tmp_path):
+    path = written(tmp_path, name, but(FILES[name], change))
+    _, unused = from_yaml.translate(from_yaml.read(path))
+    assert unused[key].startswith(OTHER) == differs, unused[key]
+    assert (OTHER in config.ported(path)) >= differs
+
+
+def test_prompts_losses_and_scores_are_theirs(tmp_path):
+    def cfg(name, change=""):
+        path = written(tmp_path, name, but(FILES[name], change))
+        return frozen(config.ported(path))
+
+    assert cfg("rl_trado").data.template == tracerl.get_config("trado-4b").data.template
+    assert cfg("rl_dream").data.template == tracerl.get_config("dream-7b").data.template
+    asked = cfg("dream_eval", "model_base: dream").data.template
+    assert asked == cfg("rl_dream").data.template
+    for name in ("sft_dream", "sft_llada", "rl_llada"):
+        assert cfg(name).objective.aggregate == "step"
+    for name in ("sft_trado", "rl_trado"):
+        assert cfg(name).objective.aggregate == "constant"
+    assert (
+        cfg("rl_dream", "rollout.target: margin_confidence").sampler.target == "margin"
+    )
+    assert "training.beta" not in from_yaml.translate(from_yaml.flat(trado))[1]
+    assert (
+        cfg("rl_trado").rl.truncated_wrong and not cfg("dream_eval").rl.truncated_wrong
+    )
+    dynamic = "rollout.remasking_strategy: low_confidence_dynamic"
+    assert cfg("dream_eval", dynamic).sampler.tempered_threshold
+    llada = f"{dynamic}\nmodel_base: llada"
+    assert not cfg("dream_eval", llada).sampler.tempered_threshold
+    assert not cfg("dream_eval").sampler.tempered_threshold
+    assert not cfg("rl_trado").sampler.tempered_threshold
+
+
 def test_evaluation(tmp_path):
-    cfg = frozen(config.ported(written(tmp_path, "trado_longcot_eval")))
+    text = config.ported(written(tmp_path, "trado_longcot_eval"))
+    assert "python -m dllm_jax.eval --config=FILE" in text
+    cfg = frozen(text)
     assert (cfg.eval.temperature, cfg.sampler.max_new) == (1.0, 30000)
     assert cfg.batch.tokens >= cfg.sampler.slots + cfg.sampler.block
     for name, differs in (("trado_longcot_eval", True), ("trado_eval", False)):
@@ -372,8 +444,8 @@ def test_what_cannot_be_read_is_named(change, message, tmp_path):
     ("name", "preset"),
     [("rl_trado", "trado-4b"), ("rl_dream", "dream-7b"), ("rl_llada", "llada-8b")],
 )
-def test_presets_sample_as_the_files_do(name, preset):
-    leaves, _ = from_yaml.translate(from_yaml.flat(FILES[name]))
+def test_presets_sample_as_the_files_do(name, preset, tmp_path):
+    leaves, _ = from_yaml.translate(from_yaml.read(written(tmp_path, name)))
     sampler = tracerl.get_config(preset).sampler
     told = {leaf: value for leaf, value in leaves.items() if value is not None}
     told = {k[8:]: value for k, value in told.items() if k.startswith("sampler.")}
