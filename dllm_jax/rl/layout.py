@@ -71,36 +71,40 @@ def cut(rows, prompt_len, length, noise, wanted_nT, layout: Layout, cfg: BatchCo
     last = max(prompt_len + length, min(T, prompt_len + layout.longest))
     if layout.attention == "causal":
         last = prompt_len + length
-    for one in np.unique(scope_T[wanted_nT[rows].any(axis=0)]):
-        first, stop = (int(x) for x in np.searchsorted(scope_T, [one, one + 1]))
+    which, pos = np.nonzero(wanted_nT[rows])
+    row = np.asarray(rows)[which]
+    step = noise.step_nT[row, pos]
+    if layout.attention == "causal":  # nothing is masked: one view has them all
+        step = np.full_like(step, FAR + 1)
+    views, counts = np.unique(
+        np.stack([scope_T[pos], row, step]), axis=1, return_counts=True
+    )
+    edges = np.searchsorted(scope_T, [views[0], views[0] + 1])
+    for first, stop, row, step, count in np.vstack(
+        [edges, views[1:], counts]
+    ).T.tolist():
         end = stop if layout.attention == "block" else last
-        for row in rows:
-            wanted = np.flatnonzero(wanted_nT[row, first:stop]) + first
-            steps, counts = np.unique(noise.step_nT[row, wanted], return_counts=True)
-            if layout.attention == "causal":  # nothing is masked: one view has them all
-                steps, counts = [FAR + 1], [len(wanted)]
-            for step, count in zip(steps, counts):
-                grow = first - out[-1].clean + end - first if out else 0
-                if (
-                    not out
-                    or layout.attention != "block"
-                    or out[-1].cost + grow > cfg.tokens
-                    or out[-1].supervised + count > seats
-                ):
-                    out.append(Piece())
-                    grow = end
-                if grow > cfg.tokens or count > seats:
-                    raise ValueError(
-                        f"batch.tokens={cfg.tokens} is too small for a trajectory of "
-                        f"{end} tokens and one noised view of {end - first}"
-                    )
-                piece = out[-1]
-                piece.clean = first
-                piece.rows.append(row)
-                piece.spans.append((first, end))
-                piece.rounds.append(step)
-                piece.cost += grow
-                piece.supervised += int(count)
+        grow = first - out[-1].clean + end - first if out else 0
+        if (
+            not out
+            or layout.attention != "block"
+            or out[-1].cost + grow > cfg.tokens
+            or out[-1].supervised + count > seats
+        ):
+            out.append(Piece())
+            grow = end
+        if grow > cfg.tokens or count > seats:
+            raise ValueError(
+                f"batch.tokens={cfg.tokens} is too small for a trajectory of "
+                f"{end} tokens and one noised view of {end - first}"
+            )
+        piece = out[-1]
+        piece.clean = first
+        piece.rows.append(row)
+        piece.spans.append((first, end))
+        piece.rounds.append(step)
+        piece.cost += grow
+        piece.supervised += count
     return out
 
 
