@@ -331,13 +331,18 @@ class Engine:
         for pool in self.pool:
             pool.clear()
         self.begin(key)
-        while self.queue or self.active:
-            self.fill(key)
-            waits = self.queue and len(self.active) < self.n  # for a prompt's prefill
-            steps = 1 if watch or waits else AHEAD if self.short else LONG
-            enough = -(-self.n // 8) if self.queue else self.n
-            self.rows = advance(params, self.rows, steps, enough, **self.static)
-            yield from self.harvest(watch)
+        try:
+            while self.queue or self.active:
+                self.fill(key)
+                waits = self.queue and len(self.active) < self.n  # for a prefill
+                steps = 1 if watch or waits else AHEAD if self.short else LONG
+                enough = -(-self.n // 8) if self.queue else self.n
+                self.rows = advance(params, self.rows, steps, enough, **self.static)
+                yield from self.harvest(watch)
+        finally:  # who stops listening cancels what is left: no other run answers it
+            self.queue.clear()
+            for request in list(self.active):
+                self.leave(request)
 
     def harvest(self, watch):
         """Yields what has ended, and makes prompts known whose keys are there now."""
@@ -359,8 +364,9 @@ class Engine:
         def row(request):
             return jax.tree.map(lambda x: x[request.row], trace)
 
-        for request in self.active if watch else ():
-            watch(request, row(request))
+        for request in list(self.active) if watch else ():
+            if request.row >= 0:  # an earlier call may have cancelled it
+                watch(request, row(request))
         for request in ended:
             if request.row >= 0:  # who takes the others may have cancelled it
                 answer = row(request)

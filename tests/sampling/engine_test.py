@@ -233,3 +233,46 @@ def test_over_the_kernels_of_pages(tiny, monkeypatch):
     found = {request.index: row for request, row in made.run(tiny[1], KEY)}
     for index, row in want.items():
         same(found[index], row)
+
+
+def test_a_run_that_is_left_answers_nothing_later(tiny):
+    model, params = tiny
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, ASKED[:6])
+    for _ in made.run(params, KEY):
+        break
+    empty_again(made)
+    ask(made, ASKED[4:6])  # one of them a second time
+    found = {request.index: row for request, row in made.run(params, KEY)}
+    want = defined(tiny, CFG, ASKED[4:6])
+    assert found.keys() == want.keys()
+    for index, row in want.items():
+        same(found[index], row)
+
+
+def test_who_watches_may_cancel(tiny):
+    model, params = tiny
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, ASKED[:3])
+    seen, (first, *rest) = [], [index for index, *_ in ASKED[:3]]
+
+    def watch(request, row):
+        seen.append(request.index)
+        made.cancel(first)
+
+    answered = [request.index for request, _ in made.run(params, KEY, watch)]
+    assert seen[:3] == [first, *rest]
+    assert sorted(answered) == rest and first not in seen[1:]
+
+
+def test_other_weights_share_no_key(tiny):
+    model, params = tiny
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    other = jax.tree.map(lambda x: 1.5 * x, params)
+    for weights in (params, other):
+        want = defined((model, weights), CFG, GROUP)
+        ask(made, GROUP)
+        for request, row in made.run(weights, KEY):
+            same(row, want[request.index])
+    before = defined(tiny, CFG, GROUP)
+    assert any((before[i].tokens_BT != want[i].tokens_BT).any() for i in want)
