@@ -83,8 +83,11 @@ class EvalConfig:
     answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
 
     def __post_init__(self):
-        if self.answers < 1:
-            raise ValueError(f"eval.answers={self.answers} must be at least 1")
+        if self.answers < 1 or not self.temperature >= 0:
+            raise ValueError(
+                f"eval.answers={self.answers} must be at least 1, eval.temperature="
+                f"{self.temperature} 0 (arg-max) or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,6 +168,7 @@ def test_known_flags_pass():
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),
         ({"batch__tokens": 1000}, "batch.tokens=1000 .*set it to 1028 or more"),
+        ({"eval__temperature": -1.0}, "eval.temperature=-1.0 0 .* or more"),
         ({"model__remat": "some"}, "model.remat='some'"),
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "shrink >= 1"),

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROMPTS = [
     {"prompt_ids": [5, 6, 7], "id": "first"},
     {"prompt_ids": [8] * 9},
-    {"prompt_ids": [9, 66, 11, 12]},  # 66 is the mask token: here it is text
+    {"prompt_ids": [9, 106, 11, 12]},  # 106 is the mask token: here it is text
 ]
 
 
@@ -47,9 +47,9 @@ def model(tmp_path_factory, make):
         intermediate_size=64,
         num_hidden_layers=2,
         head_dim=8,
-        vocab_size=67,
+        vocab_size=107,
     )
-    config = {"model_type": "sdar", "block_size": 4, "mask_token_id": 66}
+    config = {"model_type": "sdar", "block_size": 4, "mask_token_id": 106}
     config |= {"eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-6}
     config |= {"rope_theta": 10000, "tie_word_embeddings": False} | make.SHAPE
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,7 +95,7 @@ def test_lines_hold_the_answer_and_its_trace(ask):
         assert min(line["step_map"]) == 1
         assert max(line["step_map"]) <= line["forwards"]
         assert max(line["logprobs"]) <= 0
-        assert all(0 <= token < 66 for token in line["response_ids"])  # never a mask
+        assert all(0 <= token < 106 for token in line["response_ids"])  # never a mask
         assert line["finished"] == "length"
         assert line["text"] is None
 
@@ -209,8 +209,10 @@ def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
     make.tokenizer().save_pretrained(tmp_path)
     turn = {"role": "user", "content": "1+2"}
     flags = (f"--model={tmp_path}", "--temperature=0")
-    with pytest.raises(ValueError, match="prompt_ids must be one or more ids in 0..66"):
-        ask(*flags, prompts=[{"prompt_ids": [67]}])
+    with pytest.raises(
+        ValueError, match="prompt_ids must be one or more ids in 0..106"
+    ):
+        ask(*flags, prompts=[{"prompt_ids": [107]}])
     lines = ask(*flags, prompts=[{"prompt": "!!"}, {"messages": [turn]}])
     text = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
     assert make.tokenizer().decode(lines[1]["prompt_ids"]) == text
@@ -226,8 +228,8 @@ def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
     [
         ({"text": "hello"}, "record 2: the model has no tokenizer"),
         ({"prompt": "hello"}, "record 2: the model has no tokenizer"),
-        ({"prompt_ids": []}, r"record 2: prompt_ids must be .* in 0\.\.66"),
-        ({"prompt_ids": [3, 67]}, "record 2: prompt_ids must be"),
+        ({"prompt_ids": []}, r"record 2: prompt_ids must be .* in 0\.\.106"),
+        ({"prompt_ids": [3, 107]}, "record 2: prompt_ids must be"),
         ({"prompt_ids": "abc"}, "record 2: prompt_ids must be"),
         ({"prompt_ids": 5}, "record 2: prompt_ids must be"),
     ],
@@ -246,6 +248,8 @@ def test_bad_flags_are_named(ask, model, tmp_path, capsys):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):
         ask("--steps-per-block=5")
+    with pytest.raises(ValueError, match="need temperature >= 0"):
+        ask("--temperature=-1")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         generate.main([f"--model={tmp_path}", "hello"])
     for flag in ("--stop-ids=a", "--strategy=greedy", "--unknown=1"):

@@ -67,12 +67,12 @@ def sample(answers, params, prompts: list[list[int]], key, *, temperature) -> Tr
 
 def through(engine: Engine, params, prompts, key, *, temperature):
     """Answers prompts on the engine."""
-    for i, prompt in enumerate(prompts):
-        if 0 < len(prompt) <= engine.cfg.max_prompt:
-            new = engine.cfg.max_new
-            engine.submit(prompt, index=i, temperature=temperature, new=new)
-        else:
-            yield i, no_answer(engine.cfg.slots)
+    fits = {i for i, p in enumerate(prompts) if 0 < len(p) <= engine.cfg.max_prompt}
+    for i in set(range(len(prompts))) - fits:  # before any waits: who asks may leave
+        yield i, no_answer(engine.cfg.slots)
+    for i in sorted(fits):
+        new = engine.cfg.max_new
+        engine.submit(prompts[i], index=i, temperature=temperature, new=new)
     for request, row in engine.run(params, key):
         yield request.index, row
 

@@ -302,9 +302,22 @@ class Engine:
     def submit(self, prompt: list[int], *, index: int, temperature: float, new: int):
         """Queues a prompt for an answer of at most `new` tokens.
 
-        Raises ValueError for a prompt that does not fit beside its answer.
+        index: of no other that waits or is active. Raises ValueError for what is wrong,
+        such as a prompt that does not fit beside its answer.
         """
-        limit, Q = len(prompt) + new, self.cfg.block
+        limit, Q, vocab = len(prompt) + new, self.cfg.block, self.model.vocab
+        there = any(r.index == index for r in (*self.active, *self.queue))
+        for wrong, needed in (
+            (new < 1, f"new={new}: at least 1 token of answer"),
+            (not temperature >= 0, f"temperature={temperature}: 0 (arg-max) or more"),
+            (there, f"index={index}: one that no other request has"),
+            (
+                not all(0 <= token < vocab for token in prompt),
+                f"a prompt's token ids, here {prompt[:9]}...: in 0..{vocab - 1}",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"a request needs {needed}")
         if not 0 < len(prompt) <= self.cfg.max_prompt or limit > self.cfg.slots:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with an answer of {new} does not fit "

@@ -181,6 +181,25 @@ def test_what_does_not_fit_is_refused(tiny, prompt, new):
         made.submit(prompt, index=0, temperature=1.0, new=new)
 
 
+def test_requests_that_make_no_sense_are_refused(tiny):
+    made = Engine(model=tiny[0], cfg=CFG, mesh=ONE())
+    good = {"prompt": [10, 66], "index": 3, "temperature": 0.0, "new": 1}
+    made.submit(**good)
+    for bad, words in (
+        ({"new": 0}, "new=0: at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0: 0 .* or more"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"prompt": [10, 67]}, r"\[10, 67\].*in 0..66"),
+        ({"prompt": [-1]}, r"\[-1\].*in 0..66"),
+        ({}, "index=3: one that no other"),
+    ):
+        with pytest.raises(ValueError, match="a request needs .*" + words):
+            made.submit(**{**good, "index": 3 + bool(bad), **bad})
+    assert len(made.queue) == 1
+    made.cancel(3)
+    made.submit(**good)  # its index is free again
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 1), (1, 2, 4)])
 def test_on_a_mesh(tiny, shape):
     model, params = tiny
