@@ -91,8 +91,11 @@ class Timer:
 class Writer:
     """Writes each step's metrics to the run folder and tells the terminal."""
 
-    def __init__(self, folder, total: int, step: int, *, enabled: bool = True):
-        """`step`: the last one done; what a killed run wrote beyond it is cut off."""
+    def __init__(self, folder, total: int, step: int, last=None, *, enabled=True):
+        """`step`: the last one done; what a killed run wrote beyond it is cut off.
+
+        last: the row of that step, which is written if the run was killed before it was.
+        """
         self.enabled = enabled
         if not enabled:
             return
@@ -117,6 +120,8 @@ class Writer:
         )
         self.first, self.last = step, time.perf_counter()
         self.paces = collections.deque(maxlen=10)  # seconds of the last steps
+        if last is not None and step not in [row["step"] for row in kept]:
+            self.write(step, last)
 
     def write(self, step: int, metrics: dict) -> None:
         """Writes one step; numbers that are not finite become null and are called out."""

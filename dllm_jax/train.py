@@ -181,9 +181,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             n = np.arange(len(heldout))
             acting = whole_of("policy", cast)
             temperature = cfg.eval.temperature
-            told = rollout.summary(
-                answer(acting, heldout, n, key, temperature=temperature)
-            )
+            how = {"temperature": temperature, "timer": lambda _: timer("eval")}
+            told = rollout.summary(answer(acting, heldout, n, key, **how))
         names = ("accuracy", "tokens_per_forward", "response_length")
         return {f"heldout_{name}": told[name] for name in names}
 
@@ -252,7 +251,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     # ---- The loop --------------------------------------------------------------------
     size = len(source) if rl else len(source.len_B) // (1 + dpo)
     count = cfg.rl.prompts if rl else cfg.sft.examples
-    writer = metrics.Writer(folder, steps, first, enabled=main)
+    last = None if found is None else meta.get("row")
+    writer = metrics.Writer(folder, steps, first, last, enabled=main)
     if first == 0 and heldout:
         writer.write(0, {**evaluate(0), **timer.pop()})
     done = saved = first
@@ -322,31 +322,35 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         if stopping():
             break
 
-        with timer("update"):
-            parts = []
-            for batch in batches:
-                states, part = update(states, batch, base)
-                parts.append(part)
-            parts = sharding.fetch(parts)
-        for name in parts[0] if parts else ():
-            told[name] = float(np.mean([part[name] for part in parts]))
+        if batches:
+            with timer("update"):
+                parts = []
+                for batch in batches:
+                    states, part = update(states, batch, base)
+                    parts.append(part)
+                parts = sharding.fetch(parts)
+            for name in parts[0]:
+                told[name] = float(np.mean([part[name] for part in parts]))
+        worked = timer.seconds if batches else ("rollout", "reward")
+        for phase in worked if rl else ():
+            told[f"tokens_per_second/{phase}"] = sampled / timer.seconds[phase]
 
         if heldout and (step % cfg.eval.every == 0 or step == steps):
             told |= evaluate(step)
-        for phase, seconds in timer.seconds.items() if rl else ():
-            told[f"tokens_per_second/{phase}"] = sampled / seconds
-        writer.write(step, told | timer.pop())
+        row = {name: float(x) for name, x in (told | timer.pop()).items()}
         done, taken = step, taken + len(chosen)
+        meta = {"taken": taken, "config": described, "row": row}
         if step % cfg.run.save_every == 0 or step == steps:
             with timer("checkpoint"):
-                checkpoints.save(step, states, {"taken": taken, "config": described})
+                checkpoints.save(step, states, meta)
             saved = step
+        writer.write(step, row | timer.pop())
         if stopping():
             break
 
     # ---- What is left behind ---------------------------------------------------------
     if done > saved:  # a signal came before a save was due
-        checkpoints.save(done, states, {"taken": taken, "config": described})
+        checkpoints.save(done, states, meta)
     checkpoints.close()
     writer.close()
     if main:

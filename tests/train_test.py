@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import convert
+from dllm_jax import convert, metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
@@ -129,6 +129,26 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
     )
     got = safetensors.numpy.load_file(whole / "export/model.safetensors")
     assert any((got[name] != x).any() for name, x in start.items())  # it has learned
+
+
+def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
+    told = metrics.read(whole)
+    assert "seconds/reward" not in told[0]  # grading the held-out answers is "eval"
+    for row in told[1:]:
+        assert row["seconds/checkpoint"] > 0
+    rates = {f"tokens_per_second/{p}" for p in ("rollout", "reward", "score", "update")}
+    sampling = {"tokens_per_second/rollout", "tokens_per_second/reward"}
+    for folder, wanted in ((whole, rates), (others["none"][0], sampling)):
+        for row in metrics.read(folder)[1:]:
+            assert wanted == {n for n in row if n.startswith("tokens_per_second/")}
+
+
+def test_killed_between_a_checkpoint_and_its_row(command, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    written = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(written[:-1]))
+    end(command(folder))
+    same(folder, whole)
 
 
 def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
