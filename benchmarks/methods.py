@@ -30,6 +30,10 @@ ANSWERS = 4  # to each held-out problem, whenever a run evaluates
 NONE, STEP = "rl.value=none", "objective.aggregate=step"
 CONSTANT = "objective.aggregate=constant"
 SUBSET = ("noise.kind=subset", "objective.aggregate=elbo")
+DIPO = (
+    *(NONE, "objective.loss=dipo", "objective.aggregate=group", "rl.filter=varied"),
+    *("rl.advantage=center", "objective.reference_beta=0.1"),
+)
 # Method: the config file and the keys it sets.
 RL = {
     "TraceRL, own value network": ("tracerl", STEP, "rl.value=own"),
@@ -43,16 +47,20 @@ RL = {
     "Dr. GRPO": ("tracerl", NONE, "rl.advantage=center", CONSTANT),
     "RLOO": ("tracerl", NONE, "rl.advantage=loo"),
     "DAPO": ("tracerl", NONE, "objective.clip_high=0.28", "rl.filter=varied"),
-    "DiPO": (
-        *("tracerl", NONE, "objective.loss=dipo", "objective.aggregate=group"),
-        *("rl.advantage=center", "rl.filter=varied", "objective.reference_beta=0.1"),
-    ),
+    "DiPO": ("tracerl", *DIPO),
+    "DiPO, one update a step": ("tracerl", *DIPO, "rl.updates=1"),
     "LightningRL's reward": (
         *("tracerl", NONE, "rl.speed=1.0", "rl.filter=paced"),
         "objective.aggregate=sequence",
     ),
     "SPG": ("tracerl", NONE, "objective.loss=spg", *SUBSET, "noise.draws=2"),
     "TraceRL, shrink 2": ("tracerl", STEP, "rl.value=own", "noise.shrink=2"),
+}
+ONE = "sampler.strategy=static"  # each step unmasks one token, so that a trace has an order
+ORDERED = {
+    "TraceRL, a token a step": ("tracerl", STEP, NONE, ONE),
+    "coupled RL, a token a step": ("coupled", ONE),
+    "random-masking RL, a token a step": ("random_masking", ONE),
 }
 MASKS, RIGHT = "noise.kind=bernoulli", "data.train={folder}/right.jsonl"
 SFT = {
@@ -61,11 +69,16 @@ SFT = {
     "SFT, random masks, 1/p": ("sft", MASKS, "objective.aggregate=elbo"),
     "SFT, own right answers, random masks": ("sft", MASKS, RIGHT),
     "SFT, own right answers, traces": ("sft:trace", RIGHT),
+    # Next-token prediction: the model unlearns its blocks first.
+    "SFT, AR": (
+        *("sft", "noise.kind=ar", "model.attention=causal", "model.shift=1"),
+        *("sampler.block=1", "sampler.steps_per_block=1"),
+    ),
     "VRPO on own pairs": (
         *("sft:dpo", "data.train={folder}/pairs.jsonl", "policy_optim.lr=1e-5"),
     ),
 }
-METHODS = RL | SFT
+METHODS = RL | ORDERED | SFT
 COMMON = (
     *(f"model.path={MODEL}", "data.heldout={folder}/heldout.jsonl", "batch.rows=8"),
     *("eval.every=10", "eval.temperature=1.0", "run.compile_cache={folder}/compiled"),
@@ -188,12 +201,15 @@ def draw(results: dict):
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
     colors = plt.get_cmap("tab20").colors
-    for axis, table, label in zip(axes, (RL, SFT), ("RL steps", "SFT updates")):
+    panels = (RL, "RL steps"), (ORDERED, "RL steps"), (SFT, "SFT updates")
+    for axis, (table, label) in zip(axes, panels, strict=True):
         ends, last = [], 1
         line = {"arrowstyle": "-", "lw": 0.5, "relpos": (0, 0.5)}
-        for i, name in enumerate(name for name in table if name in results):
+        # AR begins, and stays, far below.
+        names = [name for name in table if name in results and name != "SFT, AR"]
+        for i, name in enumerate(names):
             runs = list(results[name].values())
             steps, last = runs[0]["steps"], runs[0]["steps"][-1]
             points = list(zip(*(run["accuracy"] for run in runs), strict=True))
