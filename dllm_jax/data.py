@@ -102,6 +102,8 @@ def field(row: dict, name: str, path: str, number: int):
             f"dataset {path!r}, record {number}: no field {name!r}, "
             f"it has {sorted(row)}{hint}"
         )
+    if row[name] is None:
+        raise ValueError(f"dataset {path!r}, record {number}: field {name!r} is null")
     return row[name]
 
 
@@ -151,12 +153,20 @@ def ask(tok, cfg: DataConfig, question: str) -> list[int]:
     return render(tok, [{"role": "user", "content": content}])
 
 
-def problems(path: str, tok, cfg: DataConfig) -> list[Problem]:
-    """Returns the file's problems; raises ValueError naming a missing field."""
+def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
+    """Returns the file's problems; raises ValueError naming a missing or bad field.
+
+    grader: the one that they are for (rl.rewards); it refuses golds that it cannot judge by.
+    """
     out = []
     for number, row in enumerate(records(path), 1):
         question = str(field(row, cfg.question, path, number))
         answer = str(field(row, cfg.answer, path, number))
+        try:
+            grader([""], [answer])
+        except ValueError as error:
+            where = f"dataset {path!r}, record {number}, field {cfg.answer!r}"
+            raise ValueError(f"{where}: {error}") from None
         out.append(Problem(ask(tok, cfg, question), question, answer))
     return out
 

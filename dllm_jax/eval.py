@@ -36,7 +36,8 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
     tok, timer = data.tokenizer(hf.find(cfg.model.path)), metrics.Timer()
-    problems = data.problems(cfg.data.heldout, tok, cfg.data)
+    grader = GRADERS[cfg.rl.reward]
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say)
 
@@ -55,7 +56,7 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
             tok=tok,
             temperature=cfg.eval.temperature,
             timer=timer,
-            grader=GRADERS[cfg.rl.reward],
+            grader=grader,
             truncated_wrong=cfg.rl.truncated_wrong,
         )
     solved = (rollouts.reward_n >= 1).reshape(-1, answers)

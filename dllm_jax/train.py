@@ -143,10 +143,12 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         return lora.join(base, change(states[name].params), model.lora)
 
     # ---- The data --------------------------------------------------------------------
-    heldout = data.problems(cfg.data.heldout, tok, cfg.data) if cfg.data.heldout else []
+    grader, heldout = GRADERS[cfg.rl.reward], []
+    if cfg.data.heldout:
+        heldout = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     heldout = heldout[: cfg.eval.problems or None]
     if rl:
-        source = data.problems(cfg.data.train, tok, cfg.data)
+        source = data.problems(cfg.data.train, tok, cfg.data, grader)
         rollout.report_long(source, sampler.max_prompt, say)
     else:
         source, dropped = data.examples(
@@ -170,7 +172,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         answers,
         tok=tok,
         timer=timer,
-        grader=GRADERS[cfg.rl.reward],
+        grader=grader,
         truncated_wrong=cfg.rl.truncated_wrong,
     )
 

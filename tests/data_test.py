@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data
+from dllm_jax.rl.rewards import math
 
 ROOT = pathlib.Path(__file__).parents[1]
 CFG = data.DataConfig()
@@ -98,9 +99,27 @@ def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
         {"question": "2+2", "anwser": 4},
     )
     with pytest.raises(ValueError, match=r"record 2: no field 'answer'.*'anwser'\?"):
-        data.problems(path, tok, CFG)
+        data.problems(path, tok, CFG, math.grade)
     with pytest.raises(ValueError, match=r"no field 'zzz', it has \['answer', 'qu"):
-        data.problems(path, tok, dataclasses.replace(CFG, question="zzz"))
+        cfg = dataclasses.replace(CFG, question="zzz")
+        data.problems(path, tok, cfg, math.grade)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"answer": None}, "x.jsonl', record 2: field 'answer' is null"),
+        ({"question": None}, "x.jsonl', record 2: field 'question' is null"),
+        ({"answer": ""}, "x.jsonl', record 2, field 'answer': the gold answer '' is"),
+        ({"answer": "####"}, "record 2, field 'answer': the gold answer '####' is"),
+    ],
+)
+def test_a_bad_problem_is_named(tmp_path, tok, bad, message):
+    good = {"question": "1+1", "answer": 2}
+    with pytest.raises(ValueError, match=message):
+        data.problems(
+            write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, math.grade
+        )
 
 
 # ---- Order ---------------------------------------------------------------------------
@@ -160,7 +179,7 @@ def test_render_without_a_template_is_an_error(tok):
 def test_problems_fill_the_template(tmp_path, tok):
     path = write(tmp_path / "x.jsonl", {"question": "1+2", "answer": 3})
     cfg = dataclasses.replace(CFG, template="{question}= {x}?")
-    (problem,) = data.problems(path, tok, cfg)
+    (problem,) = data.problems(path, tok, cfg, math.grade)
     assert "user\n1+2= {x}?<|im_end|>" in tok.decode(problem.prompt_ids)
     assert (problem.text, problem.answer) == ("1+2", "3")
 
@@ -312,7 +331,7 @@ def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step_map": None}, "step_map must be a list of numbers"),
+        ({"step_map": None}, "field .step_map. is null"),
         ({"step_map": [1, -1, 2]}, "step_map must be a list of numbers"),
         ({"step_map": [1, 2]}, "step_map has 2 steps for 3 tokens"),
         (
