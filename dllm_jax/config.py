@@ -33,6 +33,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
     choose,
+    least,
 )
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -72,6 +73,9 @@ class SFTConfig:
     steps: int = 1000  # updates
     examples: int = 64  # of one update; pairs of them with method "dpo"
 
+    def __post_init__(self):
+        least(1, "sft", self, "steps", "examples")
+
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
@@ -83,11 +87,8 @@ class EvalConfig:
     answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
 
     def __post_init__(self):
-        if self.answers < 1 or not self.temperature >= 0:
-            raise ValueError(
-                f"eval.answers={self.answers} must be at least 1, eval.temperature="
-                f"{self.temperature} 0 (arg-max) or more"
-            )
+        least(1, "eval", self, "every", "answers")
+        least(0, "eval", self, "problems", "temperature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,10 @@ class RunConfig:
     # Where compiled programs stay for the next start; "": nowhere.
     compile_cache: str = "~/.cache/dllm_jax"
     export: bool = True  # write a Hugging Face folder at the end
+
+    def __post_init__(self):
+        least(1, "run", self, "save_every", "keep")
+        least(0, "run", self, "keep_every", "samples")
 
 
 @dataclasses.dataclass(frozen=True)

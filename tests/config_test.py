@@ -168,7 +168,16 @@ def test_known_flags_pass():
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),
         ({"batch__tokens": 1000}, "batch.tokens=1000 .*set it to 1028 or more"),
-        ({"eval__temperature": -1.0}, "eval.temperature=-1.0 0 .* or more"),
+        *(
+            ({name.replace(".", "__"): 0}, f"^{name}=0 must be at least 1$")
+            for name in ("run.save_every", "run.keep", "eval.every", "eval.answers")
+            + ("batch.rows", "rl.steps", "rl.prompts", "rl.group", "rl.updates")
+            + ("sft.steps", "sft.examples")
+        ),
+        ({"eval__temperature": -1.0}, "eval.temperature=-1.0 must be at least 0"),
+        ({"run__samples": -1}, "run.samples=-1 must be at least 0"),
+        ({"rl__reward": "foo"}, "rl.reward='foo': choose from math"),
+        ({"rl__min_solved": 0.9, "rl__max_solved": 0.1}, "0 <= min_solved <= max"),
         ({"model__remat": "some"}, "model.remat='some'"),
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "shrink >= 1"),

@@ -3,6 +3,7 @@
 import dataclasses
 
 from dllm_jax.rl import advantage
+from dllm_jax.rl.rewards import GRADERS
 
 AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -15,6 +16,14 @@ def choose(field: str, value, choices):
     """Raises ValueError when a field is none of its choices."""
     if value not in choices:
         raise ValueError(f"{field}={value!r}: choose from {', '.join(choices)}")
+
+
+def least(low, group: str, cfg, *fields: str):
+    """Raises ValueError when one of a config's fields is not at least `low`."""
+    for field in fields:
+        if not getattr(cfg, field) >= low:
+            value = getattr(cfg, field)
+            raise ValueError(f"{group}.{field}={value} must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +141,8 @@ class RLConfig:
     trusted_gap: float = 0.0
 
     def __post_init__(self):
+        least(1, "rl", self, "steps", "prompts", "group", "updates")
+        choose("rl.reward", self.reward, tuple(GRADERS))
         choose("rl.value", self.value, VALUES)
         choose("rl.advantage", self.advantage, (*advantage.BASELINES, "none"))
         choose("rl.filter", self.filter, tuple(advantage.FILTERS))
@@ -145,6 +156,11 @@ class RLConfig:
                 f"rl.trusted_gap={self.trusted_gap}: nats, >= 0, and 0 where rl.value='head', "
                 "whose values are scored with the log-probs"
             )
+        if not 0 <= self.min_solved <= self.max_solved <= 1:
+            raise ValueError(
+                f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a range "
+                "of solve rates, 0 <= min_solved <= max_solved <= 1"
+            )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")
 
@@ -155,3 +171,6 @@ class BatchConfig:
 
     rows: int = 8  # rows of a microbatch, over all devices
     tokens: int = 4096  # slots of a row: clean copies and noised blocks
+
+    def __post_init__(self):
+        least(1, "batch", self, "rows")
