@@ -83,11 +83,16 @@ SPECIFIED = jax.jit(functools.partial(with_gradients, reference.attention))
 
 
 # The interpreter of GPU kernels is slow: two heads that share a key head.
-KINDS = [("tpu", N, 1), ("tpu", N, 2), ("tpu", N, N), ("gpu", 2, 1)]
+KINDS = [
+    *(("tpu", N, 1, H), ("tpu", N, 2, 2 * H), ("tpu", N, N, H)),
+    *(("gpu", 2, 1, H), ("gpu", 2, 1, 2 * H)),
+]
 
 
-@pytest.mark.parametrize("implementation, N, K", KINDS)
-def test_the_kernel_is_the_specification_under_every_mask(implementation, N, K, capfd):
+@pytest.mark.parametrize("implementation, N, K, H", KINDS)
+def test_the_kernel_is_the_specification_under_every_mask(
+    implementation, N, K, H, capfd
+):
     kernel = functools.partial(
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
@@ -108,8 +113,8 @@ def test_the_kernel_is_the_specification_under_every_mask(implementation, N, K, 
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("implementation, N, K", KINDS)
-def test_few_queries_over_cached_keys(implementation, N, K):
+@pytest.mark.parametrize("implementation, N, K, H", KINDS)
+def test_few_queries_over_cached_keys(implementation, N, K, H):
     W, S, start = 4, 150, jnp.array([96, 0])
     q, k, v = normal(B, W, N, H), normal(B, W, K, H, seed=1), normal(B, W, K, H, seed=2)
     cached = normal(B, S, K, H, seed=3), normal(B, S, K, H, seed=4)

@@ -82,6 +82,22 @@ def test_logprob_and_gradient_are_the_specification(implementation, sizes, vocab
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+def test_bfloat16_is_accumulated_in_f32(implementation):
+    x, head, token = inputs()
+    weights = normal(B, U, seed=2), normal(B, U, seed=3)
+    half = [y.astype(jnp.bfloat16) for y in (x, head)]
+    f = kernel(pallas_kernels.token_logprob, implementation)
+    found = jax.jit(functools.partial(with_gradients, f))(*half, token, weights)
+    exact = [y.astype(jnp.float32) for y in half]
+    want = with_gradients(specified, *exact, token, weights)
+    for y, z in zip(jax.tree.leaves(found[0]), want[0], strict=True):
+        np.testing.assert_allclose(y, z, atol=1e-4)
+    for y, z in zip(found[1], want[1], strict=True):
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_allclose(y.astype(jnp.float32), z, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize("implementation, sizes", KINDS)
 def test_draw_is_the_specification(implementation, sizes):
     x, head, _ = inputs()
