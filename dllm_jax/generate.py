@@ -18,15 +18,12 @@ import os
 import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from dllm_jax import config, data, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import rollout
-from dllm_jax.sampling import denoise
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.policy import POLICIES
@@ -123,40 +120,26 @@ def load_tokenizer(path: str):
     return None
 
 
-def stream(params, prompt: list[int], args, *, model, cfg, tok):
+def stream(answers, params, prompt: list[int], args, *, cfg, tok):
     """Prints one canvas as it fills, then its answer."""
-    width = -(-len(prompt) // cfg.block) * cfg.block
-    one = dataclasses.replace(cfg, max_prompt=width, rows=1)
-    first = len(prompt)
-    s = denoise.start(
-        params,
-        jnp.pad(jnp.asarray([prompt], jnp.int32), ((0, 0), (0, width - first))),
-        jnp.asarray([first], jnp.int32),
-        jnp.asarray([first + cfg.max_new], jnp.int32),
-        jnp.asarray([args.temperature], jnp.float32),
-        rollout.row_keys(jax.random.key(args.seed), jnp.zeros(1, jnp.uint32)),
-        model=model,
-        cfg=one,
+    first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
+
+    def show(_, start, row):
+        text = "".join(
+            "░" if row.step_BT[i] == FAR else tok.decode([row.tokens_BT[i]])
+            for i in range(first, min(start + cfg.block, first + cfg.max_new))
+        )
+        print(clear + text, flush=True)
+
+    key, watch = jax.random.key(args.seed), show if clear else None
+    ((_, row),) = answers(
+        params, [prompt], key, temperature=args.temperature, watch=watch
     )
-    live = sys.stdout.isatty()
-    while bool(s.live_B[0]):
-        s = denoise.advance(params, s, model=model, cfg=one)
-        if live:
-            end = int(s.start_B[0]) + cfg.block
-            tokens, steps = np.asarray(s.tokens_BT[0]), np.asarray(s.step_BT[0])
-            text = "".join(
-                "░" if steps[i] == FAR else tok.decode([tokens[i]])
-                for i in range(first, min(end, first + cfg.max_new))
-            )
-            print("\033[2J\033[H" + text, flush=True)
-    count = int(s.len_B[0])
-    answer = np.asarray(s.tokens_BT[0])[first : first + count]
-    if live:
-        print("\033[2J\033[H", end="")
-    print(tok.decode(answer, skip_special_tokens=True))
+    answer = row.tokens_BT[first : first + row.len_B]
+    print(clear + tok.decode(answer, skip_special_tokens=True))
     print(
-        f"[{count} tokens, {int(s.forwards_B[0])} forwards, "
-        f"{count / int(s.forwards_B[0]):.2f} tokens per forward]",
+        f"[{row.len_B} tokens, {row.forwards_B} forwards, "
+        f"{row.len_B / row.forwards_B:.2f} tokens per forward]",
         file=sys.stderr,
     )
 
@@ -197,11 +180,9 @@ def main(argv=None):
     if args.prompt is not None:
         if tok is None:
             raise ValueError(f"{args.model!r} has no tokenizer; use --prompts with ids")
-        prompt = data.render(tok, [{"role": "user", "content": args.prompt}])
-        stream(params, prompt, args, model=model, cfg=cfg, tok=tok)
-        return
-
-    prompts, rows = read(args.prompts, tok, model.vocab)
+        prompts = [data.render(tok, [{"role": "user", "content": args.prompt}])]
+    else:
+        prompts, rows = read(args.prompts, tok, model.vocab)
     longest = max(map(len, prompts))
     share = mesh.size // args.model_parallel
     cfg = dataclasses.replace(
@@ -210,6 +191,9 @@ def main(argv=None):
         rows=-(-min(args.rows, len(prompts)) // share) * share,
     )
     answers = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
+    if args.prompt is not None:
+        stream(answers, params, prompts[0], args, cfg=cfg, tok=tok)
+        return
     quiet = not sys.stderr.isatty()
     key, done, written = jax.random.key(args.seed), {}, 0
     with (

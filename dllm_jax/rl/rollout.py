@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, policy
+from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.state import Trace
@@ -35,9 +35,11 @@ class Rollouts:
 def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     """Returns how this model answers: `through` the engine, or `in_batches`.
 
-    Either is a function (params, prompts, key, *, temperature) that yields (i, row i of a
-    host Trace) as answers end; prompt i draws from fold_in(key, i). A prompt that is
-    empty or longer than `cfg.max_prompt` gets an empty answer; the caller reports it.
+    Either is a function (params, prompts, key, *, temperature, watch=None) that yields
+    (i, row i of a host Trace) as answers end; prompt i draws from fold_in(key, i). A prompt
+    that is empty or longer than `cfg.max_prompt` gets an empty answer; the caller reports
+    it. watch: called with (i, first position of its present block, its row so far) after
+    every forward.
     """
     if policy.choose(cfg, model.attention).canvas != "prefill":
         # No key is final before its answer is, or none is kept.
@@ -65,7 +67,7 @@ def sample(answers, params, prompts: list[list[int]], key, *, temperature) -> Tr
     return jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in range(len(rows))))
 
 
-def through(engine: Engine, params, prompts, key, *, temperature):
+def through(engine: Engine, params, prompts, key, *, temperature, watch=None):
     """Answers prompts on the engine."""
     fits = {i for i, p in enumerate(prompts) if 0 < len(p) <= engine.cfg.max_prompt}
     for i in set(range(len(prompts))) - fits:  # before any waits: who asks may leave
@@ -73,7 +75,8 @@ def through(engine: Engine, params, prompts, key, *, temperature):
     for i in sorted(fits):
         new = engine.cfg.max_new
         engine.submit(prompts[i], index=i, temperature=temperature, new=new)
-    for request, row in engine.run(params, key):
+    tell = watch and (lambda request, row: watch(request.index, request.start, row))
+    for request, row in engine.run(params, key, tell):
         yield request.index, row
 
 
@@ -93,7 +96,7 @@ def no_answer(slots: int) -> Trace:
     )
 
 
-def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh):
+def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh, watch=None):
     """Answers prompts `cfg.rows` at a time; generate: `denoise.generate`, bound."""
     n = len(prompts)
     tokens_nP = np.zeros((n, cfg.max_prompt), np.int32)
@@ -105,9 +108,25 @@ def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh):
     how = {"temperature": temperature, "cfg": cfg, "mesh": mesh}
     for first in range(0, n, cfg.rows):
         arrays = rows_of(tokens_nP, len_n, first, key, **how)
-        trace = sharding.fetch(generate(params, **arrays))
-        for i in range(first, min(first + cfg.rows, n)):
-            yield i, jax.tree.map(lambda x, row=i - first: x[row], trace)
+        held = range(min(cfg.rows, n - first))
+        if watch is None:
+            trace = sharding.fetch(generate(params, **arrays))
+        else:  # the same steps, one at a time
+            s, live = denoise.start(params, **arrays, **generate.keywords), True
+            while live:
+                s = denoise.advance(params, s, **generate.keywords)
+                now = s.live_B, s.start_B, state.trace(s, cfg.stop_ids)
+                live_B, start_B, trace = sharding.fetch(now)
+                live = live_B.any()
+                for row in held:
+                    watch(first + row, start_B[row], row_of(trace, row))
+        for row in held:
+            yield first + row, row_of(trace, row)
+
+
+def row_of(trace: Trace, row: int) -> Trace:
+    """Returns one row of a host Trace."""
+    return jax.tree.map(lambda x: x[row], trace)
 
 
 def rows_of(tokens_nP, len_n, first: int, key, *, temperature, cfg, mesh):
