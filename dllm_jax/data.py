@@ -119,7 +119,7 @@ def tokenizer(path: str):
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{str(path)!r} holds no usable tokenizer: {str(error).splitlines()[0]}"
+            f"{str(path)!r} holds no usable tokenizer: {' '.join(str(error).split())}"
         ) from None
 
 

@@ -35,6 +35,7 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
+    model = dataclasses.replace(config.described(cfg), lora=None)
     tok, timer = data.tokenizer(hf.find(cfg.model.path)), metrics.Timer()
     grader = GRADERS[cfg.rl.reward]
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
@@ -42,7 +43,6 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     rollout.report_long(problems, cfg.sampler.max_prompt, say)
 
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
-    model = dataclasses.replace(config.described(cfg), lora=None)
     stops = data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     sampler = dataclasses.replace(cfg.sampler, stop_ids=stops)
     answers = cfg.eval.answers

@@ -60,11 +60,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     folder = pathlib.Path(cfg.run.folder)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    tok = data.tokenizer(hf.find(cfg.model.path))
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     steps = cfg.rl.steps if rl else cfg.sft.steps
-    model = config.described(cfg)
+    model = config.described(cfg)  # a checkpoint, if it returns
+    tok = data.tokenizer(hf.find(cfg.model.path))
     if model.mask_id == model.vocab and cfg.noise.kind != "ar":
         raise ValueError(
             f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "

@@ -13,10 +13,10 @@ from dllm_jax.rl import rollout
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(*args):
+def run(*args, program="eval"):
     """Returns the finished command."""
     return subprocess.run(
-        [sys.executable, "-m", "dllm_jax.eval", *args],
+        [sys.executable, "-m", f"dllm_jax.{program}", *args],
         check=False,
         cwd=ROOT,
         capture_output=True,
@@ -56,6 +56,15 @@ def test_the_bundled_model(tmp_path):
     assert f"accuracy {told['accuracy']:>19.4g}".split() in [
         x.split() for x in done.stdout.splitlines()
     ]
+
+
+@pytest.mark.parametrize("program", ["eval", "train"])
+def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, program):
+    keys = [f"--config.model.path={tmp_path}", f"--config.run.folder={tmp_path}/run"]
+    done = run("--config=configs/smoke.py", *keys, program=program)
+    assert done.returncode == 2
+    told = done.stderr.strip().splitlines()[-1]
+    assert told == f"error: {tmp_path} is not a checkpoint: it has no config.json"
 
 
 def test_nothing_to_evaluate_is_one_line():
