@@ -59,9 +59,8 @@ class Window:
     `start` in its pages, those written in this very layer too, and all of itself.
     """
 
-    table_BA: (
-        jax.Array
-    )  # position s is in page table[s // O], counted on its own device
+    # Position s is in page table[s // O], counted on its own device.
+    table_BA: jax.Array
     start_B: jax.Array
     keep_B: jax.Array  # its keys are written: it is clean
 

@@ -44,17 +44,14 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = True
     tied: bool = False  # the head is the embedding
-    attention: str = (
-        "block"  # who sees whom in a clean canvas: block, full, causal (mask.clean)
-    )
+    # Who sees whom in a clean canvas: block, full, causal (mask.clean).
+    attention: str = "block"
     shift: int = 0  # the hidden state at position i - shift answers for position i
     rotary: float = 1.0  # the share of a head's dimensions, the first ones, that rotate
     experts: int = 0  # of a layer; 0: one dense feed-forward
     experts_per_token: int = 0
     expert_ffw: int = 0  # an expert's inner width
-    shared_experts: int = (
-        0  # which every token visits: one feed-forward, as wide as all
-    )
+    shared_experts: int = 0  # that every token visits: one feed-forward, as wide as all
     dense_layers: int = 0  # layers without experts, which come first
     router: str = "softmax"  # scores of the experts: softmax, sigmoid (moe.route)
     router_bias: bool = False  # added to the scores for the choice alone

@@ -162,6 +162,7 @@ class Family:
     plain: dict = dataclasses.field(default_factory=lambda: PLAIN)
 
 
+QWEN2 = {"qk_norm": False, "qkv_bias": True}
 FULL = {"attention": "full", "qk_norm": False, "block": 32}
 CAUSAL = {"attention": "causal", "shift": 1, "block": 1}  # autoregressive
 BLOCKS = {"attention": "block", "shift": 0}  # such a model, once it has a block_size
@@ -182,19 +183,13 @@ FAMILIES = {  # by model_type
     "llada2_moe": Family(**LING, names=LLADA2),
     "llada2_moe_veomni": Family(**LING, names=LLADA2 | MERGED),
     "Fast_dLLM_Qwen": Family(
-        {
-            "qk_norm": False,
-            "qkv_bias": True,
-            "shift": 1,
-            "block": 32,
-            "mask_id": 151665,
-        },
+        QWEN2 | {"shift": 1, "block": 32, "mask_id": 151665},
         fields=FIELDS | {"block": "bd_size"},
     ),
-    "Dream": Family(FULL | {"qkv_bias": True, "shift": 1}),  # and DiffuCoder
+    "Dream": Family(FULL | QWEN2 | {"shift": 1}),  # and DiffuCoder
     "llada": Family(FULL, **OLMO),
     "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
-    "qwen2": Family(CAUSAL | {"qk_norm": False, "qkv_bias": True}),
+    "qwen2": Family(CAUSAL | QWEN2),
     "qwen3": Family(CAUSAL),
     "qwen3_moe": Family(CAUSAL | {"router_norm": False}, **MOE),
     "llama": Family(CAUSAL | {"qk_norm": False}),
@@ -206,13 +201,7 @@ LLAMA3 = (  # of rope_scaling, in the order of ModelConfig.rope_llama3
 ATTENTIONS = ("block", "full", "causal")  # see mask.clean
 NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
 NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
-MASKS = (
-    "<|MASK|>",
-    "<|mask|>",
-    "|<MASK>|",
-    "<|mdm_mask|>",
-    "[MASK]",
-)  # tokens that mean it
+MASKS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")  # its names
 
 
 def read_json(file: pathlib.Path) -> dict:
@@ -240,9 +229,8 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         )
     family = FAMILIES[kind]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    raw = (
-        rope | {"num_experts": raw.get("num_local_experts")} | raw
-    )  # as newer ones write
+    # As newer ones write.
+    raw = rope | {"num_experts": raw.get("num_local_experts")} | raw
     turn = rope.get("rope_type", rope.get("type", "default"))
     scaled = tuple(rope.get(key) for key in LLAMA3) if turn == "llama3" else ()
     if turn not in ("default", "llama3") or None in scaled:
@@ -266,12 +254,9 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     told.setdefault("head_dim", told["d_model"] // told["heads"])
     pad = first(raw.get("pad_token_id"), None)
     eos = first(raw.get("eos_token_id"), pad or 0)
-    masked = (
-        told.get("attention") != "causal"
-    )  # otherwise: no token, which none forbids
-    told["mask_id"] = mask_id(
-        folder, raw, told.get("mask_id", None if masked else told["vocab"])
-    )
+    masked = told.get("attention") != "causal"  # or no token, which forbids none
+    default = told.get("mask_id", None if masked else told["vocab"])
+    told["mask_id"] = mask_id(folder, raw, default)
     cfg = ModelConfig(
         family=kind,
         rope_theta=float(raw.get("rope_theta") or 10000.0),

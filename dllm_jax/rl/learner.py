@@ -34,9 +34,7 @@ class Plan:
     terms: tuple[str, ...]  # keys of OBJECTIVES
     optim: OptimConfig
     updates: int  # of the whole run: where the schedule ends
-    head_rate: float = (
-        1.0  # of a value head on the policy's trunk, over the trunk's own
-    )
+    head_rate: float = 1.0  # of a value head on the policy's trunk, over the trunk's
 
     @property
     def heads(self) -> tuple[str, ...]:

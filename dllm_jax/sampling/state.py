@@ -1,5 +1,7 @@
 """What the sampler carries, and the trace that it hands up."""
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -84,15 +86,9 @@ def trace(state: SamplingState, stop_ids: tuple[int, ...]) -> Trace:
     """Returns what the finished rows hand up; the cache stays behind."""
     last_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
     last_B = jnp.take_along_axis(state.tokens_BT, jnp.maximum(last_B1, 0), axis=1)[:, 0]
+    kept = {f.name for f in dataclasses.fields(Trace)} - {"stopped_B"}
     return Trace(
-        tokens_BT=state.tokens_BT,
-        step_BT=state.step_BT,
-        logp_BT=state.logp_BT,
-        conf_BT=state.conf_BT,
-        prompt_len_B=state.prompt_len_B,
-        len_B=state.len_B,
-        steps_B=state.steps_B,
-        forwards_B=state.forwards_B,
+        **{name: getattr(state, name) for name in kept},
         stopped_B=isin(last_B, stop_ids) & (state.len_B > 0),
     )
 
