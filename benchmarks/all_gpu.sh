@@ -5,7 +5,8 @@
 #
 # Lines of JSON go to FOLDER/results.jsonl (runs/benchmarks); with those of other devices in
 # docs/benchmarks.jsonl they make docs/benchmarks.md. Add them there to keep them.
-# Each command has its own limit: one that takes too long costs only its own rows.
+# Each command has its own limit: one that takes too long costs only what it has not told;
+# so the rows that matter most come first.
 cd "$(dirname "$0")/.." || exit 1
 out=${1:-runs/benchmarks}
 python=${PYTHON:-python3}
@@ -21,13 +22,14 @@ bench() { # seconds, module, arguments
         tee >(grep '^{' >> "$out/results.jsonl") | grep -v '^{'
 }
 
-bench 110 kernels
-bench 90 decode --engine-only --model=sdar-1.7b --rows 1 128 --prompt 1024 --new 256 --repeats 1
-bench 110 decode --engine-only --model=sdar-4b --rows 128 256 --prompt 1024 --new 256 --repeats 1
-bench 110 decode --engine-only --model=sdar-8b --rows 1 64 128 --prompt 1024 --new 256 --repeats 1
+bench 90 kernels
+decode="decode --engine-only --prompt 1024 --new 256 --prefill 4096 --repeats 1"
+bench 90 $decode --model=sdar-1.7b --rows 64 1 256 128
+bench 100 $decode --model=sdar-4b --rows 128 64 1 256
+bench 120 $decode --model=sdar-8b --rows 64 128 1 256
 train="train_step --packed-only --remat=full --max-prompt 300 --max-answer 1000 --mean-answer 500"
-bench 60 $train --model=sdar-1.7b --rows 4 --tokens 4096
-bench 60 $train --model=sdar-4b --rows 2 --tokens 4096 --trajectories 16
+bench 50 $train --model=sdar-1.7b --rows 4 --tokens 4096
+bench 50 $train --model=sdar-4b --rows 2 --tokens 4096 --trajectories 16
 if "$python" -c "import ml_collections, tensorboardX" 2> /dev/null; then
     bench 50 rl_step
 else
