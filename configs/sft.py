@@ -53,7 +53,7 @@ def smollm2(c):
     c.model.dtype = "float32"
     c.data.train = "runs/smollm2/train.jsonl"
     c.data.heldout = "runs/smollm2/heldout.jsonl"
-    c.sampler.update({"max_prompt": 32, "max_new": 16, "rows": 32})
+    c.sampler.update({"block": 4, "max_prompt": 32, "max_new": 16, "rows": 32})
     c.batch.update({"rows": 1, "tokens": 192})
     c.sft.update({"steps": 120, "examples": 8})
     c.noise.update({"lower": 0.3, "upper": 1.0})
@@ -84,7 +84,7 @@ def adapt(c):
     """
     c.model.update({"path": "Qwen/Qwen3-0.6B", "remat": "full"})
     c.model.update({"attention": "block", "shift": 0, "mask_id": 151669})
-    c.sampler.update({"max_prompt": 1024, "max_new": 1024, "rows": 32})
+    c.sampler.update({"block": 4, "max_prompt": 1024, "max_new": 1024, "rows": 32})
     c.batch.update({"rows": 1, "tokens": 8192})
     c.sft.update({"steps": 2000, "examples": 64})
     c.noise.upper = 1.0

@@ -22,9 +22,9 @@ import ml_collections
 from absl import flags
 
 from dllm_jax import from_yaml
-from dllm_jax.data import DataConfig
+from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
-from dllm_jax.models.config import Lora, ModelConfig
+from dllm_jax.models.config import Lora
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -126,7 +126,9 @@ class Config:
     seed: int = 0
     model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
+    sampler: SamplerConfig = dataclasses.field(
+        default_factory=lambda: SamplerConfig(block=0)
+    )
     noise: NoiseConfig = dataclasses.field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     rl: RLConfig = dataclasses.field(default_factory=RLConfig)
@@ -166,13 +168,14 @@ class Config:
             )
 
 
-def described(cfg: Config) -> ModelConfig:
-    """Returns the model that the checkpoint becomes in this run.
+def completed(cfg: Config):
+    """Returns (cfg with its sampler's block and stop ids, its ModelConfig, tokenizer).
 
-    Raises ValueError for what it cannot become.
+    The model is what the checkpoint becomes in this run. Raises ValueError for what it
+    cannot become.
     """
     args = cfg.model
-    return dataclasses.replace(
+    model = dataclasses.replace(
         families.adapt(
             hf.read_config(hf.find(args.path)),
             attention=args.attention,
@@ -181,9 +184,18 @@ def described(cfg: Config) -> ModelConfig:
         ),
         dtype=args.dtype,
         remat=args.remat,
-        block=cfg.sampler.block,
         lora=args.lora,
     )
+    block = cfg.sampler.block or model.block
+    if block == 1 and not cfg.sampler.block and model.attention != "causal":
+        raise ValueError(
+            f"sampler.block=0: {args.path} has no block; set it, to 4 for example"
+        )
+    tok = tokenizer(hf.find(args.path))
+    stops = stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
+    sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
+    model = dataclasses.replace(model, block=block)
+    return dataclasses.replace(cfg, sampler=sampler), model, tok
 
 
 def default() -> ml_collections.ConfigDict:

@@ -97,7 +97,8 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     told = run.get("model", {})
     kind = {key: told[key] for key in ("attention", "shift", "mask_id") if key in told}
     cfg = families.adapt(cfg, **kind)
-    cfg = dataclasses.replace(cfg, block=run.get("sampler", {}).get("block", cfg.block))
+    block = run.get("sampler", {}).get("block") or cfg.block
+    cfg = dataclasses.replace(cfg, block=block)
     if told.get("lora_rank"):
         adapters = Lora(
             told["lora_rank"], told["lora_alpha"], tuple(told["lora_targets"])

@@ -35,20 +35,19 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    model = dataclasses.replace(config.described(cfg), lora=None)
-    tok, timer = data.tokenizer(hf.find(cfg.model.path)), metrics.Timer()
+    cfg, model, tok = config.completed(cfg)
+    timer = metrics.Timer()
     grader = GRADERS[cfg.rl.reward]
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say)
 
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
-    stops = data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
-    sampler = dataclasses.replace(cfg.sampler, stop_ids=stops)
+    model = dataclasses.replace(model, lora=None)
     answers = cfg.eval.answers
     with timer("eval"):
         rollouts = rollout.answered(
-            rollout.sampler(model=model, cfg=sampler, mesh=mesh),
+            rollout.sampler(model=model, cfg=cfg.sampler, mesh=mesh),
             params,
             [p for p in problems for _ in range(answers)],
             np.repeat(np.arange(len(problems)), answers),

@@ -63,16 +63,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     steps = cfg.rl.steps if rl else cfg.sft.steps
-    model = config.described(cfg)  # a checkpoint, if it returns
-    tok = data.tokenizer(hf.find(cfg.model.path))
+    cfg, model, tok = config.completed(cfg)
+    sampler = cfg.sampler
     if model.mask_id == model.vocab and cfg.noise.kind != "ar":
         raise ValueError(
             f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "
             "needs; set model.attention and model.mask_id, as in configs/sft.py:adapt"
         )
-    sampler = dataclasses.replace(
-        cfg.sampler, stop_ids=data.stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
-    )
     plans = networks.plans(
         {"rl": cfg.objective.loss, "sft": "nll", "dpo": "dpo"}[cfg.method],
         cfg.rl.value if rl else "none",

@@ -2,14 +2,16 @@
 
 import dataclasses
 import importlib.util
+import json
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from dllm_jax import config, generate, train
+from dllm_jax import config, data, generate, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -148,8 +150,11 @@ def test_known_flags_pass():
     [
         ({"method": "ppo"}, "method='ppo': choose from rl, sft"),
         ({"sampler__strategy": "greedy"}, "sampler.strategy='greedy'.*dynamic"),
-        ({"sampler__steps_per_block": 5}, "steps_per_block=5 .*block of 4"),
-        ({"sampler__steps_per_block": 0}, "steps_per_block=0"),
+        (
+            {"sampler__block": 4, "sampler__steps_per_block": 5},
+            "steps_per_block=5 .*block of 4",
+        ),
+        ({"sampler__block": -1}, "block and pages >= 0"),
         ({"sampler__top_p": 0.0}, "top_p"),
         ({"sampler__max_new": 0}, "max_new"),
         ({"method": "dpo"}, "spg and dpo train .*noise.kind='subset'"),
@@ -167,7 +172,10 @@ def test_known_flags_pass():
         ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),
-        ({"batch__tokens": 1000}, "batch.tokens=1000 .*set it to 1028 or more"),
+        (
+            {"sampler__block": 4, "batch__tokens": 1000},
+            "batch.tokens=1000 .*set it to 1028 or more",
+        ),
         *(
             ({name.replace(".", "__"): 0}, f"^{name}=0 must be at least 1$")
             for name in ("run.save_every", "run.keep", "eval.every", "eval.answers")
@@ -190,6 +198,29 @@ def test_known_flags_pass():
 def test_bad_values_are_named(leaves, message):
     with pytest.raises(ValueError, match=message):
         config.freeze(changed(**leaves))
+
+
+@pytest.mark.parametrize(
+    ("told", "block", "steps"),
+    [({}, 32, (1,) * 32), ({"sampler__block": 4}, 4, (1,) * 4)],
+)
+def test_the_block_is_the_checkpoints_own_unless_told(told, block, steps, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "examples" / "arithmetic" / "model", folder)
+    raw = json.loads((folder / "config.json").read_text()) | {"block_size": 32}
+    (folder / "config.json").write_text(json.dumps(raw))
+    cfg = config.freeze(changed(model__path=str(folder), **told))
+    done, model, tok = config.completed(cfg)
+    assert (done.sampler.block, model.block) == (block, block)
+    assert done.sampler.schedule == steps
+    assert done.sampler.stop_ids == data.stop_ids(tok, model.eos_id)
+    raw |= {"block_size": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if not told:
+        with pytest.raises(
+            ValueError, match="sampler.block=0: .* has no block; set it"
+        ):
+            config.completed(cfg)
 
 
 def test_a_group_of_one_is_fine_without_the_z_score():

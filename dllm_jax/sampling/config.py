@@ -11,8 +11,10 @@ from dllm_jax.sampling.strategy import STRATEGIES
 class SamplerConfig:
     """Static facts of a sampler. Temperatures and limits are arrays, one per row."""
 
-    block: int = 4  # Q: positions denoised together, on the absolute grid pos // Q
-    steps_per_block: int = 4  # schedule: step t unmasks at least its share of Q
+    # Q: positions denoised together, on the absolute grid pos // Q. 0, as runs have it
+    # unless they are told: the checkpoint's own (config.completed).
+    block: int = 4
+    steps_per_block: int = 0  # step t unmasks at least its share of Q; 0: one a token
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every score above it
     tempered_threshold: bool = False  # its scores: of what is drawn from, or the model
@@ -47,14 +49,14 @@ class SamplerConfig:
                 f"sampler.horizon={self.horizon}: positions, >= 0, that only "
                 "sampler.cache='prefix' re-runs"
             )
-        if not 1 <= self.steps_per_block <= self.block:
+        if self.block > 0 and not 0 <= self.steps_per_block <= self.block:
             raise ValueError(
                 f"sampler.steps_per_block={self.steps_per_block} cannot share out a block of "
-                f"{self.block}: every step unmasks something; set it to 1..{self.block}"
+                f"{self.block}: every step unmasks something; set it to 1..{self.block}, or 0"
             )
-        least = ("block", "max_new", "max_prompt", "rows", "page", "prefill")
-        if any(getattr(self, name) < 1 for name in least) or self.pages < 0:
-            raise ValueError(f"sampler: {', '.join(least)} must be >= 1, pages >= 0")
+        least = ("max_new", "max_prompt", "rows", "page", "prefill")
+        if any(getattr(self, x) < 1 for x in least) or min(self.block, self.pages) < 0:
+            raise ValueError(f"sampler: {', '.join(least)} >= 1, block and pages >= 0")
         if self.target not in TARGETS:
             raise ValueError(
                 f"sampler.target={self.target!r}: choose from {sorted(TARGETS)}"
@@ -80,13 +82,15 @@ class SamplerConfig:
     @property
     def slots(self) -> int:
         """Positions of a canvas: prompt and answer, filled up to whole blocks."""
-        return -(-(self.max_prompt + self.max_new) // self.block) * self.block
+        Q = max(self.block, 1)
+        return -(-(self.max_prompt + self.max_new) // Q) * Q
 
     @property
     def schedule(self) -> tuple[int, ...]:
         """Tokens that each step of a block unmasks at least: remainder first."""
-        share, rest = divmod(self.block, self.steps_per_block)
-        return tuple(share + (t < rest) for t in range(self.steps_per_block))
+        steps = self.steps_per_block or self.block
+        share, rest = divmod(self.block, steps)
+        return tuple(share + (t < rest) for t in range(steps))
 
     def clean_windows(self, rows: int) -> tuple[int, ...]:
         """Returns how many clean windows beside `rows` rows a forward may be made for.

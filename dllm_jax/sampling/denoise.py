@@ -135,7 +135,7 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.of):
     drawn = draw(params, x_BWD, key_B, s.temperature_B, model=model, cfg=cfg)
     drawn = confidence.weigh(drawn, logits.apart(key_B, 1), model.pad_id, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
-        jnp.minimum(s.block_steps_B, cfg.steps_per_block - 1)
+        jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)
     ]
     take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
     if policy.choose(cfg, model.attention).canvas == "block":

@@ -203,9 +203,9 @@ def test_schedules_of_the_reference():
     "field, value, match",
     [
         ("strategy", "greedy", "dynamic.*entropy_bounded.*sequential.*static"),
-        ("steps_per_block", 0, "steps_per_block=0"),
+        ("steps_per_block", -1, "steps_per_block=-1"),
         ("steps_per_block", 5, "steps_per_block=5"),
-        ("block", 0, "block"),
+        ("block", -1, "block"),
         ("temperature", -1.0, "temperature"),
         ("top_k", -1, "top_k"),
         ("top_p", 0.0, "top_p"),
