@@ -296,12 +296,12 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 )
             told |= more
             if not batches:
-                within = f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
-                say(
-                    f"step {step}: no group is {cfg.rl.filter}"
-                    f"{within if cfg.rl.filter == 'solvable' else ''}, nothing to learn; "
-                    "the step is skipped"
-                )
+                why = f"no group is {cfg.rl.filter}"
+                if cfg.rl.filter == "solvable":
+                    why += f" in [{cfg.rl.min_solved}, {cfg.rl.max_solved}]"
+                if not sampled:
+                    why = "all its prompts are longer than sampler.max_prompt"
+                say(f"step {step}: {why}, nothing to learn; the step is skipped")
         else:
             # A pair is two rows, one after the other.
             rows = experience.rows_of(chosen, 2) if dpo else chosen

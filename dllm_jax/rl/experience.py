@@ -42,8 +42,8 @@ def of_rollouts(
         rl.min_solved,
         rl.max_solved,
     )
-    told = {"groups_kept": len(np.unique(rollouts.group_n[keep]))}
     keep &= rollouts.trace.len_B > 0
+    told = {"groups_kept": len(np.unique(rollouts.group_n[keep]))}
     if not keep.any():
         return told, []
     copies = len(noised.step_nT) // len(keep)  # rows of a trajectory, neighbours
