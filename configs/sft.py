@@ -17,9 +17,10 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
 
 Presets: arithmetic (default), smollm2, trace, adapt; for released models, with data of your
 own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
-llada-1.5-8b, mmada-8b; and dpo, which learns from pairs of answers:
+llada-1.5-8b, mmada-8b; and vrpo, which learns from pairs of answers (dpo: on the bundled
+model, with data.train of your own):
 
-    python -m dllm_jax.train --config=configs/sft.py:dpo --config.model.path=DIR \
+    python -m dllm_jax.train --config=configs/sft.py:vrpo --config.model.path=DIR \
         --config.data.train=FILE.jsonl
 
 VRPO (LLaDA 1.5, arXiv 2505.19223): lines of prompt, chosen, rejected; evidence bounds of 8
@@ -64,14 +65,19 @@ def smollm2(c):
     c.run.update({"folder": "runs/smollm2/sft", "save_every": 40})
 
 
-def dpo(c):
-    """Preferences on the bundled model, unless another is named."""
-    arithmetic(c)
+def preferences(c):
+    """VRPO: DPO on evidence bounds."""
     c.method = "dpo"
-    c.model.path = "examples/arithmetic/model"
     c.noise.update({"kind": "subset", "draws": 8})
     c.objective.update({"aggregate": "elbo", "reference_beta": 0.2})
-    c.policy_optim.update({"lr": 1e-4, "schedule": "constant"})
+
+
+def dpo(c):
+    """Preferences on the bundled model."""
+    arithmetic(c)
+    preferences(c)
+    c.model.path = "examples/arithmetic/model"
+    c.policy_optim.update({"lr": 1e-5, "schedule": "constant"})
     c.run.folder = "runs/arithmetic/dpo"
 
 
@@ -128,6 +134,18 @@ def llada(c):
     c.noise.update({"kind": "bernoulli", "rate": "scope"})
 
 
+def vrpo(c):
+    """Preferences on LLaDA, unless another model is named; data.train is yours."""
+    published(c)
+    preferences(c)
+    c.model.path = "GSAI-ML/LLaDA-8B-Instruct"
+    c.data.train = "data/pairs.jsonl"
+    c.sampler.update({"block": 0, "max_new": 1024})  # the block of any model
+    c.sft.examples = 64
+    c.policy_optim.lr = 5e-7
+    c.run.folder = "runs/vrpo"
+
+
 def real(repository: str, recipe=published):
     """Returns the recipe on a released checkpoint."""
 
@@ -145,6 +163,7 @@ PRESETS = {
     "trace": trace,
     "adapt": adapt,
     "dpo": dpo,
+    "vrpo": vrpo,
     "sdar-1.7b": real("JetLM/SDAR-1.7B-Chat"),
     "sdar-4b": real("JetLM/SDAR-4B-Chat"),
     "sdar-8b": real("JetLM/SDAR-8B-Chat"),

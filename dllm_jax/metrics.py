@@ -16,6 +16,8 @@ from tqdm import tqdm
 # The console line: metric, its short name and format.
 CONSOLE = (
     ("loss", "loss", ".4f"),
+    ("preference_loss", "loss", ".4f"),
+    ("preference_accuracy", "told apart", ".3f"),
     ("reward", "reward", ".3f"),
     ("accuracy", "acc", ".3f"),
     ("heldout_accuracy", "held-out", ".3f"),
@@ -31,7 +33,7 @@ CONSOLE = (
 # drawn large.
 PANELS = (
     ("accuracy", ("heldout_accuracy", "accuracy", "reward"), "linear"),
-    ("training loss", ("loss",), "linear"),
+    ("training loss", ("loss", "preference_loss"), "linear"),
     (
         "tokens per forward",
         ("heldout_tokens_per_forward", "tokens_per_forward"),

@@ -229,6 +229,7 @@ def others(command, tmp_path_factory):
             "sft.steps=6",
             "sft.examples=16",
             "policy_optim.warmup=0",
+            "policy_optim.lr=1e-4",
             file="sft.py:dpo",
         ),
         "spg": command(
@@ -289,6 +290,8 @@ def test_dpo_learns_to_tell_the_chosen_from_the_rejected(others):
     told = rows(others["dpo"][0])
     assert told[0]["preference_loss"] == pytest.approx(np.log(2), rel=1e-5)
     assert told[-1]["preference_loss"] < 0.9 * np.log(2)
+    assert not {"kl", "clip_fraction"} & set(told[-1])  # to itself: always 0
+    assert "told apart" in others["dpo"][1]
     assert told[-1]["preference_margin"] > told[0]["preference_margin"] == 0
 
 

@@ -72,7 +72,8 @@ def linear(out, batch, cfg: ObjectiveConfig):
     DPO's gradients have this form too, with the factors of `bounds` in A's place.
     """
     own = batch.replace(old_logp_BU=jax.lax.stop_gradient(out["logp"]))
-    return policy(out, own, dataclasses.replace(cfg, beta=0.0))
+    loss, sums = policy(out, own, dataclasses.replace(cfg, beta=0.0))
+    return loss, {k: x for k, x in sums.items() if k not in ("kl", "clip_fraction")}
 
 
 def value(out, batch, cfg: ObjectiveConfig):

@@ -103,7 +103,7 @@ def test_linear_is_the_policy_gradient(kind):
     slope = 1 if kind == "k1" else 1 - np.exp(-delta)
     np.testing.assert_allclose(value, w @ (-adv + 0.3 * kl), rtol=1e-6)
     np.testing.assert_allclose(grad, w * (-adv + 0.3 * slope), rtol=1e-6)
-    assert sums["clip_fraction"] == 0
+    assert not {"kl", "clip_fraction"} & set(sums)  # to itself: always 0
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
