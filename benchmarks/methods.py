@@ -37,6 +37,9 @@ DIPO = (
 # Method: the config file and the keys it sets.
 RL = {
     "TraceRL, own value network": ("tracerl", STEP, "rl.value=own"),
+    "TraceRL, own value network, raw rewards": (
+        *("tracerl", STEP, "rl.value=own", "rl.advantage=none"),
+    ),
     "TraceRL, value head": (
         *("tracerl", STEP, "rl.value=head", "value_optim.lr=3e-5"),
     ),
