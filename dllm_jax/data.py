@@ -136,11 +136,17 @@ def stop_ids(tok, *more: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*ids, *more) if i is not None))
 
 
-def render(tok, messages: list[dict]) -> list[int]:
+def render(tok, messages: list[dict], where: str = "chat") -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
-    Raises ValueError when the tokenizer has no chat template.
+    Raises ValueError when the tokenizer has no chat template, and, naming `where`, when
+    these are no messages.
     """
+    if not (isinstance(messages, list) and messages) or not all(
+        isinstance(m, dict) and all(type(m.get(k)) is str for k in ("role", "content"))
+        for m in messages
+    ):
+        raise ValueError(f"{where}: needs messages, each with a role and a content")
     if not tok.chat_template:
         raise ValueError(f"tokenizer {tok.name_or_path!r} has no chat template")
     text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -197,7 +203,9 @@ def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
                 f"dataset {path!r}, record {number}: the last message is not the "
                 "assistant's"
             )
-        return render(tok, before), last["content"]
+        return render(tok, before, f"dataset {path!r}, record {number}"), last[
+            "content"
+        ]
     if "prompt" in row and cfg.question not in row:
         prompt = tok(str(row["prompt"]), add_special_tokens=False)["input_ids"]
     else:

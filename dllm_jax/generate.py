@@ -3,7 +3,7 @@
     python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
 
-A prompt on the command line is shown while it is unmasked. A line of a prompts file holds
+A prompt on the command line is shown while it is unmasked, where the output is a terminal. A line of a prompts file holds
 `prompt` or `question` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
 (token ids: no tokenizer is needed); the line written for it holds prompt_ids,
 response_ids, step_map (the denoising step at which each token was unmasked, from 1),
@@ -38,42 +38,51 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     d = SamplerConfig()
-    p.add_argument("prompt", nargs="?", help="one prompt, streamed as it is unmasked")
+    p.add_argument(
+        "prompt", nargs="?", help="one prompt, on a terminal shown as it is unmasked"
+    )
     p.add_argument("--model", required=True, help="a Hugging Face folder")
     p.add_argument("--prompts", help="a .jsonl file of prompts")
     p.add_argument("--out", help="where to write the answers; default: the terminal")
     p.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
-    p.add_argument("--block", type=int, help="block size; default: the checkpoint's")
-    p.add_argument("--steps-per-block", type=int, help="default: the block size")
-    p.add_argument("--strategy", choices=sorted(STRATEGIES), default=d.strategy)
-    p.add_argument(
-        "--threshold", type=float, default=d.threshold, help="of --strategy=dynamic"
-    )
-    p.add_argument(
-        "--entropy-bound",
-        type=float,
-        default=d.entropy_bound,
-        help="nats, of --strategy=entropy_bounded",
-    )
-    p.add_argument("--cache", choices=["auto", *POLICIES], default=d.cache)
-    p.add_argument("--horizon", type=int, default=d.horizon, help="of --cache=prefix")
-    p.add_argument("--target", choices=sorted(TARGETS), default=d.target)
-    p.add_argument("--rank-temperature", type=float, default=d.rank_temperature)
-    p.add_argument("--pad-penalty", type=float, default=d.pad_penalty)
+    p.add_argument("--block", type=int, default=0, help="0: the checkpoint's")
+    p.add_argument("--steps-per-block", type=int, default=0, help="0: a token a step")
+    for flag, choices, what in (
+        ("strategy", sorted(STRATEGIES), "which tokens a step unmasks"),
+        ("cache", ["auto", *POLICIES], "which keys stay; auto: what the model allows"),
+        ("target", sorted(TARGETS), "the score that tokens are ranked by"),
+    ):
+        p.add_argument(
+            f"--{flag}", choices=choices, default=getattr(d, flag), help=what
+        )
+    for flag, kind, what in (
+        ("threshold", float, "of --strategy=dynamic"),
+        ("entropy_bound", float, "nats, of --strategy=entropy_bounded"),
+        ("horizon", int, "of --cache=prefix"),
+        (
+            "rank_temperature",
+            float,
+            "of drawing by score what is unmasked; 0: the best",
+        ),
+        ("pad_penalty", float, "what the scores of padding are divided by"),
+    ):
+        name = f"--{flag.replace('_', '-')}"
+        p.add_argument(name, type=kind, default=getattr(d, flag), help=what)
     p.add_argument(
         "--tempered-threshold", action="store_true", help="as dLLM-RL compares"
     )
     p.add_argument("--temperature", type=float, default=1.0, help="0: arg-max")
     p.add_argument("--top-k", type=int, default=0, help="0: all tokens")
     p.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     p.add_argument(
         "--stop-ids",
         type=lambda text: tuple(int(t) for t in text.split(",") if t),
         help="token ids, comma-separated; default: the model's",
     )
     p.add_argument("--rows", type=int, default=32, help="prompts sampled together")
-    p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    kinds = ["bfloat16", "float32"]
+    p.add_argument("--dtype", choices=kinds, default=kinds[0], help="of computation")
     p.add_argument("--model-parallel", type=int, default=1, help="devices per copy")
     return p
 
@@ -86,28 +95,27 @@ def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
     """
     ids, rows = [], data.records(path)
     for number, row in enumerate(rows, 1):
+        where = f"{path!r}, record {number}"
         if "prompt_ids" in row:
             given = row["prompt_ids"]
             given = given if isinstance(given, list) else []
             if not given or not all(t in range(vocab) for t in given):
                 raise ValueError(
-                    f"{path!r}, record {number}: prompt_ids must be one or more ids "
-                    f"in 0..{vocab - 1}"
+                    f"{where}: prompt_ids must be one or more ids in 0..{vocab - 1}"
                 )
             ids.append(given)
         elif tok is None:
             raise ValueError(
-                f"{path!r}, record {number}: the model has no tokenizer, so each "
-                "record needs prompt_ids"
+                f"{where}: the model has no tokenizer, so each record needs prompt_ids"
             )
         elif "messages" in row:
-            ids.append(data.render(tok, row["messages"]))
+            ids.append(data.render(tok, row["messages"], where))
         elif asked := {"prompt", "question"} & row.keys():
             turn = {"role": "user", "content": row[min(asked)]}
-            ids.append(data.render(tok, [turn]))
+            ids.append(data.render(tok, [turn], where))
         else:
             raise ValueError(
-                f"{path!r}, record {number}: needs prompt, question, messages or prompt_ids, "
+                f"{where}: needs prompt, question, messages or prompt_ids, "
                 f"it has {sorted(row)}"
             )
     return ids, rows
@@ -149,6 +157,11 @@ def main(argv=None):
     args = parser().parse_args(argv)
     if (args.prompt is None) == (args.prompts is None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    if args.out:
+        try:
+            open(args.out, "a").close()
+        except OSError as error:
+            raise ValueError(f"--out={args.out}: {error.strerror}") from None
     sharding.keep_compiled(config.RunConfig().compile_cache)
     mesh = sharding.make_mesh(fsdp=1, data=-1, model=args.model_parallel)
     jax.set_mesh(mesh)
@@ -161,7 +174,7 @@ def main(argv=None):
         stops = data.stop_ids(tok, model.eos_id)
     cfg = SamplerConfig(
         block=block,
-        steps_per_block=args.steps_per_block or block,
+        steps_per_block=args.steps_per_block,
         strategy=args.strategy,
         threshold=args.threshold,
         entropy_bound=args.entropy_bound,

@@ -217,6 +217,9 @@ def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
         ValueError, match="prompt_ids must be one or more ids in 0..106"
     ):
         ask(*flags, prompts=[{"prompt_ids": [107]}])
+    for bad in ({"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": None}):
+        with pytest.raises(ValueError, match="record 1: needs messages, each with a"):
+            ask(*flags, prompts=[bad])
     lines = ask(*flags, prompts=[{"prompt": "!!"}, {"messages": [turn]}])
     text = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
     assert make.tokenizer().decode(lines[1]["prompt_ids"]) == text
@@ -252,6 +255,11 @@ def test_bad_flags_are_named(ask, model, tmp_path, capsys):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):
         ask("--steps-per-block=5")
+    with pytest.raises(ValueError, match="block and pages >= 0"):
+        ask("--block=-4")
+    for out in (tmp_path / "none" / "x.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=f"--out={out}: "):
+            generate.main(["--model=none", "--prompts=none", f"--out={out}"])
     with pytest.raises(ValueError, match="need temperature >= 0"):
         ask("--temperature=-1")
     with pytest.raises(ValueError, match="is not a checkpoint"):
