@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import topologies
-from dllm_jax import sharding
+from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import PRESETS
 from dllm_jax.rl import learner, views
@@ -121,18 +121,21 @@ def compiled(mesh, jitted, *args):
 def report(topology: str, name: str = "sdar-8b"):
     """Compiles both programs for a topology; yields (program, bytes a device, seconds).
 
-    Raises SkipReason where the environment lacks the compiler.
+    Where kernels are there and not trusted yet, with them as well. Raises SkipReason where the environment lacks the compiler.
     """
     split, rows, packed = TARGETS.get(topology, (2, 64, 8))
-    model = dataclasses.replace(PRESETS[name], remat="full")
     mesh = topologies.mesh(topology, model=split)
-    for program, build, size in (
-        ("rollout step", rollout_step, rows),
-        ("TraceRL update", tracerl_update, packed),
-    ):
-        start = time.perf_counter()
-        used = topologies.peak_bytes(build(model, mesh, size))
-        yield program, used, time.perf_counter() - start
+    trusted = mesh.devices.flat[0].platform in pallas_kernels.TRUSTED
+    for kernels in ("auto",) if trusted else ("auto", "platform"):
+        model = dataclasses.replace(PRESETS[name], remat="full", kernels=kernels)
+        for program, build, size in (
+            ("rollout step", rollout_step, rows),
+            ("TraceRL update", tracerl_update, packed),
+        ):
+            start = time.perf_counter()
+            used = topologies.peak_bytes(build(model, mesh, size))
+            added = ", kernels" if kernels == "platform" else ""
+            yield program + added, used, time.perf_counter() - start
 
 
 def main():

@@ -21,7 +21,7 @@ import traceback
 import ml_collections
 from absl import flags
 
-from dllm_jax import from_yaml
+from dllm_jax import from_yaml, pallas_kernels
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
 from dllm_jax.models.config import Lora
@@ -45,6 +45,8 @@ class ModelArgs:
     path: str = ""  # a Hugging Face folder
     dtype: str = "bfloat16"  # of computation; masters are f32
     remat: str = "none"  # what the backward pass recomputes: none, full or dots
+    # "platform": the chip's own, trusted yet or not; "reference": none (docs/kernels.md)
+    kernels: str = "auto"
     # What training turns the checkpoint into; the export says so, and loads again.
     attention: str = ""  # block, full or causal; "": the checkpoint's
     shift: int = -1  # the hidden state at i - shift answers for i; -1: the checkpoint's
@@ -63,6 +65,7 @@ class ModelArgs:
     def __post_init__(self):
         choose("model.remat", self.remat, tuple(REMAT))
         choose("model.dtype", self.dtype, ("bfloat16", "float32"))
+        choose("model.kernels", self.kernels, pallas_kernels.CHOICES)
         self.lora  # noqa: B018  (refuses what is wrong)
 
 
@@ -184,6 +187,7 @@ def completed(cfg: Config):
         ),
         dtype=args.dtype,
         remat=args.remat,
+        kernels=args.kernels,
         lora=args.lora,
     )
     block = cfg.sampler.block or model.block

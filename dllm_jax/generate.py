@@ -20,7 +20,7 @@ import sys
 import jax
 from tqdm import tqdm
 
-from dllm_jax import config, data, sharding
+from dllm_jax import config, data, pallas_kernels, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import rollout
@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rows", type=int, default=32, help="prompts sampled together")
     kinds = ["bfloat16", "float32"]
     p.add_argument("--dtype", choices=kinds, default=kinds[0], help="of computation")
+    kinds = pallas_kernels.CHOICES
+    p.add_argument("--kernels", choices=kinds, default="auto", help="docs/kernels.md")
     p.add_argument("--model-parallel", type=int, default=1, help="devices per copy")
     return p
 
@@ -168,7 +170,9 @@ def main(argv=None):
     tok = load_tokenizer(args.model) if os.path.isdir(args.model) else None
     model, params = hf.load(args.model, mesh=mesh, dtype=args.dtype, heads=("lm",))
     block = args.block or model.block
-    model = dataclasses.replace(model, dtype=args.dtype, block=block)
+    model = dataclasses.replace(
+        model, dtype=args.dtype, block=block, kernels=args.kernels
+    )
     stops = args.stop_ids
     if stops is None:
         stops = data.stop_ids(tok, model.eos_id)

@@ -187,6 +187,10 @@ def test_known_flags_pass():
         ({"rl__reward": "foo"}, "rl.reward='foo': choose from math"),
         ({"rl__min_solved": 0.9, "rl__max_solved": 0.1}, "0 <= min_solved <= max"),
         ({"model__remat": "some"}, "model.remat='some'"),
+        (
+            {"model__kernels": "gpu"},
+            "model.kernels='gpu': choose from auto, .*platform",
+        ),
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "shrink >= 1"),
         ({"noise__lower": 0.9, "noise__upper": 0.1}, "lower <= upper"),

@@ -150,6 +150,7 @@ def test_every_flag_reaches_the_sampler(ask, monkeypatch):
 
     def sampler(*, model, cfg, mesh):
         seen.update(dataclasses.asdict(cfg), dtype=model.dtype, mesh=dict(mesh.shape))
+        seen["kernels"] = model.kernels
         return lambda *args, **kwargs: iter(())
 
     monkeypatch.setattr(generate.rollout, "sampler", sampler)
@@ -172,6 +173,7 @@ def test_every_flag_reaches_the_sampler(ask, monkeypatch):
         "--top-k=9": ("top_k", 9),
         "--top-p=0.8": ("top_p", 0.8),
         "--stop-ids=3,4": ("stop_ids", (3, 4)),
+        "--kernels=platform": ("kernels", "platform"),
         "--rows=4": ("rows", 4),  # 3 prompts on 4 devices
         "--dtype=float32": ("dtype", "float32"),
         "--model-parallel=2": ("mesh", {"data": 4, "fsdp": 1, "model": 2}),

@@ -65,6 +65,7 @@ class ModelConfig:
     pad_id: int = 151643
     dtype: str = "bfloat16"  # of computation; parameters keep their own
     remat: str = "none"  # a key of transformer.REMAT: what the backward pass recomputes
+    kernels: str = "auto"  # one of pallas_kernels.CHOICES
     lora: Lora | None = None  # then only its adapters (and value heads) are parameters
 
     @property

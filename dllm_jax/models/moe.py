@@ -11,6 +11,8 @@ the config says; experts shared by all tokens (inner width Z together) are added
 No token is ever dropped. The router computes in f32.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,7 @@ def route(h_RD, p, cfg: ModelConfig):
     return expert_RX, weight_RX * cfg.router_scale, prob_RE
 
 
-def dispatch(h_RD, expert_RX, weight_RX, e_gate, e_up, e_down, first):
+def dispatch(h_RD, expert_RX, weight_RX, e_gate, e_up, e_down, first, matmul):
     """Returns the weighted sum of the experts first, first + 1, ...: a part of y_RD.
 
     Choices are sorted by expert, so that each expert multiplies one run of rows; those of
@@ -84,9 +86,9 @@ def dispatch(h_RD, expert_RX, weight_RX, e_gate, e_up, e_down, first):
     order_M = jnp.argsort(here_M)
     sizes_E = jnp.bincount(here_M, length=E + 1)[:E].astype(jnp.int32)
     x_MD = h_RD[order_M // X]
-    gate_MI = jax.nn.silu(grouped_matmul(x_MD, e_gate, sizes_E))
-    up_MI = grouped_matmul(x_MD, e_up, sizes_E)
-    out_MD = grouped_matmul(gate_MI * up_MI, e_down, sizes_E)
+    gate_MI = jax.nn.silu(matmul(x_MD, e_gate, sizes_E))
+    up_MI = matmul(x_MD, e_up, sizes_E)
+    out_MD = matmul(gate_MI * up_MI, e_down, sizes_E)
     out_MD = jnp.where((jnp.arange(R * X) < sizes_E.sum())[:, None], out_MD, 0)
     out_RXD = out_MD[jnp.argsort(order_M)].reshape(R, X, -1)
     return jnp.einsum("RXD,RX->RD", out_RXD, weight_RX.astype(h_RD.dtype))
@@ -108,10 +110,12 @@ def ffw(h_BTD, p, cfg: ModelConfig, real_BT):
     routed = route(h_BTD.reshape(B * T, D), p, cfg)
     expert_BTX, weight_BTX, prob_BTE = (x.reshape(B, T, -1) for x in routed)
     weights = {name: p[name].astype(h_BTD.dtype) for name in DISPATCHED}
+    matmul = functools.partial(grouped_matmul, implementation=cfg.kernels)
 
     def part(h_BTD, expert_BTX, weight_BTX, weights, first=0):
         rows = (x.reshape(-1, x.shape[-1]) for x in (h_BTD, expert_BTX, weight_BTX))
-        return dispatch(*rows, **weights, first=first).reshape(h_BTD.shape)
+        y_RD = dispatch(*rows, **weights, first=first, matmul=matmul)
+        return y_RD.reshape(h_BTD.shape)
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -181,7 +181,7 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
     Tokens that see nothing are padding, and do not count as load.
     """
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
-    paged = isinstance(cache, PagedKVCache)
+    paged, how = isinstance(cache, PagedKVCache), {"implementation": cfg.kernels}
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
@@ -207,14 +207,16 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
         q_BTNH, k_BTKH = rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh)
         if paged:  # kept keys are seen at once, by the next block of the same row
             at = (number, mask.table_BA, mask.start_B)
-            pages = pallas_kernels.cache_update(pages, *at, mask.keep_B, k_BTKH, v_BTKH)
+            pages = pallas_kernels.cache_update(
+                pages, *at, mask.keep_B, k_BTKH, v_BTKH, **how
+            )
             out_BTNH = pallas_kernels.paged_attention(
-                q_BTNH, pages, *at, k_BTKH, v_BTKH
+                q_BTNH, pages, *at, k_BTKH, v_BTKH, **how
             )
             kept = None
         else:
             out_BTNH = pallas_kernels.attention(
-                q_BTNH, k_BTKH, v_BTKH, mask, cached=cached
+                q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, **how
             )
             kept = k_BTKH, v_BTKH
         x_BTD = constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
@@ -284,14 +286,23 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
 def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
     """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32."""
     return pallas_kernels.token_logprob(
-        x_BUD, head(params, cfg), token_BU, forbidden=cfg.mask_id
+        x_BUD,
+        head(params, cfg),
+        token_BU,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
     )
 
 
 def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
     return pallas_kernels.token_draw(
-        x_BWD, head(params, cfg), key_B, temperature_B, forbidden=cfg.mask_id
+        x_BWD,
+        head(params, cfg),
+        key_B,
+        temperature_B,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
     )
 
 

@@ -1,10 +1,10 @@
 """The public ops: arrays in, arrays out; nothing here knows a config or parameters.
 
 Each op has a specification in `reference`, and may have a kernel for TPU and one for GPU.
-`implementation` names one, or "auto": the kernel of the platform that is compiled for,
-where KERNELS has one that takes these shapes and TRUSTED has the platform, else the
-specification. A kernel that is named and missing raises ValueError. `interpret=True` runs
-a kernel on any platform, slowly, for tests.
+`implementation` names one, or "platform": the kernel of the platform that is compiled for,
+where KERNELS has one for such heads, else the specification; or "auto": the same where
+TRUSTED has the platform. A kernel that is named and missing raises ValueError, as does one
+for other numbers or pages. `interpret=True` runs a kernel anywhere, slowly, for tests.
 """
 
 import functools
@@ -43,8 +43,9 @@ KERNELS = {
     ("token_logprob", "tpu"): tpu_token_logprob,
 }
 # Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but
-# have not been run on one: they are to be asked for by name.
+# have not been run on one: they are to be asked for.
 TRUSTED = ("tpu",)
+CHOICES = ("auto", "reference", "platform")  # of a whole run
 HEAD_SIZES = (64, 128)  # of the kernels that have heads
 HEAD_TILE = 512  # positions of a row whose logits are alive at once
 FEW = 64  # queries below which a key head's queries fill a tile together
@@ -64,15 +65,15 @@ def kernel(op: str, implementation: str, head_size: int | None = None):
     if implementation == "reference":
         return None
     takes = head_size is None or head_size in HEAD_SIZES
-    if implementation == "auto":
-        trusted = platform() in TRUSTED
-        return KERNELS.get((op, platform())) if takes and trusted else None
+    if implementation in CHOICES:
+        wanted = implementation == "platform" or platform() in TRUSTED
+        return KERNELS.get((op, platform())) if takes and wanted else None
     found = KERNELS.get((op, implementation))
     if found is None:
         have = [name for other, name in KERNELS if other == op]
         raise ValueError(
             f"pallas_kernels.{op}: implementation={implementation!r} does not exist; "
-            f"choose from {['auto', 'reference', *have]}"
+            f"choose from {[*CHOICES, *have]}"
         )
     if not takes:
         raise ValueError(
@@ -355,12 +356,12 @@ def grouped_matmul(x_MD, w_EDF, sizes_E, *, implementation="auto"):
     nothing. Elsewhere XLA makes it dense, E times the work and memory; so there rows are
     padded to tiles of one group each, and tiles multiply copies of their group's matrix.
     """
-    if implementation == "auto":
+    if implementation in ("auto", "platform"):
         implementation = "tpu" if platform() == "tpu" else "tiles"
     if implementation not in GROUPED:
         raise ValueError(
             f"pallas_kernels.grouped_matmul: implementation={implementation!r} does not "
-            f"exist; choose from {['auto', *GROUPED]}"
+            f"exist; choose from {['auto', 'platform', *GROUPED]}"
         )
     return GROUPED[implementation](x_MD, w_EDF, sizes_E)
 

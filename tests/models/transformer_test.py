@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import sharding
+from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
-from dllm_jax.models import hf, mask, transformer
+from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels.reference import NEVER
 
@@ -345,3 +345,34 @@ def test_init_follows_the_specs(tiny):
     assert (params["norm"] == 1).all()
     assert float(params["embed"].std()) == pytest.approx(0.02, rel=0.1)
     assert params["head"].shape == (cfg.d_model, cfg.vocab)
+
+
+def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
+    told = {}
+    ops = {name: getattr(pallas_kernels, name) for name in pallas_kernels.__all__}
+    for name, op in ops.items():
+
+        def note(*args, name=name, op=op, **how):
+            told[name] = how.get("implementation")
+            return op(*args, **how)
+
+        monkeypatch.setattr(pallas_kernels, name, note)
+    monkeypatch.setattr(moe, "grouped_matmul", pallas_kernels.grouped_matmul)
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffw": 8}
+    cfg = dataclasses.replace(tiny[0], kernels="reference", **experts)
+
+    def everything():
+        params = transformer.init(jax.random.key(0), cfg)
+        tokens_BT, pos_BT = jnp.zeros((2, 4), int), positions(2, 4)
+        row_B = jnp.zeros(2, int)
+        x_BTD = transformer.embed(params, tokens_BT, cfg)
+        seen = mask.clean("block", pos_BT, row_B + 4, 4)
+        transformer.trunk(params, x_BTD, pos_BT, seen, cfg)
+        window = kv.Window(row_B[:, None], row_B, row_B > 0)
+        transformer.trunk(params, x_BTD, pos_BT, window, cfg, kv.pool(cfg, 4, 4))
+        keys, hot_B = jax.random.split(jax.random.key(1)), jnp.ones(2)
+        transformer.token_draw(params, x_BTD, keys, hot_B, cfg)
+        return transformer.token_logprob(params, x_BTD, tokens_BT, cfg)
+
+    jax.eval_shape(everything)
+    assert told == dict.fromkeys(ops, "reference")

@@ -177,14 +177,23 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
 
 
 @pytest.mark.parametrize(
-    "platform, size, kernel", [("tpu", H, True), ("tpu", 8, False), ("gpu", H, False)]
+    "how, platform, size, kernel",
+    [
+        *[
+            ("auto", "tpu", H, True),
+            ("auto", "tpu", 8, False),
+            ("auto", "gpu", H, False),
+        ],
+        *[("platform", "gpu", H, True), ("platform", "gpu", 8, False)],
+        *[("platform", "cpu", H, False), ("reference", "tpu", H, False)],
+    ],
 )
-def test_auto_is_the_kernel_of_the_mesh(monkeypatch, platform, size, kernel):
+def test_which_kernel_is_taken(monkeypatch, how, platform, size, kernel):
     monkeypatch.setattr(pallas_kernels, "platform", lambda: platform)
     q = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
-    f = functools.partial(pallas_kernels.attention)  # another: nothing is cached
+    f = functools.partial(pallas_kernels.attention, implementation=how)
     jaxpr = jax.make_jaxpr(f)(q, q, q, MASKS["causal"])
-    assert ("pallas_call" in str(jaxpr)) == kernel
+    assert ("flash_forward" in str(jaxpr)) == kernel
 
 
 def test_what_does_not_exist_is_said():

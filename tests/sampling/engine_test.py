@@ -240,11 +240,13 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
 
 def test_over_the_kernels_of_pages(tiny, monkeypatch):
     monkeypatch.setattr(pallas_kernels, "HEAD_SIZES", (tiny[0].head_dim,))
-    for op in ("paged_attention", "cache_update"):
-        run = functools.partial(
-            getattr(pallas_kernels, op), implementation="tpu", interpret=True
-        )
-        monkeypatch.setattr(pallas_kernels, op, run)
+    for name in ("paged_attention", "cache_update"):
+        op = functools.partial(getattr(pallas_kernels, name), interpret=True)
+
+        def run(*args, op=op, implementation):
+            return op(*args, implementation="tpu")
+
+        monkeypatch.setattr(pallas_kernels, name, run)
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
     ask(made, asked)
