@@ -30,6 +30,7 @@ class Rollouts:
     group_n: np.ndarray
     text: list[str]  # decoded once, for graders and people
     reward_n: np.ndarray
+    timeouts: int = 0  # answers that earn 0 since grading them took too long
 
 
 def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
@@ -181,7 +182,8 @@ def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool
             reward_n[~trace.stopped_B] = 0
     if jax.process_count() > 1:
         reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
-    return Rollouts(trace=trace, group_n=group_n, text=texts, reward_n=reward_n)
+    late = int(np.isnan(reward_n).sum())
+    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late)
 
 
 def answered(
@@ -235,6 +237,7 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     return {
         "reward": float(rollouts.reward_n.mean()),
         "accuracy": float((rollouts.reward_n >= 1).mean()),
+        "graded_timeouts": rollouts.timeouts,
         "response_length": float(trace.len_B.sum() / answered),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float((~trace.stopped_B & (trace.len_B > 0)).mean()),

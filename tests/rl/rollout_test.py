@@ -147,6 +147,16 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
     assert told["truncated"] == pytest.approx((~LONG & ~even).mean())
 
 
+def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):
+    trace = sample(Fake(), mesh, PROMPTS[:2])
+    grades = [float("nan"), 1.0]
+    got = rollout.graded(
+        trace, ["", ""], ["", ""], [0, 0], lambda *_: grades, truncated_wrong=False
+    )
+    assert got.reward_n.tolist() == [0.0, 1.0]
+    assert rollout.summary(got)["graded_timeouts"] == 1
+
+
 def test_a_step_without_any_answer_can_be_told(mesh):
     trace = sample(Fake(), mesh, [[], [1] * 9])
     got = rollout.graded(

@@ -312,7 +312,10 @@ class Worker:
         self.lock = threading.Lock()
 
     def ask(self, answer: str, gold: str) -> bool:
-        """Returns the worker's verdict; False after `limit_s`, or if it dies twice."""
+        """Returns the worker's verdict, False if it dies twice.
+
+        Raises TimeoutError after `limit_s`.
+        """
         with self.lock:
             for _ in range(2):  # it may have died of something else than this answer
                 reply = self._reply(json.dumps([answer, gold]) + "\n")
@@ -321,7 +324,7 @@ class Worker:
                 self._stop()
                 if reply is None:
                     self._start()  # imports while the caller goes on
-                    break
+                    raise TimeoutError
             return False
 
     def close(self) -> None:
@@ -373,14 +376,17 @@ worker = functools.cache(Worker)  # this process's one
 
 @functools.lru_cache(maxsize=2**16)
 def ask(answer: str, gold: str) -> bool:
-    """The worker's verdict, remembered: the answers of a group repeat."""
+    """The worker's verdict, remembered: the answers of a group repeat.
+
+    A time-out is not: it may be the machine's fault.
+    """
     return worker().ask(answer, gold)
 
 
-def equal(answer: str, gold: str) -> bool:
+def equal(answer: str, gold: str) -> bool | None:
     """Returns whether an extracted answer is right; `gold` may end in GSM8K's `#### N`.
 
-    Raises ValueError if the gold is empty or no string, ImportError without math-verify.
+    None where that took too long. Raises ValueError if the gold is empty or no string, ImportError without math-verify.
     """
     worker()  # a missing package shows at the first answer, not at the first hard one
     target = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
@@ -390,16 +396,22 @@ def equal(answer: str, gold: str) -> bool:
         return False
     answer, target = unname(clean(answer), target)
     verdict = exact(answer, target)
-    return ask(answer, target) if verdict is None else verdict
+    try:
+        return ask(answer, target) if verdict is None else verdict
+    except TimeoutError:
+        return None
 
 
 def grade(completions: list[str], golds: list[str]) -> list[float]:
     """Returns 1.0 or 0.0 for each completion: whether its extracted answer is right.
 
-    Raises as `equal` does, also for completions without an answer.
+    NaN where that took too long. Raises as `equal` does, also for completions without an
+    answer.
     """
     answers = [extract(completion) or "" for completion in completions]
-    return [float(equal(a, g)) for a, g in zip(answers, golds, strict=True)]
+    judge = functools.cache(equal)  # what takes too long does so once
+    verdicts = [judge(a, g) for a, g in zip(answers, golds, strict=True)]
+    return [float("nan") if v is None else float(v) for v in verdicts]
 
 
 def close() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,6 +295,21 @@ def test_duplicates_are_verified_once(monkeypatch):
     monkeypatch.setattr(math.worker(), "ask", lambda *pair: asked.append(pair) or True)
     assert math.grade([r"\boxed{x+22}"] * 4, ["22+x"] * 4) == [1.0] * 4
     assert asked == [("x+22", "22+x")]
+
+
+def test_a_time_out_is_not_remembered(monkeypatch):
+    asked = []
+
+    def late(*pair):
+        asked.append(pair)
+        raise TimeoutError
+
+    monkeypatch.setattr(math.worker(), "ask", late)
+    answers, golds = [r"\boxed{x+23}", r"\boxed{x+23}"], ["23+x", "23+x"]
+    assert all(map(np.isnan, math.grade(answers, golds)))
+    assert asked == [("x+23", "23+x")]  # once in a step
+    monkeypatch.setattr(math.worker(), "ask", lambda *pair: True)
+    assert math.grade(answers, golds) == [1.0, 1.0]
 
 
 def test_the_worker_imports_neither_jax_nor_the_package():
