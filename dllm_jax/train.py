@@ -102,10 +102,10 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     else:
         key, first, taken = jax.random.key(cfg.seed), 0, 0
         states = networks.first(cfg.model.path, model, plans, places, mesh, value, key)
-        if main:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(dataclasses.asdict(cfg), indent=2)
-            (folder / "config.json").write_text(text + "\n")
+    described = dataclasses.asdict(cfg)
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     beside = f"beside {networks.count(base):,} frozen ones " if base else ""
     say(
         f"{cfg.model.path}: {networks.count(states['policy'].params):,} parameters "
@@ -255,7 +255,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     if first == 0 and heldout:
         writer.write(0, {**evaluate(0), **timer.pop()})
     done = saved = first
-    described = dataclasses.asdict(cfg)
 
     for step in range(first + 1, steps + 1):
         rng = np.random.default_rng([cfg.seed, step])

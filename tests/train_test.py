@@ -348,6 +348,7 @@ def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_pa
     told = end(command(resumed, *LORA, "rl.steps=2"))
     assert f"resuming {resumed} after step 1" in told
     same(resumed, folder)
+    assert json.loads((resumed / "config.json").read_text())["rl"]["steps"] == 2
     size = sum(f.stat().st_size for f in (folder / "checkpoints/2/state").rglob("*"))
     assert size < 619_584 * 4  # no copy of the weights that stay
 
