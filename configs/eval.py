@@ -7,7 +7,14 @@
 The first, of the bundled model, takes seconds on a CPU: accuracy 0.45 or so.
 Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
 dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b: three answers to each problem, at
-the temperature, and by the sampler, with which dLLM-RL evaluates.
+the temperature, and by the sampler, with which dLLM-RL evaluates. An answer that was cut at
+its limit is graded as any other.
+
+TraDo-8B-Thinking has no preset: dLLM-RL's prompt opens a think tag in the answer's turn,
+which only a checkpoint's chat template can do. With such a template, it is trado-8b with
+
+    --config.model.path=Gen-Verse/TraDo-8B-Thinking --config.eval.answers=1 \\
+        --config.sampler.max_new=30000 --config.batch.tokens=32768
 """
 
 from configs import tracerl
@@ -20,6 +27,7 @@ def get_config(preset: str = "arithmetic"):
     """Returns the configuration of a preset."""
     c = config.preset(PRESETS, preset)
     c.eval.update({"problems": 0, "answers": 3})
+    c.rl.truncated_wrong = False
     if c.sampler.cache == "prefix":  # full attention
         c.sampler.update({"max_new": 1024, "horizon": 128})
         dream = {"top_k": 40, "top_p": 0.95}

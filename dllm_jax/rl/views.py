@@ -98,12 +98,13 @@ def pack(
     most: int,
     aggregate: str,
     copies: int = 1,
+    draws: int = 1,
     group_n=None,
 ):
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
     trace: a host Trace of n rows; noise: a Noise of as many; `copies` rows after each other
-    are one trajectory. aggregate, group_n (None: each row its own): how tokens are weighed,
+    are one trajectory, of whose tokens they show `draws` draws. aggregate, group_n (None: each row its own): how tokens are weighed,
     see ObjectiveConfig.
     """
     n = len(noise.step_nT)
@@ -150,7 +151,9 @@ def pack(
     held = row >= 0
     group_n = np.arange(n) if group_n is None else group_n
     share = noise.share_nT[row, at]
-    weight = weights(aggregate, row, size, share, trace, layout.longest, held, group_n)
+    whole = n * draws / copies  # a mask and its complement are two rows of one draw
+    how = (share, trace, layout.longest, held, group_n)
+    weight = weights(aggregate, whole, row, size, *how)
     weight = np.where(held, weight, 0.0)
 
     def cut(x):
@@ -170,9 +173,8 @@ def pack(
     return batch, Source(row_ABU=cut(row), pos_ABU=cut(at))
 
 
-def weights(aggregate: str, row, size, share, trace, longest: int, held, group_n):
-    """Returns each supervised token's share of an update's loss."""
-    n = len(trace.len_B)
+def weights(aggregate: str, n, row, size, share, trace, longest: int, held, group_n):
+    """Returns each supervised token's share of an update's loss; n: of answers' draws."""
     if aggregate == "token":
         return 1.0 / max(held.sum(), 1)
     if aggregate == "sequence":

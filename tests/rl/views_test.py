@@ -546,6 +546,31 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         np.testing.assert_allclose(weight_nT[i, inside], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_a_mask_and_its_complement_weigh_as_much_as_a_trace(aggregate):
+    step_nT = np.where(np.arange(8) < 4, GIVEN, np.arange(8))[None].repeat(2, axis=0)
+    trace = dllm_rl.trace(np.ones((2, 8), int), step_nT, [4, 4], [4, 4])
+    layout, cfg = Layout(block=4, longest=8), BatchConfig(rows=1, tokens=64)
+
+    def total(kind, draws):
+        how = NoiseConfig(kind=kind, draws=draws)
+        batch, _ = views.pack(
+            jax.tree.map(lambda x: np.repeat(x, how.copies, axis=0), trace),
+            noise.noised(trace, how, layout, np.random.default_rng(0)),
+            mask_id=MASK_ID,
+            layout=layout,
+            cfg=cfg,
+            most=8,
+            aggregate=aggregate,
+            copies=how.copies,
+            draws=draws,
+        )
+        return batch.weight_BU.sum()
+
+    assert total("complement", 1) == pytest.approx(total("trace", 1), rel=1e-6)
+    assert total("complement", 3) == pytest.approx(total("trace", 1), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("n", "slots", "block", "tokens", "rows"),
     [
