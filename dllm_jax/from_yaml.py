@@ -372,6 +372,8 @@ def translate(raw: dict) -> tuple[dict, dict]:
         leaves["rl.value"] = "own"
     if kind != "eval" and full(raw):  # a mean over each row's targets
         leaves["objective.aggregate"] = "step"
+    if raw.get("training.method") == "ar":
+        leaves["model.attention"] = "causal"
     for key, value in raw.items():
         if key not in every:
             near = difflib.get_close_matches(key, every, n=1, cutoff=0.0)[0]

@@ -65,11 +65,14 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     steps = cfg.rl.steps if rl else cfg.sft.steps
     cfg, model, tok = config.completed(cfg)
     sampler = cfg.sampler
-    if model.mask_id == model.vocab and cfg.noise.kind != "ar":
-        raise ValueError(
-            f"{cfg.model.path} has no mask token, which noise.kind={cfg.noise.kind!r} "
-            "needs; set model.attention and model.mask_id, as in configs/sft.py:adapt"
-        )
+    layout = layouts.Layout(
+        attention=model.attention,
+        shift=model.shift,
+        block=sampler.block,
+        grid=cfg.noise.grid,
+        longest=sampler.max_new,
+    )
+    noise.check(cfg.noise, layout)
     plans = networks.plans(
         {"rl": cfg.objective.loss, "sft": "nll", "dpo": "dpo"}[cfg.method],
         cfg.rl.value if rl else "none",
@@ -185,15 +188,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         names = ("accuracy", "tokens_per_forward", "response_length")
         return {f"heldout_{name}": told[name] for name in names}
 
-    layout = layouts.Layout(
-        attention="causal" if cfg.noise.kind == "ar" else model.attention,
-        shift=model.shift,
-        block=sampler.block,
-        grid=cfg.noise.grid,
-        longest=sampler.max_new,
-    )
-    noise.check(cfg.noise, layout)
-
     per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
     longest = sampler.max_new if rl else sampler.slots
     most = layouts.microbatches(
@@ -213,6 +207,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         most=most,
         aggregate=cfg.objective.aggregate,
         copies=cfg.noise.copies,
+        draws=cfg.noise.draws,
     )
 
     # ---- What it takes: programs are compiled now, and found compiled later -----------

@@ -402,6 +402,7 @@ def test_prompts_losses_and_scores_are_theirs(tmp_path):
     assert (
         cfg("rl_trado").rl.truncated_wrong and not cfg("dream_eval").rl.truncated_wrong
     )
+    assert cfg("sft_dream", "training.method: ar").model.attention == "causal"
     dynamic = "rollout.remasking_strategy: low_confidence_dynamic"
     assert cfg("dream_eval", dynamic).sampler.tempered_threshold
     llada = f"{dynamic}\nmodel_base: llada"

@@ -435,7 +435,7 @@ def test_an_autoregressive_model_becomes_one_that_fills_blocks(command, tmp_path
     assert "set model.mask_id to a token that no text uses" in end(
         start("model.mask_id=-1"), code=2
     )
-    assert "has no mask token, which noise.kind='bernoulli' needs" in end(
+    assert "noise.kind='bernoulli' masks tokens, but the model's" in end(
         start("model.mask_id=-1", "model.attention=causal"), code=2
     )
     end(start(f"model.mask_id={mask}"))

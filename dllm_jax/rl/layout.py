@@ -4,9 +4,8 @@ block   one clean copy, then noised blocks: each sees the clean tokens before it
 full    a canvas of its own for every view: the prompt and the noised answer see each other
 causal  the clean copy alone: each token sees those before it
 
-The layout follows from the model's attention, except that next-token prediction is causal.
-In terms of `models.mask.packed`: begin is the first slot, and a group the id of a noised
-block. Host numpy.
+The layout follows from the model's attention. In terms of `models.mask.packed`: begin is
+the first slot, and a group the id of a noised block. Host numpy.
 """
 
 import dataclasses

@@ -164,7 +164,12 @@ def rounds(cfg: NoiseConfig, layout: Layout, answer: int) -> int:
 
 
 def check(cfg: NoiseConfig, layout: Layout):
-    """Raises ValueError for noise that the model cannot learn from."""
+    """Raises ValueError for noise that a model cannot learn from."""
+    if cfg.kind == "ar" and layout.attention != "causal":
+        raise ValueError(
+            "noise.kind='ar' trains causal attention, but the export would sample with "
+            f"attention={layout.attention!r}; set model.attention='causal' and model.shift=1"
+        )
     if layout.attention == "causal":
         if cfg.kind not in ("trace", "ar"):
             raise ValueError(

@@ -293,6 +293,12 @@ def test_what_a_causal_model_cannot_learn_from():
         noise.check(NoiseConfig(kind="bernoulli"), causal)
     with pytest.raises(ValueError, match="the model's shift is 0"):
         noise.check(ar, Layout(attention="causal", shift=0))
+    for attention in ("full", "block"):
+        with pytest.raises(
+            ValueError, match="sample with .* set model.attention='causal'"
+        ):
+            noise.check(ar, Layout(attention=attention, shift=1))
+    noise.check(NoiseConfig(kind="trace"), causal)  # masks nothing
 
 
 def test_draws_share_a_clean_copy():
