@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import pallas_kernels, sharding
+from dllm_jax.models import transformer
 from dllm_jax.sampling import denoise, engine
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -200,10 +201,19 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     made.submit(**good)  # its index is free again
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)], ids=str
+)
 def test_on_a_mesh(tiny, shape):
     model, params = tiny
-    mesh = sharding.make_mesh(**dict(zip(("data", "fsdp", "model"), shape)))
+    size = np.prod(shape)
+    mesh = sharding.make_mesh(
+        **dict(zip(("data", "fsdp", "model"), shape)), devices=jax.devices()[:size]
+    )
+    held = transformer.abstract(model, mesh, np.float32)  # placed as hf.load does
+    params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, held)
+    wq = params["layers"]["wq"]
+    assert wq.addressable_shards[0].data.size * shape[1] * shape[2] == wq.size
     cfg = dataclasses.replace(CFG, rows=16)
     want = defined(tiny, cfg, ASKED)
     with jax.set_mesh(mesh):
@@ -216,7 +226,7 @@ def test_on_a_mesh(tiny, shape):
                 same(found[index], row)
         assert before == (engine.advance._cache_size(), engine.admit._cache_size())
         pages = made.rows.s.cache.k_LPOKH
-        assert pages.addressable_shards[0].data.size * 8 == pages.size
+        assert pages.addressable_shards[0].data.size * size == pages.size
     empty_again(made)
 
 
