@@ -19,6 +19,7 @@ from dllm_jax import convert, metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
+FAKE = "--xla_force_host_platform_device_count={}"
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,11 @@ def command(tmp_path_factory):
     """Returns a function that starts a run; all runs share what one has compiled."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
         "JAX_ENABLE_COMPILATION_CACHE": "true",
     }
     cache = tmp_path_factory.getbasetemp() / "compiled"
 
-    def start(folder, *overrides, file="smoke.py") -> subprocess.Popen:
+    def start(folder, *overrides, file="smoke.py", devices=1) -> subprocess.Popen:
         keys = [
             f"run.folder={folder}",
             f"rl.steps={STEPS}",
@@ -43,7 +43,7 @@ def command(tmp_path_factory):
             [sys.executable, "-m", "dllm_jax.train", f"--config=configs/{file}"]
             + [key if key.startswith("--") else f"--config.{key}" for key in keys],
             cwd=ROOT,
-            env=env,
+            env=env | {"XLA_FLAGS": FAKE.format(devices)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,6 +141,15 @@ def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
     for folder, wanted in ((whole, rates), (others["none"][0], sampling)):
         for row in metrics.read(folder)[1:]:
             assert wanted == {n for n in row if n.startswith("tokens_per_second/")}
+
+
+def test_eight_devices_do_what_one_does(command, whole, tmp_path):
+    mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
+    told = end(command(tmp_path, *mesh, "rl.steps=2", "run.export=false", devices=8))
+    assert "mesh {'data': 2, 'fsdp': 2, 'model': 2}" in told
+    assert len(rows(tmp_path)) == 3
+    for row, want in zip(rows(tmp_path), rows(whole)):
+        assert row == pytest.approx(want, rel=1e-3, abs=1e-4), row["step"]
 
 
 def test_killed_between_a_checkpoint_and_its_row(command, whole, tmp_path):
