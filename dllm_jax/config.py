@@ -53,7 +53,8 @@ class ModelArgs:
     mask_id: int = -1  # a token that no text uses; -1: the checkpoint's
     lora_rank: int = 0  # of adapters that are trained instead; 0: all weights are
     lora_alpha: float = 32.0  # they are added with weight alpha / rank
-    lora_targets: tuple[str, ...] = ()  # such as ("wq", "wv"); (): every projection
+    # Such as ("wq", "wv"); (): every projection, but for those of routed experts.
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def lora(self) -> Lora | None:

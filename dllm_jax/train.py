@@ -189,12 +189,14 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         return {f"heldout_{name}": told[name] for name in names}
 
     per_update = -(-cfg.rl.prompts * cfg.rl.group // cfg.rl.updates)
-    longest = sampler.max_new if rl else sampler.slots
+    longest = sampler.max_new if rl else int(source.len_B.max())
+    traced = not rl and cfg.noise.kind == "trace"
+    turns = max(np.unique(x[x > 0]).size for x in source.step_BT) if traced else longest
     most = layouts.microbatches(
         per_update if rl else cfg.sft.examples * (1 + dpo),
         sampler.slots,
         longest,
-        noise.rounds(cfg.noise, layout, longest),
+        noise.rounds(cfg.noise, layout, longest, turns),
         cfg.noise.copies,
         layout,
         cfg.batch,

@@ -73,24 +73,31 @@ def test_every_preset_freezes(path, name):
 
 
 def recipes():
-    """Returns the rows of docs/methods.md: a method and its keys."""
-    rows = (ROOT / "docs" / "methods.md").read_text().split("\n")
-    cells = [row.split("|") for row in rows if row.startswith("|") and "`" in row]
-    return [
-        pytest.param(keys, id=name.split("(")[0].strip()) for _, name, keys, _ in cells
-    ]
+    """Returns the rows of docs/methods.md: the config file they go behind, and keys."""
+    file = None
+    for row in (ROOT / "docs" / "methods.md").read_text().split("\n"):
+        if named := re.match("`--config=(.*?)`", row):
+            file = named[1]
+        elif row.startswith("|") and "`" in row:
+            _, name, keys, _ = row.split("|")
+            yield pytest.param(file, keys, id=name.split("(")[0].strip())
 
 
-@pytest.mark.parametrize("keys", recipes())
-def test_every_method_of_the_docs_freezes(keys):
-    tree = config.default()
-    for setting in re.findall("`(.*?)=(.*?)`", keys):
-        *groups, leaf = setting[0].split(".")
-        node = tree
-        for group in groups:
-            node = node[group]
-        node[leaf] = type(node[leaf])(setting[1])
-    assert config.freeze(tree) != config.Config()
+@pytest.mark.parametrize(("file", "keys"), list(recipes()))
+def test_every_method_of_the_docs_goes_behind_its_config(file, keys):
+    module = load(ROOT / file)
+    settings = re.findall("`(.*?)=(.*?)`", keys)
+    assert settings
+    for preset in set(module.PRESETS) & {"arithmetic", "llada-8b"}:
+        tree = module.get_config(preset)
+        for name, value in settings:
+            *groups, leaf = name.split(".")
+            node = tree
+            for group in groups:
+                node = node[group]
+            node[leaf] = type(node[leaf])(value)
+        method = config.freeze(tree).method
+        assert (method == "rl") == (file == "configs/tracerl.py")
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if hasattr(load(p), "PRESETS")])

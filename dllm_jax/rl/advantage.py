@@ -48,8 +48,8 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
 
     LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made relative
     to its group on its own, then they are added, and their sum is z-scored over all that
-    is kept of the step. The paper's equation numbers could not be looked up; the published code's
-    defaults (z-scores, weight 1) decide. speed_n: tokens per forward.
+    is kept of the step, as its published code does (z-scores, weight 1). speed_n: tokens
+    per forward.
     """
     adv_n = relative(reward_n, group_n, kind)
     if not speed:

@@ -153,11 +153,14 @@ def noised(trace, cfg: NoiseConfig, layout: Layout, rng=None) -> Noise:
     )
 
 
-def rounds(cfg: NoiseConfig, layout: Layout, answer: int) -> int:
-    """Returns the most rounds that a scope with `answer` tokens can have, of all draws."""
+def rounds(cfg: NoiseConfig, layout: Layout, answer: int, steps: int = FAR) -> int:
+    """Returns the most rounds that a scope with `answer` tokens can have, of all draws.
+
+    steps: the most that an answer has, where its trace is given.
+    """
     size = answer if layout.attention == "full" else layout.block
     if cfg.kind == "trace":
-        return -(-size // cfg.shrink)
+        return -(-min(size, steps) // cfg.shrink)
     if cfg.kind == "semi_ar" and layout.attention == "full":
         return (-(-answer // layout.block) + 1) * cfg.draws
     return cfg.copies

@@ -286,6 +286,28 @@ def test_shrink_merges_within_a_scope(problem, size):
             assert (np.diff(new[order]) >= 0).all() and (new >= old).all()
 
 
+def test_a_given_trace_bounds_its_rounds():
+    cfg, full = NoiseConfig(kind="trace", shrink=2), Layout(attention="full")
+    assert noise.rounds(cfg, full, 1808) == 904
+    assert noise.rounds(cfg, full, 1808, steps=7) == 4
+    assert noise.rounds(cfg, Layout(block=4), 1808, steps=7) == 2
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "complement", "semi_ar", "subset"])
+@pytest.mark.parametrize("attention", ["block", "full"])
+def test_noise_is_fresh_at_every_step(kind, attention):
+    step_nT = np.where(np.arange(40) < 8, GIVEN, 1)[None]
+    trace = dllm_rl.trace(np.ones((1, 40), int), step_nT, [8], [32])
+    layout = Layout(attention=attention, block=8)
+
+    def masked(step):  # as `train` seeds it
+        rng = np.random.default_rng([0, step])
+        return noise.noised(trace, NoiseConfig(kind=kind), layout, rng).share_nT > 0
+
+    assert (masked(1) == masked(1)).all()
+    assert len({masked(step).tobytes() for step in range(8)}) == 8
+
+
 def test_what_a_causal_model_cannot_learn_from():
     ar, causal = NoiseConfig(kind="ar"), Layout(attention="causal", shift=1)
     noise.check(ar, causal)
