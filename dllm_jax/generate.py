@@ -3,11 +3,12 @@
     python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
 
-A prompt on the command line is shown while it is unmasked, where the output is a terminal. A line of a prompts file holds
-`prompt` or `question` (text, taken as the user's turn), `messages` (a conversation) or `prompt_ids`
-(token ids: no tokenizer is needed); the line written for it holds prompt_ids,
-response_ids, step_map (the denoising step at which each token was unmasked, from 1),
-logprobs (nats), confidence, forwards, finished ("stop" or "length") and text.
+A prompt on the command line is shown while it is unmasked, where the output is a
+terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
+turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed); the
+line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
+each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop" or
+"length") and text.
 """
 
 import argparse
@@ -29,6 +30,29 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
+SAMPLER = {  # a field of SamplerConfig: what its flag says
+    "block": "0: the checkpoint's",
+    "steps_per_block": "0: a token a step",
+    "strategy": "which tokens a step unmasks",
+    "threshold": "of --strategy=dynamic",
+    "tempered_threshold": "it is of what is drawn from, as dLLM-RL compares",
+    "entropy_bound": "nats, of --strategy=entropy_bounded",
+    "target": "the score that tokens are ranked by",
+    "rank_temperature": "of drawing by score what is unmasked; 0: the best",
+    "pad_penalty": "what the scores of padding are divided by",
+    "cache": "which keys stay; auto: what the model allows",
+    "horizon": "of --cache=prefix",
+    "temperature": "0: arg-max",
+    "top_k": "0: all tokens",
+    "top_p": "1: all tokens",
+    "rows": "prompts sampled together",
+}
+CHOICES = {
+    "strategy": sorted(STRATEGIES),
+    "target": sorted(TARGETS),
+    "cache": ["auto", *POLICIES],
+}
+
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line."""
@@ -37,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    d = SamplerConfig()
     p.add_argument(
         "prompt", nargs="?", help="one prompt, on a terminal shown as it is unmasked"
     )
@@ -45,42 +68,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", help="a .jsonl file of prompts")
     p.add_argument("--out", help="where to write the answers; default: the terminal")
     p.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
-    p.add_argument("--block", type=int, default=0, help="0: the checkpoint's")
-    p.add_argument("--steps-per-block", type=int, default=0, help="0: a token a step")
-    for flag, choices, what in (
-        ("strategy", sorted(STRATEGIES), "which tokens a step unmasks"),
-        ("cache", ["auto", *POLICIES], "which keys stay; auto: what the model allows"),
-        ("target", sorted(TARGETS), "the score that tokens are ranked by"),
-    ):
-        p.add_argument(
-            f"--{flag}", choices=choices, default=getattr(d, flag), help=what
-        )
-    for flag, kind, what in (
-        ("threshold", float, "of --strategy=dynamic"),
-        ("entropy_bound", float, "nats, of --strategy=entropy_bounded"),
-        ("horizon", int, "of --cache=prefix"),
-        (
-            "rank_temperature",
-            float,
-            "of drawing by score what is unmasked; 0: the best",
-        ),
-        ("pad_penalty", float, "what the scores of padding are divided by"),
-    ):
-        name = f"--{flag.replace('_', '-')}"
-        p.add_argument(name, type=kind, default=getattr(d, flag), help=what)
-    p.add_argument(
-        "--tempered-threshold", action="store_true", help="as dLLM-RL compares"
-    )
-    p.add_argument("--temperature", type=float, default=1.0, help="0: arg-max")
-    p.add_argument("--top-k", type=int, default=0, help="0: all tokens")
-    p.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
+    for name, text in SAMPLER.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(SamplerConfig(), name)
+        how = {"type": type(default), "default": default, "choices": CHOICES.get(name)}
+        how = {"action": "store_true"} if default is False else how
+        p.add_argument(flag, help=f"{text} (default: %(default)s)", **how)
     p.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     p.add_argument(
         "--stop-ids",
         type=lambda text: tuple(int(t) for t in text.split(",") if t),
         help="token ids, comma-separated; default: the model's",
     )
-    p.add_argument("--rows", type=int, default=32, help="prompts sampled together")
     kinds = ["bfloat16", "float32"]
     p.add_argument("--dtype", choices=kinds, default=kinds[0], help="of computation")
     kinds = pallas_kernels.CHOICES
@@ -176,24 +174,8 @@ def main(argv=None):
     stops = args.stop_ids
     if stops is None:
         stops = data.stop_ids(tok, model.eos_id)
-    cfg = SamplerConfig(
-        block=block,
-        steps_per_block=args.steps_per_block,
-        strategy=args.strategy,
-        threshold=args.threshold,
-        entropy_bound=args.entropy_bound,
-        cache=args.cache,
-        horizon=args.horizon,
-        target=args.target,
-        rank_temperature=args.rank_temperature,
-        pad_penalty=args.pad_penalty,
-        tempered_threshold=args.tempered_threshold,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        temperature=args.temperature,
-        max_new=args.max_new_tokens,
-        stop_ids=stops,
-    )
+    told = {name: getattr(args, name) for name in SAMPLER} | {"block": block}
+    cfg = SamplerConfig(**told, max_new=args.max_new_tokens, stop_ids=stops)
     if args.prompt is not None:
         if tok is None:
             raise ValueError(f"{args.model!r} has no tokenizer; use --prompts with ids")
