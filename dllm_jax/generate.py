@@ -68,8 +68,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", help="a .jsonl file of prompts")
     p.add_argument("--out", help="where to write the answers; default: the terminal")
     p.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
+    usual = SamplerConfig(block=0)
     for name, text in SAMPLER.items():
-        flag, default = f"--{name.replace('_', '-')}", getattr(SamplerConfig(), name)
+        flag, default = f"--{name.replace('_', '-')}", getattr(usual, name)
         how = {"type": type(default), "default": default, "choices": CHOICES.get(name)}
         how = {"action": "store_true"} if default is False else how
         p.add_argument(flag, help=f"{text} (default: %(default)s)", **how)

@@ -156,6 +156,7 @@ def test_every_flag_reaches_the_sampler(ask, monkeypatch):
     monkeypatch.setattr(generate.rollout, "sampler", sampler)
     ask("--dtype=bfloat16")
     defaults = dict(seen)
+    assert generate.parser().parse_args(["--model=x"]).block == 0  # the checkpoint's
     flags = {
         "--max-new-tokens=7": ("max_new", 7),
         "--block=8": ("block", 8),
