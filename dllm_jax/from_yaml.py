@@ -100,9 +100,8 @@ def horizon(value, key, raw):
     """Translates further_horizon, which only its prefix cache has."""
     if not raw.get("rollout.use_cache"):
         return "without a cache the whole canvas is re-run"
-    return {
-        "sampler.horizon": raw["rollout.max_gen_length"] if value is None else value
-    }
+    whole = raw["rollout.max_gen_length"]
+    return {"sampler.horizon": whole if value is None else value}
 
 
 def steps(value, key, raw):
@@ -249,9 +248,7 @@ RL = (
         "experiment.total_step": "=rl.steps",
         "experiment.save_every": "=run.keep_every",
         "experiment.eval_every": "=eval.every",
-        "experiment.train_value_every": unless(
-            [1], "the value model trains at every step"
-        ),
+        "experiment.train_value_every": unless([1], "the value model always trains"),
         "experiment.checkpoints_total_limit": "=run.keep",
         "model.value_base_model": "the value model starts from model.path",
         "model.process_reward_model": unless([None], JUDGE),
@@ -270,14 +267,11 @@ RL = (
         "evaluation.eval_dataset": dataset("data.heldout"),
         "evaluation.temperature": "=eval.temperature",
         "evaluation.num_response_per_task": unless([1], AS_TRAINED),
-        **idle(
-            "rollout.reward_model", "reward_chunk_length k_sample max_model_len", JUDGE
-        ),
-        **idle("rollout.reward_model", "max_generation_token temperature", JUDGE),
+        **idle("rollout.reward_model", "reward_chunk_length k_sample", JUDGE),
+        **idle("rollout.reward_model", "max_model_len max_generation_token", JUDGE),
+        "rollout.reward_model.temperature": JUDGE,
         **idle("training", "gradient_accumulation_steps batch_size_lm", UPDATES),
-        "lr_scheduler.scheduler": (
-            "theirs restarts at every RL step; policy_optim.schedule spans the run"
-        ),
+        "lr_scheduler.scheduler": "restarts at every RL step; ours spans the run",
     }
 )
 SFT = (
@@ -296,9 +290,7 @@ SFT = (
             "of data.train / sft.examples"
         ),
         "training.max_gen_length": "=sampler.max_new",
-        "training.post_num": lambda value, key, raw: {
-            "data.post_num": -1 if value is None else value
-        },
+        "training.post_num": lambda x, *_: {"data.post_num": -1 if x is None else x},
     }
 )
 EVAL = (
