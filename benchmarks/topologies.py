@@ -34,9 +34,8 @@ jax.config.update("jax_platforms", "cpu")
 
 GIB = 2**30
 
-# Bytes of one JAX device that a program may use. For TPUs it is the limit that libtpu
-# itself states when a program is refused; for GPUs the GB on their label, of
-# which JAX takes XLA_PYTHON_CLIENT_MEM_FRACTION (0.75 unless set).
+# Bytes of one JAX device. For TPUs it is the limit that libtpu itself states when a
+# program is refused; for GPUs the GB on their label.
 HBM = {
     "v5e": int(15.75 * GIB),
     "v5p": int(95.73 * GIB),
@@ -44,6 +43,9 @@ HBM = {
     "h100": 80 * 10**9,
     "h200": 141 * 10**9,
 }
+GPU_SHARE = (
+    0.75  # of those that JAX takes, where XLA_PYTHON_CLIENT_MEM_FRACTION is not set
+)
 HOPPERS = {"h100": ("NVIDIA H100", 3.35e12), "h200": ("NVIDIA H200", 4.8e12)}  # bytes/s
 
 # libtpu looks for a slice, and takes a machine-wide lock, unless told otherwise.
@@ -86,7 +88,8 @@ def mesh(topology: str, *, data: int = 1, fsdp: int = -1, model: int = 1) -> Mes
 
 def hbm_bytes(topology: str) -> int:
     """Returns the memory of one device that a program may use."""
-    return HBM[topology.partition(":")[0]]
+    chip = topology.partition(":")[0]
+    return int(HBM[chip] * (GPU_SHARE if chip in HOPPERS else 1))
 
 
 def peak_bytes(compiled) -> int:
