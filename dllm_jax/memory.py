@@ -7,6 +7,7 @@ lies there all the time is the sum of the arrays' parts on a device.
 """
 
 import math
+import os
 
 import jax
 
@@ -71,5 +72,11 @@ def check(always: dict, phases: dict, limit: int | None):
 
 
 def limit() -> int | None:
-    """Returns the bytes that a device of this process can give, or None."""
+    """Returns the bytes that a device of this process can give, or None.
+
+    CPU devices share what the host has.
+    """
+    if jax.default_backend() == "cpu":
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host // jax.local_device_count()
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -22,7 +22,7 @@ from absl import flags, logging
 
 from dllm_jax import config, data, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf, lora
+from dllm_jax.models import hf, lora, transformer
 from dllm_jax.rl import experience, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.rewards import GRADERS
@@ -52,7 +52,7 @@ Every key of the configuration and its default (a config file may set others):
 
 def train(cfg: config.Config, resume: str = "auto") -> None:
     """Runs to the last step, to SIGTERM, or to the first error of the user's."""
-    # ---- What is trained, where, and how far it has come ------------------------------
+    # ---- What is trained, and where ---------------------------------------------------
     stopping = StopSignal()
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
@@ -83,49 +83,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     wanted = {name: networks.abstract(model, plans[name], mesh) for name in plans}
     places = jax.tree.map(lambda x: x.sharding, wanted)
 
-    checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
-    )
-    found = None
-    if resume != "never":
-        found = checkpoints.restore(wanted)
-    elif checkpoints.steps():
-        raise ValueError(
-            f"--resume=never, but {folder} already holds a run; choose another run.folder"
-        )
-    if resume == "must" and found is None:
-        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
-    base, value = networks.frozen(cfg.model.path, model, mesh)
-    if found is not None:
-        states, meta, first = found
-        taken = meta["taken"]
-        say(f"resuming {folder} after step {first}")
-        for change in config.changes(meta["config"], cfg):
-            say(f"  {change}")
-    else:
-        key, first, taken = jax.random.key(cfg.seed), 0, 0
-        states = networks.first(cfg.model.path, model, plans, places, mesh, value, key)
-    described = dataclasses.asdict(cfg)
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    beside = f"beside {networks.count(base):,} frozen ones " if base else ""
-    say(
-        f"{cfg.model.path}: {networks.count(states['policy'].params):,} parameters "
-        f"{beside}on {mesh.size} x {jax.devices()[0].device_kind}, "
-        f"mesh {dict(mesh.shape)}"
-    )
-
     # ---- The compiled functions: each is traced once in a run ------------------------
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    scored, reference = dict(plans), {}
+    scored = dict(plans)
     if cfg.objective.reference_beta and cfg.method != "sft":
         scored["reference"] = dataclasses.replace(plans["policy"], terms=("policy",))
-        reference["reference"] = base
-        if base is None:
-            _, reference["reference"] = hf.load(
-                cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
-            )
     objective = cfg.objective  # DPO's gradient has the reference in its factors
     if dpo:
         objective = dataclasses.replace(objective, reference_beta=0.0)
@@ -136,7 +98,10 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         donate_argnums=0,
         out_shardings=(places, whole),
     )
-    cast = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params))
+    cast = jax.jit(
+        lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params),
+        out_shardings=places["policy"].params,
+    )
 
     def whole_of(name, change=lambda params: params):
         """Returns a network's parameters, its trained ones changed, with the frozen."""
@@ -212,37 +177,80 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         draws=cfg.noise.draws,
     )
 
-    # ---- What it takes: programs are compiled now, and found compiled later -----------
-    frozen = base if base is not None else reference
+    # ---- What it takes: compiled now, found compiled later; nothing is there yet ------
+    plain = dataclasses.replace(model, lora=None)
+    stored = transformer.abstract(plain, mesh, model.dtype)
+    beside = stored if model.lora else None
     always = {
-        "parameters": memory.held([state.params for state in states.values()]),
-        "optimizer": memory.held([state.opt_state for state in states.values()]),
-        "frozen": memory.held(frozen),
+        "parameters": memory.held([state.params for state in wanted.values()]),
+        "optimizer": memory.held([state.opt_state for state in wanted.values()]),
+        "frozen": memory.held(stored if model.lora or scored != plans else ()),
     }
     phases = {}
     if rl or heldout:
-        acting = whole_of("policy", cast)
-        key = jax.random.key(cfg.seed)
-        lowered, rows = rollout.lower(answers, acting, key)
+        own = wanted["policy"].params
+        own = jax.tree.map(lambda x: x.update(dtype=model.dtype), own)
+        acting = lora.join(beside, own, model.lora)
+        lowered, rows = rollout.lower(answers, acting, jax.random.key(cfg.seed))
         always["rows and pages"] = memory.held(rows)
         phases["rollout"] = {
-            "weights": memory.held(acting),
+            "weights": memory.held(own),
             "activations": memory.working(lowered, "rollout"),
         }
-        del acting
     nobody = jax.tree.map(lambda x: x[None], rollout.no_answer(sampler.slots))
     fields = experience.FIELDS if rl else experience.FIELDS[:dpo]
     batch = experience.blank(nobody, cfg.noise, layout, pack, mesh, fields)
-    gradients = max(memory.held(state.params) for state in states.values())
-    activations = memory.working(update.lower(states, batch, base), "update")
+    gradients = max(memory.held(state.params) for state in wanted.values())
+    activations = memory.working(update.lower(wanted, batch, beside), "update")
     phases["update"] = {
-        "batch": memory.held(batch),
+        "batches": memory.held(batch) * (cfg.rl.updates if rl else 1),
         "gradients": gradients,
         "activations": activations - gradients,
     }
     del batch
-    say(memory.table(always, phases))
     memory.check(always, phases, memory.limit())
+    say(memory.table(always, phases))
+
+    # ---- How far it has come, and its weights -----------------------------------------
+    checkpoints = Checkpoints(
+        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
+    )
+    found = None
+    if resume != "never":
+        found = checkpoints.restore(wanted)
+    elif checkpoints.steps():
+        raise ValueError(
+            f"--resume=never, but {folder} already holds a run; choose another run.folder"
+        )
+    if resume == "must" and found is None:
+        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
+    base, value = networks.frozen(cfg.model.path, model, mesh)
+    if found is not None:
+        states, meta, first = found
+        taken = meta["taken"]
+        say(f"resuming {folder} after step {first}")
+        for change in config.changes(meta["config"], cfg):
+            say(f"  {change}")
+    else:
+        key, first, taken = jax.random.key(cfg.seed), 0, 0
+        states = networks.first(cfg.model.path, model, plans, places, mesh, value, key)
+    described = dataclasses.asdict(cfg)
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    reference = {}
+    if scored != plans:
+        reference["reference"] = base
+        if base is None:
+            _, reference["reference"] = hf.load(
+                cfg.model.path, mesh=mesh, dtype=model.dtype, heads=("lm",)
+            )
+    others = f"beside {networks.count(base):,} frozen ones " if base else ""
+    say(
+        f"{cfg.model.path}: {networks.count(states['policy'].params):,} parameters "
+        f"{others}on {mesh.size} x {jax.devices()[0].device_kind}, "
+        f"mesh {dict(mesh.shape)}"
+    )
 
     # ---- The loop --------------------------------------------------------------------
     size = len(source) if rl else len(source.len_B) // (1 + dpo)
@@ -357,7 +365,6 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         if base is not None:  # as precise as it is stored
             _, base = hf.load(cfg.model.path, mesh=mesh)
         policy = lora.merge(whole_of("policy"))
-        plain = dataclasses.replace(model, lora=None)
         hf.save(folder / "export", plain, policy, like=cfg.model.path)
         say(f"exported to {folder / 'export'}")
 

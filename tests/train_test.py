@@ -31,7 +31,9 @@ def command(tmp_path_factory):
     }
     cache = tmp_path_factory.getbasetemp() / "compiled"
 
-    def start(folder, *overrides, file="smoke.py", devices=1) -> subprocess.Popen:
+    def start(
+        folder, *overrides, file="smoke.py", devices=1, logged=False
+    ) -> subprocess.Popen:
         keys = [
             f"run.folder={folder}",
             f"rl.steps={STEPS}",
@@ -43,7 +45,11 @@ def command(tmp_path_factory):
             [sys.executable, "-m", "dllm_jax.train", f"--config=configs/{file}"]
             + [key if key.startswith("--") else f"--config.{key}" for key in keys],
             cwd=ROOT,
-            env=env | {"XLA_FLAGS": FAKE.format(devices)},
+            env=env
+            | {
+                "XLA_FLAGS": FAKE.format(devices),
+                "JAX_LOG_COMPILES": str(int(logged)),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -100,8 +106,14 @@ def same(folder, whole):
 def whole(command, tmp_path_factory):
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    end(command(folder))
+    (folder.parent / "told").write_text(end(command(folder, logged=True)))
     return folder
+
+
+def test_programs_are_compiled_once_in_a_run(whole):
+    told = (whole.parent / "told").read_text()
+    for name in ("advance", "admit", "update"):
+        assert told.count(f"Finished XLA compilation of jit({name}) ") == 1, name
 
 
 def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
@@ -409,6 +421,13 @@ def test_bad_flags_end_in_one_line(args, message):
     (line,) = run.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_what_cannot_fit_is_refused_before_it_is_made(command, tmp_path):
+    told = end(command(tmp_path / "run", "sampler.pages=10000000"), 2)
+    assert "error: rollout needs" in told and "Traceback" not in told
+    assert "lower sampler.rows or sampler.pages" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_never_resume_refuses_a_folder_in_use(command, whole, tmp_path):

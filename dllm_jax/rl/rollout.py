@@ -49,13 +49,14 @@ def sampler(*, model: ModelConfig, cfg: SamplerConfig, mesh):
 
 
 def lower(answers, params, key):
-    """Returns (its program lowered for these parameters, its rows on the device).
+    """Returns (its program lowered for these parameters, its rows as shapes).
 
-    answers: of `sampler`; rows that go through batches come with each batch.
+    answers: of `sampler`; rows that go through batches come with each batch. params:
+    arrays, or their shapes with shardings.
     """
     (how,) = answers.args
     if answers.func is through:
-        return how.lower(params, key), how.rows
+        return how.lower(params, key)
     one = np.ones((1, answers.keywords["cfg"].max_prompt), np.int32)
     arrays = rows_of(one, one[0, :1], 0, key, temperature=0.0, **answers.keywords)
     return how.func.lower(params, **arrays, **how.keywords), ()

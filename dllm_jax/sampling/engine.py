@@ -283,21 +283,24 @@ class Engine:
         self.pool = [Pages(self.pages) for _ in range(self.shards)]
         self.gone = set()  # rows to end on the device
 
-    def begin(self, key):
-        """Lays out rows and pages on the device, where there are none yet."""
-        if self.rows is None:
-            self.rows = empty(
-                sharding.place_rows(self.changes(), self.mesh),
-                key,
-                model=self.model,
-                cfg=self.cfg,
-                pages=self.pages * self.shards,
-            )
+    def begin(self, key, run=empty):
+        """Returns rows and pages laid out on the device; run: `empty`, or its `lower`."""
+        changes = sharding.place_rows(self.changes(), self.mesh)
+        pages = self.pages * self.shards
+        return run(changes, key, model=self.model, cfg=self.cfg, pages=pages)
 
     def lower(self, params, key):
-        """Returns the loop over forwards, lowered for these parameters."""
-        self.begin(key)
-        return advance.lower(params, self.rows, LONG, self.n, **self.static)
+        """Returns (the loop over forwards, lowered; its rows and pages as shapes).
+
+        params: arrays, or their shapes with shardings. Nothing is laid out.
+        """
+        made = self.begin(key, empty.lower)
+        rows = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            made.out_info,
+            made.compile().output_shardings,
+        )
+        return advance.lower(params, rows, LONG, self.n, **self.static), rows
 
     def submit(self, prompt: list[int], *, index: int, temperature: float, new: int):
         """Queues a prompt for an answer of at most `new` tokens.
@@ -343,7 +346,8 @@ class Engine:
         """
         for pool in self.pool:
             pool.clear()
-        self.begin(key)
+        if self.rows is None:
+            self.rows = self.begin(key)
         try:
             while self.queue or self.active:
                 self.fill(key)

@@ -65,7 +65,7 @@ def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: 
     zero_B = jnp.zeros_like(prompt_len_B)
     return SamplingState(
         tokens_BT=jnp.where(given_BT, tokens_BT, 0),
-        step_BT=jnp.where(given_BT, GIVEN, FAR),
+        step_BT=jnp.where(given_BT, GIVEN, jnp.int32(FAR)),
         logp_BT=zero_BT,
         conf_BT=zero_BT,
         prompt_len_B=prompt_len_B,
