@@ -117,7 +117,10 @@ class Checkpoints:
         tried = [step] if step is not None else steps[::-1]
         for number in tried:
             if not self.damaged(number):
-                self.fits(number, target)
+                if target is not None:
+                    held = self.manager.item_metadata(number).state
+                    where = self.folder / str(number)
+                    alike(held, target, f"{where} does not fit this configuration")
                 return *self.read(number, target), number
         if tried:
             raise ValueError(f"{self.folder}: no checkpoint of {tried} is whole")
@@ -133,22 +136,6 @@ class Checkpoints:
         if found is not None:
             warn(f"checkpoint {self.folder / str(step)} is damaged: {found}")
         return bool(multihost_utils.broadcast_one_to_all(np.bool_(found is not None)))
-
-    def fits(self, step: int, target) -> None:
-        """Raises ValueError naming the first leaf that the target wants otherwise."""
-        if target is None:
-            return
-        flat = jax.tree_util.tree_leaves_with_path
-        held = self.manager.item_metadata(step).state
-        have = {dotted(path): str(list(leaf.shape)) for path, leaf in flat(held)}
-        want = {dotted(path): str(list(leaf.shape)) for path, leaf in flat(target)}
-        for leaf in sorted(have.keys() | want.keys()):
-            if have.get(leaf) != want.get(leaf):
-                raise ValueError(
-                    f"{self.folder / str(step)} does not fit this configuration: {leaf} "
-                    f"is {have.get(leaf, 'missing')}, "
-                    f"expected {want.get(leaf, 'no such array')}"
-                )
 
     def read(self, step: int, target):
         """Returns (tree, meta) of one step."""
@@ -176,6 +163,20 @@ def dotted(path) -> str:
         getattr(p, "key", getattr(p, "name", getattr(p, "idx", None))) for p in path
     )
     return ".".join(str(key) for key in keys)
+
+
+def alike(held, target, what: str) -> None:
+    """Raises ValueError, which begins with `what`, naming a leaf whose shapes differ."""
+    have, want = (
+        {dotted(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (held, target)
+    )
+    for leaf in sorted(have.keys() | want.keys()):
+        if have.get(leaf) != want.get(leaf):
+            raise ValueError(
+                f"{what}: {leaf} is {have.get(leaf, 'missing')}, "
+                f"expected {want.get(leaf, 'no such array')}"
+            )
 
 
 def damage(folder: pathlib.Path) -> str | None:

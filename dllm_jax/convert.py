@@ -20,9 +20,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from dllm_jax import config, sharding
-from dllm_jax.checkpoint import Checkpoints, dotted
+from dllm_jax.checkpoint import Checkpoints, alike
 from dllm_jax.models import families, hf, lora, transformer
-from dllm_jax.models.config import Lora
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,16 +93,12 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
     run = meta.get("config", {})  # none where `to-orbax` wrote
-    told = run.get("model", {})
-    kind = {key: told[key] for key in ("attention", "shift", "mask_id") if key in told}
-    cfg = families.adapt(cfg, **kind)
+    args = config.ModelArgs(**run.get("model", {}))
+    cfg = families.adapt(
+        cfg, attention=args.attention, shift=args.shift, mask_id=args.mask_id
+    )
     block = run.get("sampler", {}).get("block") or cfg.block
-    cfg = dataclasses.replace(cfg, block=block)
-    if told.get("lora_rank"):
-        adapters = Lora(
-            told["lora_rank"], told["lora_alpha"], tuple(told["lora_targets"])
-        )
-        cfg = dataclasses.replace(cfg, lora=adapters)
+    cfg = dataclasses.replace(cfg, block=block, lora=args.lora)
     networks = checkpoints.manager.item_metadata(step).state
     if network not in networks:
         raise ValueError(
@@ -115,16 +110,7 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     heads += ("value",) if "value" in held else ()
     mesh = sharding.make_mesh()
     want = transformer.abstract(cfg, mesh, jnp.float32, heads)
-    have, need = (
-        {dotted(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
-        for tree in (held, want)
-    )
-    for name in sorted(have.keys() | need.keys()):
-        if have.get(name) != need.get(name):
-            raise ValueError(
-                f"{folder / str(step)} does not hold the weights of {like}: {name} is "
-                f"{have.get(name, 'missing')}, expected {need.get(name, 'no such array')}"
-            )
+    alike(held, want, f"{folder / str(step)} does not hold the weights of {like}")
     target = jax.tree.map(
         lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
         held,

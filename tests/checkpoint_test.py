@@ -255,13 +255,13 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(tmp_path):
     [
         (
             lambda t: t | {"w": shaped((64, 16))},
-            r"w is \[512, 256\], expected \[64, 16\]",
+            r"w is \(512, 256\), expected \(64, 16\)",
         ),
         (
             lambda t: t | {"extra": {"b": shaped((2,))}},
-            r"extra.b is missing, expected \[2\]",
+            r"extra.b is missing, expected \(2,\)",
         ),
-        (lambda t: {"w": t["w"]}, r"step is \[\], expected no such array"),
+        (lambda t: {"w": t["w"]}, r"step is \(\), expected no such array"),
     ],
 )
 def test_another_configuration_is_no_damage(tmp_path, capsys, change, message):
