@@ -1,0 +1,85 @@
+"""One step of RL on checkpoints of other families: adapters beside a value head."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from dllm_jax import sharding
+from dllm_jax.models import hf, lora
+from dllm_jax.models.config import Lora
+from dllm_jax.rl import experience, learner, networks, noise, views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl.config import (
+    BatchConfig,
+    NoiseConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RLConfig,
+)
+from dllm_jax.rl.layout import Layout
+from tests.rl import experience_test as base
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llada", "full"), ("sdar_moe", "block"), ("llada2", "block")],
+)
+def test_a_step_learns_from_right_and_wrong_answers(family, attention):
+    path = str(GOLDENS / family / "checkpoint")
+    model = hf.read_config(GOLDENS / family / "checkpoint")
+    assert model.attention == attention
+    model = dataclasses.replace(model, dtype="float32", block=4, lora=Lora(2, 4.0, ()))
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    optim = OptimConfig(lr=1e-2)
+    plans = networks.plans("policy", "head", optim, optim, updates=1)
+    frozen, value = networks.frozen(path, model, mesh)
+    wanted = {"policy": networks.abstract(model, plans["policy"], mesh)}
+    places = jax.tree.map(lambda x: x.sharding, wanted)
+    key = jax.random.key(0)
+    states = networks.first(path, model, plans, places, mesh, value, key)
+
+    found = base.rollouts()
+    layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
+    kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
+    rounds = noise.rounds(kind, layout, 8)
+    most = layouts.microbatches(base.N, base.T, 8, rounds, 1, layout, shape)
+    score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
+    told, (batch,) = experience.of_rollouts(
+        found,
+        np.random.default_rng(0),
+        rl=RLConfig(prompts=2, group=4, value="head"),
+        noised=noise.noised(found.trace, kind, layout),
+        as_sampled=True,
+        objective=ObjectiveConfig(),
+        params={"policy": lora.join(frozen, states["policy"].params, model.lora)},
+        pack=functools.partial(
+            views.pack,
+            mask_id=model.mask_id,
+            layout=layout,
+            cfg=shape,
+            most=most,
+            aggregate="step",
+        ),
+        score=score,
+        mesh=mesh,
+    )
+    assert told["groups_kept"] == 2
+    update = functools.partial(
+        learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
+    )
+    new, metrics = jax.jit(update)(states, batch, frozen)
+    assert all(np.isfinite(x) for x in metrics.values())
+    # The first update is on the policy whose log-probs were scored.
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["grad_norm"] > 0 and metrics["value_loss"] > 0
+    before, after = states["policy"].params, new["policy"].params
+    moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
+    for leaf, yes in jax.tree.leaves_with_path(moved):
+        # B starts at zero, and until it has left it A has no gradient.
+        assert yes == (leaf[-1].key != "a"), leaf
