@@ -29,36 +29,26 @@ CONSOLE = (
     ("value_loss", "value", ".3f"),
     ("grad_norm", "grad", ".2f"),
 )
-# The panels of curves.png: title, the metrics drawn in it and the scale. The first is
-# drawn large.
-PANELS = (
-    ("accuracy", ("heldout_accuracy", "accuracy", "reward"), "linear"),
-    ("training loss", ("loss", "preference_loss"), "linear"),
-    (
-        "tokens per forward",
-        ("heldout_tokens_per_forward", "tokens_per_forward"),
-        "linear",
-    ),
-    (
-        "answer length, tokens",
-        ("heldout_response_length", "response_length"),
-        "linear",
-    ),
-    ("KL to the rollout policy", ("kl",), "linear"),
-    ("KL to the first policy", ("reference_kl",), "linear"),
-    ("clip fraction", ("clip_fraction",), "linear"),
-    ("entropy, nats", ("entropy",), "linear"),
-    ("value loss", ("value_loss",), "linear"),
-    ("explained variance of the value", ("explained_variance",), "linear"),
-    ("advantage spread", ("advantage_std",), "linear"),
-    (
-        "log-prob gap, sampling to training",
-        ("logprob_gap_max", "logprob_gap_mean"),
-        "log",
-    ),
-    ("gradient norm", ("grad_norm", "value_grad_norm"), "linear"),
-    ("learning rate", ("learning_rate", "value_learning_rate"), "linear"),
-)
+PANELS = {  # of curves.png: title -> the metrics drawn in it; the first is drawn large
+    "accuracy": ("heldout_accuracy", "accuracy", "reward"),
+    "training loss": ("loss",),
+    "tokens per forward": ("heldout_tokens_per_forward", "tokens_per_forward"),
+    "answer length, tokens": ("heldout_response_length", "response_length"),
+    "KL to the rollout policy": ("kl",),
+    "KL to the first policy": ("reference_kl",),
+    "clip fraction": ("clip_fraction",),
+    "entropy, nats": ("entropy",),
+    "value loss": ("value_loss",),
+    "explained variance of the value": ("explained_variance",),
+    "advantage spread": ("advantage_std",),
+    "log-prob gap, sampling to training": ("logprob_gap_max", "logprob_gap_mean"),
+    "gradient norm": ("grad_norm", "value_grad_norm"),
+    "learning rate": ("learning_rate", "value_learning_rate"),
+}
+LOG = ("logprob_gap_max", "logprob_gap_mean")  # drawn on a logarithmic scale
+STYLE = {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 7}
+STYLE |= {"axes.titlesize": 9, "axes.titleweight": "bold", "font.size": 8}
 COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a")
 WIDE = 4  # panels side by side
 FEW = 30  # points that are drawn one by one
@@ -192,23 +182,30 @@ def curves(folder, name: str = "curves.png") -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read(folder)
+    with plt.rc_context(STYLE):
+        figure = drawn(plt, read(folder))
+    if figure is not None:
+        figure.savefig(pathlib.Path(folder) / name, dpi=110)
+        plt.close(figure)
+
+
+def drawn(plt, rows):
+    """Returns the figure, or None where there is nothing to draw."""
     panels = []
-    for title, metrics, scale in PANELS:
+    for title, metrics in PANELS.items():
         lines = {}
         for metric in metrics:
             points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
-            if scale == "log":
-                points = [(step, x) for step, x in points if x > 0]
+            points = [(step, x) for step, x in points if x > 0 or metric not in LOG]
             if points and points not in lines.values():
                 lines[metric] = points
         if lines:
-            panels.append((title, lines, scale))
+            panels.append((title, lines))
     timed = [r for r in rows if any(f"seconds/{p}" in r for p in PHASES)]
     timed = [r for r in timed if r["step"] > 0]
     count = len(panels) + bool(timed)
     if not count:
-        return
+        return None
 
     high = max(-(-(count + 3) // WIDE), 2)
     figure = plt.figure(figsize=(3.3 * WIDE, 2.3 * high), layout="constrained")
@@ -220,7 +217,7 @@ def curves(folder, name: str = "curves.png") -> None:
         i, j = cells[count - 2]
         places[count - 1] = grid[i, j:]
     axes = [figure.add_subplot(place) for place in places[:count]]
-    for axis, (title, lines, scale) in zip(axes, panels, strict=False):
+    for axis, (title, lines) in zip(axes, panels, strict=False):
         for color, (metric, points) in zip(COLORS, lines.items(), strict=False):
             label = metric.replace("_", " ")
             if metric.startswith("heldout_"):
@@ -228,12 +225,13 @@ def curves(folder, name: str = "curves.png") -> None:
             elif f"heldout_{metric}" in lines:
                 label = "rollouts"
             draw(axis, points, color, label)
-        axis.set_yscale(scale)
-        if scale == "linear":
+        if lines.keys() & set(LOG):
+            axis.set_yscale("log")
+        else:
             axis.ticklabel_format(axis="y", scilimits=(-2, 4))
         axis.set_title(title)
         if len(lines) > 1 or "held-out problems" in axis.get_legend_handles_labels()[1]:
-            axis.legend()
+            axis.legend(fontsize=7 if axis is not axes[0] else 10)
     if timed:
         axis = axes[-1]
         phases = [p for p in PHASES if any(f"seconds/{p}" in r for r in timed)]
@@ -246,20 +244,9 @@ def curves(folder, name: str = "curves.png") -> None:
         axis.set_ylim(0, 1.5 * total[int(0.97 * (len(total) - 1))] or 1)
         axis.set_title("seconds per step")
         axis.legend(ncols=3, loc="upper right", handlelength=1, columnspacing=1)
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=8)
-        axis.yaxis.get_offset_text().set_fontsize(8)
-        axis.title.set(fontsize=9 if axis is not axes[0] else 12, fontweight="bold")
-        if (legend := axis.get_legend()) is not None:
-            size = 7 if axis is not axes[0] else 10
-            for text in legend.get_texts():
-                text.set_fontsize(size)
-            legend.set_frame_on(False)
+    axes[0].title.set_fontsize(12)
     axes[0].set_xlabel("step", fontsize=9)
-    figure.savefig(pathlib.Path(folder) / name, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def draw(axis, points, color, label):
