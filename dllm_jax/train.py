@@ -273,11 +273,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             group_n = np.repeat(np.arange(cfg.rl.prompts), cfg.rl.group)
             with timer("rollout"):
                 acting = whole_of("policy", cast)
-                temperature = sampler.temperature
-                rollouts = answer(
-                    acting, problems, group_n, key, temperature=temperature
-                )
+                how = {"temperature": sampler.temperature, "stop": stopping}
+                rollouts = answer(acting, problems, group_n, key, **how)
                 del acting
+            if rollouts is None:
+                break
             told = rollout.summary(rollouts)
             sampled = int(rollouts.trace.len_B.sum())
             if main and cfg.run.samples:

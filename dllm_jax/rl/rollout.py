@@ -62,9 +62,16 @@ def lower(answers, params, key):
     return how.func.lower(params, **arrays, **how.keywords), ()
 
 
-def sample(answers, params, prompts: list[list[int]], key, *, temperature) -> Trace:
-    """Returns the host Trace of one answer to each prompt; answers: see `sampler`."""
-    rows = dict(answers(params, prompts, key, temperature=temperature))
+def sample(answers, params, prompts: list[list[int]], key, *, temperature, stop=None):
+    """Returns the host Trace of one answer to each prompt; answers: see `sampler`.
+
+    None where `stop`, which is asked as answers end, says so: alike in every process.
+    """
+    rows = {}
+    for i, row in answers(params, prompts, key, temperature=temperature):
+        rows[i] = row
+        if stop is not None and len(rows) % 16 == 0 and stop():
+            return None
     return jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in range(len(rows))))
 
 
@@ -178,17 +185,29 @@ def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool
 
 
 def answered(
-    answers, params, problems, group_n, key, *, tok, temperature, timer, grader, **how
+    answers,
+    params,
+    problems,
+    group_n,
+    key,
+    *,
+    tok,
+    timer,
+    grader,
+    truncated_wrong,
+    **how,
 ):
     """Returns Rollouts: one answer to each data.Problem, sampled, decoded and graded.
 
-    answers: see `sampler`; timer: a metrics.Timer; how: see `graded`.
+    None where sampling was stopped.
+    answers: see `sampler`; timer: a metrics.Timer; how: see `sample`.
     """
-    prompts = [p.prompt_ids for p in problems]
-    trace = sample(answers, params, prompts, key, temperature=temperature)
+    trace = sample(answers, params, [p.prompt_ids for p in problems], key, **how)
+    if trace is None:
+        return None
     with timer("reward"):
-        golds = [p.answer for p in problems]
-        return graded(trace, decode(trace, tok), golds, group_n, grader, **how)
+        told = decode(trace, tok), [p.answer for p in problems], group_n, grader
+        return graded(trace, *told, truncated_wrong=truncated_wrong)
 
 
 def report_long(problems, max_prompt: int, say):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import sharding
+from dllm_jax import data, sharding
 from dllm_jax.rl import rollout, views
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
@@ -145,6 +145,30 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
     assert told["response_length"] == 3  # of those that were answered
     assert told["tokens_per_forward"] == pytest.approx(3 / 4)
     assert told["truncated"] == pytest.approx((~LONG & ~even).mean())
+
+
+def test_sampling_stops_when_told_and_leaves_the_rest(mesh):
+    seen, asked = [], []
+
+    def answers(params, prompts, key, *, temperature):
+        for i, _ in enumerate(prompts):
+            seen.append(i)
+            yield i, {"len": np.int32(i)}
+
+    def stop():
+        asked.append(len(seen))
+        return len(seen) > 20
+
+    how = {"temperature": 1.0, "stop": stop}
+    assert rollout.sample(answers, None, [[1]] * 100, None, **how) is None
+    assert asked == [16, 32] and len(seen) == 32  # answers, not prompts, count
+    seen.clear()
+    whole = rollout.sample(answers, None, [[1]] * 20, None, **how)
+    assert whole["len"].tolist() == list(range(20))
+    problems = [data.Problem([1], "", "1")] * 100
+    none = dict.fromkeys(("tok", "timer", "grader", "truncated_wrong"))
+    seen.clear()
+    assert rollout.answered(answers, None, problems, None, None, **none, **how) is None
 
 
 def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):
