@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks import report
 from dllm_jax import sharding
 from dllm_jax.models import transformer
-from dllm_jax.models.config import PRESETS, ModelConfig, sdar
+from dllm_jax.models.config import PRESETS, ModelConfig
 from dllm_jax.sampling import denoise, engine
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -39,10 +39,10 @@ from dllm_jax.sampling.strategy import STRATEGIES, sequential
 SMALL = {"vocab": 32768, "head_dim": 64, "tied": True, "mask_id": 0, "eos_id": 1}
 SHAPES = PRESETS | {
     "tiny": dataclasses.replace(
-        sdar(d_model=128, layers=4, heads=2, ffw=384, kv_heads=1), **SMALL
+        ModelConfig(d_model=128, layers=4, heads=2, ffw=384, kv_heads=1), **SMALL
     ),
     "0.1b": dataclasses.replace(
-        sdar(d_model=768, layers=12, heads=12, ffw=2048, kv_heads=4), **SMALL
+        ModelConfig(d_model=768, layers=12, heads=12, ffw=2048, kv_heads=4), **SMALL
     ),
 }
 

@@ -28,9 +28,7 @@ class Lora:
 class ModelConfig:
     """A decoder-only language tower. Hashable, so that it can be a static argument."""
 
-    family: str = (
-        "sdar"  # a key of families.FAMILIES: the checkpoint's names and fields
-    )
+    family: str = "sdar"  # a key of families.FAMILIES: names and fields of checkpoints
     vocab: int = 151936
     d_model: int = 2560
     layers: int = 36
@@ -87,25 +85,13 @@ class ModelConfig:
         }
 
 
-def sdar(*, d_model, layers, heads, ffw, kv_heads=8, **experts) -> ModelConfig:
-    """Returns an SDAR / TraDo shape (Qwen3 decoder, block attention)."""
-    return ModelConfig(
-        d_model=d_model,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffw=ffw,
-        **experts,
-    )
-
-
 # Shapes for sizing, benchmarks and ahead-of-time compilation; a checkpoint's own
 # config.json always decides when weights are loaded.
 PRESETS = {
-    "sdar-1.7b": sdar(d_model=2048, layers=28, heads=16, ffw=6144),
-    "sdar-4b": sdar(d_model=2560, layers=36, heads=32, ffw=9728),
-    "sdar-8b": sdar(d_model=4096, layers=36, heads=32, ffw=12288),
-    "sdar-30b-a3b": sdar(
+    "sdar-1.7b": ModelConfig(d_model=2048, layers=28, heads=16, ffw=6144),
+    "sdar-4b": ModelConfig(d_model=2560, layers=36, heads=32, ffw=9728),
+    "sdar-8b": ModelConfig(d_model=4096, layers=36, heads=32, ffw=12288),
+    "sdar-30b-a3b": ModelConfig(
         d_model=2048,
         layers=48,
         heads=32,

@@ -190,9 +190,7 @@ def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=No
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
         cached = None
-        if (
-            cache is not None and not paged
-        ):  # read in place: a slice per stack would be a copy
+        if cache is not None and not paged:  # in place: a slice per stack is a copy
             cached = tuple(
                 jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                 for x in (cache.k_LBSKH, cache.v_LBSKH)
@@ -285,25 +283,15 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
 
 def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
     """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32."""
-    return pallas_kernels.token_logprob(
-        x_BUD,
-        head(params, cfg),
-        token_BU,
-        forbidden=cfg.mask_id,
-        implementation=cfg.kernels,
-    )
+    how = {"forbidden": cfg.mask_id, "implementation": cfg.kernels}
+    return pallas_kernels.token_logprob(x_BUD, head(params, cfg), token_BU, **how)
 
 
 def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
-    return pallas_kernels.token_draw(
-        x_BWD,
-        head(params, cfg),
-        key_B,
-        temperature_B,
-        forbidden=cfg.mask_id,
-        implementation=cfg.kernels,
-    )
+    args = x_BWD, head(params, cfg), key_B, temperature_B
+    how = {"forbidden": cfg.mask_id, "implementation": cfg.kernels}
+    return pallas_kernels.token_draw(*args, **how)
 
 
 def value(params: Params, x_BUD):

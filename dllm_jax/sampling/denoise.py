@@ -196,16 +196,8 @@ def generate(
     params, prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, *, model, cfg
 ) -> Trace:
     """Samples every row to its end; the arguments are those of `start`."""
-    s = start(
-        params,
-        prompt_BT,
-        prompt_len_B,
-        limit_B,
-        temperature_B,
-        key_B,
-        model=model,
-        cfg=cfg,
-    )
+    rows = prompt_BT, prompt_len_B, limit_B, temperature_B, key_B
+    s = start(params, *rows, model=model, cfg=cfg)
     s = jax.lax.while_loop(
         lambda s: s.live_B.any(),
         lambda s: step(params, s, model=model, cfg=cfg),

@@ -117,9 +117,7 @@ def step(params, rows: Rows, *, M: int, shards: int, model: ModelConfig, cfg):
     x_BWD = flat(x_SXWD[:, M:])
 
     last_BD = rows.last_BD
-    if (
-        model.shift
-    ):  # position i - 1 answers for i: the first one lies in a clean window
+    if model.shift:  # i - 1 answers for i: for the first one in a clean window
         final_SM = real_SM & (nth_SM == pick(take_SB, row_SM) - 1)
         to_SM = jnp.where(final_SM, row_SM, take_SB.shape[1])
         put = jax.vmap(lambda x, to, new: x.at[to].set(new, mode="drop"))
@@ -421,10 +419,8 @@ class Engine:
                 pool = self.pool_of(request.row)
                 lacks = self.wanted(request, request.start) - len(request.held)
                 request.held += pool.take(max(0, min(lacks, pool.available)))
-                if (
-                    request.start + self.cfg.block
-                    <= len(request.held) * self.cfg.page_slots
-                ):
+                room = len(request.held) * self.cfg.page_slots
+                if request.start + self.cfg.block <= room:
                     break
                 mates = [r for r in self.active if self.pool_of(r.row) is pool]
                 self.leave(mates[-1])
@@ -464,13 +460,8 @@ class Engine:
         for request in self.active:
             new["table_BA"][request.row, : len(request.held)] = request.held
             new["room_B"][request.row] = len(request.held) * self.cfg.page_slots
-        self.rows = admit(
-            self.rows,
-            sharding.place_rows(new, self.mesh),
-            key,
-            model=self.model,
-            cfg=self.cfg,
-        )
+        new = sharding.place_rows(new, self.mesh)
+        self.rows = admit(self.rows, new, key, model=self.model, cfg=self.cfg)
         for pool, page in sources:  # the copies are under way
             pool.release([page])
 

@@ -60,9 +60,8 @@ def keep(logits_BWV, *, top_k: int, top_p: float):
     in; of those that tie at the border of p, the fewest do, from the left.
     """
     if top_k:
-        kth_BW1 = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))[0][
-            ..., -1:
-        ]
+        best_BWk, _ = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))
+        kth_BW1 = best_BWk[..., -1:]
         logits_BWV = jnp.where(logits_BWV >= kth_BW1, logits_BWV, -jnp.inf)
     if top_p < 1:
         sorted_BWV = -jnp.sort(-logits_BWV, axis=-1)
@@ -93,9 +92,8 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     kept_BWV = jax.nn.log_softmax(
         keep(logits_BWV / scale_B11, top_k=cfg.top_k, top_p=cfg.top_p), axis=-1
     )
-    noise_BWV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))(
-        key_B
-    )
+    gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))
+    noise_BWV = gumbel(key_B)
     noise_BWV = jnp.where(greedy_B11, 0.0, noise_BWV)
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
     other_B = apart(key_B, 0)
