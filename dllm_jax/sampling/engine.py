@@ -523,12 +523,7 @@ class Engine:
             coming.add((shard, last))
         new["here_B"][best] = True
         new["prompt_BT"][best, : len(request.prompt)] = request.prompt
-        for name, value in (
-            ("prompt_len_B", len(request.prompt)),
-            ("limit_B", request.limit),
-            ("temperature_B", request.temperature),
-            ("index_B", request.index),
-            ("filled_B", request.filled),
-        ):
-            new[name][best] = value
+        new["prompt_len_B"][best] = len(request.prompt)
+        for name in ("limit", "temperature", "index", "filled"):
+            new[f"{name}_B"][best] = getattr(request, name)
         return True
