@@ -4,6 +4,7 @@ Host code. Token ids are the truth from here to the loss: text is rendered by th
 checkpoint's own chat template, tokenised once, and never tokenised again.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -93,17 +94,23 @@ def records(path: str) -> list[dict]:
     return rows
 
 
-def field(row: dict, name: str, path: str, number: int):
+@contextlib.contextmanager
+def of_record(path: str, number: int):
+    """Names the record in a ValueError that is raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
+
+
+def field(row: dict, name: str):
     """Returns a record's field; raises ValueError naming what it has instead."""
     if name not in row:
         near = difflib.get_close_matches(name, row, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"dataset {path!r}, record {number}: no field {name!r}, "
-            f"it has {sorted(row)}{hint}"
-        )
+        raise ValueError(f"no field {name!r}, it has {sorted(row)}{hint}")
     if row[name] is None:
-        raise ValueError(f"dataset {path!r}, record {number}: field {name!r} is null")
+        raise ValueError(f"field {name!r} is null")
     return row[name]
 
 
@@ -136,17 +143,16 @@ def stop_ids(tok, *more: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*ids, *more) if i is not None))
 
 
-def render(tok, messages: list[dict], where: str = "chat") -> list[int]:
+def render(tok, messages: list[dict]) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
-    Raises ValueError when the tokenizer has no chat template, and, naming `where`, when
-    these are no messages.
+    Raises ValueError when the tokenizer has no chat template, or these are no messages.
     """
     if not (isinstance(messages, list) and messages) or not all(
         isinstance(m, dict) and all(type(m.get(k)) is str for k in ("role", "content"))
         for m in messages
     ):
-        raise ValueError(f"{where}: needs messages, each with a role and a content")
+        raise ValueError("needs messages, each with a role and a content")
     if not tok.chat_template:
         raise ValueError(f"tokenizer {tok.name_or_path!r} has no chat template")
     text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -166,14 +172,13 @@ def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     """
     out = []
     for number, row in enumerate(records(path), 1):
-        question = str(field(row, cfg.question, path, number))
-        answer = str(field(row, cfg.answer, path, number))
-        try:
-            grader([""], [answer])
-        except ValueError as error:
-            where = f"dataset {path!r}, record {number}, field {cfg.answer!r}"
-            raise ValueError(f"{where}: {error}") from None
-        out.append(Problem(ask(tok, cfg, question), question, answer))
+        with of_record(path, number):
+            question, answer = (str(field(row, x)) for x in (cfg.question, cfg.answer))
+            try:
+                grader([""], [answer])
+            except ValueError as error:
+                raise ValueError(f"field {cfg.answer!r}: {error}") from None
+            out.append(Problem(ask(tok, cfg, question), question, answer))
     return out
 
 
@@ -187,7 +192,7 @@ class Examples:
     len_B: np.ndarray
 
 
-def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
+def conversation(row: dict, tok, cfg: DataConfig):
     """Returns (prompt ids, answer text or ids) of an SFT record.
 
     It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
@@ -195,35 +200,28 @@ def conversation(row: dict, tok, cfg: DataConfig, path: str, number: int):
     they are, chat tokens and all.
     """
     if "response_ids" in row:
-        return [ids(row, k, path, number) for k in ("prompt_ids", "response_ids")]
+        return [ids(row, name) for name in ("prompt_ids", "response_ids")]
     if "messages" in row:
         *before, last = row["messages"] or [{}]
         if last.get("role") != "assistant":
-            raise ValueError(
-                f"dataset {path!r}, record {number}: the last message is not the "
-                "assistant's"
-            )
-        return render(tok, before, f"dataset {path!r}, record {number}"), last[
-            "content"
-        ]
+            raise ValueError("the last message is not the assistant's")
+        return render(tok, before), last["content"]
     if "prompt" in row and cfg.question not in row:
         prompt = tok(str(row["prompt"]), add_special_tokens=False)["input_ids"]
     else:
-        prompt = ask(tok, cfg, str(field(row, cfg.question, path, number)))
-    return prompt, str(field(row, cfg.response, path, number))
+        prompt = ask(tok, cfg, str(field(row, cfg.question)))
+    return prompt, str(field(row, cfg.response))
 
 
-def ids(row: dict, name: str, path: str, number: int) -> list[int]:
+def ids(row: dict, name: str) -> list[int]:
     """Returns a record's list of numbers; raises ValueError if it is anything else."""
-    given = field(row, name, path, number)
+    given = field(row, name)
     if not isinstance(given, list) or not all(type(t) is int and t >= 0 for t in given):
-        raise ValueError(
-            f"dataset {path!r}, record {number}: {name} must be a list of numbers >= 0"
-        )
+        raise ValueError(f"{name} must be a list of numbers >= 0")
     return given
 
 
-def steps_of(row: dict, answer: list[int], path: str, number: int) -> list[int]:
+def steps_of(row: dict, answer: list[int]) -> list[int]:
     """Returns the step at which each token of the answer was unmasked, from 1.
 
     The end token, if it was added to a text, comes last; steps beyond the answer are those
@@ -231,39 +229,37 @@ def steps_of(row: dict, answer: list[int], path: str, number: int) -> list[int]:
     """
     if "step_map" not in row:
         raise ValueError(
-            f"dataset {path!r}, record {number}: noise.kind='trace' needs a step_map. "
+            "noise.kind='trace' needs a step_map. "
             "Collect traces with python -m dllm_jax.generate --model=DIR "
             "--prompts=FILE.jsonl --out=TRACES.jsonl, and set data.train=TRACES.jsonl"
         )
-    steps = ids(row, "step_map", path, number)
+    steps = ids(row, "step_map")
     added = "response_ids" not in row
     if not steps or len(steps) < len(answer) - added:
         raise ValueError(
-            f"dataset {path!r}, record {number}: step_map has {len(steps)} steps for "
-            f"{len(answer)} tokens; python -m dllm_jax.generate --out writes a step for "
-            "each of response_ids"
+            f"step_map has {len(steps)} steps for {len(answer)} tokens; python -m "
+            "dllm_jax.generate --out writes a step for each of response_ids"
         )
     steps = (steps + [max(steps) + 1])[: len(answer)]
     return [step - min(steps) + 1 for step in steps]
 
 
-def preference(row: dict, tok, cfg: DataConfig, path: str, number: int):
+def preference(row: dict, tok, cfg: DataConfig):
     """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
 
     `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
     the last.
     """
-    prompt = field(row, "prompt", path, number)
+    prompt = field(row, "prompt")
     answers = []
     for name in ("chosen", "rejected"):
-        given = field(row, name, path, number)
+        given = field(row, name)
         if isinstance(given, list):
             last = given[-1] if given else {}
             given = last.get("content") if last.get("role") == "assistant" else None
         if type(given) is not str:
             raise ValueError(
-                f"dataset {path!r}, record {number}: {name!r} is neither a text nor "
-                "messages that end with the assistant's"
+                f"{name!r} is neither a text nor messages that end with the assistant's"
             )
         answers.append(given)
     ids = render(tok, prompt) if isinstance(prompt, list) else ask(tok, cfg, prompt)
@@ -291,32 +287,37 @@ def examples(
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
     """
     rows, dropped = [], 0
-    for number, row in enumerate(records(path), 1):
-        read = preference if pairs else conversation
-        prompt, answers = read(row, tok, cfg, path, number)
-        if answers == []:  # `generate` had no room for the prompt
-            dropped += 1
-            continue
-        found = []
-        for answer in answers if pairs else [answers]:
-            if isinstance(answer, str):
-                answer = tok(answer, add_special_tokens=False)["input_ids"]
-                answer += [end] if answer[-1:] != [end] else []
-            steps = steps_of(row, answer, path, number) if traced else [1] * len(answer)
-            length = len(prompt) + len(answer)
-            pads = 0 if traced else -length % block
-            if cfg.post_num >= 0:
-                pads = max(min(cfg.post_num, slots - length), 0)
-            found.append((answer + [pad] * pads, steps + [max(steps) + traced] * pads))
-        if max(max(prompt + answer) for answer, _ in found) >= vocab:
+    read = preference if pairs else conversation
+
+    def canvas(row, prompt, answer):
+        """Returns (prompt, answer, steps) of a canvas, pads included."""
+        if isinstance(answer, str):
+            answer = tok(answer, add_special_tokens=False)["input_ids"]
+            answer += [end] if answer[-1:] != [end] else []
+        steps = steps_of(row, answer) if traced else [1] * len(answer)
+        length = len(prompt) + len(answer)
+        pads = 0 if traced else -length % block
+        if cfg.post_num >= 0:
+            pads = max(min(cfg.post_num, slots - length), 0)
+        answer = answer + [pad] * pads
+        if max(prompt + answer) >= vocab:
             raise ValueError(
-                f"dataset {path!r}, record {number}: a token id is beyond the model's "
-                f"vocabulary, 0..{vocab - 1}; is it another model's trace or tokenizer?"
+                f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
+                "another model's trace or tokenizer?"
             )
-        if len(prompt) + max(len(answer) for answer, _ in found) > slots:
-            dropped += 1
-        else:
-            rows += [(prompt, *one) for one in found]
+        return prompt, answer, steps + [max(steps) + traced] * pads
+
+    for number, row in enumerate(records(path), 1):
+        with of_record(path, number):
+            prompt, answers = read(row, tok, cfg)
+            if answers == []:  # `generate` had no room for the prompt
+                found = []
+            else:
+                answers = answers if pairs else [answers]
+                found = [canvas(row, prompt, answer) for answer in answers]
+        fits = found and len(prompt) + max(len(one[1]) for one in found) <= slots
+        rows += found if fits else []
+        dropped += not fits
     if not rows:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
     tokens_BT = np.full((len(rows), slots), pad, np.int32)

@@ -94,32 +94,32 @@ def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
     Raises ValueError naming the record that has none of these fields, and the one
     whose ids are not a list of ids below `vocab`.
     """
-    ids, rows = [], data.records(path)
-    for number, row in enumerate(rows, 1):
-        where = f"{path!r}, record {number}"
+    rows = data.records(path)
+
+    def ids(row):
         if "prompt_ids" in row:
             given = row["prompt_ids"]
             given = given if isinstance(given, list) else []
             if not given or not all(t in range(vocab) for t in given):
                 raise ValueError(
-                    f"{where}: prompt_ids must be one or more ids in 0..{vocab - 1}"
+                    f"prompt_ids must be one or more ids in 0..{vocab - 1}"
                 )
-            ids.append(given)
-        elif tok is None:
-            raise ValueError(
-                f"{where}: the model has no tokenizer, so each record needs prompt_ids"
-            )
-        elif "messages" in row:
-            ids.append(data.render(tok, row["messages"], where))
-        elif asked := {"prompt", "question"} & row.keys():
-            turn = {"role": "user", "content": row[min(asked)]}
-            ids.append(data.render(tok, [turn], where))
-        else:
-            raise ValueError(
-                f"{where}: needs prompt, question, messages or prompt_ids, "
-                f"it has {sorted(row)}"
-            )
-    return ids, rows
+            return given
+        if tok is None:
+            raise ValueError("the model has no tokenizer, so each needs prompt_ids")
+        if "messages" in row:
+            return data.render(tok, row["messages"])
+        if asked := {"prompt", "question"} & row.keys():
+            return data.render(tok, [{"role": "user", "content": row[min(asked)]}])
+        raise ValueError(
+            f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
+        )
+
+    out = []
+    for number, row in enumerate(rows, 1):
+        with data.of_record(path, number):
+            out.append(ids(row))
+    return out, rows
 
 
 def load_tokenizer(path: str):

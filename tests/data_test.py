@@ -110,8 +110,8 @@ def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
     [
         ({"answer": None}, "x.jsonl', record 2: field 'answer' is null"),
         ({"question": None}, "x.jsonl', record 2: field 'question' is null"),
-        ({"answer": ""}, "x.jsonl', record 2, field 'answer': the gold answer '' is"),
-        ({"answer": "####"}, "record 2, field 'answer': the gold answer '####' is"),
+        ({"answer": ""}, "x.jsonl', record 2: field 'answer': the gold answer '' is"),
+        ({"answer": "####"}, "record 2: field 'answer': the gold answer '####' is"),
     ],
 )
 def test_a_bad_problem_is_named(tmp_path, tok, bad, message):
