@@ -24,7 +24,7 @@ from absl import flags
 from dllm_jax import from_yaml, pallas_kernels
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
-from dllm_jax.models.config import Lora
+from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -61,7 +61,15 @@ class ModelArgs:
         """What `lora_rank` and its neighbours say."""
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+        return Lora(self.lora_rank, self.lora_alpha, tuple(self.lora_targets))
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """Returns what a checkpoint's model becomes in training."""
+        kind = {name: getattr(self, name) for name in ("attention", "shift", "mask_id")}
+        how = {
+            name: getattr(self, name) for name in ("dtype", "remat", "kernels", "lora")
+        }
+        return dataclasses.replace(families.adapt(model, **kind), **how)
 
     def __post_init__(self):
         choose("model.remat", self.remat, tuple(REMAT))
@@ -178,25 +186,14 @@ def completed(cfg: Config):
     The model is what the checkpoint becomes in this run. Raises ValueError for what it
     cannot become.
     """
-    args = cfg.model
-    model = dataclasses.replace(
-        families.adapt(
-            hf.read_config(hf.find(args.path)),
-            attention=args.attention,
-            shift=args.shift,
-            mask_id=args.mask_id,
-        ),
-        dtype=args.dtype,
-        remat=args.remat,
-        kernels=args.kernels,
-        lora=args.lora,
-    )
+    path = hf.find(cfg.model.path)
+    model = cfg.model.of(hf.read_config(path))
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(
-            f"sampler.block=0: {args.path} has no block; set it, to 4 for example"
+            f"sampler.block=0: {path} has no block; set it, to 4 for example"
         )
-    tok = tokenizer(hf.find(args.path))
+    tok = tokenizer(path)
     stops = stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)

@@ -21,7 +21,7 @@ from absl import logging
 
 from dllm_jax import config, sharding
 from dllm_jax.checkpoint import Checkpoints, alike
-from dllm_jax.models import families, hf, lora, transformer
+from dllm_jax.models import hf, lora, transformer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,12 +93,9 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
     run = meta.get("config", {})  # none where `to-orbax` wrote
-    args = config.ModelArgs(**run.get("model", {}))
-    cfg = families.adapt(
-        cfg, attention=args.attention, shift=args.shift, mask_id=args.mask_id
-    )
+    cfg = config.ModelArgs(**run.get("model", {})).of(cfg)
     block = run.get("sampler", {}).get("block") or cfg.block
-    cfg = dataclasses.replace(cfg, block=block, lora=args.lora)
+    cfg = dataclasses.replace(cfg, block=block)
     networks = checkpoints.manager.item_metadata(step).state
     if network not in networks:
         raise ValueError(
