@@ -152,13 +152,7 @@ def of_examples(part, *, noised, copies, draws, beta, pack, score, mesh):
     if score is not None:
         out = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
         more, batch = bounds.compared(
-            out,
-            part.len_B,
-            noised.share_nT,
-            batch,
-            where,
-            draws=draws,
-            beta=beta,
+            out, part.len_B, noised.share_nT, batch, where, draws=draws, beta=beta
         )
         told |= more
     return told, [sharding.place_rows(batch, mesh, axis=1)]

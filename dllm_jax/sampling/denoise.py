@@ -199,9 +199,7 @@ def generate(
     rows = prompt_BT, prompt_len_B, limit_B, temperature_B, key_B
     s = start(params, *rows, model=model, cfg=cfg)
     s = jax.lax.while_loop(
-        lambda s: s.live_B.any(),
-        lambda s: step(params, s, model=model, cfg=cfg),
-        s,
+        lambda s: s.live_B.any(), lambda s: step(params, s, model=model, cfg=cfg), s
     )
     return state.trace(s, cfg.stop_ids)
 
