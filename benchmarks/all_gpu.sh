@@ -6,7 +6,8 @@
 # Lines of JSON go to FOLDER/results.jsonl (runs/benchmarks); with those of other devices in
 # docs/benchmarks.jsonl they make docs/benchmarks.md. Add them there to keep them.
 # Each command has its own limit: one that takes too long costs only what it has not told;
-# so the rows that matter most come first.
+# so the rows that matter most come first. KERNELS=auto leaves out those for GPU, which
+# `kernels` compares with their specification before anything else runs.
 cd "$(dirname "$0")/.." || exit 1
 out=${1:-runs/benchmarks}
 python=${PYTHON:-python3}
@@ -23,15 +24,16 @@ bench() { # seconds, module, arguments
 }
 
 bench 90 kernels
-decode="decode --engine-only --prompt 1024 --new 256 --prefill 4096 --repeats 1"
+with="--kernels=${KERNELS:-platform}"
+decode="decode $with --engine-only --prompt 1024 --new 256 --prefill 4096 --repeats 1"
 bench 90 $decode --model=sdar-1.7b --rows 64 1 256 128
 bench 100 $decode --model=sdar-4b --rows 128 64 1 256
 bench 120 $decode --model=sdar-8b --rows 64 128 1 256
-train="train_step --packed-only --remat=full --max-prompt 300 --max-answer 1000 --mean-answer 500"
+train="train_step $with --packed-only --remat=full --max-prompt 300 --max-answer 1000 --mean-answer 500"
 bench 50 $train --model=sdar-1.7b --rows 4 --tokens 4096
 bench 50 $train --model=sdar-4b --rows 2 --tokens 4096 --trajectories 16
 if "$python" -c "import ml_collections, tensorboardX" 2> /dev/null; then
-    bench 50 rl_step
+    bench 50 rl_step --config.model.dtype=bfloat16 --config.model.kernels="${KERNELS:-platform}"
 else
     echo "== rl_step SKIPPED: needs ml_collections and tensorboardX"
 fi

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
-from dllm_jax import sharding
+from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import PRESETS, ModelConfig
 from dllm_jax.sampling import denoise, engine
@@ -205,6 +205,7 @@ def measure(rows: int, args, model, params, mesh) -> dict:
     told = {
         "model": args.model,
         "dtype": model.dtype,
+        "kernels": model.kernels,
         "rows": rows,
         "context": context,
         "sampler": f"block {model.block}, {cfg.strategy}, temperature 1",
@@ -246,12 +247,17 @@ def main():
     parser.add_argument(
         "--dtype", default=None, help="default: bfloat16, on CPU float32"
     )
+    kinds = pallas_kernels.CHOICES
+    parser.add_argument(
+        "--kernels", default="auto", choices=kinds, help="model.kernels"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dtype = args.dtype or report.dtype()
-    model = dataclasses.replace(SHAPES[args.model], dtype=dtype)
+    how = {"dtype": dtype, "kernels": args.kernels}
+    model = dataclasses.replace(SHAPES[args.model], **how)
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from benchmarks import decode, report
+from dllm_jax import pallas_kernels
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
@@ -163,6 +164,10 @@ def main():
     )
     parser.add_argument("--model", default="", choices=["", *decode.SHAPES])
     parser.add_argument("--remat", default="none", choices=["none", "full", "dots"])
+    kinds = pallas_kernels.CHOICES
+    parser.add_argument(
+        "--kernels", default="auto", choices=kinds, help="model.kernels"
+    )
     parser.add_argument("--packed-only", action="store_true")
     args = parser.parse_args()
 
@@ -178,9 +183,8 @@ def main():
     )
     model = decode.SHAPES.get(args.model, model)
     args.vocab = model.vocab - 1
-    model = dataclasses.replace(
-        model, block=args.block, dtype=args.dtype, remat=args.remat
-    )
+    how = {name: getattr(args, name) for name in ("block", "dtype", "remat", "kernels")}
+    model = dataclasses.replace(model, **how)
     rng = np.random.default_rng(args.seed)
     trace = trajectories(args, rng)
     shape = trace.tokens_BT.shape
@@ -258,6 +262,7 @@ def main():
     told = {
         "model": args.model or f"{args.layers} layers of {args.d_model}",
         "dtype": args.dtype,
+        "kernels": args.kernels,
         "answers": len(trace.len_B),
         "answer_tokens": int(trace.len_B.sum()),
         "sampler": f"block {args.block}, {args.steps_per_block} rounds",

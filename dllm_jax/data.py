@@ -267,18 +267,9 @@ def preference(row: dict, tok, cfg: DataConfig):
 
 
 def examples(
-    path: str,
-    tok,
-    cfg: DataConfig,
-    *,
-    end: int,
-    pad: int,
-    vocab: int,
-    block: int,
-    slots: int,
-    pairs: bool = False,
-    traced: bool = False,
-):
+    path: str, tok, cfg: DataConfig,
+    *, end: int, pad: int, vocab: int, block: int, slots: int, pairs=False, traced=False,
+):  # fmt: skip
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
     With `pairs` a record is a preference and gives two: chosen, then rejected. `traced`:

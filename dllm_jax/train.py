@@ -60,6 +60,15 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     folder = pathlib.Path(cfg.run.folder)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
+    checkpoints = Checkpoints(
+        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
+    )
+    if resume == "never" and checkpoints.steps():
+        raise ValueError(
+            f"--resume=never, but {folder} already holds a run; choose another run.folder"
+        )
+    if resume == "must" and not checkpoints.steps():
+        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     steps = cfg.rl.steps if rl else cfg.sft.steps
@@ -212,18 +221,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     say(memory.table(always, phases))
 
     # ---- How far it has come, and its weights -----------------------------------------
-    checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
-    )
-    found = None
-    if resume != "never":
-        found = checkpoints.restore(wanted)
-    elif checkpoints.steps():
-        raise ValueError(
-            f"--resume=never, but {folder} already holds a run; choose another run.folder"
-        )
-    if resume == "must" and found is None:
-        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
+    found = None if resume == "never" else checkpoints.restore(wanted)
     base, value = networks.frozen(cfg.model.path, model, mesh)
     if found is not None:
         states, meta, first = found

@@ -13,18 +13,10 @@ FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")  # o
 
 
 def of_rollouts(
-    rollouts: Rollouts,
-    rng: np.random.Generator,
-    *,
-    rl: RLConfig,
-    noised,
-    as_sampled: bool,
-    objective: ObjectiveConfig,
-    params: dict,
-    pack,
-    score,
-    mesh,
-):
+    rollouts: Rollouts, rng: np.random.Generator,
+    *, rl: RLConfig, objective: ObjectiveConfig, noised, as_sampled: bool,
+    params: dict, pack, score, mesh,
+):  # fmt: skip
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
     noised: noise.noised of all rollouts; pack: views.pack, bound; score: learner.score.

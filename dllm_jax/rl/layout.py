@@ -165,14 +165,9 @@ def present(piece: Piece, prompt_len, noise, wanted_nT, layout: Layout) -> Shown
 
 
 def microbatches(
-    trajectories: int,
-    slots: int,
-    answer: int,
-    rounds: int,
-    copies: int,
-    layout: Layout,
-    cfg: BatchConfig,
-) -> int:
+    trajectories: int, slots: int, answer: int, rounds: int, copies: int,
+    layout: Layout, cfg: BatchConfig,
+) -> int:  # fmt: skip
     """Returns how many microbatches always suffice for so many trajectories.
 
     `slots` is a canvas, `answer` the longest answer, `rounds` the most rounds of a scope,

@@ -155,12 +155,8 @@ def row_keys(key, index_B):
 
 def decode(trace: Trace, tok) -> list[str]:
     """Returns the answers' texts, without special tokens."""
-    answers = [
-        tokens[first : first + count]
-        for tokens, first, count in zip(
-            trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True
-        )
-    ]
+    rows = zip(trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True)
+    answers = [tokens[first : first + count] for tokens, first, count in rows]
     return tok.batch_decode(
         answers, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -185,18 +181,9 @@ def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool
 
 
 def answered(
-    answers,
-    params,
-    problems,
-    group_n,
-    key,
-    *,
-    tok,
-    timer,
-    grader,
-    truncated_wrong,
-    **how,
-):
+    answers, params, problems, group_n, key,
+    *, tok, timer, grader, truncated_wrong, **how,
+):  # fmt: skip
     """Returns Rollouts: one answer to each data.Problem, sampled, decoded and graded.
 
     None where sampling was stopped.

@@ -89,18 +89,10 @@ def fit(
 
 
 def pack(
-    trace,
-    noise,
-    *,
-    mask_id: int,
-    layout: layouts.Layout,
-    cfg: BatchConfig,
-    most: int,
-    aggregate: str,
-    copies: int = 1,
-    draws: int = 1,
-    group_n=None,
-):
+    trace, noise,
+    *, mask_id: int, layout: layouts.Layout, cfg: BatchConfig, most: int, aggregate: str,
+    copies=1, draws=1, group_n=None,
+):  # fmt: skip
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
     trace: a host Trace of n rows; noise: a Noise of as many; `copies` rows after each other

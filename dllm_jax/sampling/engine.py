@@ -278,6 +278,7 @@ class Engine:
         self.rows = None
         self.queue: collections.deque[Request] = collections.deque()
         self.active: list[Request] = []  # oldest first
+        self.asked: set[int] = set()  # the indices of both
         self.pool = [Pages(self.pages) for _ in range(self.shards)]
         self.gone = set()  # rows to end on the device
 
@@ -307,11 +308,10 @@ class Engine:
         such as a prompt that does not fit beside its answer.
         """
         limit, Q, vocab = len(prompt) + new, self.cfg.block, self.model.vocab
-        there = any(r.index == index for r in (*self.active, *self.queue))
         for wrong, needed in (
             (new < 1, f"new={new}: at least 1 token of answer"),
             (not temperature >= 0, f"temperature={temperature}: 0 (arg-max) or more"),
-            (there, f"index={index}: one that no other request has"),
+            (index in self.asked, f"index={index}: one that no other request has"),
             (
                 not all(0 <= token < vocab for token in prompt),
                 f"a prompt's token ids, here {prompt[:9]}...: in 0..{vocab - 1}",
@@ -327,10 +327,12 @@ class Engine:
             )
         whole = len(prompt) // Q * Q
         known = names(prompt[:whole], self.cfg.page_slots)
+        self.asked.add(index)
         self.queue.append(Request(index, prompt, limit, temperature, whole, known))
 
     def cancel(self, index: int):
-        """Drops the requests of that index, waiting or active."""
+        """Drops the request of that index, waiting or active."""
+        self.asked.discard(index)
         self.queue = collections.deque(r for r in self.queue if r.index != index)
         for request in [r for r in self.active if r.index == index]:
             self.leave(request)
@@ -356,6 +358,7 @@ class Engine:
                 yield from self.harvest(watch)
         finally:  # who stops listening cancels what is left: no other run answers it
             self.queue.clear()
+            self.asked.clear()
             for request in list(self.active):
                 self.leave(request)
 
@@ -386,6 +389,7 @@ class Engine:
             if request.row >= 0:  # who takes the others may have cancelled it
                 answer = row(request)
                 self.leave(request)
+                self.asked.discard(request.index)
                 yield request, answer
 
     def pool_of(self, row: int) -> Pages:
