@@ -26,9 +26,7 @@ HEAD = """# Benchmarks
 
 A row is what the command above its table printed; a cell is empty where a figure does not
 apply. Random weights: speed does not depend on what they say, as the rate of unmasking is
-forced. On CPU the two cores were shared with other work, so that only ratios, whose sides
-took turns in one run, mean something there. Its rows of 2026-11-21 were printed before
-the commands printed JSON; fill and tokens a second of the update follow from them.
+forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean something.
 """
 
 
