@@ -60,14 +60,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     folder = pathlib.Path(cfg.run.folder)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
-    )
-    if resume == "never" and checkpoints.steps():
+    kept = folder / "checkpoints"  # nothing is made there before it is known to fit
+    held = any(item.name.isdigit() for item in kept.glob("*"))
+    if resume == "never" and held:
         raise ValueError(
             f"--resume=never, but {folder} already holds a run; choose another run.folder"
         )
-    if resume == "must" and not checkpoints.steps():
+    if resume == "must" and not held:
         raise ValueError(f"--resume=must, but {folder} has no checkpoint")
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
@@ -221,6 +220,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     say(memory.table(always, phases))
 
     # ---- How far it has come, and its weights -----------------------------------------
+    checkpoints = Checkpoints(kept, cfg.run.keep, cfg.run.keep_every or None)
     found = None if resume == "never" else checkpoints.restore(wanted)
     base, value = networks.frozen(cfg.model.path, model, mesh)
     if found is not None:
