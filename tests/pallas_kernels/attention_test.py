@@ -89,7 +89,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("implementation, N, K, H", KINDS)
+@pytest.mark.parametrize("implementation, N, K, H", KINDS[:-1])
 def test_the_kernel_is_the_specification_under_every_mask(
     implementation, N, K, H, capfd
 ):
@@ -99,9 +99,7 @@ def test_the_kernel_is_the_specification_under_every_mask(
     found = jax.jit(functools.partial(with_gradients, kernel))
     q, dout = normal(B, T, N, H), normal(B, T, N, H, seed=1)
     k, v = normal(B, T, K, H, seed=2), normal(B, T, K, H, seed=3)
-    names = [*MASKS] if implementation == "tpu" else ["packed", "full, ragged"]
-    if implementation == "gpu" and H > 64:
-        del names[1:]
+    names = MASKS if implementation == "tpu" else ["full, ragged", "packed"]
     for name in names:
         seen = MASKS[name]
         # What sees nothing is the specification's to choose; nobody reads it.
