@@ -24,7 +24,7 @@ from absl import flags
 from dllm_jax import from_yaml, pallas_kernels
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
-from dllm_jax.models.config import Lora, ModelConfig
+from dllm_jax.models.config import Lora, ModelConfig, choose, least
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -32,8 +32,6 @@ from dllm_jax.rl.config import (
     ObjectiveConfig,
     OptimConfig,
     RLConfig,
-    choose,
-    least,
 )
 from dllm_jax.sampling.config import SamplerConfig
 

@@ -1,9 +1,24 @@
 """What a checkpoint is: the fields in which language towers differ.
 
-A family is a value of these fields plus a row of `families.py`, never a class.
+A family is a value of these fields plus a row of `families.py`, never a class. Below them
+lies what every configuration refuses values with.
 """
 
 import dataclasses
+
+
+def choose(field: str, value, choices):
+    """Raises ValueError when a field is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: choose from {', '.join(choices)}")
+
+
+def least(low, group: str, cfg, *fields: str):
+    """Raises ValueError when one of a config's fields is not at least `low`."""
+    for field in fields:
+        if not getattr(cfg, field) >= low:
+            value = getattr(cfg, field)
+            raise ValueError(f"{group}.{field}={value} must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dllm_jax.models.config import choose, least
 from dllm_jax.rl import advantage
 from dllm_jax.rl.rewards import GRADERS
 
@@ -10,20 +11,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 NOISES = ("trace", "bernoulli", "complement", "semi_ar", "subset", "ar")
 LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
-
-
-def choose(field: str, value, choices):
-    """Raises ValueError when a field is none of its choices."""
-    if value not in choices:
-        raise ValueError(f"{field}={value!r}: choose from {', '.join(choices)}")
-
-
-def least(low, group: str, cfg, *fields: str):
-    """Raises ValueError when one of a config's fields is not at least `low`."""
-    for field in fields:
-        if not getattr(cfg, field) >= low:
-            value = getattr(cfg, field)
-            raise ValueError(f"{group}.{field}={value} must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)

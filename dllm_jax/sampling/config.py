@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dllm_jax.models.config import choose
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -36,14 +37,9 @@ class SamplerConfig:
     prefill: int = 512  # prompt tokens that one forward takes along, on each device
 
     def __post_init__(self):
-        if self.strategy not in STRATEGIES:
-            raise ValueError(
-                f"sampler.strategy={self.strategy!r}: choose from {sorted(STRATEGIES)}"
-            )
-        if self.cache not in ("auto", *POLICIES):
-            raise ValueError(
-                f"sampler.cache={self.cache!r}: choose from auto, {', '.join(POLICIES)}"
-            )
+        choose("sampler.strategy", self.strategy, sorted(STRATEGIES))
+        choose("sampler.cache", self.cache, ("auto", *POLICIES))
+        choose("sampler.target", self.target, sorted(TARGETS))
         if self.horizon < 0 or (self.horizon and self.cache != "prefix"):
             raise ValueError(
                 f"sampler.horizon={self.horizon}: positions, >= 0, that only "
@@ -57,10 +53,6 @@ class SamplerConfig:
         least = ("max_new", "max_prompt", "rows", "page", "prefill")
         if any(getattr(self, x) < 1 for x in least) or min(self.block, self.pages) < 0:
             raise ValueError(f"sampler: {', '.join(least)} >= 1, block and pages >= 0")
-        if self.target not in TARGETS:
-            raise ValueError(
-                f"sampler.target={self.target!r}: choose from {sorted(TARGETS)}"
-            )
         if self.strategy == "dynamic" and (
             self.target == "random"
             or (self.target == "neg_entropy" and self.threshold >= 0)
