@@ -22,6 +22,11 @@ from jax.experimental import multihost_utils
 SUMS = "checksums.json"
 
 
+def begun(folder: pathlib.Path) -> bool:
+    """Returns whether a folder has a committed step, and makes nothing there."""
+    return any(item.name.isdigit() for item in folder.glob("*"))
+
+
 class Checkpoints:
     """The checkpoints of one run folder; `save` writes in the background.
 
