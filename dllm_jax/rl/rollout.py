@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -90,9 +91,18 @@ def through(engine: Engine, params, prompts, key, *, temperature, watch=None):
 
 def no_answer(slots: int) -> Trace:
     """Returns the row of a prompt that cannot be answered."""
-    zero_1 = np.zeros(1, np.int32)
-    row = state.begin(zero_1[None], zero_1, zero_1, zero_1, zero_1, None, slots)
-    return row_of(jax.device_get(state.trace(row, ())), 0)
+    zero, zeros = np.int32(0), np.zeros(slots, np.float32)
+    return Trace(
+        tokens_BT=np.zeros(slots, np.int32),
+        step_BT=np.full(slots, FAR, np.int32),
+        logp_BT=zeros,
+        conf_BT=zeros,
+        prompt_len_B=zero,
+        len_B=zero,
+        steps_B=zero,
+        forwards_B=zero,
+        stopped_B=np.bool_(False),
+    )
 
 
 def in_batches(generate, params, prompts, key, *, temperature, cfg, mesh, watch=None):
