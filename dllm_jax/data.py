@@ -193,24 +193,25 @@ class Examples:
 
 
 def conversation(row: dict, tok, cfg: DataConfig):
-    """Returns (prompt ids, answer text or ids) of an SFT record.
+    """Returns (prompt ids, [its answer, text or ids]) of an SFT record.
 
     It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
     of question and response; or dLLM-RL's `prompt` and `response`, which are tokenised as
     they are, chat tokens and all.
     """
     if "response_ids" in row:
-        return [ids(row, name) for name in ("prompt_ids", "response_ids")]
+        prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
+        return prompt, [answer] if answer else []  # `generate` had no room for some
     if "messages" in row:
         *before, last = row["messages"] or [{}]
         if last.get("role") != "assistant":
             raise ValueError("the last message is not the assistant's")
-        return render(tok, before), last["content"]
+        return render(tok, before), [last["content"]]
     if "prompt" in row and cfg.question not in row:
         prompt = tok(str(row["prompt"]), add_special_tokens=False)["input_ids"]
     else:
         prompt = ask(tok, cfg, str(field(row, cfg.question)))
-    return prompt, str(field(row, cfg.response))
+    return prompt, [str(field(row, cfg.response))]
 
 
 def ids(row: dict, name: str) -> list[int]:
@@ -301,11 +302,7 @@ def examples(
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
             prompt, answers = read(row, tok, cfg)
-            if answers == []:  # `generate` had no room for the prompt
-                found = []
-            else:
-                answers = answers if pairs else [answers]
-                found = [canvas(row, prompt, answer) for answer in answers]
+            found = [canvas(row, prompt, answer) for answer in answers]
         fits = found and len(prompt) + max(len(one[1]) for one in found) <= slots
         rows += found if fits else []
         dropped += not fits

@@ -286,10 +286,10 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     """Writes `params` as a Hugging Face folder that loads where `like` did.
 
     Names, dtypes, division into files and every other file (config, tokenizer, remote
-    code) are those of `like`, and config.json says what `adapt` has changed. A tensor that `params` lacks is taken from there; a value
-    head that it lacks is added. Files are written one at a time into a temporary folder
-    which then takes the name `path`, so a crash never leaves half a checkpoint. Every
-    process must call it; process 0 writes.
+    code) are those of `like`, and config.json says what `adapt` has changed. A tensor that
+    `params` lacks is taken from there; a value head that it lacks is added. Files are
+    written one at a time into a temporary folder which then takes the name `path`, so a
+    crash never leaves half a checkpoint. Every process must call it; process 0 writes.
 
     Raises ValueError when `like` is another model, and when `path` is in its way or holds
     something else than a checkpoint.

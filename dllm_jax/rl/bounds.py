@@ -21,8 +21,9 @@ def sandwich(adv_nT, logp_nT, share_nT, answer_nT, *, draws, weight, power):
     """Returns advantages in which negative ones lower the upper bound too.
 
     SPG, sandwiched policy gradient (arXiv 2510.09541, section 3; in detail as its
-    published code): where A < 0 the bound of log pi that is lowered is weight x U + (1 - weight) x L. U sums over the tokens that some draw
-    masked; as there, it is scaled to all of the answer.
+    published code): where A < 0 the bound of log pi that is lowered is weight x U +
+    (1 - weight) x L. U sums over the tokens that some draw masked; as there, it is scaled
+    to all of the answer.
     """
     n, T = adv_nT.shape
     rows = (n // draws, draws, T)

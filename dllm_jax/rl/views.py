@@ -96,8 +96,8 @@ def pack(
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
     trace: a host Trace of n rows; noise: a Noise of as many; `copies` rows after each other
-    are one trajectory, of whose tokens they show `draws` draws. aggregate, group_n (None: each row its own): how tokens are weighed,
-    see ObjectiveConfig.
+    are one trajectory, of whose tokens they show `draws` draws. aggregate, group_n (None:
+    each row its own): how tokens are weighed, see ObjectiveConfig.
     """
     n = len(noise.step_nT)
     wanted_nT = answers(trace) & (noise.share_nT > 0)

@@ -73,6 +73,14 @@ def ask(made: Engine, asked):
         made.submit(prompt, index=index, temperature=temperature, new=new)
 
 
+def answers_as(made: Engine, params, want):
+    """Asserts that a run answers what the definition does, and as it does."""
+    found = {request.index: row for request, row in made.run(params, KEY)}
+    assert found.keys() == want.keys()
+    for index, row in want.items():
+        same(found[index], row)
+
+
 def same(got, want):
     """Asserts that a row of the engine is that of the definition."""
     end = want.prompt_len_B + want.len_B
@@ -221,9 +229,7 @@ def test_on_a_mesh(tiny, shape):
         for _ in range(2):  # the second run finds everything compiled
             before = engine.advance._cache_size(), engine.admit._cache_size()
             ask(made, ASKED)
-            found = {request.index: row for request, row in made.run(params, KEY)}
-            for index, row in want.items():
-                same(found[index], row)
+            answers_as(made, params, want)
         assert before == (engine.advance._cache_size(), engine.admit._cache_size())
         pages = made.rows.s.cache.k_LPOKH
         assert pages.addressable_shards[0].data.size * size == pages.size
@@ -260,10 +266,7 @@ def test_over_the_kernels_of_pages(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
     ask(made, asked)
-    want = defined(tiny, cfg, asked)
-    found = {request.index: row for request, row in made.run(tiny[1], KEY)}
-    for index, row in want.items():
-        same(found[index], row)
+    answers_as(made, tiny[1], defined(tiny, cfg, asked))
 
 
 def test_a_run_that_is_left_answers_nothing_later(tiny):
@@ -274,11 +277,7 @@ def test_a_run_that_is_left_answers_nothing_later(tiny):
         break
     empty_again(made)
     ask(made, ASKED[4:6])  # one of them a second time
-    found = {request.index: row for request, row in made.run(params, KEY)}
-    want = defined(tiny, CFG, ASKED[4:6])
-    assert found.keys() == want.keys()
-    for index, row in want.items():
-        same(found[index], row)
+    answers_as(made, params, defined(tiny, CFG, ASKED[4:6]))
 
 
 def test_who_watches_may_cancel(tiny):

@@ -386,7 +386,8 @@ def ask(answer: str, gold: str) -> bool:
 def equal(answer: str, gold: str) -> bool | None:
     """Returns whether an extracted answer is right; `gold` may end in GSM8K's `#### N`.
 
-    None where that took too long. Raises ValueError if the gold is empty or no string, ImportError without math-verify.
+    None where that took too long. Raises ValueError if the gold is empty or no string,
+    ImportError without math-verify.
     """
     worker()  # a missing package shows at the first answer, not at the first hard one
     target = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
