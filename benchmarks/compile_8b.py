@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import topologies
+from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import transformer
-from dllm_jax.models.config import PRESETS
 from dllm_jax.rl import learner, views
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import engine
@@ -127,7 +127,7 @@ def report(topology: str, name: str = "sdar-8b"):
     mesh = topologies.mesh(topology, model=split)
     trusted = mesh.devices.flat[0].platform in pallas_kernels.TRUSTED
     for kernels in ("auto",) if trusted else ("auto", "platform"):
-        model = dataclasses.replace(PRESETS[name], remat="full", kernels=kernels)
+        model = dataclasses.replace(RELEASED[name], remat="full", kernels=kernels)
         for program, build, size in (
             ("rollout step", rollout_step, rows),
             ("TraceRL update", tracerl_update, packed),
@@ -144,7 +144,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("topology", nargs="*", default=list(TARGETS))
-    p.add_argument("--model", choices=sorted(PRESETS), default="sdar-8b")
+    p.add_argument("--model", choices=sorted(RELEASED), default="sdar-8b")
     args = p.parse_args()
     for topology in args.topology:
         try:

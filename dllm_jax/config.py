@@ -22,9 +22,10 @@ import ml_collections
 from absl import flags
 
 from dllm_jax import from_yaml, pallas_kernels
+from dllm_jax.checks import at_least, one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
-from dllm_jax.models.config import Lora, ModelConfig, choose, least
+from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -70,9 +71,9 @@ class ModelArgs:
         return dataclasses.replace(families.adapt(model, **kind), **how)
 
     def __post_init__(self):
-        choose("model.remat", self.remat, tuple(REMAT))
-        choose("model.dtype", self.dtype, ("bfloat16", "float32"))
-        choose("model.kernels", self.kernels, pallas_kernels.CHOICES)
+        one_of("model.remat", self.remat, tuple(REMAT))
+        one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("model.kernels", self.kernels, pallas_kernels.CHOICES)
         self.lora  # noqa: B018  (refuses what is wrong)
 
 
@@ -84,7 +85,7 @@ class SFTConfig:
     examples: int = 64  # of one update; pairs of them with method "dpo"
 
     def __post_init__(self):
-        least(1, "sft", self, "steps", "examples")
+        at_least(1, "sft", self, "steps", "examples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +98,8 @@ class EvalConfig:
     answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
 
     def __post_init__(self):
-        least(1, "eval", self, "every", "answers")
-        least(0, "eval", self, "problems", "temperature")
+        at_least(1, "eval", self, "every", "answers")
+        at_least(0, "eval", self, "problems", "temperature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +125,8 @@ class RunConfig:
     export: bool = True  # write a Hugging Face folder at the end
 
     def __post_init__(self):
-        least(1, "run", self, "save_every", "keep")
-        least(0, "run", self, "keep_every", "samples")
+        at_least(1, "run", self, "save_every", "keep")
+        at_least(0, "run", self, "keep_every", "samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        choose("method", self.method, ("rl", "sft", "dpo"))
+        one_of("method", self.method, ("rl", "sft", "dpo"))
         bound = self.objective.loss == "spg" if self.method == "rl" else False
         if (bound or self.method == "dpo") and not (
             self.noise.kind == "subset" and self.objective.aggregate == "elbo"
@@ -210,7 +211,7 @@ def preset(table: dict, name: str, tree=None) -> ml_collections.ConfigDict:
 
     Raises ValueError with the known names.
     """
-    choose("preset", name, tuple(table))
+    one_of("preset", name, tuple(table))
     tree = default() if tree is None else tree
     table[name](tree)
     return tree

@@ -124,11 +124,6 @@ def per_device(f, dims_in, dims_out, *args):
     )(*args)
 
 
-def replicate(x, mesh: Mesh) -> jax.Array:
-    """Puts a host array, the same in every process, on all devices of the mesh."""
-    return place(x, PartitionSpec(), mesh)
-
-
 def place(x, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Puts a host array, the same in every process, on the mesh as `spec` says."""
     x = np.asarray(x)

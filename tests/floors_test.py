@@ -7,6 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "dllm_jax"
 FLOORS = {
+    "checks": 0,
     "sharding": 0,
     "metrics": 0,
     "checkpoint": 0,

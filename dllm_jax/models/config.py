@@ -1,24 +1,9 @@
 """What a checkpoint is: the fields in which language towers differ.
 
-A family is a value of these fields plus a row of `families.py`, never a class. Below them
-lies what every configuration refuses values with.
+A family is a value of these fields plus a row of `families.py`, never a class.
 """
 
 import dataclasses
-
-
-def choose(field: str, value, choices):
-    """Raises ValueError when a field is none of its choices."""
-    if value not in choices:
-        raise ValueError(f"{field}={value!r}: choose from {', '.join(choices)}")
-
-
-def least(low, group: str, cfg, *fields: str):
-    """Raises ValueError when one of a config's fields is not at least `low`."""
-    for field in fields:
-        if not getattr(cfg, field) >= low:
-            value = getattr(cfg, field)
-            raise ValueError(f"{group}.{field}={value} must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +83,3 @@ class ModelConfig:
             "Z": self.shared_experts * self.expert_ffw,
             "C": self.lora.rank if self.lora else 0,
         }
-
-
-# Shapes for sizing, benchmarks and ahead-of-time compilation; a checkpoint's own
-# config.json always decides when weights are loaded.
-PRESETS = {
-    "sdar-1.7b": ModelConfig(d_model=2048, layers=28, heads=16, ffw=6144),
-    "sdar-4b": ModelConfig(d_model=2560, layers=36, heads=32, ffw=9728),
-    "sdar-8b": ModelConfig(d_model=4096, layers=36, heads=32, ffw=12288),
-    "sdar-30b-a3b": ModelConfig(
-        d_model=2048,
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        ffw=6144,
-        experts=128,
-        experts_per_token=8,
-        expert_ffw=768,
-    ),
-}

@@ -9,7 +9,8 @@ import dataclasses
 import json
 import pathlib
 
-from dllm_jax.models.config import ModelConfig, choose
+from dllm_jax.checks import one_of
+from dllm_jax.models.config import ModelConfig
 
 DECODER = {
     "embed": "model.embed_tokens.weight",
@@ -296,7 +297,7 @@ def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfi
 
     Raises ValueError naming the field of the model's configuration.
     """
-    choose("model.attention", attention or cfg.attention, ATTENTIONS)
+    one_of("model.attention", attention or cfg.attention, ATTENTIONS)
     if shift not in (-1, 0, 1):
         raise ValueError(f"model.shift={shift}: 0 or 1, or -1 for the checkpoint's")
     if not -1 <= mask_id < cfg.vocab:

@@ -165,20 +165,16 @@ def embed(params: Params, tokens_BT, cfg: ModelConfig):
 
 
 def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
-    """Returns (normed hidden states x_BTD, the KVCache of exactly these T positions).
+    """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
-    With a KVCache, its S slots come before the T own keys in the order of the mask. The
-    given cache is only read: keeping the returned keys is the caller's decision, and not
-    keeping them is how a denoising step is undone. With a PagedKVCache, `mask` is a
-    Window, which says what is kept, and what is returned is the whole pool.
-    """
-    return routed(params, x_BTD, pos_BT, mask, cfg, cache)[:2]
+    Keys and values are the KVCache of exactly these T positions. With a KVCache, its S
+    slots come before the T own keys in the order of the mask. The given cache is only
+    read: keeping the returned keys is the caller's decision, and not keeping them is how a
+    denoising step is undone. With a PagedKVCache, `mask` is a Window, which says what is
+    kept, and what is returned is the whole pool.
 
-
-def routed(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
-    """Returns what `trunk` does, and the moe.Load of each layer with experts, or None.
-
-    Tokens that see nothing are padding, and do not count as load.
+    The load is the moe.Load of each layer with experts, or None. Tokens that see nothing
+    are padding, and do not count.
     """
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
     paged, how = isinstance(cache, PagedKVCache), {"implementation": cfg.kernels}

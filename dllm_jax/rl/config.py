@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dllm_jax.models.config import choose, least
+from dllm_jax.checks import at_least, one_of
 from dllm_jax.rl import advantage
 from dllm_jax.rl.rewards import GRADERS
 
@@ -34,9 +34,9 @@ class NoiseConfig:
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
 
     def __post_init__(self):
-        choose("noise.kind", self.kind, NOISES)
-        choose("noise.grid", self.grid, ("absolute", "response"))
-        choose("noise.rate", self.rate, ("token", "scope"))
+        one_of("noise.kind", self.kind, NOISES)
+        one_of("noise.grid", self.grid, ("absolute", "response"))
+        one_of("noise.rate", self.rate, ("token", "scope"))
         if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
             raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
         if self.draws < 1 or (self.kind in ("trace", "ar") and self.draws > 1):
@@ -75,9 +75,9 @@ class ObjectiveConfig:
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 
     def __post_init__(self):
-        choose("objective.loss", self.loss, LOSSES)
-        choose("objective.kl", self.kl, ("k1", "k3"))
-        choose("objective.aggregate", self.aggregate, AGGREGATES)
+        one_of("objective.loss", self.loss, LOSSES)
+        one_of("objective.kl", self.kl, ("k1", "k3"))
+        one_of("objective.aggregate", self.aggregate, AGGREGATES)
         if self.upper_power < 1 or not 0 <= self.upper_weight <= 1:
             raise ValueError("objective: upper_power >= 1 and 0 <= upper_weight <= 1")
 
@@ -98,7 +98,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        choose("optim.schedule", self.schedule, SCHEDULES)
+        one_of("optim.schedule", self.schedule, SCHEDULES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +128,11 @@ class RLConfig:
     trusted_gap: float = 0.0
 
     def __post_init__(self):
-        least(1, "rl", self, "steps", "prompts", "group", "updates")
-        choose("rl.reward", self.reward, tuple(GRADERS))
-        choose("rl.value", self.value, VALUES)
-        choose("rl.advantage", self.advantage, (*advantage.BASELINES, "none"))
-        choose("rl.filter", self.filter, tuple(advantage.FILTERS))
+        at_least(1, "rl", self, "steps", "prompts", "group", "updates")
+        one_of("rl.reward", self.reward, tuple(GRADERS))
+        one_of("rl.value", self.value, VALUES)
+        one_of("rl.advantage", self.advantage, (*advantage.BASELINES, "none"))
+        one_of("rl.filter", self.filter, tuple(advantage.FILTERS))
         if self.advantage != "none" and self.group < 2:
             raise ValueError(
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at least "
@@ -160,4 +160,4 @@ class BatchConfig:
     tokens: int = 4096  # slots of a row: clean copies and noised blocks
 
     def __post_init__(self):
-        least(1, "batch", self, "rows")
+        at_least(1, "batch", self, "rows")

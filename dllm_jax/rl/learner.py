@@ -116,7 +116,7 @@ def outputs(params, batch, model: ModelConfig, heads: tuple[str, ...]):
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
-    x_BTD, _, load = transformer.routed(params, x_BTD, batch.pos_BT, seen, model)
+    x_BTD, _, load = transformer.trunk(params, x_BTD, batch.pos_BT, seen, model)
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
     if "lm" in heads:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dllm_jax.models.config import choose
+from dllm_jax.checks import one_of
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -37,9 +37,9 @@ class SamplerConfig:
     prefill: int = 512  # prompt tokens that one forward takes along, on each device
 
     def __post_init__(self):
-        choose("sampler.strategy", self.strategy, sorted(STRATEGIES))
-        choose("sampler.cache", self.cache, ("auto", *POLICIES))
-        choose("sampler.target", self.target, sorted(TARGETS))
+        one_of("sampler.strategy", self.strategy, sorted(STRATEGIES))
+        one_of("sampler.cache", self.cache, ("auto", *POLICIES))
+        one_of("sampler.target", self.target, sorted(TARGETS))
         if self.horizon < 0 or (self.horizon and self.cache != "prefix"):
             raise ValueError(
                 f"sampler.horizon={self.horizon}: positions, >= 0, that only "

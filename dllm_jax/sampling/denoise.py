@@ -39,7 +39,7 @@ def prefill(params, s: SamplingState, width: int, *, model: ModelConfig, cfg):
     pos_BT = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape)
     seen = mask.clean(model.attention, pos_BT, s.prompt_len_B, cfg.block)
     x_BTD = transformer.embed(params, tokens_BT, model)
-    _, fresh = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    _, fresh, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
     cache = kv.write(s.cache, fresh, jnp.zeros_like(start_B), s.live_B)
     return s.replace(cache=cache, forwards_B=(start_B > 0).astype(s.forwards_B.dtype))
 
@@ -55,9 +55,9 @@ def forward(params, s: SamplingState, pos_BW, *, model, cfg, kept_BS=None):
     )
     seen = mask.clean(model.attention, pos_BW, s.limit_B, cfg.block)
     if kept_BS is None:
-        return transformer.trunk(params, x_BWD, pos_BW, seen, model)
+        return transformer.trunk(params, x_BWD, pos_BW, seen, model)[:2]
     seen = mask.beside(seen, kept_BS)
-    return transformer.trunk(params, x_BWD, pos_BW, seen, model, s.cache)
+    return transformer.trunk(params, x_BWD, pos_BW, seen, model, s.cache)[:2]
 
 
 def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.of):

@@ -138,7 +138,7 @@ def run(params, tokens_BT, cfg):
 
     def mean(params):
         x_BTD = transformer.embed(params, tokens_BT, cfg)
-        x_BTD, _, load = transformer.routed(params, x_BTD, pos_BT, seen, cfg)
+        x_BTD, _, load = transformer.trunk(params, x_BTD, pos_BT, seen, cfg)
         logits_BTV = transformer.logits(params, x_BTD, cfg)
         logp, entropy = transformer.token_logprob(params, x_BTD, tokens_BT, cfg)
         return jnp.mean(logp) + 0.1 * jnp.mean(entropy), (logits_BTV, load)
@@ -229,12 +229,12 @@ def test_dense_layers_come_first_and_share_the_cache():
     x = transformer.embed(params, np.arange(16)[None], SIGMOID)
     pos = jnp.arange(16)[None]
     trunk = jit(transformer.trunk, static_argnums=4)
-    whole, _ = trunk(params, x, pos, mask.block(pos, 8), SIGMOID)
+    whole, *_ = trunk(params, x, pos, mask.block(pos, 8), SIGMOID)
     seen = mask.block(pos[:, :8], 8)
-    _, kept = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
+    _, kept, _ = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
     assert kept.k_LBSKH.shape == (3, 1, 8, 2, 8)
     seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
-    again, _ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, kept)
+    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, kept)
     np.testing.assert_allclose(again, whole[:, 8:], atol=2e-5)
 
 

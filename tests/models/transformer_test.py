@@ -43,7 +43,7 @@ init = jit(transformer.init, static_argnums=(1, 2, 3))
 def forward(params, tokens_BT, pos_BT, mask, cache=None, *, cfg):
     """Returns the normed hidden states of a forward pass, and its keys and values."""
     x_BTD = transformer.embed(params, tokens_BT, cfg)
-    return transformer.trunk(params, x_BTD, pos_BT, mask, cfg, cache)
+    return transformer.trunk(params, x_BTD, pos_BT, mask, cfg, cache)[:2]
 
 
 hidden = jit(forward, static_argnames="cfg")

@@ -63,7 +63,7 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
         micro = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, batch)
         seen = mask.packed(micro.begin_BT, micro.end_BT, micro.group_BT)
         x_BTD = transformer.embed(params, micro.tokens_BT, CFG)
-        load = moe_test.jit(transformer.routed, static_argnums=4)(
+        load = moe_test.jit(transformer.trunk, static_argnums=4)(
             params, x_BTD, micro.pos_BT, seen, CFG
         )[2]
         assert load.tokens[0] == np.sum(

@@ -333,7 +333,7 @@ def look(params, shown_T, at, masked_W, quota, temperature, key, *, model, cfg):
     pos_BT = jnp.arange(cfg.slots)[None]
     x_BTD = transformer.embed(params, shown_T[None], model)
     blocks = mask.block(pos_BT, cfg.block)
-    x_BTD, _ = transformer.trunk(params, x_BTD, pos_BT, blocks, model)
+    x_BTD, *_ = transformer.trunk(params, x_BTD, pos_BT, blocks, model)
     x_BWD = jax.lax.dynamic_slice_in_dim(x_BTD, at, cfg.block, axis=1)
     x_BWV = transformer.logits(params, x_BWD, model)
     drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)

@@ -45,7 +45,7 @@ def look(params, tokens_1T, length_1, *, model, cfg):
     pos_1T = jnp.arange(cfg.slots)[None]
     seen = mask.clean(model.attention, pos_1T, length_1, cfg.block)
     x = transformer.embed(params, tokens_1T, model)
-    x, _ = transformer.trunk(params, x, pos_1T, seen, model)
+    x, *_ = transformer.trunk(params, x, pos_1T, seen, model)
     return jnp.roll(transformer.logits(params, x, model)[0], model.shift, axis=0)
 
 
@@ -143,10 +143,10 @@ def test_the_engine_knows_shifts(tiny, kind):
     found = {r.index: row for r, row in made.run(params, KEY)}
     for i, (tokens, steps) in enumerate(rows(sampled(tiny, kind, 1.0))):
         end = len(tokens)
-        assert found[i].tokens_BT[:end].tolist() == tokens
-        assert found[i].step_BT[:end].tolist() == steps
-        assert found[i].len_B == end - len(PROMPTS[i])
-    assert found[4].len_B > 0
+        assert found[i].tokens_T[:end].tolist() == tokens
+        assert found[i].step_T[:end].tolist() == steps
+        assert found[i].len == end - len(PROMPTS[i])
+    assert found[4].len > 0
 
 
 @pytest.mark.parametrize("kind", ["LLaDA", "Dream"])

@@ -97,7 +97,7 @@ def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
     entered = (shown_T == entry_T).all()
     answers_W += jnp.where(entered, 0, T - at)
     x_BTD = transformer.embed(params, tokens_BT, model)
-    x_BTD, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    x_BTD, *_ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
     x_BWV = transformer.logits(params, x_BTD[:, answers_W], model)
     drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)
     noise = logits.apart(key[None], 1)

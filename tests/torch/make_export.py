@@ -33,7 +33,7 @@ def main(folder: pathlib.Path) -> None:
         x = transformer.embed(params, ids, cfg)
         length = jnp.full(len(ids), ids.shape[1])
         seen = mask.clean(cfg.attention, pos, length, cfg.block)
-        x, _ = transformer.trunk(params, x, pos, seen, cfg)
+        x, *_ = transformer.trunk(params, x, pos, seen, cfg)
         return transformer.logits(params, x, cfg)
 
     trained = jax.tree.map(
