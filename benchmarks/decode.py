@@ -28,16 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import transformer
-from dllm_jax.models.config import PRESETS, ModelConfig
-from dllm_jax.sampling import denoise, engine
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.strategy import STRATEGIES, sequential
 
 SMALL = {"vocab": 32768, "head_dim": 64, "tied": True, "mask_id": 0, "eos_id": 1}
-SHAPES = PRESETS | {
+SHAPES = RELEASED | {
     "tiny": dataclasses.replace(
         ModelConfig(d_model=128, layers=4, heads=2, ffw=384, kv_heads=1), **SMALL
     ),
@@ -85,7 +86,7 @@ def on_engine(engine: Engine, params, prompts, new, key):
     work = Work(
         forwards=int(engine.rows.forwards) - before[0],
         clean=int(engine.rows.clean) - before[1],
-        steps=sum(int(row.steps_B) for row in answers.values()),
+        steps=sum(int(row.steps) for row in answers.values()),
     )
     return {i: answer(row) for i, row in answers.items()}, work
 
@@ -110,7 +111,7 @@ def in_batches(params, prompts, new, key, *, model, cfg):
         )
         trace = jax.device_get(trace)
         for b, i in enumerate(part):
-            out[i] = answer(jax.tree.map(lambda x, b=b: x[b], trace))
+            out[i] = answer(state.answer(trace, b))
         forwards += int(trace.forwards_B.max())
     return out, Work(forwards, 0, int(trace.steps_B.sum()))
 
@@ -153,7 +154,7 @@ def host_work(run):
 
 def answer(row) -> list[int]:
     """Returns the ids of a row's answer."""
-    return row.tokens_BT[row.prompt_len_B : row.prompt_len_B + row.len_B].tolist()
+    return row.tokens_T[row.prompt_len : row.prompt_len + row.len].tolist()
 
 
 def roofline(model: ModelConfig, params, context: int, work: Work):

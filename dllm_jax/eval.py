@@ -21,6 +21,7 @@ from dllm_jax import config, data, metrics, sharding
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.sampling import answers
 
 
 def evaluate(cfg: config.Config) -> dict[str, float]:
@@ -44,13 +45,13 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
 
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
-    answers = cfg.eval.answers
+    each = cfg.eval.answers
     with timer("eval"):
         rollouts = rollout.answered(
-            rollout.sampler(model=model, cfg=cfg.sampler, mesh=mesh),
+            answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
             params,
-            [p for p in problems for _ in range(answers)],
-            np.repeat(np.arange(len(problems)), answers),
+            [p for p in problems for _ in range(each)],
+            np.repeat(np.arange(len(problems)), each),
             jax.random.key(cfg.seed),
             tok=tok,
             temperature=cfg.eval.temperature,
@@ -58,17 +59,17 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
             grader=grader,
             truncated_wrong=cfg.rl.truncated_wrong,
         )
-    solved = (rollouts.reward_n >= 1).reshape(-1, answers)
+    solved = (rollouts.reward_n >= 1).reshape(-1, each)
     told = rollout.summary(rollouts) | {
         f"pass@{k}": rollout.pass_at(solved, k)
-        for k in sorted({2**i for i in range(answers.bit_length())} | {answers})
+        for k in sorted({2**i for i in range(each.bit_length())} | {each})
     }
-    told |= {"problems": len(problems), "answers": answers, **timer.pop()}
+    told |= {"problems": len(problems), "answers": each, **timer.pop()}
     if main:
         folder = pathlib.Path(cfg.run.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "eval.json").write_text(json.dumps(told, indent=2) + "\n")
-        prompts = [p.prompt_ids for p in problems for _ in range(answers)]
+        prompts = [p.prompt_ids for p in problems for _ in range(each)]
         with (folder / "eval.jsonl").open("w") as file:
             for row in rollout.as_records(rollouts, prompts):
                 problem = problems[row["group"]]

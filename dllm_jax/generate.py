@@ -24,7 +24,7 @@ from tqdm import tqdm
 from dllm_jax import config, data, pallas_kernels, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl import rollout
+from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.policy import POLICIES
@@ -129,26 +129,26 @@ def load_tokenizer(path: str):
     return None
 
 
-def stream(answers, params, prompt: list[int], args, *, cfg, tok):
+def stream(answerer, params, prompt: list[int], args, *, cfg, tok):
     """Prints one canvas as it fills, then its answer."""
     first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
 
-    def show(_, start, row):
+    def show(_, start, answer):
         text = "".join(
-            "░" if row.step_BT[i] == FAR else tok.decode([row.tokens_BT[i]])
+            "░" if answer.step_T[i] == FAR else tok.decode([answer.tokens_T[i]])
             for i in range(first, min(start + cfg.block, first + cfg.max_new))
         )
         print(clear + text, flush=True)
 
     key, watch = jax.random.key(args.seed), show if clear else None
-    ((_, row),) = answers(
+    ((_, answer),) = answerer.stream(
         params, [prompt], key, temperature=args.temperature, watch=watch
     )
-    answer = row.tokens_BT[first : first + row.len_B]
-    print(clear + tok.decode(answer, skip_special_tokens=True))
+    tokens = answer.tokens_T[first : first + answer.len]
+    print(clear + tok.decode(tokens, skip_special_tokens=True))
     print(
-        f"[{row.len_B} tokens, {row.forwards_B} forwards, "
-        f"{row.len_B / row.forwards_B:.2f} tokens per forward]",
+        f"[{answer.len} tokens, {answer.forwards} forwards, "
+        f"{answer.len / answer.forwards:.2f} tokens per forward]",
         file=sys.stderr,
     )
 
@@ -190,9 +190,9 @@ def main(argv=None):
         max_prompt=-(-longest // block) * block,
         rows=-(-min(args.rows, len(prompts)) // share) * share,
     )
-    answers = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
+    answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
     if args.prompt is not None:
-        stream(answers, params, prompts[0], args, cfg=cfg, tok=tok)
+        stream(answerer, params, prompts[0], args, cfg=cfg, tok=tok)
         return
     quiet = not sys.stderr.isatty()
     key, done, written = jax.random.key(args.seed), {}, 0
@@ -200,13 +200,14 @@ def main(argv=None):
         open(args.out, "w") if args.out else contextlib.nullcontext(sys.stdout) as out,
         tqdm(total=len(prompts), unit="prompt", disable=quiet) as bar,
     ):
-        for i, row in answers(params, prompts, key, temperature=args.temperature):
-            done[i] = jax.tree.map(lambda x: x[None], row)
+        stream_of = answerer.stream(params, prompts, key, temperature=args.temperature)
+        for i, answer in stream_of:
+            done[i] = answer
             bar.update(1)
             while written in done:  # in the order of the input
-                trace = done.pop(written)
-                text = rollout.decode(trace, tok)[0] if tok else None
-                line = {**rollout.record(trace, 0, prompts[written]), "text": text}
+                answer = done.pop(written)
+                text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
+                line = {**answers.record(answer, prompts[written]), "text": text}
                 if "id" in rows[written]:
                     line["id"] = rows[written]["id"]
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -26,6 +26,7 @@ from dllm_jax.models import hf, lora, transformer
 from dllm_jax.rl import experience, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.sampling import answers, state
 
 CONFIG = ml_collections.config_flags.DEFINE_config_file(
     "config", None, "a file of configs/, optionally with :PRESET"
@@ -98,7 +99,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     objective = cfg.objective  # DPO's gradient has the reference in its factors
     if dpo:
         objective = dataclasses.replace(objective, reference_beta=0.0)
-    answers = rollout.sampler(model=model, cfg=sampler, mesh=mesh)
+    answerer = answers.answerer(model=model, cfg=sampler, mesh=mesh)
     score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
     update = jax.jit(
         functools.partial(learner.update, model=model, plans=plans, cfg=objective),
@@ -141,7 +142,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
 
     answer = functools.partial(
         rollout.answered,
-        answers,
+        answerer,
         tok=tok,
         timer=timer,
         grader=grader,
@@ -198,13 +199,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         own = wanted["policy"].params
         own = jax.tree.map(lambda x: x.update(dtype=model.dtype), own)
         acting = lora.join(beside, own, model.lora)
-        lowered, rows = rollout.lower(answers, acting, jax.random.key(cfg.seed))
+        lowered, rows = answerer.lower(acting, jax.random.key(cfg.seed))
         always["rows and pages"] = memory.held(rows)
         phases["rollout"] = {
             "weights": memory.held(own),
             "activations": memory.working(lowered, "rollout"),
         }
-    nobody = jax.tree.map(lambda x: x[None], rollout.no_answer(sampler.slots))
+    nobody = state.stacked([state.no_answer(sampler.slots)])
     fields = experience.FIELDS if rl else experience.FIELDS[:dpo]
     batch = experience.blank(nobody, cfg.noise, layout, pack, mesh, fields)
     gradients = max(memory.held(state.params) for state in wanted.values())

@@ -10,8 +10,9 @@ import pytest
 from benchmarks import compile_8b
 from dllm_jax import memory, sharding
 from dllm_jax.models import transformer
-from dllm_jax.rl import learner, networks, rollout
+from dllm_jax.rl import learner, networks
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
+from dllm_jax.sampling import answers
 from dllm_jax.sampling.config import SamplerConfig
 
 GIB = 2**30
@@ -22,7 +23,7 @@ PHASES = {"update": {"gradients": GIB, "activations": GIB // 2}}
 def test_what_is_held_is_a_devices_part():
     mesh = sharding.make_mesh(fsdp=4, model=2)
     placed = sharding.place_rows({"x": np.zeros((8, 16), np.float32)}, mesh)
-    whole = sharding.replicate(np.zeros(3, np.int32), mesh)
+    whole = sharding.place(np.zeros(3, np.int32), jax.sharding.PartitionSpec(), mesh)
     assert memory.held((placed, whole)) == 8 * 16 * 4 // 4 + 12
 
 
@@ -66,16 +67,15 @@ def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
     mesh = sharding.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
     with jax.set_mesh(mesh), jax.log_compiles():
         shapes = transformer.abstract(model, mesh, jnp.float32)
-        answers = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
-        lowered, rows = rollout.lower(answers, shapes, jax.random.key(0))
-        assert not rows or answers.args[0].rows is None  # nothing is there yet
+        answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
+        lowered, rows = answerer.lower(shapes, jax.random.key(0))
+        assert not rows or answerer.rows is None  # nothing is there yet
         near(lowered, "rollout", shapes, rows)
         params = jax.tree.map(
             lambda x, shape: jax.device_put(x, shape.sharding), params, shapes
         )
-        trace = rollout.sample(
-            answers, params, [[5, 6]] * 5, jax.random.key(1), temperature=1.0
-        )
+        prompts, key = [[5, 6]] * 5, jax.random.key(1)
+        trace = answers.collect(answerer.stream(params, prompts, key, temperature=1.0))
     assert (trace.len_B > 0).all()
     program = "advance" if cache == "auto" else "generate"
     compiled = f"Finished XLA compilation of jit({program})"

@@ -110,7 +110,7 @@ def step(params, rows: Rows, *, M: int, shards: int, model: ModelConfig, cfg):
     masked_XW = flat(at(split(s.step_BT), row_SX, pos_SXW)) == FAR
     shown_XW = jnp.where(masked_XW, model.mask_id, tokens_XW)
     x_XWD = transformer.embed(params, shown_XW, model)
-    x_XWD, cache = transformer.trunk(
+    x_XWD, cache, _ = transformer.trunk(
         params, x_XWD, flat(pos_SXW), window, model, s.cache
     )
     x_SXWD = split(x_XWD)
@@ -330,6 +330,20 @@ class Engine:
         self.asked.add(index)
         self.queue.append(Request(index, prompt, limit, temperature, whole, known))
 
+    def stream(self, params, prompts, key, *, temperature, watch=None):
+        """Yields (i, Answer i) as answers end: see `answers`."""
+        fits = {i for i, p in enumerate(prompts) if 0 < len(p) <= self.cfg.max_prompt}
+        for i in (
+            set(range(len(prompts))) - fits
+        ):  # before any waits: who asks may leave
+            yield i, state.no_answer(self.cfg.slots)
+        for i in sorted(fits):
+            new = self.cfg.max_new
+            self.submit(prompts[i], index=i, temperature=temperature, new=new)
+        tell = watch and (lambda request, row: watch(request.index, request.start, row))
+        for request, answer in self.run(params, key, tell):
+            yield request.index, answer
+
     def cancel(self, index: int):
         """Drops the request of that index, waiting or active."""
         self.asked.discard(index)
@@ -338,10 +352,10 @@ class Engine:
             self.leave(request)
 
     def run(self, params, key, watch=None):
-        """Yields (request, its row of a host Trace) as answers end, until none is left.
+        """Yields (request, its Answer) as answers end, until none is left.
 
         params: those of an earlier run or others; what is known of pages is forgotten.
-        key: a typed random key. watch: called with (request, row) for every active one
+        key: a typed random key. watch: called with (request, Answer) for every active one
         after every forward, for those who show an answer as it grows.
         """
         for pool in self.pool:
@@ -380,7 +394,7 @@ class Engine:
         trace = sharding.fetch(traces(s, self.cfg.stop_ids))
 
         def row(request):
-            return jax.tree.map(lambda x: x[request.row], trace)
+            return state.answer(trace, request.row)
 
         for request in list(self.active) if watch else ():
             if request.row >= 0:  # an earlier call may have cancelled it

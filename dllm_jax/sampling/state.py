@@ -1,10 +1,12 @@
 """What the sampler carries, and the trace that it hands up."""
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.models.cache import KVCache
 from dllm_jax.models.mask import FAR
@@ -50,6 +52,46 @@ class Trace:
     steps_B: jax.Array
     forwards_B: jax.Array
     stopped_B: jax.Array  # it met a stop id; False: it was cut at its limit
+
+
+class Answer(NamedTuple):
+    """One row of a host Trace, field by field."""
+
+    tokens_T: np.ndarray
+    step_T: np.ndarray
+    logp_T: np.ndarray
+    conf_T: np.ndarray
+    prompt_len: np.int32
+    len: np.int32
+    steps: np.int32
+    forwards: np.int32
+    stopped: np.bool_
+
+
+def answer(trace: Trace, row: int) -> Answer:
+    """Returns one row of a host Trace."""
+    return Answer(*(getattr(trace, f.name)[row] for f in dataclasses.fields(Trace)))
+
+
+def stacked(answers: list[Answer]) -> Trace:
+    """Returns the host Trace of these rows."""
+    return Trace(*(np.stack(column) for column in zip(*answers, strict=True)))
+
+
+def no_answer(slots: int) -> Answer:
+    """Returns the row of a prompt that cannot be answered."""
+    zero, zeros_T = np.int32(0), np.zeros(slots, np.float32)
+    return Answer(
+        tokens_T=np.zeros(slots, np.int32),
+        step_T=np.full(slots, FAR, np.int32),
+        logp_T=zeros_T,
+        conf_T=zeros_T,
+        prompt_len=zero,
+        len=zero,
+        steps=zero,
+        forwards=zero,
+        stopped=np.bool_(False),
+    )
 
 
 def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: int):

@@ -1,7 +1,6 @@
 """Rollouts: prompts of any number and length through a fixed batch, and their rewards."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 
 from dllm_jax import data, sharding
 from dllm_jax.rl import rollout, views
-from dllm_jax.sampling import denoise
+from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import Trace
 
@@ -20,13 +19,14 @@ PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8, 1], [1] * 7, [], [3, 3, 3]]
 LONG = np.array([False, False, False, True, True, False])
 
 
-class Fake:
-    """A `generate` that answers row b with its prompt's first token, keeping its calls."""
+class Fake(answers.Batches):
+    """Batches that answer row b with its prompt's first token, keeping their calls."""
 
-    def __init__(self):
+    def __init__(self, mesh):
+        super().__init__(model=None, cfg=CFG, mesh=mesh)
         self.calls = []
 
-    def __call__(self, params, **arrays) -> Trace:
+    def generate(self, params, **arrays) -> Trace:
         """Returns answers of 3 tokens, of which the last stops rows of even length."""
         self.calls.append(arrays)
         len_B = arrays["prompt_len_B"]
@@ -56,15 +56,16 @@ def mesh():
     return sharding.make_mesh(data=4, model=2, fsdp=1)
 
 
-def sample(generate, mesh, prompts=PROMPTS):
+def sample(fake, prompts=PROMPTS):
     """Returns the host trace of the prompts, answered in batches."""
-    answers = functools.partial(rollout.in_batches, generate, cfg=CFG, mesh=mesh)
-    return rollout.sample(answers, None, prompts, jax.random.key(5), temperature=0.7)
+    return answers.collect(
+        fake.stream(None, prompts, jax.random.key(5), temperature=0.7)
+    )
 
 
 def test_any_number_of_prompts_in_batches_of_one_shape(mesh):
-    fake = Fake()
-    trace = sample(fake, mesh)
+    fake = Fake(mesh)
+    trace = sample(fake)
     assert len(fake.calls) == 2  # 6 prompts in rows of 4: two fillers
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(trace))
     assert trace.tokens_BT.shape == (6, CFG.slots)
@@ -84,7 +85,7 @@ def test_any_number_of_prompts_in_batches_of_one_shape(mesh):
 
 
 def test_prompts_that_are_too_long_or_empty_get_empty_answers(mesh):
-    trace = sample(Fake(), mesh)
+    trace = sample(Fake(mesh))
     np.testing.assert_array_equal(trace.len_B == 0, LONG)
     assert (trace.prompt_len_B[LONG] == 0).all()
 
@@ -94,9 +95,9 @@ def test_a_prompt_draws_from_its_own_key(mesh):
         rows = [jax.random.key_data(call["key_B"]) for call in fake.calls]
         return np.concatenate(rows)[:count]
 
-    whole, part = Fake(), Fake()
-    sample(whole, mesh)
-    sample(part, mesh, PROMPTS[:3])
+    whole, part = Fake(mesh), Fake(mesh)
+    sample(whole)
+    sample(part, PROMPTS[:3])
     all_keys = keys(whole, 6)
     assert len(np.unique(all_keys, axis=0)) == 6
     np.testing.assert_array_equal(keys(part, 3), all_keys[:3])
@@ -106,11 +107,12 @@ def test_the_engine_and_batches_give_the_same_answers(tiny, mesh):
     model, params = tiny
     cfg = dataclasses.replace(CFG, threshold=0.5)
     with jax.set_mesh(mesh):
-        generate = functools.partial(denoise.generate, model=model, cfg=cfg)
-        batches = functools.partial(rollout.in_batches, generate, cfg=cfg, mesh=mesh)
-        engine = rollout.sampler(model=model, cfg=cfg, mesh=mesh)
+        batches = answers.Batches(model=model, cfg=cfg, mesh=mesh)
+        engine = answers.answerer(model=model, cfg=cfg, mesh=mesh)
         want, got = (
-            rollout.sample(run, params, PROMPTS, jax.random.key(5), temperature=1.0)
+            answers.collect(
+                run.stream(params, PROMPTS, jax.random.key(5), temperature=1.0)
+            )
             for run in (batches, engine)
         )
     np.testing.assert_array_equal(got.len_B, want.len_B)
@@ -124,7 +126,7 @@ def test_the_engine_and_batches_give_the_same_answers(tiny, mesh):
 
 @pytest.mark.parametrize("truncated_wrong", [True, False])
 def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
-    trace = sample(Fake(), mesh)
+    trace = sample(Fake(mesh))
     texts, golds = list("abcdef"), list("ABCDEF")
     asked = []
 
@@ -150,29 +152,35 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
 def test_sampling_stops_when_told_and_leaves_the_rest(mesh):
     seen, asked = [], []
 
-    def answers(params, prompts, key, *, temperature):
-        for i, _ in enumerate(prompts):
-            seen.append(i)
-            yield i, {"len": np.int32(i)}
+    class Counted:
+        def stream(self, params, prompts, key, *, temperature, watch=None):
+            for i, _ in enumerate(prompts):
+                seen.append(i)
+                yield i, state.no_answer(1)._replace(len=np.int32(i))
+
+    def collected(count):
+        stream = Counted().stream(None, [[1]] * count, None, temperature=1.0)
+        return answers.collect(stream, stop)
 
     def stop():
         asked.append(len(seen))
         return len(seen) > 20
 
-    how = {"temperature": 1.0, "stop": stop}
-    assert rollout.sample(answers, None, [[1]] * 100, None, **how) is None
+    assert collected(100) is None
     assert asked == [16, 32] and len(seen) == 32  # answers, not prompts, count
     seen.clear()
-    whole = rollout.sample(answers, None, [[1]] * 20, None, **how)
-    assert whole["len"].tolist() == list(range(20))
+    assert collected(20).len_B.tolist() == list(range(20))
     problems = [data.Problem([1], "", "1")] * 100
     none = dict.fromkeys(("tok", "timer", "grader", "truncated_wrong"))
+    how = {"temperature": 1.0, "stop": stop}
     seen.clear()
-    assert rollout.answered(answers, None, problems, None, None, **none, **how) is None
+    assert (
+        rollout.answered(Counted(), None, problems, None, None, **none, **how) is None
+    )
 
 
 def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):
-    trace = sample(Fake(), mesh, PROMPTS[:2])
+    trace = sample(Fake(mesh), PROMPTS[:2])
     grades = [float("nan"), 1.0]
     got = rollout.graded(
         trace, ["", ""], ["", ""], [0, 0], lambda *_: grades, truncated_wrong=False
@@ -182,7 +190,7 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
 
 
 def test_a_step_without_any_answer_can_be_told(mesh):
-    trace = sample(Fake(), mesh, [[], [1] * 9])
+    trace = sample(Fake(mesh), [[], [1] * 9])
     got = rollout.graded(
         trace, ["", ""], ["", ""], np.zeros(2), lambda *_: [1, 1], truncated_wrong=True
     )
@@ -191,7 +199,7 @@ def test_a_step_without_any_answer_can_be_told(mesh):
 
 
 def test_records_hold_the_answer_and_its_trace(mesh):
-    trace = sample(Fake(), mesh)
+    trace = sample(Fake(mesh))
     got = rollout.graded(
         trace,
         list("abcdef"),

@@ -12,7 +12,7 @@ import pytest
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import transformer
-from dllm_jax.sampling import denoise, engine
+from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.pages import Pages
@@ -64,7 +64,7 @@ def defined(tiny, cfg, asked):
         cfg=cfg,
     )
     trace = jax.tree.map(np.asarray, trace)
-    return {a[0]: jax.tree.map(lambda x, i=i: x[i], trace) for i, a in enumerate(asked)}
+    return {a[0]: state.answer(trace, i) for i, a in enumerate(asked)}
 
 
 def ask(made: Engine, asked):
@@ -83,15 +83,15 @@ def answers_as(made: Engine, params, want):
 
 def same(got, want):
     """Asserts that a row of the engine is that of the definition."""
-    end = want.prompt_len_B + want.len_B
-    assert got.len_B == want.len_B
-    assert got.steps_B == want.steps_B
-    assert got.stopped_B == want.stopped_B
-    for name in ("tokens_BT", "step_BT"):
+    end = want.prompt_len + want.len
+    assert got.len == want.len
+    assert got.steps == want.steps
+    assert got.stopped == want.stopped
+    for name in ("tokens_T", "step_T"):
         np.testing.assert_array_equal(
             getattr(got, name)[:end], getattr(want, name)[:end], err_msg=name
         )
-    for name in ("logp_BT", "conf_BT"):
+    for name in ("logp_T", "conf_T"):
         np.testing.assert_allclose(
             getattr(got, name)[:end], getattr(want, name)[:end], atol=2e-5
         )
@@ -242,16 +242,16 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     ask(made, GROUP)
     found = [row for _, row in made.run(params, KEY)]
     # Every answer's blocks but its last are committed, and the prompt's whole once.
-    blocks = sum(-(-int(row.prompt_len_B + row.len_B) // 4) - 4 - 1 for row in found)
+    blocks = sum(-(-int(row.prompt_len + row.len) // 4) - 4 - 1 for row in found)
     assert blocks > 1
     assert int(made.rows.clean) == 4 + blocks
     for row in found:
-        assert row.forwards_B == row.steps_B
+        assert row.forwards == row.steps
     # No forward but those of its steps: what it commits rides in the first of them.
     alone = Engine(model=model, cfg=CFG, mesh=ONE())
     ask(alone, GROUP[:1])
     ((_, row),) = alone.run(params, KEY)
-    assert int(alone.rows.forwards) == row.steps_B
+    assert int(alone.rows.forwards) == row.steps
 
 
 def test_over_the_kernels_of_pages(tiny, monkeypatch):
