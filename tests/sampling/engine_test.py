@@ -305,4 +305,4 @@ def test_other_weights_share_no_key(tiny):
         for request, row in made.run(weights, KEY):
             same(row, want[request.index])
     before = defined(tiny, CFG, GROUP)
-    assert any((before[i].tokens_BT != want[i].tokens_BT).any() for i in want)
+    assert any((before[i].tokens_T != want[i].tokens_T).any() for i in want)
