@@ -17,11 +17,11 @@ from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
-from tests.rl import learner_test as base
+from tests.rl import common
 
 N, NEW, STOPS = 8, 11, tuple(range(2, 66, 5))
 BATCH = BatchConfig(rows=8, tokens=48)
-PLANS = base.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+PLANS = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
 CFG = SamplerConfig(max_prompt=9, max_new=NEW, threshold=0.4, stop_ids=STOPS)
 STATIC = {"strategy": "static", "steps_per_block": 2}
 EXACT = {  # attention, shift, what differs from CFG
@@ -45,7 +45,7 @@ def compared(tiny, attention, shift, changes):
     prompt_BT = jax.random.randint(jax.random.key(6), (N, 9), 7, 60)
     keys = jax.random.split(jax.random.key(7), N)
     trace = jax.device_get(
-        base.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
+        common.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
     )
     layout = layouts.Layout(
         attention=attention, shift=shift, block=cfg.block, longest=NEW
@@ -61,7 +61,7 @@ def compared(tiny, attention, shift, changes):
         most=layouts.microbatches(N, cfg.slots, NEW, rounds, 1, layout, BATCH),
         aggregate="token",
     )
-    out = base.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]
+    out = common.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]
     taught_nT = np.zeros(trace.step_BT.shape, int)
     held = source.row_ABU >= 0
     np.add.at(taught_nT, (source.row_ABU[held], source.pos_ABU[held]), 1)

@@ -15,29 +15,10 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.layout import Layout
-from dllm_jax.rl.rollout import Rollouts
-from dllm_jax.sampling.state import GIVEN
-from tests.rl import dllm_rl
+from tests.rl.common import rollouts
 
-N, T, LAYOUT = 8, 16, Layout(block=4, longest=12)
+LAYOUT = Layout(block=4, longest=12)
 RL = RLConfig(prompts=2, group=4, value="own", updates=2)
-
-
-def rollouts() -> Rollouts:
-    """Returns 8 answers of 8 tokens, each unmasked alone, to prompts of 4."""
-    rng = np.random.default_rng(0)
-    step_nT = np.full((N, T), GIVEN)
-    step_nT[:, 4:12] = 1 + np.arange(8)
-    trace = dllm_rl.trace(
-        rng.integers(1, 50, (N, T)), step_nT, np.full(N, 4), np.full(N, 8)
-    )
-    logp_nT = -rng.random((N, T)).astype(np.float32)
-    return Rollouts(
-        trace=trace.replace(logp_BT=logp_nT),
-        group_n=np.repeat([0, 1], 4),
-        text=[""] * N,
-        reward_n=np.array([1, 0, 0, 0, 1, 1, 1, 0], np.float32),
-    )
 
 
 def batches(off: float, rl=RL, as_sampled=True):

@@ -21,7 +21,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.layout import Layout
-from tests.rl import experience_test as base
+from tests.rl import common
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -44,11 +44,13 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     key = jax.random.key(0)
     states = networks.first(path, model, plans, places, mesh, value, key)
 
-    found = base.rollouts()
+    found = common.rollouts()
     layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
     kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
     rounds = noise.rounds(kind, layout, 8)
-    most = layouts.microbatches(base.N, base.T, 8, rounds, 1, layout, shape)
+    most = layouts.microbatches(
+        *found.trace.tokens_BT.shape, 8, rounds, 1, layout, shape
+    )
     score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
     told, (batch,) = experience.of_rollouts(
         found,

@@ -9,7 +9,7 @@ from dllm_jax.rl import noise, objectives, views
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig
 from dllm_jax.rl.layout import Layout
 from tests.rl import dllm_rl
-from tests.rl.learner_test import check_loss, checkpoint, starting
+from tests.rl.common import check_loss, checkpoint, starting
 
 FAMILIES = ["dream", "llada", "mmada"]
 
