@@ -97,7 +97,7 @@ def one_row_per_round(trace, step_nT, *, mask_id: int, block: int, rows: int):
         group_BT=stack("group", width, -1),
         where_BU=stack("where", seats),
         target_BU=stack("target", seats),
-        weight_BU=(source.row_ABU >= 0).astype(np.float32),
+        weight_BU=(source.row_mBU >= 0).astype(np.float32),
     )
     return batch, source
 

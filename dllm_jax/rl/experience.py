@@ -52,19 +52,19 @@ def of_rollouts(
     gaps, trusted = [], 0
     for deal, (batch, source) in zip(deals, packed, strict=True):
         placed = sharding.place_rows(batch, mesh, axis=1)
-        recorded_ABU = source.gather(trace.logp_BT[deal])
+        recorded_mBU = source.gather(trace.logp_BT[deal])
 
         def scored(name, batch=placed):
             return sharding.fetch(score({name: params[name]}, batch))[name]
 
-        def gap(out, count, source=source, recorded_ABU=recorded_ABU):
-            held = source.row_ABU[:count] >= 0
-            return np.abs(out["logp"] - recorded_ABU)[:count][held]
+        def gap(out, count, source=source, recorded_mBU=recorded_mBU):
+            held = source.row_mBU[:count] >= 0
+            return np.abs(out["logp"] - recorded_mBU)[:count][held]
 
-        def whole(x_ABU, source=source, deal=deal):
-            return source.scatter(x_ABU, (len(deal), shape[1]))
+        def whole(x_mBU, source=source, deal=deal):
+            return source.scatter(x_mBU, (len(deal), shape[1]))
 
-        policy = {"logp": recorded_ABU}
+        policy = {"logp": recorded_mBU}
         if rl.trusted_gap:
             first = placed.replace(used=jnp.minimum(placed.used, 1))
             gaps.append(gap(scored("policy", first), 1))

@@ -21,7 +21,7 @@ from dllm_jax.rl.noise import answers
 class TrainBatch:
     """B rows of T slots, of which U are supervised.
 
-    As packed it is a stack of A microbatches: every array has a leading A, and the first
+    As packed it is a stack of m microbatches: every array has a leading m, and the first
     `used` of them hold something. Optional fields are what an objective asks for.
     """
 
@@ -51,20 +51,20 @@ class TrainBatch:
 class Source:
     """Where each supervised slot comes from: (trajectory, position), -1 for filling."""
 
-    row_ABU: np.ndarray
-    pos_ABU: np.ndarray
+    row_mBU: np.ndarray
+    pos_mBU: np.ndarray
 
     def gather(self, x_nT):
         """Returns the [n, T] array's values in the batch's order; 0 for filling."""
-        return np.where(self.row_ABU >= 0, x_nT[self.row_ABU, self.pos_ABU], 0).astype(
+        return np.where(self.row_mBU >= 0, x_nT[self.row_mBU, self.pos_mBU], 0).astype(
             np.float32
         )
 
-    def scatter(self, x_ABU, shape):
+    def scatter(self, x_mBU, shape):
         """Returns an [n, T] array with the batch's values in place; 0 elsewhere."""
         out_nT = np.zeros(shape, np.float32)
-        held = self.row_ABU >= 0
-        out_nT[self.row_ABU[held], self.pos_ABU[held]] = np.asarray(x_ABU)[held]
+        held = self.row_mBU >= 0
+        out_nT[self.row_mBU[held], self.pos_mBU[held]] = np.asarray(x_mBU)[held]
         return out_nT
 
 
@@ -162,7 +162,7 @@ def pack(
         target_BU=cut(target),
         weight_BU=cut(weight.astype(np.float32)),
     )
-    return batch, Source(row_ABU=cut(row), pos_ABU=cut(at))
+    return batch, Source(row_mBU=cut(row), pos_mBU=cut(at))
 
 
 def weights(aggregate: str, n, row, size, share, trace, longest: int, held, group_n):

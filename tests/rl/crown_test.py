@@ -63,8 +63,8 @@ def compared(tiny, attention, shift, changes):
     )
     out = common.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]
     taught_nT = np.zeros(trace.step_BT.shape, int)
-    held = source.row_ABU >= 0
-    np.add.at(taught_nT, (source.row_ABU[held], source.pos_ABU[held]), 1)
+    held = source.row_mBU >= 0
+    np.add.at(taught_nT, (source.row_mBU[held], source.pos_mBU[held]), 1)
     answer_nT = noise.answers(trace)
     np.testing.assert_array_equal(taught_nT, answer_nT)  # each token once
     return trace, answer_nT, source.scatter(out["logp"], trace.step_BT.shape)

@@ -44,9 +44,9 @@ def batches(off: float, rl=RL, as_sampled=True):
         ((name, _),) = params.items()
         told.append((name, int(batch.used)))
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
-        logp_ABU = source.gather(logp) + np.float32(off)
-        logp_ABU[int(batch.used) :] = 0
-        return {name: {"logp": logp_ABU, "value": np.zeros_like(logp_ABU)}}
+        logp_mBU = source.gather(logp) + np.float32(off)
+        logp_mBU[int(batch.used) :] = 0
+        return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
 
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     metrics, out = experience.of_rollouts(

@@ -54,19 +54,19 @@ class Rows:
     """A golden case in our layout, and where the reference has each supervised slot."""
 
     batch: views.TrainBatch  # a microbatch of one row for each sample
-    row_ABU: np.ndarray  # -1: not trained
-    column_ABU: np.ndarray
+    row_mBU: np.ndarray  # -1: not trained
+    column_mBU: np.ndarray
     L1: int
 
     def pick(self, x_RC, rows):
         """Returns the reference's values at our slots; x has these of its rows."""
-        full_RC = np.zeros((self.row_ABU.max() + 1, x_RC.shape[1]), np.float32)
+        full_RC = np.zeros((self.row_mBU.max() + 1, x_RC.shape[1]), np.float32)
         full_RC[rows] = x_RC
-        return np.where(self.inside(rows), full_RC[self.row_ABU, self.column_ABU], 0)
+        return np.where(self.inside(rows), full_RC[self.row_mBU, self.column_mBU], 0)
 
     def inside(self, rows):
         """Returns which slots are trained in some of the reference's rows."""
-        return (self.row_ABU >= 0) & np.isin(self.row_ABU, rows)
+        return (self.row_mBU >= 0) & np.isin(self.row_mBU, rows)
 
     def weights(self, rows):
         """Returns the reference's weights: the mean over rows of sums over L1."""
@@ -80,11 +80,11 @@ def lay_out(traces, steps, *, mask_id, block, L0: int, L1: int) -> Rows:
     )
     row_nT = dllm_rl.row_numbers(batch, source, (len(traces), L0 + L1))
     prompt_n = np.array([one.prompt_len_B[0] for one in traces])
-    held = source.row_ABU >= 0
+    held = source.row_mBU >= 0
     return Rows(
         batch,
-        np.where(held, row_nT[source.row_ABU, source.pos_ABU], -1),
-        np.where(held, source.pos_ABU + L0 - prompt_n[source.row_ABU], 0),
+        np.where(held, row_nT[source.row_mBU, source.pos_mBU], -1),
+        np.where(held, source.pos_mBU + L0 - prompt_n[source.row_mBU], 0),
         L1,
     )
 
@@ -105,8 +105,8 @@ def golden_rows() -> Rows:
         L1=case["L1"],
     )
     # Surplus pads have a row of ours, but the reference does not train them.
-    trained = golden["p_mask"][rows.row_ABU, rows.column_ABU] & (rows.row_ABU >= 0)
-    rows.row_ABU = np.where(trained, rows.row_ABU, -1)
+    trained = golden["p_mask"][rows.row_mBU, rows.column_mBU] & (rows.row_mBU >= 0)
+    rows.row_mBU = np.where(trained, rows.row_mBU, -1)
     assert trained.sum() == golden["p_mask"].sum()
     return rows
 
@@ -314,7 +314,7 @@ def test_a_training_stage_ends_at_the_references_weights(index):
         L0=max(len(sample["prompt"]) for sample in run["samples"]),
         L1=L1,
     )
-    every, size = np.arange(rows.row_ABU.max() + 1), told["batch_size_lm"]
+    every, size = np.arange(rows.row_mBU.max() + 1), told["batch_size_lm"]
     micro = [every[k : k + size] for k in range(0, len(every), size)]
     assert len(micro) == len(run["losses_passed_to_backward"])
     accumulate = told["gradient_accumulation_steps"]
@@ -334,12 +334,12 @@ def test_a_training_stage_ends_at_the_references_weights(index):
     plans = Plans(policy=learner.Plan(("nll" if sft else "policy",), optim, updates))
     objective = ObjectiveConfig(clip=told["eps"], beta=told["beta"])
 
-    reward_A11 = np.zeros((COUNT, 1, 1), np.float32)
-    reward_A11[: len(traces), 0, 0] = [sample["reward"] for sample in run["samples"]]
+    reward_m11 = np.zeros((COUNT, 1, 1), np.float32)
+    reward_m11[: len(traces), 0, 0] = [sample["reward"] for sample in run["samples"]]
     both = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
     old = score({"policy": params}, rows.batch, model=cfg, plans=both)["policy"]["logp"]
     batch = rows.batch.replace(
-        adv_BU=np.broadcast_to(reward_A11, rows.row_ABU.shape), old_logp_BU=old
+        adv_BU=np.broadcast_to(reward_m11, rows.row_mBU.shape), old_logp_BU=old
     )
     states = {"policy": learner.begin(params, plans["policy"])}
     for first, last in zip([0, *[k + 1 for k in ends]], ends, strict=False):

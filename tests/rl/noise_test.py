@@ -65,11 +65,11 @@ def rows(case, one, batch, source, layout: Layout):
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
         where, begin = batch.where_BU[a, b], batch.begin_BT[a, b]
         view = batch.group_BT[a, b] if layout.attention == "block" else begin
-        for u in np.flatnonzero(source.row_ABU[a, b] >= 0):
+        for u in np.flatnonzero(source.row_mBU[a, b] >= 0):
             mine = view == view[where[u]]
             if layout.attention != "block":
                 mine &= batch.end_BT[a, b] > begin
-            name = source.row_ABU[a, b, u], a, b
+            name = source.row_mBU[a, b, u], a, b
             name += () if layout.attention == "block" else (int(view[where[u]]),)
             shown, selected = out.setdefault(
                 name,
@@ -79,7 +79,7 @@ def rows(case, one, batch, source, layout: Layout):
                 ),
             )
             shown[batch.pos_BT[a, b, mine]] = batch.tokens_BT[a, b, mine]
-            selected[source.pos_ABU[a, b, u]] = True
+            selected[source.pos_mBU[a, b, u]] = True
     return out.values()
 
 

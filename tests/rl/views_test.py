@@ -323,20 +323,20 @@ def test_views_by_definition(attention, kind, problem, data):
     batch, source, noised, layout = packed(
         trace, block, data.draw, attention=attention, kind=kind
     )
-    held = source.row_ABU >= 0
+    held = source.row_mBU >= 0
     copies = len(noised.step_nT) // len(trace.len_B)
     answer_nT = np.repeat(noise.answers(trace), copies, axis=0)
     if copies == 1 and kind in ("trace", "ar"):
         assert (noised.share_nT[answer_nT] == 1).all()
     # Once each: what the noise supervises, and nothing else.
-    found = sorted(zip(source.row_ABU[held], source.pos_ABU[held], strict=True))
+    found = sorted(zip(source.row_mBU[held], source.pos_mBU[held], strict=True))
     wanted = np.nonzero(answer_nT & (noised.share_nT > 0))
     assert found == list(zip(*wanted, strict=True))
     np.testing.assert_array_equal(held, batch.weight_BU > 0)
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
         seen = sees(batch, a, b)
         for u in np.flatnonzero(held[a, b]):
-            row, at = source.row_ABU[a, b, u], source.pos_ABU[a, b, u]
+            row, at = source.row_mBU[a, b, u], source.pos_mBU[a, b, u]
             slot, i = batch.where_BU[a, b, u], row // copies
             tokens_T, step_T = trace.tokens_BT[i], noised.step_nT[row]
             pos_T, now = np.arange(len(tokens_T)), step_T[at]
@@ -376,11 +376,11 @@ def test_packed_rows_by_definition(problem, data):
         ours = sees(batch, a, b)
         assert a < batch.used or not used.any()
         assert not ours[~used].any() and not ours[:, ~used].any()
-        held = source.row_ABU[a, b] >= 0
+        held = source.row_mBU[a, b] >= 0
         for start in np.unique(copy[used]):
             mine = used & (copy == start)
             seats = held & mine[batch.where_BU[a, b]]
-            (row,) = np.unique(source.row_ABU[a, b, seats])
+            (row,) = np.unique(source.row_mBU[a, b, seats])
             grid = layout.numbers(trace.tokens_BT.shape[1], trace.prompt_len_B[row])
             clean = mine & (group < 0)
             np.testing.assert_array_equal(pos[clean], np.arange(clean.sum()))
@@ -450,11 +450,11 @@ def test_gather_undoes_scatter(problem, data):
     shape = trace.tokens_BT.shape
     rng = np.random.default_rng(0)
     x_nT = rng.normal(size=shape).astype(np.float32)
-    x_ABU = source.gather(x_nT)
-    assert x_ABU.dtype == np.float32
-    assert (x_ABU[source.row_ABU < 0] == 0).all()
+    x_mBU = source.gather(x_nT)
+    assert x_mBU.dtype == np.float32
+    assert (x_mBU[source.row_mBU < 0] == 0).all()
     np.testing.assert_array_equal(
-        source.scatter(x_ABU + (source.row_ABU < 0), shape),
+        source.scatter(x_mBU + (source.row_mBU < 0), shape),
         np.where(noise.answers(trace), x_nT, 0),
     )
 
@@ -595,7 +595,7 @@ def test_the_bound_on_microbatches_holds_where_it_is_tight(
         aggregate="token",
     )
     assert batch.used == rows
-    assert (source.row_ABU >= 0).sum() == n * (slots - 1)
+    assert (source.row_mBU >= 0).sum() == n * (slots - 1)
 
 
 def test_a_batch_that_is_too_small_says_so():
