@@ -11,7 +11,7 @@ import pytest
 from dllm_jax import sharding
 from dllm_jax.models import hf, lora
 from dllm_jax.models.config import Lora
-from dllm_jax.rl import experience, learner, networks, noise, views
+from dllm_jax.rl import batches, learner, networks, noise, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -52,7 +52,7 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
         *found.trace.tokens_BT.shape, 8, rounds, 1, layout, shape
     )
     score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
-    told, (batch,) = experience.of_rollouts(
+    told, (batch,) = batches.of_rollouts(
         found,
         np.random.default_rng(0),
         rl=RLConfig(prompts=2, group=4, value="head"),

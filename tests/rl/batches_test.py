@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import config, sharding
-from dllm_jax.rl import experience, noise, views
+from dllm_jax.rl import batches, noise, views
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -21,22 +21,32 @@ LAYOUT = Layout(block=4, longest=12)
 RL = RLConfig(prompts=2, group=4, value="own", updates=2)
 
 
-def batches(off: float, rl=RL, as_sampled=True):
+def mesh():
+    """Returns a mesh of one device."""
+    return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+
+
+def packed(trace, noised):
+    """Returns (TrainBatch, Source) of rows of 48 slots, one trajectory in each."""
+    return views.pack(
+        trace,
+        noised,
+        mask_id=99,
+        layout=LAYOUT,
+        cfg=BatchConfig(rows=2, tokens=48),
+        most=4,
+        aggregate="token",
+    )
+
+
+def made(off: float, rl=RL, as_sampled=True):
     """Returns (metrics, batches, what was scored of whom) where the policy is off so far."""
     found, told = rollouts(), []
     noised = noise.noised(found.trace, NoiseConfig(), LAYOUT)
     sources = {}
 
     def pack(trace, noised, group_n):
-        batch, source = views.pack(
-            trace,
-            noised,
-            mask_id=99,
-            layout=LAYOUT,
-            cfg=BatchConfig(rows=2, tokens=48),
-            most=4,
-            aggregate="token",
-        )
+        batch, source = packed(trace, noised)
         sources[batch.target_BU.tobytes()] = source, trace.logp_BT
         return batch, source
 
@@ -48,8 +58,7 @@ def batches(off: float, rl=RL, as_sampled=True):
         logp_mBU[int(batch.used) :] = 0
         return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
 
-    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    metrics, out = experience.of_rollouts(
+    metrics, out = batches.of_rollouts(
         found,
         np.random.default_rng(0),
         rl=rl,
@@ -59,7 +68,7 @@ def batches(off: float, rl=RL, as_sampled=True):
         params={"policy": None, "value": None},
         pack=pack,
         score=score,
-        mesh=mesh,
+        mesh=mesh(),
     )
     recorded = [
         sources[np.asarray(batch.target_BU).tobytes()][0].gather(logp)
@@ -69,7 +78,7 @@ def batches(off: float, rl=RL, as_sampled=True):
 
 
 def test_old_log_probs_are_scored():
-    metrics, out, recorded, told = batches(0.01)
+    metrics, out, recorded, told = made(0.01)
     # A trajectory is 8 clean tokens and 8 rounds of 4: one of 40 to a row of 48.
     assert told == [("policy", 2), ("value", 2)] * 2
     for batch, want in zip(out, recorded, strict=True):
@@ -80,21 +89,59 @@ def test_old_log_probs_are_scored():
     assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["packed_fill"] == pytest.approx(40 / 48)
     assert "updates_trusted" not in metrics
-    assert "logprob_gap_max" not in batches(0.01, as_sampled=False)[0]
+    assert "logprob_gap_max" not in made(0.01, as_sampled=False)[0]
 
 
 def test_the_samplers_record_stands_while_it_is_near():
     rl = dataclasses.replace(RL, trusted_gap=0.02)
-    metrics, out, recorded, told = batches(0.01, rl)
+    metrics, out, recorded, told = made(0.01, rl)
     assert told == [("policy", 1), ("value", 2)] * 2
     for batch, want in zip(out, recorded, strict=True):
         np.testing.assert_array_equal(batch.old_logp_BU, want)
     assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["updates_trusted"] == 1
-    metrics, out, recorded, told = batches(0.03, rl)
+    metrics, out, recorded, told = made(0.03, rl)
     assert told == [("policy", 1), ("policy", 2), ("value", 2)] * 2
     assert metrics["updates_trusted"] == 0
     assert np.abs(out[0].old_logp_BU - recorded[0]).max() > 0.02
+
+
+def test_what_teaches_is_dealt_once_with_its_rows_side_by_side():
+    keep_n = np.arange(9) % 4 != 1
+    hands = batches.dealt_rows(keep_n, np.random.default_rng(3), updates=3, copies=2)
+    assert [len(row_n) for row_n in hands] == [6, 4, 4]  # of 7 trajectories
+    pairs = np.concatenate(hands).reshape(-1, 2)
+    np.testing.assert_array_equal(pairs[:, 1], pairs[:, 0] + 1)
+    dealt_n = pairs[:, 0] // 2
+    assert sorted(dealt_n) == list(np.flatnonzero(keep_n)) != list(dealt_n)
+    few = batches.dealt_rows(
+        np.arange(9) == 4, np.random.default_rng(3), updates=3, copies=1
+    )
+    np.testing.assert_array_equal(few, [[4]])
+
+
+def test_a_batch_gets_arrays_by_their_names():
+    """Whatever their order, each token gets its own number of each."""
+    metrics, out, _, _ = made(0.0)
+    assert metrics["groups_kept"] == 2
+    for batch in out:
+        assert all(getattr(batch, name) is not None for name in batches.RL_FIELDS)
+    row_n, T = np.array([2, 0]), 16
+    trace = batches.take(rollouts().trace, row_n)
+    noised = noise.noised(trace, NoiseConfig(), LAYOUT)
+    batch, source = packed(trace, noised)
+    dealt = batches.Deal(row_n, batch, source, source.gather(trace.logp_BT))
+    adv_nT = np.arange(8 * T, dtype=np.float32).reshape(8, T)
+    fields = {"ret_BU": 1000 + adv_nT, "adv_BU": adv_nT}
+    whole = batches.attached(dealt, fields, mesh())
+    np.testing.assert_array_equal(
+        source.scatter(whole.adv_BU, (2, T))[:, 4:12], adv_nT[row_n, 4:12]
+    )
+    real_mBU = source.row_mBU >= 0
+    np.testing.assert_array_equal(
+        whole.ret_BU, np.where(real_mBU, whole.adv_BU + 1000, 0)
+    )
+    assert whole.old_logp_BU is None
 
 
 @pytest.mark.parametrize(
