@@ -197,7 +197,13 @@ def main():
         layout=layout,
         cfg=cfg,
         most=layouts.microbatches(
-            *shape, args.max_answer, args.steps_per_block, 1, layout, cfg
+            trajectories=shape[0],
+            slots=shape[1],
+            answer=args.max_answer,
+            rounds=args.steps_per_block,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
         ),
         aggregate="token",
     )

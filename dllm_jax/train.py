@@ -167,13 +167,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     traced = not rl and cfg.noise.kind == "trace"
     turns = max(np.unique(x[x > 0]).size for x in source.step_BT) if traced else longest
     most = layouts.microbatches(
-        per_update if rl else cfg.sft.examples * (1 + dpo),
-        sampler.slots,
-        longest,
-        noise.rounds(cfg.noise, layout, longest, turns),
-        cfg.noise.copies,
-        layout,
-        cfg.batch,
+        trajectories=per_update if rl else cfg.sft.examples * (1 + dpo),
+        slots=sampler.slots,
+        answer=longest,
+        rounds=noise.rounds(cfg.noise, layout, longest, turns),
+        copies=cfg.noise.copies,
+        layout=layout,
+        cfg=cfg.batch,
     )
     pack = functools.partial(
         views.pack,

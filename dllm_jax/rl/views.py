@@ -106,7 +106,8 @@ def pack(
     for i in range(0, n, copies):
         prompt, length = int(trace.prompt_len_B[i]), int(trace.len_B[i])
         rows = range(i, i + copies)
-        items += layouts.cut(rows, prompt, length, noise, wanted_nT, layout, cfg)
+        found = layouts.views_of(rows, prompt, length, noise, wanted_nT, layout)
+        items += layouts.cut(found, layout, cfg)
     rows = fit(items, cfg.tokens, seats)
     if len(rows) > most * cfg.rows:
         raise ValueError(
@@ -125,7 +126,7 @@ def pack(
     for r, packed in enumerate(rows):
         first, supervised = 0, 0  # next free slot, next free supervised slot
         for piece in packed:
-            i = piece.rows[0]
+            i = piece.views[0].draw
             prompt, tokens_T = int(trace.prompt_len_B[i]), trace.tokens_BT[i]
             x = layouts.present(piece, prompt, noise, wanted_nT, layout)
             span = slice(first, first + len(x.pos_T))
@@ -138,7 +139,7 @@ def pack(
             seat = slice(supervised, supervised + len(x.pos_U))
             where[r, seat] = first + x.slot_U
             target[r, seat] = tokens_T[x.pos_U]
-            row[r, seat], at[r, seat], size[r, seat] = x.row_U, x.pos_U, x.size_U
+            row[r, seat], at[r, seat], size[r, seat] = x.draw_U, x.pos_U, x.size_U
             first, supervised = span.stop, seat.stop
     held = row >= 0
     group_n = np.arange(n) if group_n is None else group_n

@@ -153,7 +153,13 @@ def cut(trace, cfg, batch_cfg: BatchConfig, most=None):
     """Returns (batch, source) of a trace as the product packs it."""
     layout = layouts.Layout(block=BLOCK, longest=14)
     most = most or layouts.microbatches(
-        N, SLOTS_OF_CANVAS, 14, BLOCK, 1, layout, batch_cfg
+        trajectories=N,
+        slots=SLOTS_OF_CANVAS,
+        answer=14,
+        rounds=BLOCK,
+        copies=1,
+        layout=layout,
+        cfg=batch_cfg,
     )
     return views.pack(
         trace,

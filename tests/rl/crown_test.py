@@ -58,7 +58,15 @@ def compared(tiny, attention, shift, changes):
         mask_id=model.mask_id,
         layout=layout,
         cfg=BATCH,
-        most=layouts.microbatches(N, cfg.slots, NEW, rounds, 1, layout, BATCH),
+        most=layouts.microbatches(
+            trajectories=N,
+            slots=cfg.slots,
+            answer=NEW,
+            rounds=rounds,
+            copies=1,
+            layout=layout,
+            cfg=BATCH,
+        ),
         aggregate="token",
     )
     out = common.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]

@@ -47,9 +47,15 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     found = common.rollouts()
     layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
     kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
-    rounds = noise.rounds(kind, layout, 8)
+    trajectories, slots = found.trace.tokens_BT.shape
     most = layouts.microbatches(
-        *found.trace.tokens_BT.shape, 8, rounds, 1, layout, shape
+        trajectories=trajectories,
+        slots=slots,
+        answer=8,
+        rounds=noise.rounds(kind, layout, 8),
+        copies=1,
+        layout=layout,
+        cfg=shape,
     )
     score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
     told, (batch,) = batches.of_rollouts(

@@ -280,13 +280,13 @@ def packed(trace, block, draw, **fixed):
     noised = noise.noised(trace, cfg, layout, rng)
     longest = max(int(trace.len_B.max()), 1)
     most = layouts.microbatches(
-        len(trace.len_B),
-        T,
-        longest,
-        noise.rounds(cfg, layout, longest),
-        cfg.copies,
-        layout,
-        shape,
+        trajectories=len(trace.len_B),
+        slots=T,
+        answer=longest,
+        rounds=noise.rounds(cfg, layout, longest),
+        copies=cfg.copies,
+        layout=layout,
+        cfg=shape,
     )
     copied = jax.tree.map(lambda x: np.repeat(x, cfg.copies, axis=0), trace)
     batch, source = views.pack(
@@ -517,7 +517,15 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         mask_id=MASK_ID,
         layout=layout,
         cfg=cfg,
-        most=layouts.microbatches(n, T, T, block, 1, layout, cfg),
+        most=layouts.microbatches(
+            trajectories=n,
+            slots=T,
+            answer=T,
+            rounds=block,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
+        ),
         aggregate=aggregate,
         group_n=group_n,
     )
@@ -591,7 +599,15 @@ def test_the_bound_on_microbatches_holds_where_it_is_tight(
         mask_id=MASK_ID,
         layout=layout,
         cfg=cfg,
-        most=layouts.microbatches(n, slots, slots - 1, 1, 1, layout, cfg),
+        most=layouts.microbatches(
+            trajectories=n,
+            slots=slots,
+            answer=slots - 1,
+            rounds=1,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
+        ),
         aggregate="token",
     )
     assert batch.used == rows
