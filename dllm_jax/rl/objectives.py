@@ -1,6 +1,6 @@
 """The losses, per token and weighed: a loss is the sum of weight x term, never a mean.
 
-The weights carry every normaliser (`views.weights`), so the gradient of an update does
+The weights carry every normaliser (`views.AGGREGATES`), so the gradient of an update does
 not depend on how it is cut into microbatches. Every objective returns (loss, sums): the
 sums add up over microbatches and become the step's metrics (`summary`).
 """
