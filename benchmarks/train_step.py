@@ -192,7 +192,7 @@ def main():
     layout = layouts.Layout(block=args.block, longest=args.max_answer)
     packed, source = views.pack(
         trace,
-        noise.of(trace.step_BT),
+        noise.of_steps(trace.step_BT),
         mask_id=model.mask_id,
         layout=layout,
         cfg=cfg,

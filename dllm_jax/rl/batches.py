@@ -24,6 +24,7 @@ from dllm_jax import sharding
 from dllm_jax.rl import advantage, bounds, noise, rollout
 from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.noise import Noise
+from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
@@ -278,7 +279,7 @@ def factors(
 
     A loss of evidence bounds has factors of its own: see bounds.sandwich.
     """
-    if objective.loss != "spg":
+    if not OBJECTIVES[objective.loss].bounds:
         return adv_nT
     return bounds.sandwich(
         adv_nT,

@@ -4,12 +4,12 @@ import dataclasses
 
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.rl import advantage
+from dllm_jax.rl.noise import KINDS
+from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
 from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl.views import AGGREGATES
 
-AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
 SCHEDULES = ("constant", "linear", "cosine")
-NOISES = ("trace", "bernoulli", "complement", "semi_ar", "subset", "ar")
-LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
 
 
@@ -34,12 +34,12 @@ class NoiseConfig:
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
 
     def __post_init__(self):
-        one_of("noise.kind", self.kind, NOISES)
+        one_of("noise.kind", self.kind, tuple(KINDS))
         one_of("noise.grid", self.grid, ("absolute", "response"))
         one_of("noise.rate", self.rate, ("token", "scope"))
         if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
             raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
-        if self.draws < 1 or (self.kind in ("trace", "ar") and self.draws > 1):
+        if self.draws < 1 or (self.draws > 1 and not KINDS[self.kind].random):
             raise ValueError(
                 f"noise.draws={self.draws}: a trajectory has one {self.kind}; more than one "
                 "draw needs a random noise.kind, such as 'bernoulli' or 'complement'"
@@ -48,7 +48,7 @@ class NoiseConfig:
     @property
     def copies(self) -> int:
         """Rows of noise that a trajectory of an update has."""
-        return self.draws * (2 if self.kind == "complement" else 1)
+        return self.draws * KINDS[self.kind].rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,9 @@ class ObjectiveConfig:
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 
     def __post_init__(self):
-        one_of("objective.loss", self.loss, LOSSES)
-        one_of("objective.kl", self.kl, ("k1", "k3"))
-        one_of("objective.aggregate", self.aggregate, AGGREGATES)
+        one_of("objective.loss", self.loss, RL_LOSSES)
+        one_of("objective.kl", self.kl, tuple(KL_ESTIMATORS))
+        one_of("objective.aggregate", self.aggregate, tuple(AGGREGATES))
         if self.upper_power < 1 or not 0 <= self.upper_weight <= 1:
             raise ValueError("objective: upper_power >= 1 and 0 <= upper_weight <= 1")
 

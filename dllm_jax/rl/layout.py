@@ -7,7 +7,8 @@
     causal  the clean copy alone: each token sees those before it
 
 The layout follows from the model's attention. In terms of `models.mask.packed`: begin is
-the first slot, and a group the id of a noised block. Host numpy.
+the first slot, and a group the id of a noised block. Host numpy. `cfg` is a BatchConfig
+throughout; rl/config.py imports what imports this module.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl.config import BatchConfig
 
 # The round of a view that supervises the tokens of all steps. It is later than every step,
 # so that nothing is masked.
@@ -72,6 +72,10 @@ class Layout:
             return self.numbers(T, prompt_len)
         return np.zeros(T, int)
 
+    def largest_scope(self, answer: int) -> int:
+        """Returns the most tokens of an answer that one scope holds."""
+        return self.block if self.facts.by_block else answer
+
     def canvas_end(self, T: int, prompt_len: int, length: int) -> int:
         """Returns where the canvas of an answer of this length ends.
 
@@ -82,7 +86,7 @@ class Layout:
             return end
         return max(end, min(T, prompt_len + self.longest))
 
-    def seats(self, cfg: BatchConfig) -> int:
+    def seats(self, cfg) -> int:
         """Returns how many slots of a row can be supervised.
 
         A noised block stands behind a clean copy; a canvas can be supervised everywhere.
@@ -150,7 +154,7 @@ class Piece:
         return sum(view.supervised for view in self.views)
 
 
-def cut(views: list[View], layout: Layout, cfg: BatchConfig) -> list[Piece]:
+def cut(views: list[View], layout: Layout, cfg) -> list[Piece]:
     """Returns a trajectory's views in Pieces, none of which exceeds a row of the batch.
 
     Noised blocks share a clean copy while there is room; canvases share nothing. Raises
@@ -254,7 +258,7 @@ def microbatches(
     rounds: int,
     copies: int,
     layout: Layout,
-    cfg: BatchConfig,
+    cfg,
 ) -> int:
     """Returns how many microbatches always suffice for so many trajectories.
 

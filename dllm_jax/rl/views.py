@@ -10,7 +10,8 @@ done in stages, each a function:
     lay         a piece's tokens and seats, written into its row
     AGGREGATES  what every supervised token weighs in the loss
 
-Everything here is numpy on the host; the result is a TrainBatch of one fixed shape.
+Everything here is numpy on the host; the result is a TrainBatch of one fixed shape. `cfg`
+is a BatchConfig throughout; rl/config.py imports this module for the names of AGGREGATES.
 """
 
 import dataclasses
@@ -18,7 +19,6 @@ import dataclasses
 import flax.struct
 import numpy as np
 
-from dllm_jax.rl.config import BatchConfig
 from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
 from dllm_jax.rl.noise import Noise, answers
 from dllm_jax.sampling.state import Trace
@@ -84,7 +84,7 @@ def pack(
     *,
     mask_id: int,
     layout: Layout,
-    cfg: BatchConfig,
+    cfg,
     most: int,
     aggregate: str,
     copies: int = 1,
@@ -137,7 +137,7 @@ def pieces_of(
     noise: Noise,
     supervised_nT,
     layout: Layout,
-    cfg: BatchConfig,
+    cfg,
     copies: int,
 ) -> list[Piece]:
     """Returns all trajectories in Pieces; the arguments are those of `pack`."""

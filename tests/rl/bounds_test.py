@@ -117,7 +117,7 @@ def test_the_packed_gradient_is_that_of_the_preference_loss():
     share[2, 2], share[3, 3] = 2, 2
     batch, source = views.pack(
         trace,
-        noise.of(step).replace(share_nT=share),
+        noise.of_steps(step).replace(share_nT=share),
         mask_id=9,
         layout=Layout(block=block),
         cfg=BatchConfig(rows=1, tokens=16),

@@ -84,7 +84,7 @@ def pack(one: Trace, noised, *, mask_id: int, block: int, tokens=None):
     T = one.tokens_BT.shape[1]
     return views.pack(
         one,
-        noised if isinstance(noised, noise.Noise) else noise.of(noised),
+        noised if isinstance(noised, noise.Noise) else noise.of_steps(noised),
         mask_id=mask_id,
         layout=layout(block),
         cfg=BatchConfig(rows=1, tokens=tokens or T * (block + 1)),

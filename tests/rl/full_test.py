@@ -33,7 +33,7 @@ def rows(cfg, golden, start: int, pad_id: int, attention: str = "full"):
     layout = Layout(attention=attention, shift=cfg.shift, longest=T - start)
     batch, source = views.pack(
         dllm_rl.trace(tokens_nT, step_nT, start - left_n, np.full(R, T - start)),
-        noise.of(step_nT),
+        noise.of_steps(step_nT),
         mask_id=int(golden["input_ids"][hidden][0]) if hidden.any() else 0,
         layout=layout,
         cfg=BatchConfig(rows=4, tokens=T),

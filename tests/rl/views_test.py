@@ -10,7 +10,7 @@ from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import noise, views
-from dllm_jax.rl.config import AGGREGATES, BatchConfig, NoiseConfig
+from dllm_jax.rl.config import BatchConfig, NoiseConfig
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 from tests.rl import dllm_rl
@@ -410,7 +410,7 @@ def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
         bound += trace.prompt_len_B[i] + trace.len_B[i] + len(steps) * block
     batch, _ = views.pack(
         trace,
-        noise.of(trace.step_BT),
+        noise.of_steps(trace.step_BT),
         mask_id=MASK_ID,
         layout=Layout(block=block),
         cfg=BatchConfig(rows=1, tokens=int(2 * bound) + block),
@@ -428,7 +428,7 @@ def test_a_long_trajectory_is_split_into_the_same_views():
     for tokens in (36, 50, 400):
         batch, source = views.pack(
             trace,
-            noise.of(trace.step_BT),
+            noise.of_steps(trace.step_BT),
             mask_id=MASK_ID,
             layout=Layout(block=4),
             cfg=BatchConfig(rows=1, tokens=tokens),
@@ -492,7 +492,7 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
     for _ in range(6000):
         cfg = NoiseConfig(kind="subset")
         (one,) = noise.subset(step_T, np.ones(3, bool), grid_T, grid_T, rng, cfg)
-        out_T = one.step_nT
+        out_T = one.step_T
         counts[tuple(out_T)] = counts.get(tuple(out_T), 0) + 1
     assert len(counts) == 7
     for chosen, count in counts.items():
@@ -500,7 +500,7 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
         assert abs(count - expected) < 4 * np.sqrt(expected), chosen
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("aggregate", views.AGGREGATES)
 @settings(max_examples=30, deadline=None)
 @given(problem=problems(), data=st.data())
 def test_weights_sum_to_their_definition(aggregate, problem, data):
@@ -595,7 +595,7 @@ def test_the_bound_on_microbatches_holds_where_it_is_tight(
     layout = Layout(block=block)
     batch, source = views.pack(
         trace,
-        noise.of(step_nT),
+        noise.of_steps(step_nT),
         mask_id=MASK_ID,
         layout=layout,
         cfg=cfg,
@@ -618,7 +618,7 @@ def test_a_batch_that_is_too_small_says_so():
     def pack(trace, tokens, most, **layout):
         views.pack(
             trace,
-            noise.of(trace.step_BT),
+            noise.of_steps(trace.step_BT),
             mask_id=MASK_ID,
             layout=Layout(**layout),
             cfg=BatchConfig(1, tokens),
