@@ -319,23 +319,27 @@ def of_examples(
     examples: a host Trace, or data.Examples; noised: its noise, `copies` rows of each, of
     `draws` draws; pack: see of_rollouts. score: learner.score, bound but for the batch, for
     pairs (row 2i is the better one of pair i) that are compared with a reference (VRPO, see
-    bounds.compared, with `beta`); None for examples.
+    bounds.preference, with `beta`); None for examples.
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
     metrics = {"packed_fill": batch.fill}
     if score is not None:
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
-        preference, batch = bounds.compared(
-            outputs,
-            trace.len_B,
+        policy_nT, reference_nT = (
+            source.scatter(outputs[name]["logp"], noised.step_nT.shape)
+            for name in ("policy", "reference")
+        )
+        preference_metrics, factor_nT = bounds.preference_factors(
+            policy_nT,
+            reference_nT,
             noised.share_nT,
-            batch,
-            source,
+            trace.len_B,
             draws=draws,
             beta=beta,
         )
-        metrics |= preference
+        metrics |= preference_metrics
+        batch = batch.replace(adv_BU=source.gather(factor_nT))
     return metrics, [sharding.place_rows(batch, mesh, axis=1)]
 
 

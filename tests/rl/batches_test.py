@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import config, sharding
-from dllm_jax.rl import batches, noise, views
+from dllm_jax.rl import batches, bounds, noise, views
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -26,8 +26,8 @@ def mesh():
     return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
 
 
-def packed(trace, noised):
-    """Returns (TrainBatch, Source) of rows of 48 slots, one trajectory in each."""
+def packed(trace, noised, copies=1):
+    """Returns (TrainBatch, Source) of rows of 48 slots."""
     return views.pack(
         trace,
         noised,
@@ -36,6 +36,7 @@ def packed(trace, noised):
         cfg=BatchConfig(rows=2, tokens=48),
         most=4,
         aggregate="token",
+        copies=copies,
     )
 
 
@@ -142,6 +143,43 @@ def test_a_batch_gets_arrays_by_their_names():
         whole.ret_BU, np.where(real_mBU, whole.adv_BU + 1000, 0)
     )
     assert whole.old_logp_BU is None
+
+
+def test_pairs_get_the_factors_of_what_was_scored():
+    """Two pairs, each answer with two rows of noise; the numbers go by token."""
+    examples = batches.take(rollouts().trace, np.arange(4))
+    cfg = NoiseConfig(kind="subset", draws=2)
+    rng = np.random.default_rng(1)
+    noised = noise.noised(examples, cfg, LAYOUT, rng)
+    policy_nT, reference_nT = -rng.random((2, *noised.step_nT.shape), np.float32)
+    sources = []
+
+    def pack(trace, noised):
+        batch, source = packed(trace, noised, copies=2)
+        sources.append(source)
+        return batch, source
+
+    def score(batch):
+        scored = {"policy": policy_nT, "reference": reference_nT}
+        return {name: {"logp": sources[0].gather(x)} for name, x in scored.items()}
+
+    metrics, (batch,) = batches.of_examples(
+        examples,
+        noised=noised,
+        copies=2,
+        draws=2,
+        beta=0.3,
+        pack=pack,
+        score=score,
+        mesh=mesh(),
+    )
+    expected, factor_nT = bounds.preference_factors(
+        policy_nT, reference_nT, noised.share_nT, np.full(8, 8), draws=2, beta=0.3
+    )
+    for name, number in expected.items():
+        assert metrics[name] == pytest.approx(number, rel=1e-5)
+    assert len(np.unique(factor_nT)) == 4  # of each answer, whatever the draw
+    np.testing.assert_allclose(batch.adv_BU, sources[0].gather(factor_nT), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
