@@ -5,7 +5,7 @@ Host numpy: a few thousand numbers once per RL step.
 
 import numpy as np
 
-# ---- Rewards -> advantages -------------------------------------------------------------
+# ---- Rewards -> advantages -----------------------------------------------------------
 
 
 def zscore(reward_n):
@@ -46,10 +46,10 @@ def relative(reward_n, group_n, kind: str):
 def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     """Returns the advantages of rewards and, with weight `speed`, of decoding speed.
 
-    LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made relative
-    to its group on its own, then they are added, and their sum is z-scored over all that
-    is kept of the step, as its published code does (z-scores, weight 1). speed_n: tokens
-    per forward.
+    LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made
+    relative to its group on its own, then they are added, and their sum is z-scored
+    over all that is kept of the step, as its published code does (z-scores, weight 1).
+    speed_n: tokens per forward.
     """
     adv_n = relative(reward_n, group_n, kind)
     if not speed:
@@ -59,11 +59,11 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     return adv_n
 
 
-# ---- Which groups are kept -------------------------------------------------------------
+# ---- Which groups are kept -----------------------------------------------------------
 
 
 def solvable(reward_n, speed_n, low, high) -> bool:
-    """The mean of "solved" lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
+    """The solve rate lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
     return low <= (reward_n >= 1).mean() <= high
 
 
@@ -98,11 +98,11 @@ def kept(reward_n, speed_n, group_n, rule: str, low: float, high: float):
     return keep_n
 
 
-# ---- Steps of the trace ----------------------------------------------------------------
+# ---- Steps of the trace --------------------------------------------------------------
 
 
 def outcome(reward_n, step_nT, answer_nT):
-    """Returns the rewards per token [n, T]: the outcome on the tokens of the last step."""
+    """Returns the rewards per token [n, T]: the outcome on those of the last step."""
     last_n1 = np.where(answer_nT, step_nT, 0).max(axis=1, keepdims=True)
     last_nT = answer_nT & (step_nT == last_n1)
     return np.where(last_nT, reward_n[:, None], 0.0).astype(np.float32)
@@ -111,8 +111,8 @@ def outcome(reward_n, step_nT, answer_nT):
 def gae(reward_nT, value_nT, step_nT, answer_nT, *, gamma: float, lam: float):
     """Returns (return_nT, advantage_nT); tokens unmasked in one step share a state.
 
-    Step-level GAE of TraceRL (arXiv 2509.06949, section 4.3). With r*, V* the means over
-    a step's tokens and t + 1 the next distinct step (zero beyond the last):
+    Step-level GAE of TraceRL (arXiv 2509.06949, section 4.3). With r*, V* the means
+    over a step's tokens and t + 1 the next distinct step (zero beyond the last):
 
         R*_t = r*_t + gamma R*_{t+1}          A*_t = r*_t - V*_t + gamma V*_{t+1}
                                                      + gamma lam A*_{t+1}

@@ -1,7 +1,7 @@
 """From what was sampled, or is given, to the batches of a step's updates: host side.
 
-A trajectory has `copies` rows of noise, one after the other, and an [n, T] array here has
-a row for each. The batches of an RL step are made in stages, each a function:
+A trajectory has `copies` rows of noise, one after the other, and an [n, T] array here
+has a row for each. The batches of an RL step are made in stages, each a function:
 
     teaching    which rollouts there is something to learn from
     deal        these, shuffled and dealt out to the step's updates, and packed
@@ -50,32 +50,35 @@ def of_rollouts(
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
     rng: shuffles the rollouts; noised: noise.noised of all of them.
-    as_sampled: the noise is the trace itself. Only then are tokens scored in the context
-    in which they were sampled, and the metrics tell how far the sampler was off.
+    as_sampled: the noise is the trace itself. Only then are tokens scored in the
+    context in which they were sampled, and the metrics tell how far the sampler was
+    off.
     params: of the networks by name: "policy", and as configured "value", "reference".
-    pack: views.pack, bound but for trace, noise and group_n; score: learner.score, bound.
+    pack: views.pack, bound but for trace, noise and group_n.
+    score: learner.score, bound but for params and batch.
     There are no batches where rl.filter finds no group that teaches something.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
         return metrics, []
-    reward_n = relative_rewards(rollouts, keep_n, rl)
+    # Rewards are compared before anything is dealt out: a group's rollouts may end up
+    # in several updates.
+    relative_n = relative_rewards(rollouts, keep_n, rl)
 
-    # From here on every array has a row of each row of noise.
+    # From here on every array has a place for each row of noise.
     copies = len(noised.step_nT) // len(keep_n)
     trajectory_n = np.repeat(np.arange(len(keep_n)), copies)
-    trace, group_n, reward_n = take(
-        (rollouts.trace, rollouts.group_n, reward_n), trajectory_n
-    )
+    trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
     rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies)
     deals = [deal(row_n, trace, noised, group_n, pack) for row_n in rows]
+    # All updates of the step are scored before the first of them changes the weights.
     scores = scored(
         deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
     )
     answer_nT = noise.answers(trace) & keep_n[trajectory_n][:, None]
     adv_nT, ret_nT, adv_metrics = advantages(
-        reward_n, answer_nT, noised, scores.value_nT, rl
+        relative_n[trajectory_n], answer_nT, noised, scores.value_nT, rl
     )
     fields = {
         "adv_BU": factors(
@@ -86,12 +89,12 @@ def of_rollouts(
         "ret_BU": ret_nT,
         "old_value_BU": scores.value_nT,
     }
-    metrics |= {"packed_fill": float(np.mean([dealt.batch.fill for dealt in deals]))}
+    metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
     metrics |= gap_metrics(scores, rl, as_sampled=as_sampled) | adv_metrics
     return metrics, [attached(dealt, fields, mesh) for dealt in deals]
 
 
-# ---- The stages ------------------------------------------------------------------------
+# ---- The stages ----------------------------------------------------------------------
 
 
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
@@ -141,7 +144,7 @@ class Deal:
     recorded_mBU: np.ndarray  # log-probs of the tokens when they were sampled, nats
 
     def gap(self, logp_mBU, microbatches: int | None = None) -> np.ndarray:
-        """Returns |log-prob - recorded| of the first microbatches' tokens, one by one."""
+        """Returns |log-prob - recorded| of each token of the first microbatches."""
         real_mBU = self.source.row_mBU[:microbatches] >= 0
         return np.abs(logp_mBU - self.recorded_mBU)[:microbatches][real_mBU]
 
@@ -188,6 +191,7 @@ def scored(
     gaps, trusted = [], []
     outputs = functools.partial(network_outputs, params, score)
     for dealt in deals:
+        # One batch at a time lies on the mesh beside the networks.
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)
         policy, deal_gaps, stands = old_log_probs(
             dealt, placed, outputs, rl.trusted_gap
@@ -205,7 +209,7 @@ def scored(
 
 
 def network_outputs(params: dict, score: Callable, name: str, batch: TrainBatch):
-    """Returns what one network says of a placed batch, on the host: name -> [m, B, U]."""
+    """Returns a network's outputs on a placed batch, on the host: name -> [m, B, U]."""
     return sharding.fetch(score({name: params[name]}, batch))[name]
 
 
@@ -214,9 +218,9 @@ def old_log_probs(
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray], bool]:
     """Returns (the policy's outputs, gaps to the record, whether the record stands).
 
-    outputs: network_outputs, bound. With a trusted gap the first microbatch is scored; if
-    none of its tokens is off by more, what the sampler recorded stands for the policy's
-    log-probs, which are then not scored.
+    outputs: network_outputs, bound. With a trusted gap the first microbatch is scored;
+    if none of its tokens is off by more, what the sampler recorded stands for the
+    policy's log-probs, which are then not scored.
     """
     gaps = []
     if trusted_gap:
@@ -244,8 +248,9 @@ def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, 
 def advantages(reward_n, answer_nT, noised: Noise, value_nT, rl: RLConfig):
     """Returns (adv_nT, ret_nT, metrics) of relative rewards.
 
-    answer_nT: the kept rollouts' answers. Without a value model the advantage of a token
-    is its answer's reward; with one it follows from GAE over the steps of the noise.
+    reward_n, value_nT: of each row of noise; answer_nT: the kept rollouts' answers.
+    Without a value model the advantage of a token is its answer's reward; with one it
+    follows from GAE over the steps of the noise.
     """
     seen_nT = answer_nT & (noised.share_nT > 0)
     metrics = {}
@@ -293,14 +298,14 @@ def factors(
 
 
 def attached(dealt: Deal, fields: dict[str, np.ndarray], mesh) -> TrainBatch:
-    """Returns a deal's batch on the mesh with [n, T] arrays as fields of their names."""
+    """Returns a deal's batch on the mesh, with [n, T] arrays as fields by name."""
     gathered = {
         name: dealt.source.gather(x_nT[dealt.row_n]) for name, x_nT in fields.items()
     }
     return sharding.place_rows(dealt.batch.replace(**gathered), mesh, axis=1)
 
 
-# ---- Examples, and pairs of them -------------------------------------------------------
+# ---- Examples, and pairs of them -----------------------------------------------------
 
 
 def of_examples(
@@ -314,17 +319,19 @@ def of_examples(
     score: Callable | None,
     mesh,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
-    """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs of them.
+    """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs.
 
-    examples: a host Trace, or data.Examples; noised: its noise, `copies` rows of each, of
-    `draws` draws; pack: see of_rollouts. score: learner.score, bound but for the batch, for
-    pairs (row 2i is the better one of pair i) that are compared with a reference (VRPO, see
-    bounds.preference, with `beta`); None for examples.
+    examples: a host Trace, or data.Examples; row 2i is the better one of pair i.
+    noised: noise.noised of them, `copies` rows of each, of `draws` draws.
+    pack: views.pack, bound but for trace and noise.
+    score: learner.score, bound but for the batch, for pairs, which are compared with a
+    reference (VRPO, see bounds.preference, with `beta`); None for examples.
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
     metrics = {"packed_fill": batch.fill}
     if score is not None:
+        # The same noise for both models and both answers: see bounds.preference.
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
         policy_nT, reference_nT = (
             source.scatter(outputs[name]["logp"], noised.step_nT.shape)
@@ -353,9 +360,11 @@ def blank(
 ) -> TrainBatch:
     """Returns a TrainBatch on the mesh that holds nothing, of the shape of all others.
 
-    trace: of one row without an answer; fields: the optional ones that the objective asks
-    for, such as RL_FIELDS.
+    trace: of one row without an answer; fields: the optional ones that the objective
+    asks for, such as RL_FIELDS.
     """
+    # Whatever noise it has: without an answer nothing is supervised, and nothing is
+    # packed.
     noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
     row_n = np.zeros(cfg.copies, int)
     batch, _ = pack(take(trace, row_n), noised, group_n=row_n)
@@ -363,7 +372,7 @@ def blank(
     return sharding.place_rows(batch, mesh, axis=1)
 
 
-# ---- Rows of items that have several ---------------------------------------------------
+# ---- Rows of items that have several -------------------------------------------------
 
 
 def rows_of(index_n, times: int) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Losses of a trajectory's evidence bounds, as factors of its tokens' log-probs.
 
 A sum over trajectories of f(bound) is not linear in the log-probs, so it cannot be cut
-into microbatches. Its gradient can: sum of df/dbound x grad log p, and the factors follow
-from log-probs scored beforehand (`learner.score`). They stand in the place of advantages in
-the objective `linear`, whose gradient is then exact at the scored weights.
+into microbatches. Its gradient can: sum of df/dbound x grad log p, and the factors
+follow from log-probs scored beforehand (`learner.score`). They stand in the place of
+advantages in the objective `linear`, whose gradient is then exact at the scored
+weights.
 
 m noise draws of a trajectory are m rows, one after the other; a masked token stands for
 as many as its share says (`noise.subset`, objective.aggregate "elbo"):
@@ -32,11 +33,11 @@ def sandwich(
     """Returns advantages [n, T] in which negative ones lower the upper bound too.
 
     SPG, sandwiched policy gradient (arXiv 2510.09541, section 3; in detail as its
-    published code): where A < 0 the bound of log pi that is lowered is weight x U +
-    (1 - weight) x L. U sums over the tokens that some draw masked; as there, it is scaled
-    to all of the answer.
-    logp_nT: as scored; share_nT: of the noise; answer_nT: where the answers are; all with
-    a row for each draw. power: the upper bound's.
+    published code): where A < 0 the bound of log pi that is lowered is
+    weight x U + (1 - weight) x L. U sums over the tokens that some draw masked; as
+    there, it is scaled to all of the answer.
+    logp_nT: as scored, nats; share_nT: of the noise; answer_nT: where the answers are;
+    all with a row for each draw. power: the upper bound's.
     """
     n, T = adv_nT.shape
     shape = (n // draws, draws, T)
@@ -57,18 +58,23 @@ def sandwich(
 
 
 def lower_bound(logp_nT, share_nT, draws: int) -> np.ndarray:
-    """Returns each trajectory's evidence lower bound [i], nats: the mean over its draws."""
+    """Returns each trajectory's evidence lower bound [i], nats: the draws' mean."""
     return (share_nT * logp_nT).sum(axis=1).reshape(-1, draws).mean(axis=1)
 
 
 def preference(policy_i, reference_i, beta: float):
-    """Returns (loss, factors of the bounds [i], margins) of pairs: chosen, rejected, ...
+    """Returns (loss, factors of the bounds [i], margins) of pairs.
 
-    VRPO (LLaDA 1.5, arXiv 2505.19223, section 3): DPO's mean of -log sigmoid(margin) with
-    evidence bounds B for log-likelihoods,
-    margin = beta (B_policy - B_reference)(chosen) - beta (B_policy - B_reference)(rejected).
-    Its variance is least with one mask per noise level, and with the same draws for both
-    models: both are scored on one batch.
+    policy_i, reference_i: the evidence bounds of chosen, rejected, chosen, ...
+
+    VRPO (LLaDA 1.5, arXiv 2505.19223, section 3): DPO's mean of -log sigmoid(margin)
+    with evidence bounds B for log-likelihoods,
+
+        margin = beta (B_policy - B_reference)(chosen)
+               - beta (B_policy - B_reference)(rejected)
+
+    Its variance is least with one mask per noise level, and with the same draws for
+    both models: both are scored on one batch.
     """
     gain_i = beta * (policy_i - reference_i)
     margins = gain_i[0::2] - gain_i[1::2]  # [pairs]
@@ -82,8 +88,8 @@ def preference_factors(
 ):
     """Returns (metrics, factors [n, T] in the place of advantages) of pairs of answers.
 
-    policy_nT, reference_nT: log-probs of both models on the same noise, which has `draws`
-    rows for each answer; share_nT: the noise's; len_n: the answers' lengths.
+    policy_nT, reference_nT: log-probs of both models on the same noise, which has
+    `draws` rows for each answer; share_nT: the noise's; len_n: the answers' lengths.
     """
     loss, factor_i, margins = preference(
         lower_bound(policy_nT, share_nT, draws),

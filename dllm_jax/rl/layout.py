@@ -2,13 +2,13 @@
 
     block   one clean copy, then noised blocks: each sees the clean tokens before it and
             itself
-    full    a canvas of its own for every view: the prompt and the noised answer see each
-            other
+    full    a canvas of its own for every view: the prompt and the noised answer see
+            each other
     causal  the clean copy alone: each token sees those before it
 
-The layout follows from the model's attention. In terms of `models.mask.packed`: begin is
-the first slot, and a group the id of a noised block. Host numpy. `cfg` is a BatchConfig
-throughout; rl/config.py imports what imports this module.
+The layout follows from the model's attention. In terms of `models.mask.packed`: begin
+is the first slot, and a group the id of a noised block. Host numpy. `cfg` is a
+BatchConfig throughout; rl/config.py imports what imports this module.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ import numpy as np
 
 from dllm_jax.models.mask import FAR
 
-# The round of a view that supervises the tokens of all steps. It is later than every step,
-# so that nothing is masked.
+# The round of a view that supervises the tokens of all steps. It is later than every
+# step, so that nothing is masked.
 EVERY = FAR + 1
 
 
@@ -28,10 +28,10 @@ EVERY = FAR + 1
 class Attention:
     """Facts about a model's attention that layouts read; nothing compares names."""
 
-    by_block: (
-        bool  # views are noised blocks behind one clean copy; else each is a canvas
-    )
-    masks: bool  # a view masks the tokens of its round and of later ones; else none
+    # Views are noised blocks behind one clean copy; else each is a canvas of its own.
+    by_block: bool
+    # A view masks the tokens of its round and of later ones; else it masks nothing.
+    masks: bool
 
 
 ATTENTIONS = {
@@ -59,15 +59,15 @@ class Layout:
     def numbers(self, T: int, prompt_len: int) -> np.ndarray:
         """Returns the block [T] of each position, counted from 0.
 
-        "absolute" is the sampler's grid pos // Q. "response" starts a block at the answer's
-        first token, as dLLM-RL trains: blocks of the prompt are counted back from its end,
-        and the first may lack positions.
+        "absolute" is the sampler's grid pos // Q. "response" starts a block at the
+        answer's first token, as dLLM-RL trains: blocks of the prompt are counted back
+        from its end, and the first may lack positions.
         """
         lacking = -prompt_len % self.block if self.grid == "response" else 0
         return (np.arange(T) + lacking) // self.block
 
     def scope(self, T: int, prompt_len: int) -> np.ndarray:
-        """Returns what [T] is noised together: a block's number, or 0 for a whole canvas."""
+        """Returns what [T] is noised together: a block's number, or 0 in a canvas."""
         if self.facts.by_block:
             return self.numbers(T, prompt_len)
         return np.zeros(T, int)
@@ -79,7 +79,7 @@ class Layout:
     def canvas_end(self, T: int, prompt_len: int, length: int) -> int:
         """Returns where the canvas of an answer of this length ends.
 
-        Where masks show how long an answer may become, that is the same for all answers.
+        Where masks show how long an answer may become, all have room for the longest.
         """
         end = prompt_len + length
         if not self.facts.masks:
@@ -89,7 +89,7 @@ class Layout:
     def seats(self, cfg) -> int:
         """Returns how many slots of a row can be supervised.
 
-        A noised block stands behind a clean copy; a canvas can be supervised everywhere.
+        Noised blocks stand behind a clean copy; a canvas can be supervised everywhere.
         """
         return cfg.tokens // 2 if self.facts.by_block else cfg.tokens
 
@@ -101,7 +101,7 @@ class View(NamedTuple):
     first: int  # its positions are first .. end
     end: int
     round: int  # the step that it supervises, or EVERY
-    supervised: int  # how many tokens that are
+    supervised: int  # how many tokens that is
 
 
 def views_of(
@@ -134,7 +134,7 @@ def views_of(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What goes into one row together: a clean copy, and the views that stand behind it."""
+    """What goes into one row together: a clean copy, and the views behind it."""
 
     views: tuple[View, ...]  # from left to right
 
@@ -217,8 +217,8 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
         masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
         end_T=end_T,
         group_T=group_T,
-        # With shift 1 a block's first token is predicted at the position before it, which
-        # lies in the clean copy, where a position is its slot.
+        # With shift 1 a block's first token is predicted at the position before it,
+        # which lies in the clean copy, where a position is its slot.
         slot_U=np.where(
             answering_U < firsts[view_U],
             answering_U,
@@ -239,10 +239,10 @@ def sights(piece: Piece, view_T, pos_T, scope_T, layout: Layout):
     clean, slots = piece.clean, piece.clean + len(pos_T)
     group_T = np.full(slots, -1)
     if not layout.facts.by_block:
-        # In a canvas with masks everything sees everything, else each what comes before.
+        # In a canvas with masks all see each other, else each sees what comes before.
         end_T = np.full(slots, slots) if layout.facts.masks else pos_T + 1
         return end_T, group_T
-    # A clean token sees its own block too, a noised one only the clean blocks before it.
+    # A clean token sees its own block too, a noised one the clean blocks before it.
     clean_end_T = np.searchsorted(scope_T, scope_T[:clean], side="right")
     noised_end_T = np.searchsorted(scope_T, scope_T[pos_T])
     # Ids of groups only have to differ within a row: a view's first slot is its id.
@@ -262,8 +262,8 @@ def microbatches(
 ) -> int:
     """Returns how many microbatches always suffice for so many trajectories.
 
-    slots: of a canvas; answer: the longest one's tokens; rounds: the most that a scope has,
-    in all of a trajectory's `copies` rows of noise.
+    slots: of a canvas; answer: the longest one's tokens; rounds: the most that a scope
+    has, in all of a trajectory's `copies` rows of noise.
     """
     if not layout.facts.by_block:
         # No view is longer than a canvas, so all rows but the last hold as many as fit.
@@ -271,23 +271,23 @@ def microbatches(
         rows = -(-views // max(cfg.tokens // slots, 1))
         return -(-rows // cfg.rows)
     seats = layout.seats(cfg)
-    # An answer has one block more than its length says where it begins inside of one. Every
-    # block is noised once for each of its rounds, and a row of noise supervises a token
-    # once.
+    # An answer has one block more than its length says where it begins inside of one.
+    # Every block is noised once for each of its rounds, and a row of noise supervises a
+    # token once.
     noised = (-(-answer // layout.block) + 1) * layout.block * rounds
     supervised = min(noised, answer * copies)
     # A piece ends where the next block does not fit. With its clean copy, of less than
-    # `slots`, it then fills the row, so it holds at least tokens - slots noised slots; or
-    # it holds more than seats - block supervised tokens. Either happens so often:
+    # `slots`, it then fills the row, so it holds at least tokens - slots noised slots;
+    # or it holds more than seats - block supervised tokens. Either happens so often:
     cuts = 0
     if slots + noised > cfg.tokens:
         cuts += noised // max(cfg.tokens - slots, layout.block)
     if supervised > seats:
         cuts += supervised // max(seats - layout.block + 1, 1)
-    # What a trajectory takes of a row: a share of its slots, with a clean copy for every
-    # piece, and a share of its seats.
+    # What a trajectory takes of a row: a share of its slots, with a clean copy for
+    # every piece, and a share of its seats.
     load = (noised + (cuts + 1) * slots) / cfg.tokens + supervised / seats
-    # First fit: two rows together hold more than one row's load of slots or seats. Nor are
-    # there more rows than pieces.
+    # First fit: two rows together hold more than one row's load of slots or seats. Nor
+    # are there more rows than pieces.
     rows = 2 * int(np.ceil(trajectories * load)) + 1
     return -(-min(rows, trajectories * (cuts + 1)) // cfg.rows)

@@ -1,8 +1,9 @@
 """Noise: which tokens are masked together, and which of them are supervised.
 
-Every kind says it with one array, a step map: in the round of step t all that was unmasked
-at t or later is masked, what came earlier is shown, and the tokens of t are supervised. The
-trace of sampling is one itself; random masks are maps of few steps. Host numpy.
+Every kind says it with one array, a step map: in the round of step t all that was
+unmasked at t or later is masked, what came earlier is shown, and the tokens of t are
+supervised. The trace of sampling is one itself; random masks are maps of few steps.
+Host numpy.
 
 `cfg` is a NoiseConfig throughout; rl/config.py imports this module for the names of the
 kinds.
@@ -25,8 +26,8 @@ class Noise:
     """Step maps of n rows, and what is supervised in each."""
 
     step_nT: np.ndarray
-    # How many tokens each one stands for: 1 / the probability that it is masked. 0: it is
-    # not supervised.
+    # How many tokens each one stands for: 1 / the probability that it is masked. 0: it
+    # is not supervised.
     share_nT: np.ndarray
 
 
@@ -38,7 +39,7 @@ class StepMap(NamedTuple):
 
 
 def unmasked(step) -> np.ndarray:
-    """Returns where some step unmasked a token: it was not given, nor is it masked yet."""
+    """Returns where some step unmasked a token: neither given nor masked for good."""
     return (step != GIVEN) & (step != FAR)
 
 
@@ -52,7 +53,7 @@ def as_it_is(step_T) -> StepMap:
     return StepMap(step_T, unmasked(step_T).astype(np.float32))
 
 
-# ---- The kinds -------------------------------------------------------------------------
+# ---- The kinds -----------------------------------------------------------------------
 
 
 def shrink(step_T, scope_T, size: int):
@@ -77,7 +78,7 @@ def traced(step_T, answer_T, scope_T, block_T, rng, cfg):
 
 
 def coins(step_T, scope_T, rng: np.random.Generator, cfg):
-    """Returns (masked_T, rate_T): a coin for each token, masked with probability `rate`.
+    """Returns (masked_T, rate_T): each token is masked with probability `rate`.
 
     Each token's rate is its own, or a scope's tokens share one (NoiseConfig.rate).
     """
@@ -104,7 +105,7 @@ def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg):
 
 
 def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
-    """A random mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
+    """A mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
     masked_T, rate_T = coins(step_T, scope_T, rng, cfg)
     return [
         one_round(step_T, masked_T, rate_T),
@@ -118,19 +119,19 @@ def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
     Where the layout hides later blocks anyway, this is `bernoulli`.
     """
     drawn = one_round(step_T, *coins(step_T, block_T, rng, cfg))
-    # Of block j what is shown has step 2j + 1 and what is masked 2j + 2: its round masks
-    # the later blocks, whose steps are later.
+    # Of block j what is shown has step 2j + 1 and what is masked 2j + 2: its round
+    # masks the later blocks, whose steps are later.
     turn_T = 2 * block_T + np.where(drawn.share_T > 0, 2, 1)
     step_T = np.where(unmasked(step_T), turn_T, step_T).astype(np.int32)
     return [StepMap(step_T, drawn.share_T)]
 
 
 def subset(step_T, answer_T, scope_T, block_T, rng, cfg):
-    """Masks l of the n answer tokens of each scope, l uniform in 1 .. n; they are step 1.
+    """Masks l of the n answer tokens of each scope, l uniform in 1 .. n, as step 1.
 
-    With weight n / l for each (objective.aggregate "elbo") the log-probs sum to an unbiased
-    estimate of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a scope after the
-    other. What follows the answer stays masked.
+    With weight n / l for each (objective.aggregate "elbo") the log-probs sum to an
+    unbiased estimate of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a
+    scope after the other. What follows the answer stays masked.
     """
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
@@ -146,7 +147,7 @@ def next_token(step_T, answer_T, scope_T, block_T, rng, cfg):
     return [as_it_is(step_T)]
 
 
-# ---- How many rounds a scope has at most, in all rows of noise: see `rounds` -----------
+# ---- How many rounds a scope has at most, in all rows of noise: see `rounds` ---------
 
 
 def rounds_of_steps(cfg, layout: Layout, answer: int, steps: int) -> int:
@@ -170,17 +171,16 @@ def rounds_of_blocks(cfg, layout: Layout, answer: int, steps: int) -> int:
 class Kind:
     """A row of KINDS: how it draws its step maps, and facts that others read."""
 
-    # maps(step_T, answer_T, scope_T, block_T, rng, cfg) -> one draw, a list of StepMaps.
-    # step_T: of a trajectory's canvas: GIVEN, the step that unmasked a token, or FAR where
-    # none did; answer_T: where its answer is, of which alone shares count; scope_T,
-    # block_T: Layout.scope, Layout.numbers; rng: a numpy Generator, if `random`.
+    # maps(step_T, answer_T, scope_T, block_T, rng, cfg) -> one draw: `rows` StepMaps.
+    #   step_T: of a canvas: GIVEN, the step that unmasked a token, FAR where none did
+    #   answer_T: where its answer is; shares count there alone
+    #   scope_T, block_T: Layout.scope, Layout.numbers
+    #   rng: a numpy Generator, if `random`
     maps: Callable
     rounds: Callable  # (cfg, layout, answer, steps) -> int: see the function `rounds`
     rows: int = 1  # StepMaps of a draw
     random: bool = True  # draws differ, so that a trajectory may have several
-    masks: bool = (
-        True  # False: it hides nothing, which only causal attention learns from
-    )
+    masks: bool = True  # False: it hides nothing; only causal attention learns then
 
 
 KINDS = {
@@ -193,7 +193,7 @@ KINDS = {
 }
 
 
-# ---- For whole traces ------------------------------------------------------------------
+# ---- For whole traces ----------------------------------------------------------------
 
 
 def answers(trace) -> np.ndarray:
@@ -204,7 +204,7 @@ def answers(trace) -> np.ndarray:
 
 
 def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
-    """Returns the noise of a host trace: `cfg.copies` rows of each trajectory, in order.
+    """Returns the noise of a host trace: `cfg.copies` rows of each trajectory in turn.
 
     rng: a numpy Generator, for random kinds.
     """
@@ -237,18 +237,18 @@ def check(cfg, layout: Layout):
     kind = KINDS[cfg.kind]
     if layout.facts.masks and not kind.masks:
         raise ValueError(
-            f"noise.kind={cfg.kind!r} trains causal attention, but the export would sample "
-            f"with attention={layout.attention!r}; set model.attention='causal' and "
-            "model.shift=1"
+            f"noise.kind={cfg.kind!r} trains causal attention, but the export would "
+            f"sample with attention={layout.attention!r}; set model.attention='causal' "
+            "and model.shift=1"
         )
     if not layout.facts.masks:
         if kind.random:
             raise ValueError(
-                f"noise.kind={cfg.kind!r} masks tokens, but the model's attention is causal; "
-                "set noise.kind='ar', or adapt the model: configs/sft.py:adapt"
+                f"noise.kind={cfg.kind!r} masks tokens, but the model's attention is "
+                "causal; set noise.kind='ar', or adapt the model: configs/sft.py:adapt"
             )
         if layout.shift < 1:
             raise ValueError(
-                "noise.kind='ar' predicts the next token, but the model's shift is 0: a "
-                "token would be predicted from itself; set model.shift=1"
+                "noise.kind='ar' predicts the next token, but the model's shift is 0: "
+                "a token would be predicted from itself; set model.shift=1"
             )

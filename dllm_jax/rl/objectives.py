@@ -1,11 +1,11 @@
 """The losses, per token and weighed: a loss is the sum of weight x term, never a mean.
 
-The weights carry every normaliser (`views.AGGREGATES`), so the gradient of an update does
-not depend on how it is cut into microbatches. Every objective returns (loss, sums): the
-sums add up over microbatches and become the step's metrics.
+The weights carry every normaliser (`views.AGGREGATES`), so the gradient of an update
+does not depend on how it is cut into microbatches. Every objective returns (loss,
+sums): the sums add up over microbatches and become the step's metrics.
 
-`cfg` is an ObjectiveConfig throughout; rl/config.py imports this module for the names of
-the losses.
+`cfg` is an ObjectiveConfig throughout; rl/config.py imports this module for the names
+of the losses.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 LIMIT = 10.0  # log-ratios are clamped to +-10 before exp
 
 
-# ---- KL(new || old) from delta = log new - log old at sampled tokens, nats -------------
+# ---- KL(new || old) from delta = log new - log old at sampled tokens, nats -----------
 
 
 def k1(delta):
-    """d: unbiased, negative for some tokens (Schulman 2020, "Approximating KL divergence")."""
+    """d: unbiased, but negative for some tokens."""
     return delta
 
 
 def k3(delta):
-    """exp(-d) - 1 + d: unbiased and never negative (Schulman 2020). The exponent is clamped."""
+    """exp(-d) - 1 + d: unbiased and never negative. The exponent is clamped."""
     return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
 
 
@@ -34,11 +34,15 @@ KL_ESTIMATORS = {"k1": k1, "k3": k3}
 
 
 def kl(delta, kind: str):
-    """Estimates KL(new || old) token by token; kind: a key of KL_ESTIMATORS."""
+    """Estimates KL(new || old) at sampled tokens, nats.
+
+    Schulman 2020, "Approximating KL divergence". delta: log new - log old; kind: a key
+    of KL_ESTIMATORS.
+    """
     return KL_ESTIMATORS[kind](delta)
 
 
-# ---- The objectives --------------------------------------------------------------------
+# ---- The objectives ------------------------------------------------------------------
 
 
 def nll(out, batch, cfg):
@@ -54,10 +58,10 @@ def nll(out, batch, cfg):
 def policy(out, batch, cfg):
     """Clipped surrogate with KL, TraceRL (arXiv 2509.06949) Eq. 3.
 
-    -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a fixed
-    reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider eps' is
-    DAPO's clip-higher (arXiv 2503.14476, section 3.1). The KL that the metrics tell is k3,
-    whatever the loss uses.
+    -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a
+    fixed reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider
+    eps' is DAPO's clip-higher (arXiv 2503.14476, section 3.1). The KL that the metrics
+    tell is k3, whatever the loss uses.
     """
     real_BU = batch.weight_BU > 0
     delta_BU = jnp.where(real_BU, out["logp"] - batch.old_logp_BU, 0.0)
@@ -75,8 +79,8 @@ def policy(out, batch, cfg):
         "entropy": jnp.sum(jnp.where(real_BU, out["entropy"], 0.0)),
     }
     if cfg.reference_beta:
-        delta_BU = jnp.where(real_BU, out["logp"] - batch.ref_logp_BU, 0.0)
-        to_reference_BU = kl(delta_BU, cfg.kl)
+        ref_delta_BU = jnp.where(real_BU, out["logp"] - batch.ref_logp_BU, 0.0)
+        to_reference_BU = kl(ref_delta_BU, cfg.kl)
         loss_BU += cfg.reference_beta * to_reference_BU
         sums["reference_kl"] = jnp.sum(to_reference_BU)
     return jnp.sum(batch.weight_BU * loss_BU), sums
@@ -95,7 +99,10 @@ def linear(out, batch, cfg):
 
 
 def value(out, batch, cfg):
-    """Clipped value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps) - R)^2)."""
+    """Clipped value loss.
+
+    1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2)
+    """
     near_BU = batch.old_value_BU + jnp.clip(
         out["value"] - batch.old_value_BU, -cfg.clip, cfg.clip
     )
@@ -109,15 +116,14 @@ def value(out, batch, cfg):
 class Objective:
     """A row of OBJECTIVES: called as its function is, with facts that others read."""
 
-    # function(out, batch, cfg) -> (loss, sums). out: learner.outputs of a microbatch, of
-    # which the objective reads "logp" and "entropy" or "value", each [B, U] in f32; batch:
-    # the microbatch, with the optional fields that it needs. loss: a scalar, the sum of
-    # weight_BU x term; sums: name -> scalar, over the supervised tokens. What stands in the
-    # filling, where weight_BU is 0, changes neither them nor a gradient.
+    # function(out, batch, cfg) -> (loss, sums). out: learner.outputs of a microbatch,
+    # of which the objective reads "logp" and "entropy" or "value", each [B, U] in f32;
+    # batch: the microbatch, with the optional fields that it needs. loss: a scalar, the
+    # sum of weight_BU x term; sums: name -> scalar, over the supervised tokens. What
+    # stands in the filling, where weight_BU is 0, changes neither them nor a gradient.
     function: Callable
     rl: bool = False  # objective.loss may name it
-    # adv_BU holds factors of evidence bounds: see bounds.py.
-    bounds: bool = False
+    bounds: bool = False  # adv_BU holds factors of evidence bounds: see bounds.py
 
     def __call__(self, out, batch, cfg):
         """Returns (loss, sums)."""
@@ -133,5 +139,6 @@ OBJECTIVES = {
     "value": Objective(value),
 }
 RL_LOSSES = tuple(name for name, row in OBJECTIVES.items() if row.rl)
-# Sums that are weighed already; the others are divided by the number of supervised tokens.
+# Sums that are weighed already; the others are divided by the number of supervised
+# tokens.
 SUMMED = ("loss", "policy_loss", "value_loss")

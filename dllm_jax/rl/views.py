@@ -1,17 +1,18 @@
 """Views packed into fixed rows: what one update trains on.
 
-A *round* of a block supervises the tokens that one step of its noise unmasked, with those of
-this and later steps masked and earlier ones shown (noise.py); a trajectory's rounds are laid
-out as its model sees them (layout.py), and several trajectories share a row. Packing is
-done in stages, each a function:
+A *round* of a block supervises the tokens that one step of its noise unmasked, with
+those of this and later steps masked and earlier ones shown (noise.py); a trajectory's
+rounds are laid out as its model sees them (layout.py), and several trajectories share a
+row. Packing is done in stages, each a function:
 
     pieces_of   trajectories, cut where they would exceed a row
     fit         which pieces share a row
     lay         a piece's tokens and seats, written into its row
     AGGREGATES  what every supervised token weighs in the loss
 
-Everything here is numpy on the host; the result is a TrainBatch of one fixed shape. `cfg`
-is a BatchConfig throughout; rl/config.py imports this module for the names of AGGREGATES.
+Everything here is numpy on the host; the result is a TrainBatch of one fixed shape.
+`cfg` is a BatchConfig throughout; rl/config.py imports this module for the names of
+AGGREGATES.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from dllm_jax.sampling.state import Trace
 class TrainBatch:
     """B rows of T slots, of which U are supervised.
 
-    As packed it is a stack of m microbatches: every array has a leading m, and the first
-    `used` of them hold something. Optional fields are what an objective asks for.
+    As packed it is a stack of m microbatches: every array has a leading m, and the
+    first `used` of them hold something. Optional fields are what an objective asks for.
     """
 
     used: np.ndarray  # int32 scalar
@@ -62,12 +63,12 @@ class Source:
     pos_mBU: np.ndarray
 
     def gather(self, x_nT) -> np.ndarray:
-        """Returns the [n, T] array's values in the batch's order, f32; 0 for filling."""
+        """Returns the [n, T] array's values in the batch's order, f32; filling is 0."""
         x_mBU = np.where(self.row_mBU >= 0, x_nT[self.row_mBU, self.pos_mBU], 0)
         return x_mBU.astype(np.float32)
 
     def scatter(self, x_mBU, shape: tuple[int, int]) -> np.ndarray:
-        """Returns an [n, T] array with the batch's values in place, f32; 0 elsewhere."""
+        """Returns an [n, T] array of the batch's values in place, f32; 0 elsewhere."""
         out_nT = np.zeros(shape, np.float32)
         real_mBU = self.row_mBU >= 0
         rows, positions = self.row_mBU[real_mBU], self.pos_mBU[real_mBU]
@@ -75,7 +76,7 @@ class Source:
         return out_nT
 
 
-# ---- Packing ---------------------------------------------------------------------------
+# ---- Packing -------------------------------------------------------------------------
 
 
 def pack(
@@ -152,7 +153,7 @@ def pieces_of(
 
 
 def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
-    """Returns the pieces in rows of so many slots and seats: first fit, longest first."""
+    """Returns the pieces in rows of such a size: first fit, longest first."""
     rows, free_slots, free_seats = [], [], []
     for piece in sorted(pieces, key=lambda piece: -piece.cost):
         cost, supervised = piece.cost, piece.supervised
@@ -234,8 +235,8 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
 def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_id: int):
     """Writes a piece into row b, from this slot and this seat on.
 
-    tokens_T: of its trajectory's canvas. What `shown` counts from the piece's first slot
-    is counted from the row's in Rows.
+    tokens_T: of its trajectory's canvas. What `shown` counts from the piece's first
+    slot is counted from the row's in Rows.
     """
     slots = slice(slot, slot + len(shown.pos_T))
     rows.tokens_BT[b, slots] = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
@@ -251,12 +252,12 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     rows.size_BU[b, seats] = shown.size_U
 
 
-# ---- What a supervised token weighs ----------------------------------------------------
+# ---- What a supervised token weighs --------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Seats:
-    """The supervised seats of an update, and the n rows of noise that they come from."""
+    """The supervised seats of an update, and the n rows of noise they come from."""
 
     row_BU: np.ndarray  # the row of noise; -1: filling
     size_BU: np.ndarray  # supervised tokens of its step
@@ -268,9 +269,9 @@ class Seats:
     longest: int  # tokens of the longest possible answer
 
 
-# An aggregate takes Seats and returns what each token's loss is multiplied by, [B, U] or a
-# number for all; what it says of filling counts for nothing. n below is `answers`, o_i an
-# answer of them, |o_i| its length, l_it the loss of its token t.
+# An aggregate takes Seats and returns what each token's loss is multiplied by, [B, U]
+# or a number for all; what it says of filling counts for nothing. Below n is `answers`,
+# |o_i| the length of an answer i of them, l_it the loss of its token t.
 
 
 def by_token(seats: Seats):
@@ -284,7 +285,7 @@ def by_sequence(seats: Seats):
 
 
 def by_step(seats: Seats):
-    """1/n sum_i sum_s 1/|s| sum_{t in s} l_it, steps s: TraceRL (arXiv 2509.06949, Eq. 3)."""
+    """1/n sum_i sum_s 1/|s| sum_{t in s} l_it: TraceRL (arXiv 2509.06949, Eq. 3)."""
     return 1.0 / (seats.answers * seats.size_BU)
 
 
@@ -294,21 +295,20 @@ def by_constant(seats: Seats):
 
 
 def by_group(seats: Seats):
-    """1/G sum_g 1/S_g sum_s 1/|s| sum_{t in s} l_it: DiPO (arXiv 2512.22234, Eq. 7).
+    """1/G sum_g 1/S_g sum_{i in g} sum_t l_it: DiPO (arXiv 2512.22234, Eq. 7).
 
-    G groups have supervised tokens; S_g counts the steps of all answers of group g, of
-    each of which a token is 1 / |s|.
+    G groups have supervised tokens; S_g counts the steps of all answers of group g.
     """
     real_BU, group_n = seats.real_BU, seats.group_n
     group_of_token = group_n[seats.row_BU[real_BU]]
-    share_of_step = 1.0 / seats.size_BU[real_BU]
+    share_of_step = 1.0 / seats.size_BU[real_BU]  # the shares of a step's tokens are 1
     steps = np.bincount(group_of_token, share_of_step, group_n.max() + 1)  # [groups]
     groups = max(np.count_nonzero(steps), 1)
     return 1.0 / (groups * np.maximum(steps, 1)[group_n[seats.row_BU]])
 
 
 def by_elbo(seats: Seats):
-    """1 / sum_i |o_i| sum_i sum_t share_it l_it: LLaDA (arXiv 2502.09992, Eqs. 3 and 6).
+    """1 / sum_i |o_i| sum_i sum_t share_it l_it: LLaDA (arXiv 2502.09992, Eqs. 3, 6).
 
     The shares make a sum over the masked tokens an unbiased estimate of that over all.
     """
