@@ -221,6 +221,22 @@ def check_equal(one, two):
     )
 
 
+def begin_on(mesh, cfg, params):
+    """Returns (both states on the mesh, their shardings)."""
+    states, places = {}, {}
+    for name, state in begin(params).items():
+        placed = jax.tree.map(
+            lambda x, like: jax.device_put(np.asarray(x), like.sharding),
+            state.params,
+            transformer.abstract(cfg, mesh, jnp.float32, PLANS[name].heads),
+        )
+        start = functools.partial(learner.begin, plan=PLANS[name])
+        abstract = jax.eval_shape(start, placed).replace(params=placed)
+        places[name] = learner.shardings(abstract, PLANS[name], mesh)
+        states[name] = jax.jit(start, out_shardings=places[name])(placed)
+    return states, places
+
+
 def on_mesh(shape, cfg, params, trace):
     """Returns ((batch, source, result) of each of two updates, the states, traces).
 
@@ -237,17 +253,7 @@ def on_mesh(shape, cfg, params, trace):
         return learner.update(states, batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
 
     with jax.set_mesh(mesh):
-        states, places = {}, {}
-        for name, state in begin(params).items():
-            placed = jax.tree.map(
-                lambda x, like: jax.device_put(np.asarray(x), like.sharding),
-                state.params,
-                transformer.abstract(cfg, mesh, jnp.float32, PLANS[name].heads),
-            )
-            start = functools.partial(learner.begin, plan=PLANS[name])
-            abstract = jax.eval_shape(start, placed).replace(params=placed)
-            places[name] = learner.shardings(abstract, PLANS[name], mesh)
-            states[name] = jax.jit(start, out_shardings=places[name])(placed)
+        states, places = begin_on(mesh, cfg, params)
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         step = jit(counted, donate_argnums=0, out_shardings=(places, whole))
         out = []

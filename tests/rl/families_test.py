@@ -26,6 +26,44 @@ from tests.rl import common
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 
+def step_batch(model, plans, params, mesh):
+    """Returns the batch of a step that samples 8 answers, half of which are right."""
+    rollouts = common.rollouts()
+    layout = Layout(attention=model.attention, shift=model.shift, block=4, longest=12)
+    kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
+    trajectories, slots = rollouts.trace.tokens_BT.shape
+    most = layouts.microbatches(
+        trajectories=trajectories,
+        slots=slots,
+        answer=8,
+        rounds=noise.rounds(kind, layout, 8),
+        copies=1,
+        layout=layout,
+        cfg=shape,
+    )
+    metrics, (batch,) = batches.of_rollouts(
+        rollouts,
+        np.random.default_rng(0),
+        rl=RLConfig(prompts=2, group=4, value="head"),
+        noised=noise.noised(rollouts.trace, kind, layout),
+        as_sampled=True,
+        objective=ObjectiveConfig(),
+        params={"policy": params},
+        pack=functools.partial(
+            views.pack,
+            mask_id=model.mask_id,
+            layout=layout,
+            cfg=shape,
+            most=most,
+            aggregate="step",
+        ),
+        score=jax.jit(functools.partial(learner.score, model=model, plans=plans)),
+        mesh=mesh,
+    )
+    assert metrics["groups_kept"] == 2
+    return batch
+
+
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llada", "full"), ("sdar_moe", "block"), ("llada2", "block")],
@@ -41,43 +79,10 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     frozen, value = networks.frozen(path, model, mesh)
     wanted = {"policy": networks.abstract(model, plans["policy"], mesh)}
     places = jax.tree.map(lambda x: x.sharding, wanted)
-    key = jax.random.key(0)
-    states = networks.first(path, model, plans, places, mesh, value, key)
+    states = networks.first(path, model, plans, places, mesh, value, jax.random.key(0))
 
-    found = common.rollouts()
-    layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
-    kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
-    trajectories, slots = found.trace.tokens_BT.shape
-    most = layouts.microbatches(
-        trajectories=trajectories,
-        slots=slots,
-        answer=8,
-        rounds=noise.rounds(kind, layout, 8),
-        copies=1,
-        layout=layout,
-        cfg=shape,
-    )
-    score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
-    told, (batch,) = batches.of_rollouts(
-        found,
-        np.random.default_rng(0),
-        rl=RLConfig(prompts=2, group=4, value="head"),
-        noised=noise.noised(found.trace, kind, layout),
-        as_sampled=True,
-        objective=ObjectiveConfig(),
-        params={"policy": lora.join(frozen, states["policy"].params, model.lora)},
-        pack=functools.partial(
-            views.pack,
-            mask_id=model.mask_id,
-            layout=layout,
-            cfg=shape,
-            most=most,
-            aggregate="step",
-        ),
-        score=score,
-        mesh=mesh,
-    )
-    assert told["groups_kept"] == 2
+    params = lora.join(frozen, states["policy"].params, model.lora)
+    batch = step_batch(model, plans, params, mesh)
     update = functools.partial(
         learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
     )
