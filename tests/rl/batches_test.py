@@ -42,8 +42,8 @@ def packed(trace, noised, copies=1):
 
 def made(off: float, rl=RL, as_sampled=True):
     """Returns (metrics, batches, what was scored of whom) where the policy is off so far."""
-    found, told = rollouts(), []
-    noised = noise.noised(found.trace, NoiseConfig(), LAYOUT)
+    sampled, asked = rollouts(), []
+    noised = noise.noised(sampled.trace, NoiseConfig(), LAYOUT)
     sources = {}
 
     def pack(trace, noised, group_n):
@@ -53,14 +53,14 @@ def made(off: float, rl=RL, as_sampled=True):
 
     def score(params, batch):
         ((name, _),) = params.items()
-        told.append((name, int(batch.used)))
+        asked.append((name, int(batch.used)))
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
         logp_mBU = source.gather(logp) + np.float32(off)
         logp_mBU[int(batch.used) :] = 0
         return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
 
     metrics, out = batches.of_rollouts(
-        found,
+        sampled,
         np.random.default_rng(0),
         rl=rl,
         noised=noised,
@@ -75,17 +75,17 @@ def made(off: float, rl=RL, as_sampled=True):
         sources[np.asarray(batch.target_BU).tobytes()][0].gather(logp)
         for batch, (_, logp) in zip(out, sources.values(), strict=True)
     ]
-    return metrics, out, recorded, told
+    return metrics, out, recorded, asked
 
 
 def test_old_log_probs_are_scored():
-    metrics, out, recorded, told = made(0.01)
+    metrics, out, recorded, asked = made(0.01)
     # A trajectory is 8 clean tokens and 8 rounds of 4: one of 40 to a row of 48.
-    assert told == [("policy", 2), ("value", 2)] * 2
-    for batch, want in zip(out, recorded, strict=True):
-        held = np.asarray(batch.weight_BU) > 0
+    assert asked == [("policy", 2), ("value", 2)] * 2
+    for batch, logp in zip(out, recorded, strict=True):
+        real = np.asarray(batch.weight_BU) > 0
         np.testing.assert_allclose(
-            batch.old_logp_BU[held], want[held] + 0.01, rtol=1e-5
+            batch.old_logp_BU[real], logp[real] + 0.01, rtol=1e-5
         )
     assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["packed_fill"] == pytest.approx(40 / 48)
@@ -95,14 +95,14 @@ def test_old_log_probs_are_scored():
 
 def test_the_samplers_record_stands_while_it_is_near():
     rl = dataclasses.replace(RL, trusted_gap=0.02)
-    metrics, out, recorded, told = made(0.01, rl)
-    assert told == [("policy", 1), ("value", 2)] * 2
-    for batch, want in zip(out, recorded, strict=True):
-        np.testing.assert_array_equal(batch.old_logp_BU, want)
+    metrics, out, recorded, asked = made(0.01, rl)
+    assert asked == [("policy", 1), ("value", 2)] * 2
+    for batch, logp in zip(out, recorded, strict=True):
+        np.testing.assert_array_equal(batch.old_logp_BU, logp)
     assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["updates_trusted"] == 1
-    metrics, out, recorded, told = made(0.03, rl)
-    assert told == [("policy", 1), ("policy", 2), ("value", 2)] * 2
+    metrics, out, recorded, asked = made(0.03, rl)
+    assert asked == [("policy", 1), ("policy", 2), ("value", 2)] * 2
     assert metrics["updates_trusted"] == 0
     assert np.abs(out[0].old_logp_BU - recorded[0]).max() > 0.02
 
@@ -134,15 +134,15 @@ def test_a_batch_gets_arrays_by_their_names():
     dealt = batches.Deal(row_n, batch, source, source.gather(trace.logp_BT))
     adv_nT = np.arange(8 * T, dtype=np.float32).reshape(8, T)
     fields = {"ret_BU": 1000 + adv_nT, "adv_BU": adv_nT}
-    whole = batches.attached(dealt, fields, mesh())
+    complete = batches.attached(dealt, fields, mesh())
     np.testing.assert_array_equal(
-        source.scatter(whole.adv_BU, (2, T))[:, 4:12], adv_nT[row_n, 4:12]
+        source.scatter(complete.adv_BU, (2, T))[:, 4:12], adv_nT[row_n, 4:12]
     )
     real_mBU = source.row_mBU >= 0
     np.testing.assert_array_equal(
-        whole.ret_BU, np.where(real_mBU, whole.adv_BU + 1000, 0)
+        complete.ret_BU, np.where(real_mBU, complete.adv_BU + 1000, 0)
     )
-    assert whole.old_logp_BU is None
+    assert complete.old_logp_BU is None
 
 
 def test_pairs_get_the_factors_of_what_was_scored():
@@ -180,6 +180,7 @@ def test_pairs_get_the_factors_of_what_was_scored():
         assert metrics[name] == pytest.approx(number, rel=1e-5)
     assert len(np.unique(factor_nT)) == 4  # of each answer, whatever the draw
     np.testing.assert_allclose(batch.adv_BU, sources[0].gather(factor_nT), rtol=1e-5)
+    assert batches.PAIR_FIELDS == ("adv_BU",) and batch.old_logp_BU is None
 
 
 @pytest.mark.parametrize(
