@@ -12,7 +12,7 @@ import pytest
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR, Mask
-from dllm_jax.pallas_kernels import reference, tiles
+from dllm_jax.pallas_kernels import choice, reference, tiles
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
 B, T, N, H = 2, 280, 4, 64
@@ -189,7 +189,7 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
     ],
 )
 def test_which_kernel_is_taken(monkeypatch, how, platform, size, kernel):
-    monkeypatch.setattr(pallas_kernels, "platform", lambda: platform)
+    monkeypatch.setattr(choice, "platform", lambda: platform)
     q = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
     f = functools.partial(pallas_kernels.attention, implementation=how)
     jaxpr = jax.make_jaxpr(f)(q, q, q, MASKS["causal"])

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels import choice, reference
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
@@ -162,7 +162,7 @@ def test_on_a_mesh(implementation, K):
 
 
 def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
+    monkeypatch.setattr(choice, "platform", lambda: "tpu")
     for H, kernel in ((64, True), (8, False)):
         q, pages, layer, table_BA, start_B, k, v = case(2, 4, 2, 1, H)
         at = pages, layer, table_BA, start_B
