@@ -36,23 +36,32 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
                distributions at temperature 1 and at the row's own what `pick` gives
         words: the two of the key and the row's place in its draw, whose rows of noise are
         `width` ids wide (`noise.gumbel`). Temperature 0 draws without noise, at 1.
+    grouped_matmul
+        multiply(x_RD, w_EDF, sizes_E) -> y_RF in x's dtype
+        Rows are sorted by group, sizes_E to each; rows after the last group give 0. Made of
+        XLA's operations: JAX differentiates it, and nothing is to be interpreted.
 """
 
 import jax
 
+from dllm_jax.pallas_kernels import tiled_matmul
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
+from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 
-# (op, platform): module.
+# (op, platform): module. "any" is of XLA's own operations, for platforms without a kernel
+# of that op; it needs no trust.
 KERNELS = {
     ("attention", "gpu"): gpu_attention,
     ("attention", "tpu"): tpu_attention,
     ("cache_update", "tpu"): tpu_cache_update,
+    ("grouped_matmul", "any"): tiled_matmul,
+    ("grouped_matmul", "tpu"): tpu_grouped_matmul,
     ("paged_attention", "gpu"): gpu_paged_attention,
     ("paged_attention", "tpu"): tpu_paged_attention,
     ("token_draw", "gpu"): gpu_token_logprob,
@@ -86,7 +95,8 @@ def kernel(op: str, implementation: str, head_size: int | None = None):
     if implementation in CHOICES:
         here = platform()
         trusted = implementation == "platform" or here in TRUSTED
-        return KERNELS.get((op, here)) if fits and trusted else None
+        anywhere = KERNELS.get((op, "any"))
+        return KERNELS.get((op, here), anywhere) if fits and trusted else anywhere
     if (op, implementation) not in KERNELS:
         platforms = [name for name_of_op, name in KERNELS if name_of_op == op]
         raise ValueError(

@@ -117,12 +117,12 @@ def token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden: int):
     return token_BW, logp_BW, jnp.exp(own_BW), entropy_BW
 
 
-def grouped_matmul(x_MD, w_EDF, sizes_E):
-    """Returns [M, F]: each row of x times the matrix of its group.
+def grouped_matmul(x_RD, w_EDF, sizes_E):
+    """Returns [R, F]: each row of x times the matrix of its group.
 
     The first `sizes[0]` rows are of group 0, and so on; rows after the last group get 0.
     """
     end_E = jnp.cumsum(sizes_E)
-    group_M = jnp.searchsorted(end_E, jnp.arange(len(x_MD)), side="right")
-    y_MF = jnp.einsum("MD,MDF->MF", x_MD, w_EDF[group_M])
-    return jnp.where((group_M < len(w_EDF))[:, None], y_MF, 0)
+    group_R = jnp.searchsorted(end_E, jnp.arange(len(x_RD)), side="right")
+    y_RF = jnp.einsum("RD,RDF->RF", x_RD, w_EDF[group_R])
+    return jnp.where((group_R < len(w_EDF))[:, None], y_RF, 0)

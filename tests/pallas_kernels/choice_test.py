@@ -10,12 +10,14 @@ import pytest
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import mask
-from dllm_jax.pallas_kernels import choice, reference
+from dllm_jax.pallas_kernels import choice, reference, tiled_matmul
+from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
 
 B, T, N, H = 2, 16, 4, 64
 FUNCTIONS = {  # of the contract
     "attention": ["forward", "backward"],
     "cache_update": ["update"],
+    "grouped_matmul": ["multiply"],
     "paged_attention": ["attend"],
     "token_draw": ["draw"],
     "token_logprob": ["pick", "pick_gradient"],
@@ -54,6 +56,18 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
     inputs = attention_inputs(B, 12, N, 8)
     jaxpr = str(jax.make_jaxpr(pallas_kernels.attention)(*inputs))
     assert jaxpr == str(jax.make_jaxpr(reference.attention)(*inputs))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "platform"])
+@pytest.mark.parametrize(
+    "platform, module",
+    [("tpu", tpu_grouped_matmul), ("gpu", tiled_matmul), ("cpu", tiled_matmul)],
+)
+def test_an_op_for_any_platform_serves_those_without_a_kernel(
+    monkeypatch, implementation, platform, module
+):
+    monkeypatch.setattr(choice, "platform", lambda: platform)
+    assert choice.kernel("grouped_matmul", implementation) is module
 
 
 @pytest.mark.parametrize(
