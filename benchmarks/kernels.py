@@ -164,7 +164,7 @@ def experts(size, dtype):
 def implementations(op: str, run):
     """Returns the specification and, where there is one, the platform's kernel."""
     ways = {"reference": functools.partial(run, how="reference")}
-    if (op, jax.default_backend()) in pallas_kernels.KERNELS:
+    if (op, jax.default_backend()) in pallas_kernels.choice.KERNELS:
         ways["kernel"] = functools.partial(run, how=jax.default_backend())
     return ways
 

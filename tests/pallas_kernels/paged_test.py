@@ -159,33 +159,3 @@ def test_on_a_mesh(implementation, K):
     same(found[0], want[0])
     np.testing.assert_allclose(found[1], want[1], atol=2e-5, rtol=1e-4)
     assert ("model" in found[1].sharding.spec) == (K == 2)
-
-
-def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
-    for H, kernel in ((64, True), (8, False)):
-        q, pages, layer, table_BA, start_B, k, v = case(2, 4, 2, 1, H)
-        at = pages, layer, table_BA, start_B
-        read = jax.make_jaxpr(pallas_kernels.paged_attention)(q, *at, k, v)
-        write = jax.make_jaxpr(pallas_kernels.cache_update)(*at, start_B > 0, k, v)
-        assert ("pallas_call" in str(read)) == ("pallas_call" in str(write)) == kernel
-
-
-def test_what_does_not_exist_is_said():
-    q, pages, *at, k, v = case(1, 4, 2, 1, 8)
-    ops = {
-        "paged_attention": (q, pages, *at, k, v),
-        "cache_update": (pages, *at, at[2] > 0, k, v),
-    }
-    for op, args in ops.items():
-        run = getattr(pallas_kernels, op)
-        with pytest.raises(ValueError, match=f"{op}: implementation='triton'.*'tpu'"):
-            run(*args, implementation="triton")
-        with pytest.raises(ValueError, match=f"{op}.*heads of size.*not 8"):
-            run(*args, implementation="tpu")
-    q, pages, *at, k, v = case(1, 4, 2, 1, 64)
-    with pytest.raises(ValueError, match="bfloat16.*not float32"):
-        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")
-    pages = tuple(x[:, :, :6] for x in pages)
-    with pytest.raises(ValueError, match="pages of 8.*not 6"):
-        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")

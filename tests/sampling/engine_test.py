@@ -255,7 +255,7 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
 
 
 def test_over_the_kernels_of_pages(tiny, monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "HEAD_SIZES", (tiny[0].head_dim,))
+    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
     for name in ("paged_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
 

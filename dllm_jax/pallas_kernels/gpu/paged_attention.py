@@ -16,13 +16,13 @@ from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
 
 
-def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H].
 
     Raises ValueError for pages that no whole number of makes a tile.
     """
     B, W, N, H = q_BWNH.shape
-    _, _, O, K, _ = pools[0].shape
+    _, _, O, K, _ = pages[0].shape
     if TILE % O or O % 8:
         raise ValueError(
             f"pallas_kernels.paged_attention: implementation='gpu' takes pages of 8, 16, "
@@ -101,11 +101,11 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
 
             attention.feed(fetch, steps, free, BUFFERS)
 
-    dtype = pools[0].dtype
+    dtype = pages[0].dtype
     scratch = [
         shared(dtype, wgs, ROWS, H),
-        [shared(dtype, own_tile, H) for _ in pools],
-        [shared(dtype, BUFFERS, TILE, H) for _ in pools],
+        [shared(dtype, own_tile, H) for _ in pages],
+        [shared(dtype, BUFFERS, TILE, H) for _ in pages],
         plgpu.Barrier(num_barriers=wgs),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
@@ -117,6 +117,6 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
     kernel = attention.run(body, dtype, out, grid, scratch, "paged_attention", **how)
     start_B = jnp.minimum(start_B, table_BA.shape[1] * O)  # as many as there are pages
     scalars = jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B
-    out_BKRH = kernel(scalars, q_BKRH, fresh, tuple(pools))
+    out_BKRH = kernel(scalars, q_BKRH, fresh, tuple(pages))
     out_BKWGH = out_BKRH[:, :, :R].reshape(B, K, W, N // K, H)
     return jnp.swapaxes(out_BKWGH, 1, 2).reshape(q_BWNH.shape)
