@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -158,26 +158,43 @@ def frequencies(cfg: ModelConfig):
     return plain_h * (keep_h + (1 - keep_h) / factor)
 
 
+@jax.named_scope("embed")
 def embed(params: Params, tokens_BT, cfg: ModelConfig):
     """Returns the input embeddings x_BTD in the computing dtype."""
     table_VD = constrain(params["embed"].astype(cfg.dtype), "VD")
     return constrain(table_VD[tokens_BT], "BTD")
 
 
-def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
+# ---- The tower -------------------------------------------------------------------------
+#
+# In a layer's functions `p` is the layer's parameters: specs()["layers"] without the L.
+
+
+def trunk(
+    params: Params,
+    x_BTD,
+    pos_BT,
+    mask: Mask | Window,
+    cfg: ModelConfig,
+    cache: KVCache | PagedKVCache | None = None,
+):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
-    Keys and values are the KVCache of exactly these T positions. With a KVCache, its S
-    slots come before the T own keys in the order of the mask. The given cache is only
-    read: keeping the returned keys is the caller's decision, and not keeping them is how a
-    denoising step is undone. With a PagedKVCache, `mask` is a Window, which says what is
-    kept, and what is returned is the whole pool.
+    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window.
+    cache: what the rows see besides themselves, in one of three forms:
 
-    The load is the moe.Load of each layer with experts, or None. Tokens that see nothing
-    are padding, and do not count.
+    None          nothing. Returned is the KVCache of exactly these T positions.
+    KVCache       S slots, which come before the T own keys in the order of the mask.
+                  It is only read, and returned is the same as without: keeping the fresh
+                  keys is the caller's decision, and not keeping them is how a denoising
+                  step is undone.
+    PagedKVCache  pages. The Window says what is kept; returned is the whole pool.
+
+    The load is the moe.Load of each layer with experts, stacked over them, or None.
+    Tokens that see nothing are padding, and do not count.
     """
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
-    paged, how = isinstance(cache, PagedKVCache), {"implementation": cfg.kernels}
+    paged = isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
@@ -185,63 +202,123 @@ def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=Non
 
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
-        cached = None
-        if cache is not None and not paged:  # in place: a slice per stack is a copy
-            cached = tuple(
-                jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-                for x in (cache.k_LBSKH, cache.v_LBSKH)
-            )
-        h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
-        q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
-        k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
-        v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
-        if cfg.qk_norm:
-            q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
-            k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
-        q_BTNH, k_BTKH = rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh)
-        if paged:  # kept keys are seen at once, by the next block of the same row
-            at = (number, mask.table_BA, mask.start_B)
-            pages = pallas_kernels.cache_update(
-                pages, *at, mask.keep_B, k_BTKH, v_BTKH, **how
-            )
-            out_BTNH = pallas_kernels.paged_attention(
-                q_BTNH, pages, *at, k_BTKH, v_BTKH, **how
-            )
-            kept = None
+        if paged:
+            x_BTD, pages = attend_paged(x_BTD, p, angle_BTh, mask, pages, number, cfg)
+            fresh = None
         else:
-            out_BTNH = pallas_kernels.attention(
-                q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, **how
-            )
-            kept = k_BTKH, v_BTKH
-        x_BTD = constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
-
-        h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
-        if "router" in p:
-            y_BTD, load = moe.ffw(h_BTD, p, cfg, real_BT)
-            x_BTD = constrain(x_BTD + y_BTD, "BTD")
-        if "w_gate" in p:
-            gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
-            h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
-            x_BTD = constrain(x_BTD + project(h_BTF, p["w_down"], "FD"), "BTD")
-        return (x_BTD, pages), (kept, load)
+            cached = layer_of(cache, number)
+            x_BTD, fresh = attend(x_BTD, p, angle_BTh, mask, cached, cfg)
+        x_BTD, load = feed_forward(x_BTD, p, real_BT, cfg)
+        return (x_BTD, pages), (fresh, load)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    pages = (cache.k_LPOKH, cache.v_LPOKH) if paged else None
-    fresh, number = [], 0
-    for name in ("first", "layers"):
+    carry = x_BTD, (cache.k_LPOKH, cache.v_LPOKH) if paged else None
+    fresh, depth = [], 0
+    for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
-            numbers_L = jnp.arange(number, number + len(params[name]["attn_norm"]))
-            number += len(numbers_L)
-            (x_BTD, pages), (kept, load) = jax.lax.scan(
-                layer, (x_BTD, pages), (params[name], numbers_L)
+            numbers_L = jnp.arange(depth, depth + len(params[name]["attn_norm"]))
+            depth += len(numbers_L)
+            carry, (fresh_of_stack, load) = jax.lax.scan(
+                layer, carry, (params[name], numbers_L)
             )
-            fresh.append(kept)
-    x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
+            fresh.append(fresh_of_stack)
+    x_BTD, pages = carry
+    with jax.named_scope("final_norm"):
+        x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     if paged:
         return x_BTD, PagedKVCache(*pages), load
     k, v = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*fresh))
     return x_BTD, KVCache(k, v), load
+
+
+def layer_of(cache: KVCache | None, number):
+    """Returns the keys and values (k_BSKH, v_BSKH) of layer `number` of a stacked cache.
+
+    It is indexed inside the scan over layers: a scan over the cache itself would copy
+    every layer of it.
+    """
+    if cache is None:
+        return None
+    return tuple(
+        jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+        for x in (cache.k_LBSKH, cache.v_LBSKH)
+    )
+
+
+@jax.named_scope("attention")
+def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
+    """Returns (x_BTD + Attn(RMSNorm(x_BTD)), the fresh (k_BTKH, v_BTKH)).
+
+    cached: keys and values (k_BSKH, v_BSKH) that come before the own ones, or None.
+    """
+    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    out_BTNH = pallas_kernels.attention(
+        q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, implementation=cfg.kernels
+    )
+    return add_attention(x_BTD, p, out_BTNH), (k_BTKH, v_BTKH)
+
+
+@jax.named_scope("attention")
+def attend_paged(x_BTD, p, angle_BTh, window: Window, pages, number, cfg: ModelConfig):
+    """Returns (x_BTD + Attn(RMSNorm(x_BTD)), pages with the keys that are kept).
+
+    pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
+    """
+    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    place = number, window.table_BA, window.start_B
+    # Written first: the next block of the same row, a row of the same batch, sees the
+    # kept keys in its pages in this very layer.
+    pages = pallas_kernels.cache_update(
+        pages, *place, window.keep_B, k_BTKH, v_BTKH, implementation=cfg.kernels
+    )
+    out_BTNH = pallas_kernels.paged_attention(
+        q_BTNH, pages, *place, k_BTKH, v_BTKH, implementation=cfg.kernels
+    )
+    return add_attention(x_BTD, p, out_BTNH), pages
+
+
+def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):
+    """Returns (q_BTNH, k_BTKH, v_BTKH) of RMSNorm(x_BTD); queries and keys rotated."""
+    h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
+    q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
+    k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
+    v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
+    if cfg.qk_norm:
+        q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
+        k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
+    return rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh), v_BTKH
+
+
+def add_attention(x_BTD, p, out_BTNH):
+    """Returns x_BTD plus what the heads' outputs are projected to."""
+    return constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
+
+
+@jax.named_scope("feed_forward")
+def feed_forward(x_BTD, p, real_BT, cfg: ModelConfig):
+    """Returns (x_BTD + FFW(RMSNorm(x_BTD)), the moe.Load of a layer with experts or None).
+
+    real_BT: the tokens that count in the load.
+    """
+    h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
+    if "router" in p:
+        with jax.named_scope("experts"):
+            y_BTD, load = moe.ffw(h_BTD, p, cfg, real_BT)
+            x_BTD = constrain(x_BTD + y_BTD, "BTD")
+    if "w_gate" in p:  # a dense layer's, or the experts that every token visits
+        x_BTD = constrain(x_BTD + swiglu(h_BTD, p), "BTD")
+    return x_BTD, load
+
+
+def swiglu(h_BTD, p):
+    """Returns W_down (silu(W_gate h) * W_up h) [B, T, D].
+
+    F stands for the shared experts' inner width Z too, which the mesh splits alike.
+    """
+    gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
+    h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
+    return project(h_BTF, p["w_down"], "FD")
 
 
 def project(x, w, dims: str, bias=None):
@@ -271,18 +348,21 @@ def head(params: Params, cfg: ModelConfig):
     return constrain(weight.astype(cfg.dtype), "DV")
 
 
+@jax.named_scope("head")
 def logits(params: Params, x_BWD, cfg: ModelConfig):
     """Returns f32 logits [B, W, V] for a sampling window; the mask id is forbidden."""
     logits_BWV = constrain(project(x_BWD, head(params, cfg), "DV"), "BWV")
     return logits_BWV.astype(jnp.float32).at[..., cfg.mask_id].set(NEVER)
 
 
+@jax.named_scope("head")
 def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
     """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32."""
     how = {"forbidden": cfg.mask_id, "implementation": cfg.kernels}
     return pallas_kernels.token_logprob(x_BUD, head(params, cfg), token_BU, **how)
 
 
+@jax.named_scope("head")
 def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
     args = x_BWD, head(params, cfg), key_B, temperature_B
@@ -290,6 +370,7 @@ def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
     return pallas_kernels.token_draw(*args, **how)
 
 
+@jax.named_scope("value_head")
 def value(params: Params, x_BUD):
     """Returns the value head's output [B, U], f32."""
     return jnp.einsum(
