@@ -340,7 +340,7 @@ def feed_forward(x_BTD, p, real_BT, cfg: ModelConfig):
     h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
     if "router" in p:
         with jax.named_scope("experts"):
-            y_BTD, load = moe.ffw(h_BTD, p, cfg, real_BT)
+            y_BTD, load = moe.mixture(h_BTD, p, cfg, real_BT)
             x_BTD = constrain(x_BTD + y_BTD, "BTD")
     if "w_gate" in p:  # a dense layer's, or the experts that every token visits
         x_BTD = constrain(x_BTD + swiglu(h_BTD, p), "BTD")
