@@ -10,8 +10,8 @@ and y = sum_x w_x expert_x(h), where w are the chosen s, made to sum to one and 
 the config says; experts shared by all tokens (inner width Z together) are added to it by
 the layer. No token is ever dropped. The router computes in f32.
 
-Letters: c choices, R x X of them (a token is there once for each of its experts);
-g groups of experts, e experts of a group, b groups that are open to a token.
+Letters: c choices of all tokens (R x X), g groups of experts, e experts of a group,
+b groups that are open to a token.
 """
 
 import functools
