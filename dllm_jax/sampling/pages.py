@@ -50,6 +50,10 @@ class Pages:
             self.idle.pop(page, None)
         return page
 
+    def count_known(self, names: list[bytes]) -> int:
+        """Returns how many of these pages `share` would find."""
+        return len([name for name in names if name in self.page_of])
+
     def publish(self, page: int, name: bytes):
         """Makes a filled page known; the first of two of the same name wins."""
         if name not in self.page_of and page not in self.name_of:
@@ -79,10 +83,13 @@ class Pages:
         self.idle.clear()
 
 
-def names(tokens, size: int) -> list[bytes]:
-    """Returns the name of each page of `size` positions; the last may be ragged."""
-    out, digest = [], hashlib.blake2b(digest_size=16)
+def page_names(tokens, size: int) -> list[bytes]:
+    """Returns the name of each page of `size` positions; the last may be ragged.
+
+    Equal names, equal tokens: from position 0 to the page's end.
+    """
+    names, digest = [], hashlib.blake2b(digest_size=16)
     for first in range(0, len(tokens), size):
         digest.update(np.asarray(tokens[first : first + size], np.int32).tobytes())
-        out.append(digest.copy().digest())
-    return out
+        names.append(digest.copy().digest())
+    return names
