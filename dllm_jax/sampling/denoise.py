@@ -60,7 +60,7 @@ def forward(params, s: SamplingState, pos_BW, *, model, cfg, kept_BS=None):
     return transformer.trunk(params, x_BWD, pos_BW, seen, model, s.cache)[:2]
 
 
-def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.of):
+def step(params, s: SamplingState, *, model: ModelConfig, cfg, draw=logits.candidates):
     """Returns the state after one step of every live row."""
     Q, shift = cfg.block, model.shift
     how = policy.choose(cfg, model.attention)
@@ -125,7 +125,7 @@ def open_positions(s: SamplingState, pos_BW, model: ModelConfig):
     return masked_BW
 
 
-def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.of):
+def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.candidates):
     """Returns the state after a denoising step of the rows `now`.
 
     x_BWD: their windows' hidden states, computed with the masked positions masked.
@@ -137,7 +137,7 @@ def unmask(params, s, x_BWD, pos_BW, now_B, *, model, cfg, draw=logits.of):
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)
     ]
-    take_BW = STRATEGIES[cfg.strategy](drawn, masked_BW, quota_B, cfg)
+    take_BW = STRATEGIES[cfg.strategy].take(drawn, masked_BW, quota_B, cfg)
     if policy.choose(cfg, model.attention).canvas == "block":
         # No window answers for a block's first position.
         first_BW = pos_BW < (s.start_B + model.shift)[:, None]

@@ -2,8 +2,8 @@
 
 A page is a run of positions of one sequence. Under block attention the keys of a page
 that is whole depend on the tokens up to its end and on nothing else, so sequences that
-begin alike share it: a page is known by the hash of all tokens up to its end. What nobody
-holds any more stays known until its place is needed, oldest first.
+begin alike share it: a page is known by the hash of all tokens up to its end. What
+nobody holds any more stays known until its place is needed, oldest first.
 """
 
 import collections
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class Pages:
-    """Counts the holders of each of `count` pages, and knows what is in some of them."""
+    """Counts the holders of each of `count` pages, and knows what some contain."""
 
     def __init__(self, count: int):
         self.holders = [0] * count
-        self.free = list(range(count))[::-1]  # holds nothing that is known
+        self.free = list(range(count))[::-1]  # nobody's, with nothing that is known
         self.idle = collections.OrderedDict()  # known, held by nobody; oldest first
         self.page_of: dict[bytes, int] = {}
         self.name_of: dict[int, bytes] = {}
