@@ -32,7 +32,7 @@ from dllm_jax.sampling.state import Answer, Trace
 
 def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     """Returns the answerer that serves the model's attention."""
-    if policy.choose(cfg, model.attention).canvas == "prefill":
+    if policy.choose(cfg, model.attention).final:
         return Engine(model=model, cfg=cfg, mesh=mesh)
     return Batches(model=model, cfg=cfg, mesh=mesh)
 

@@ -122,13 +122,11 @@ def step(
         x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
 
     s = denoise.unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg)
-    moves_B = now_B & s.live_B & ~(denoise.at(s.step_BT, pos_BW) == FAR).any(axis=1)
+    # A block that is clean now is committed by a clean window of a later forward.
+    clean_B = ~denoise.open_positions(s, pos_BW, model).any(axis=1)
+    s = denoise.move(s, now_B & s.live_B & clean_B, Q)
     return rows.replace(
-        s=s.replace(
-            cache=cache,
-            start_B=s.start_B + Q * moves_B,
-            block_steps_B=jnp.where(moves_B, 0, s.block_steps_B),
-        ),
+        s=s.replace(cache=cache),
         filled_B=rows.filled_B + Q * take_B,
         last_BD=last_BD,
         forwards=rows.forwards + 1,
