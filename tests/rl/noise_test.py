@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.models.mask import FAR
@@ -220,7 +220,6 @@ def drawn(problem, seed: int = 0, **kind):
     return trace, layout, noise.answers(trace), noised
 
 
-@settings(max_examples=50, deadline=None)
 @given(traces(), st.integers(0, 2**32 - 1), st.sampled_from(["token", "scope"]))
 def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
     _, _, answer_nT, noised = drawn(
@@ -240,7 +239,6 @@ def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
                 assert len(np.unique(values)) <= 1
 
 
-@settings(max_examples=50, deadline=None)
 @given(traces(), st.integers(0, 2**32 - 1))
 def test_random_masks_weigh_by_the_probability_that_was_drawn(problem, seed):
     trace, _, answer_nT, noised = drawn(problem, seed, kind="bernoulli", lower=0.5)
@@ -252,7 +250,6 @@ def test_random_masks_weigh_by_the_probability_that_was_drawn(problem, seed):
     np.testing.assert_array_equal(noised.step_nT[~answer_nT], trace.step_BT[~answer_nT])
 
 
-@settings(max_examples=50, deadline=None)
 @given(traces(), st.integers(0, 2**32 - 1))
 def test_semi_ar_hides_later_blocks(problem, seed):
     trace, layout, answer_nT, noised = drawn(problem, seed, kind="semi_ar")
@@ -267,7 +264,6 @@ def test_semi_ar_hides_later_blocks(problem, seed):
             np.testing.assert_array_equal(masked[inside], seen[inside])
 
 
-@settings(max_examples=50, deadline=None)
 @given(traces(), st.integers(1, 30))
 def test_shrink_merges_within_a_scope(problem, size):
     trace, layout, answer_nT, noised = drawn(problem, kind="trace", shrink=size)

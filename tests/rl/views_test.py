@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.models import mask
@@ -315,7 +315,6 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("attention", "kind"), SHAPES)
-@settings(max_examples=60, deadline=None)
 @given(problem=problems(), data=st.data())
 def test_views_by_definition(attention, kind, problem, data):
     """What is supervised, and what is seen from the slot that answers for it."""
@@ -363,7 +362,6 @@ def test_views_by_definition(attention, kind, problem, data):
             )
 
 
-@settings(max_examples=100, deadline=None)
 @given(problems(), st.data())
 def test_packed_rows_by_definition(problem, data):
     """Who sees whom, from positions and membership alone."""
@@ -399,7 +397,6 @@ def test_packed_rows_by_definition(problem, data):
                 np.testing.assert_array_equal(ours[q], expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
     trace, block = problem
@@ -442,7 +439,6 @@ def test_a_long_trajectory_is_split_into_the_same_views():
     assert found[0] == found[1] == found[2]
 
 
-@settings(max_examples=50, deadline=None)
 @given(problems(), st.data())
 def test_gather_undoes_scatter(problem, data):
     trace, block = problem
@@ -459,7 +455,6 @@ def test_gather_undoes_scatter(problem, data):
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(problems())
 def test_shrink_by_one_is_the_identity(problem):
     trace, block = problem
@@ -468,7 +463,6 @@ def test_shrink_by_one_is_the_identity(problem):
         np.testing.assert_array_equal(noise.shrink(step_T, grid, 1), step_T)
 
 
-@settings(max_examples=50, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_subsets_mask_some_of_each_blocks_answer_and_all_that_follows(problem, seed):
     trace, block = problem
@@ -501,7 +495,6 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
-@settings(max_examples=30, deadline=None)
 @given(problem=problems(), data=st.data())
 def test_weights_sum_to_their_definition(aggregate, problem, data):
     trace, block = problem

@@ -108,12 +108,10 @@ entropies = hnp.arrays(
 )
 masks = hnp.arrays(bool, (B, W))
 quotas = hnp.arrays(np.int32, (B,), elements=st.integers(1, W))
-examples = hypothesis.settings(max_examples=40, deadline=None)
 
 
 @both
 @every
-@examples
 @hypothesis.given(conf=confs, entropy=entropies, masked=masks, quota=quotas)
 def test_takes_masked_positions_and_never_none(
     name, conf, entropy, masked, quota, jitted
@@ -125,7 +123,6 @@ def test_takes_masked_positions_and_never_none(
 
 @both
 @pytest.mark.parametrize("name", ["sequential", "static"])
-@examples
 @hypothesis.given(conf=confs, masked=masks, quota=quotas)
 def test_takes_its_quota_or_what_is_left(name, conf, masked, quota, jitted):
     got = take(name, masked, quota, conf, jitted=jitted)
@@ -133,7 +130,6 @@ def test_takes_its_quota_or_what_is_left(name, conf, masked, quota, jitted):
 
 
 @both
-@examples
 @hypothesis.given(conf=confs, masked=masks, quota=quotas)
 def test_static_takes_the_most_confident_from_the_left(conf, masked, quota, jitted):
     got = take("static", masked, quota, conf, jitted=jitted)
@@ -143,7 +139,6 @@ def test_static_takes_the_most_confident_from_the_left(conf, masked, quota, jitt
 
 
 @both
-@examples
 @hypothesis.given(conf=confs, masked=masks, quota=quotas)
 def test_dynamic_is_static_and_all_that_is_sure(conf, masked, quota, jitted):
     static = take("static", masked, quota, conf, jitted=jitted)
@@ -153,7 +148,6 @@ def test_dynamic_is_static_and_all_that_is_sure(conf, masked, quota, jitted):
 
 
 @both
-@examples
 @hypothesis.given(entropy=entropies, masked=masks, quota=quotas)
 def test_entropy_bounded_takes_while_the_sum_stays_below(
     entropy, masked, quota, jitted
