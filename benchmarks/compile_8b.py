@@ -85,7 +85,7 @@ def batch(mesh, rows: int) -> views.TrainBatch:
         for name in names
     }
     used = jax.ShapeDtypeStruct((), jnp.int32)
-    return lay_out(views.TrainBatch(used=used, **arrays), mesh, prefix="A")
+    return lay_out(views.TrainBatch(used=used, **arrays), mesh, prefix="m")
 
 
 def tracerl_update(model, mesh, rows: int):

@@ -59,7 +59,15 @@ def gap(params, trace, *, model, cfg):
         mask_id=model.mask_id,
         layout=layout,
         cfg=batch,
-        most=layouts.microbatches(n, cfg.slots, cfg.max_new, rounds, 1, layout, batch),
+        most=layouts.microbatches(
+            trajectories=n,
+            slots=cfg.slots,
+            answer=cfg.max_new,
+            rounds=rounds,
+            copies=1,
+            layout=layout,
+            cfg=batch,
+        ),
         aggregate="token",
     )
     plans = {"policy": learner.Plan(("policy",), OptimConfig(), 1)}

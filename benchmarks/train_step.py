@@ -97,7 +97,7 @@ def one_row_per_round(trace, step_nT, *, mask_id: int, block: int, rows: int):
         group_BT=stack("group", width, -1),
         where_BU=stack("where", seats),
         target_BU=stack("target", seats),
-        weight_BU=(source.row_ABU >= 0).astype(np.float32),
+        weight_BU=(source.row_mBU >= 0).astype(np.float32),
     )
     return batch, source
 
@@ -192,12 +192,18 @@ def main():
     layout = layouts.Layout(block=args.block, longest=args.max_answer)
     packed, source = views.pack(
         trace,
-        noise.of(trace.step_BT),
+        noise.of_steps(trace.step_BT),
         mask_id=model.mask_id,
         layout=layout,
         cfg=cfg,
         most=layouts.microbatches(
-            *shape, args.max_answer, args.steps_per_block, 1, layout, cfg
+            trajectories=shape[0],
+            slots=shape[1],
+            answer=args.max_answer,
+            rounds=args.steps_per_block,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
         ),
         aggregate="token",
     )

@@ -23,8 +23,9 @@ from absl import flags, logging
 from dllm_jax import config, data, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints, begun
 from dllm_jax.models import hf, lora, transformer
-from dllm_jax.rl import experience, learner, networks, noise, rollout, views
+from dllm_jax.rl import batches as step_batches
 from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import learner, networks, noise, rollout, views
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import answers, state
 
@@ -166,13 +167,13 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     traced = not rl and cfg.noise.kind == "trace"
     turns = max(np.unique(x[x > 0]).size for x in source.step_BT) if traced else longest
     most = layouts.microbatches(
-        per_update if rl else cfg.sft.examples * (1 + dpo),
-        sampler.slots,
-        longest,
-        noise.rounds(cfg.noise, layout, longest, turns),
-        cfg.noise.copies,
-        layout,
-        cfg.batch,
+        trajectories=per_update if rl else cfg.sft.examples * (1 + dpo),
+        slots=sampler.slots,
+        answer=longest,
+        rounds=noise.rounds(cfg.noise, layout, longest, turns),
+        copies=cfg.noise.copies,
+        layout=layout,
+        cfg=cfg.batch,
     )
     pack = functools.partial(
         views.pack,
@@ -206,8 +207,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
             "activations": memory.working(lowered, "rollout"),
         }
     nobody = state.stacked([state.no_answer(sampler.slots)])
-    fields = experience.FIELDS if rl else experience.FIELDS[:dpo]
-    batch = experience.blank(nobody, cfg.noise, layout, pack, mesh, fields)
+    fields = {"rl": step_batches.RL_FIELDS, "dpo": step_batches.PAIR_FIELDS}
+    fields = fields.get(cfg.method, ())
+    batch = step_batches.blank(nobody, cfg.noise, layout, pack, mesh, fields)
     gradients = max(memory.held(state.params) for state in wanted.values())
     activations = memory.working(update.lower(wanted, batch, beside), "update")
     phases["update"] = {
@@ -284,7 +286,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 break
             with timer("score"):
                 params = {name: whole_of(name) for name in states} | reference
-                more, batches = experience.of_rollouts(
+                more, batches = step_batches.of_rollouts(
                     rollouts,
                     rng,
                     rl=cfg.rl,
@@ -306,11 +308,11 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
                 say(f"step {step}: {why}, nothing to learn; the step is skipped")
         else:
             # A pair is two rows, one after the other.
-            rows = experience.rows_of(chosen, 2) if dpo else chosen
-            part = experience.take(source, rows)
+            rows = step_batches.rows_of(chosen, 2) if dpo else chosen
+            part = step_batches.take(source, rows)
             noised = noise.noised(part, cfg.noise, layout, rng)
             params = {"policy": whole_of("policy")} | reference if dpo else None
-            told, batches = experience.of_examples(
+            told, batches = step_batches.of_examples(
                 part,
                 noised=noised,
                 copies=cfg.noise.copies,

@@ -5,7 +5,7 @@ Host numpy: a few thousand numbers once per RL step.
 
 import numpy as np
 
-# ---- Rewards -> advantages -------------------------------------------------------------
+# ---- Rewards -> advantages -----------------------------------------------------------
 
 
 def zscore(reward_n):
@@ -36,20 +36,20 @@ def relative(reward_n, group_n, kind: str):
         return reward_n
     out_n = np.zeros(len(reward_n), np.float32)
     for group in np.unique(group_n):
-        inside = group_n == group
-        reward = reward_n[inside]
-        if reward.min() < reward.max():  # a rounded mean would give equal ones a std
-            out_n[inside] = BASELINES[kind](reward)
+        inside_n = group_n == group
+        rewards = reward_n[inside_n]
+        if rewards.min() < rewards.max():  # a rounded mean would give equal ones a std
+            out_n[inside_n] = BASELINES[kind](rewards)
     return out_n
 
 
 def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     """Returns the advantages of rewards and, with weight `speed`, of decoding speed.
 
-    LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made relative
-    to its group on its own, then they are added, and their sum is z-scored over all that
-    is kept of the step, as its published code does (z-scores, weight 1). speed_n: tokens
-    per forward.
+    LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made
+    relative to its group on its own, then they are added, and their sum is z-scored
+    over all that is kept of the step, as its published code does (z-scores, weight 1).
+    speed_n: tokens per forward.
     """
     adv_n = relative(reward_n, group_n, kind)
     if not speed:
@@ -59,11 +59,11 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     return adv_n
 
 
-# ---- Which groups are kept -------------------------------------------------------------
+# ---- Which groups are kept -----------------------------------------------------------
 
 
 def solvable(reward_n, speed_n, low, high) -> bool:
-    """The mean of "solved" lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
+    """The solve rate lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
     return low <= (reward_n >= 1).mean() <= high
 
 
@@ -80,34 +80,39 @@ def paced(reward_n, speed_n, low, high) -> bool:
     return bool((reward_n >= 1).any() and np.ptp(speed_n) >= 0.01)
 
 
+# (rewards, speeds, low, high) of one group -> whether it is kept.
 FILTERS = {"solvable": solvable, "varied": varied, "paced": paced}
 
 
 def kept(reward_n, speed_n, group_n, rule: str, low: float, high: float):
-    """Returns the rollouts whose group passes the rule, a key of FILTERS."""
+    """Returns which rollouts [n] are of a group that passes the rule, a key of FILTERS.
+
+    speed_n: tokens per forward; low, high: bounds of a group's solve rate.
+    """
     keep_n = np.zeros(len(reward_n), bool)
     for group in np.unique(group_n):
-        inside = group_n == group
-        keep_n[inside] = FILTERS[rule](reward_n[inside], speed_n[inside], low, high)
+        inside_n = group_n == group
+        keep_n[inside_n] = FILTERS[rule](
+            reward_n[inside_n], speed_n[inside_n], low, high
+        )
     return keep_n
 
 
-# ---- Steps of the trace ----------------------------------------------------------------
+# ---- Steps of the trace --------------------------------------------------------------
 
 
 def outcome(reward_n, step_nT, answer_nT):
-    """Returns the rewards per token [n, T]: the outcome on the tokens of the last step."""
+    """Returns the rewards per token [n, T]: the outcome on those of the last step."""
     last_n1 = np.where(answer_nT, step_nT, 0).max(axis=1, keepdims=True)
-    return np.where(answer_nT & (step_nT == last_n1), reward_n[:, None], 0.0).astype(
-        np.float32
-    )
+    last_nT = answer_nT & (step_nT == last_n1)
+    return np.where(last_nT, reward_n[:, None], 0.0).astype(np.float32)
 
 
 def gae(reward_nT, value_nT, step_nT, answer_nT, *, gamma: float, lam: float):
     """Returns (return_nT, advantage_nT); tokens unmasked in one step share a state.
 
-    Step-level GAE of TraceRL (arXiv 2509.06949, section 4.3). With r*, V* the means over
-    a step's tokens and t + 1 the next distinct step (zero beyond the last):
+    Step-level GAE of TraceRL (arXiv 2509.06949, section 4.3). With r*, V* the means
+    over a step's tokens and t + 1 the next distinct step (zero beyond the last):
 
         R*_t = r*_t + gamma R*_{t+1}          A*_t = r*_t - V*_t + gamma V*_{t+1}
                                                      + gamma lam A*_{t+1}
@@ -115,46 +120,44 @@ def gae(reward_nT, value_nT, step_nT, answer_nT, *, gamma: float, lam: float):
                                                      + gamma lam A*_{t+1}
     for token j of step t. Zero outside the answer.
     """
-    n, T = step_nT.shape
-    rows_nT = np.broadcast_to(np.arange(n)[:, None], (n, T))
-    rank_nT = np.zeros((n, T), np.int64)  # of a token's step among its row's steps
-    for i in range(n):
-        rank_nT[i, answer_nT[i]] = np.unique(
-            step_nT[i, answer_nT[i]], return_inverse=True
-        )[1]
-    steps = int(rank_nT.max(initial=0)) + 1
-    at = rows_nT[answer_nT], rank_nT[answer_nT]
+    rank_nT = np.zeros(step_nT.shape, np.int64)  # of a token's step among its row's
+    for i, answer_T in enumerate(answer_nT):
+        steps = step_nT[i, answer_T]
+        rank_nT[i, answer_T] = np.unique(steps, return_inverse=True)[1]
+    count = int(rank_nT.max(initial=0)) + 1
+    row, _ = np.nonzero(answer_nT)
+    rank = rank_nT[answer_nT]
 
-    def mean(x_nT):  # over each step's tokens, with a zero step at the end
-        total_nS, count_nS = np.zeros((n, steps + 1)), np.zeros((n, steps + 1))
-        np.add.at(total_nS, at, x_nT[answer_nT])
-        np.add.at(count_nS, at, 1)
-        return total_nS / np.maximum(count_nS, 1)
+    # Arrays [n, count + 1] of steps, with a step of zeros at the end. Rows with fewer
+    # steps start the recursion from zeros: their r and V are zero up there.
+    def mean(x_nT):
+        total, tokens = np.zeros((2, len(step_nT), count + 1))
+        np.add.at(total, (row, rank), x_nT[answer_nT])
+        np.add.at(tokens, (row, rank), 1)
+        return total / np.maximum(tokens, 1)
 
-    r_nS, v_nS = mean(reward_nT), mean(value_nT)
-    ret_nS, adv_nS = np.zeros((n, steps + 1)), np.zeros((n, steps + 1))
-    for t in reversed(range(steps)):
-        # Rows with fewer steps start from zeros: their r and V are zero up there.
-        ret_nS[:, t] = r_nS[:, t] + gamma * ret_nS[:, t + 1]
-        adv_nS[:, t] = (
-            r_nS[:, t]
-            - v_nS[:, t]
-            + gamma * v_nS[:, t + 1]
-            + gamma * lam * adv_nS[:, t + 1]
+    step_reward, step_value = mean(reward_nT), mean(value_nT)
+    step_ret, step_adv = np.zeros((2, *step_reward.shape))
+    for t in reversed(range(count)):
+        step_ret[:, t] = step_reward[:, t] + gamma * step_ret[:, t + 1]
+        step_adv[:, t] = (
+            step_reward[:, t]
+            - step_value[:, t]
+            + gamma * step_value[:, t + 1]
+            + gamma * lam * step_adv[:, t + 1]
         )
-    row, after = at[0], at[1] + 1
-    ret_nT, adv_nT = np.zeros((n, T), np.float32), np.zeros((n, T), np.float32)
-    ret_nT[answer_nT] = reward_nT[answer_nT] + gamma * ret_nS[row, after]
+    ret_nT, adv_nT = np.zeros((2, *step_nT.shape), np.float32)
+    ret_nT[answer_nT] = reward_nT[answer_nT] + gamma * step_ret[row, rank + 1]
     adv_nT[answer_nT] = (
         reward_nT[answer_nT]
         - value_nT[answer_nT]
-        + gamma * v_nS[row, after]
-        + gamma * lam * adv_nS[row, after]
+        + gamma * step_value[row, rank + 1]
+        + gamma * lam * step_adv[row, rank + 1]
     )
     return ret_nT, adv_nT
 
 
 def explained_variance(value_nT, ret_nT, answer_nT) -> float:
     """Returns 1 - var(return - value) / var(return) over the answers' tokens."""
-    ret, value = ret_nT[answer_nT], value_nT[answer_nT]
-    return float(1 - (ret - value).var() / max(ret.var(), 1e-8))
+    returns, values = ret_nT[answer_nT], value_nT[answer_nT]
+    return float(1 - (returns - values).var() / max(returns.var(), 1e-8))

@@ -1,15 +1,18 @@
 """Losses of a trajectory's evidence bounds, as factors of its tokens' log-probs.
 
 A sum over trajectories of f(bound) is not linear in the log-probs, so it cannot be cut
-into microbatches. Its gradient can: sum of df/dbound x grad log p, and the factors follow
-from log-probs scored beforehand (`learner.score`). They stand in the place of advantages in
-the objective `linear`, whose gradient is then exact at the scored weights.
+into microbatches. Its gradient can: sum of df/dbound x grad log p, and the factors
+follow from log-probs scored beforehand (`learner.score`). They stand in the place of
+advantages in the objective `linear`, whose gradient is then exact at the scored
+weights.
 
 m noise draws of a trajectory are m rows, one after the other; a masked token stands for
-as many as its share says (`noise.subset`, weights "elbo"):
+as many as its share says (`noise.subset`, objective.aggregate "elbo"):
 
-    lower bound   L = 1/m sum_d sum_i share_di log p_di
-    upper bound   U = 1/power sum_i log(1/m sum_d share_di p_di^power)
+    lower bound   L = 1/m sum_d sum_t share_dt log p_dt
+    upper bound   U = 1/power sum_t log(1/m sum_d share_dt p_dt^power)
+
+Letters: i trajectories, d draws of each.
 
 Host numpy.
 """
@@ -17,67 +20,87 @@ Host numpy.
 import numpy as np
 
 
-def sandwich(adv_nT, logp_nT, share_nT, answer_nT, *, draws, weight, power):
-    """Returns advantages in which negative ones lower the upper bound too.
+def sandwich(
+    adv_nT,
+    logp_nT,
+    share_nT,
+    answer_nT,
+    *,
+    draws: int,
+    weight: float,
+    power: float,
+) -> np.ndarray:
+    """Returns advantages [n, T] in which negative ones lower the upper bound too.
 
     SPG, sandwiched policy gradient (arXiv 2510.09541, section 3; in detail as its
-    published code): where A < 0 the bound of log pi that is lowered is weight x U +
-    (1 - weight) x L. U sums over the tokens that some draw masked; as there, it is scaled
-    to all of the answer.
+    published code): where A < 0 the bound of log pi that is lowered is
+    weight x U + (1 - weight) x L. U sums over the tokens that some draw masked; as
+    there, it is scaled to all of the answer.
+    logp_nT: as scored, nats; share_nT: of the noise; answer_nT: where the answers are;
+    all with a row for each draw. power: the upper bound's.
     """
     n, T = adv_nT.shape
-    rows = (n // draws, draws, T)
-    share = share_nT.reshape(rows)
-    masked = share > 0
-    power_logp = np.where(masked, power * logp_nT.reshape(rows), -np.inf)
-    top = np.max(power_logp, axis=1, keepdims=True)
-    p = np.exp(power_logp - np.where(np.isfinite(top), top, 0))
-    mean = (share * p).mean(axis=1, keepdims=True)
-    covered = np.maximum(masked.any(axis=1).sum(axis=-1), 1)
-    scale = answer_nT.sum(axis=-1).reshape(rows[:2]) / covered[:, None]
-    upper = np.where(masked, p / np.where(mean > 0, mean, 1), 0) * scale[..., None]
-    mixed_nT = (1 - weight) + weight * upper.reshape(n, T)
+    shape = (n // draws, draws, T)
+    share_idT = share_nT.reshape(shape)
+    masked_idT = share_idT > 0
+    # p^power over its largest of all draws, so that improbable tokens do not underflow.
+    power_logp_idT = np.where(masked_idT, power * logp_nT.reshape(shape), -np.inf)
+    top_i1T = np.max(power_logp_idT, axis=1, keepdims=True)
+    p_idT = np.exp(power_logp_idT - np.where(np.isfinite(top_i1T), top_i1T, 0))
+    mean_i1T = (share_idT * p_idT).mean(axis=1, keepdims=True)
+    covered_i = np.maximum(masked_idT.any(axis=1).sum(axis=-1), 1)
+    scale_id = answer_nT.sum(axis=-1).reshape(shape[:2]) / covered_i[:, None]
+    # dU / d log p is share x p^power / mean; the share is in the weights of the loss.
+    upper_idT = np.where(masked_idT, p_idT / np.where(mean_i1T > 0, mean_i1T, 1), 0)
+    upper_idT = upper_idT * scale_id[..., None]
+    mixed_nT = (1 - weight) + weight * upper_idT.reshape(n, T)
     return np.where(adv_nT < 0, mixed_nT, 1) * adv_nT
 
 
-def lower(logp_nT, share_nT, draws: int):
-    """Returns each trajectory's evidence lower bound, nats: the mean over its draws."""
+def lower_bound(logp_nT, share_nT, draws: int) -> np.ndarray:
+    """Returns each trajectory's evidence lower bound [i], nats: the draws' mean."""
     return (share_nT * logp_nT).sum(axis=1).reshape(-1, draws).mean(axis=1)
 
 
-def preference(policy_n, reference_n, beta: float):
-    """Returns (loss, factors of the bounds, margins) of pairs: chosen, rejected, chosen ..
+def preference(policy_i, reference_i, beta: float):
+    """Returns (loss, factors of the bounds [i], margins) of pairs.
 
-    VRPO (LLaDA 1.5, arXiv 2505.19223, section 3): DPO's mean of -log sigmoid(margin) with
-    evidence bounds B for log-likelihoods,
-    margin = beta (B_policy - B_reference)(chosen) - beta (B_policy - B_reference)(rejected).
-    Its variance is least with one mask per noise level, and with the same draws for both
-    models: both are scored on one batch.
+    policy_i, reference_i: the evidence bounds of chosen, rejected, chosen, ...
+
+    VRPO (LLaDA 1.5, arXiv 2505.19223, section 3): DPO's mean of -log sigmoid(margin)
+    with evidence bounds B for log-likelihoods,
+
+        margin = beta (B_policy - B_reference)(chosen)
+               - beta (B_policy - B_reference)(rejected)
+
+    Its variance is least with one mask per noise level, and with the same draws for
+    both models: both are scored on one batch.
     """
-    gain = beta * (policy_n - reference_n)
-    margin = gain[0::2] - gain[1::2]
-    loss = np.logaddexp(0, -margin).mean()
-    push = beta / (1 + np.exp(margin)) / len(margin)
-    return float(loss), np.stack([push, -push], axis=1).reshape(-1), margin
+    gain_i = beta * (policy_i - reference_i)
+    margins = gain_i[0::2] - gain_i[1::2]  # [pairs]
+    loss = np.logaddexp(0, -margins).mean()
+    push = beta / (1 + np.exp(margins)) / len(margins)
+    return float(loss), np.stack([push, -push], axis=1).reshape(-1), margins
 
 
-def compared(out: dict, len_n, share_nT, batch, source, *, draws: int, beta: float):
-    """Returns (metrics, the batch with its factors) of pairs scored by both models.
+def preference_factors(
+    policy_nT, reference_nT, share_nT, len_n, *, draws: int, beta: float
+):
+    """Returns (metrics, factors [n, T] in the place of advantages) of pairs of answers.
 
-    out: `learner.score`'s, of "policy" and "reference"; len_n: the answers' lengths.
+    policy_nT, reference_nT: log-probs of both models on the same noise, which has
+    `draws` rows for each answer; share_nT: the noise's; len_n: the answers' lengths.
     """
-    shape = share_nT.shape
-    bound = {
-        name: lower(source.scatter(x["logp"], shape), share_nT, draws)
-        for name, x in out.items()
-    }
-    loss, factor_n, margin_n = preference(bound["policy"], bound["reference"], beta)
-    told = {
+    loss, factor_i, margins = preference(
+        lower_bound(policy_nT, share_nT, draws),
+        lower_bound(reference_nT, share_nT, draws),
+        beta,
+    )
+    metrics = {
         "preference_loss": loss,
-        "preference_margin": float(margin_n.mean()),
-        "preference_accuracy": float((margin_n > 0).mean()),
+        "preference_margin": float(margins.mean()),
+        "preference_accuracy": float((margins > 0).mean()),
     }
     # The weights divide by all rows' tokens; a bound is a mean over its draws' rows.
-    factor_n = np.repeat(factor_n, draws) * (len_n.sum() / draws)
-    factor_nT = np.broadcast_to(factor_n[:, None], shape)
-    return told, batch.replace(adv_BU=source.gather(factor_nT))
+    factor_n = np.repeat(factor_i, draws) * (len_n.sum() / draws)
+    return metrics, np.broadcast_to(factor_n[:, None], share_nT.shape)

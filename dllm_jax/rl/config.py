@@ -4,12 +4,12 @@ import dataclasses
 
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.rl import advantage
+from dllm_jax.rl.noise import KINDS
+from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
 from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl.views import AGGREGATES
 
-AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
 SCHEDULES = ("constant", "linear", "cosine")
-NOISES = ("trace", "bernoulli", "complement", "semi_ar", "subset", "ar")
-LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
 
 
@@ -17,12 +17,12 @@ VALUES = ("none", "own", "head")
 class NoiseConfig:
     """Which tokens are masked together, and which of them are supervised."""
 
-    # A *scope* is a block, or the whole answer where the model's attention is full.
-    # trace: the steps of sampling. bernoulli: at random. complement: at random, and then
-    # what that left out (coupled RL). semi_ar: at random in one block, with all later
-    # ones masked. subset: of each scope's answer tokens so many, at random, as a uniform
-    # draw from 1 to all of them says. ar: nothing; each token is predicted from those
-    # before it.
+    # A key of noise.KINDS. trace: the steps of sampling. bernoulli: at random.
+    # complement: at random, and then what that left out (coupled RL). semi_ar: at
+    # random in one block, with all later ones masked. subset: of each scope's answer
+    # tokens so many, at random, as a uniform draw from 1 to all of them says. ar:
+    # nothing; each token is predicted from those before it. A *scope* is a block, or
+    # the whole answer where the model's attention is full.
     kind: str = "trace"
     draws: int = 1  # of random kinds, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
@@ -34,29 +34,31 @@ class NoiseConfig:
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
 
     def __post_init__(self):
-        one_of("noise.kind", self.kind, NOISES)
+        one_of("noise.kind", self.kind, tuple(KINDS))
         one_of("noise.grid", self.grid, ("absolute", "response"))
         one_of("noise.rate", self.rate, ("token", "scope"))
         if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
             raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
-        if self.draws < 1 or (self.kind in ("trace", "ar") and self.draws > 1):
+        if self.draws < 1 or (self.draws > 1 and not KINDS[self.kind].random):
             raise ValueError(
-                f"noise.draws={self.draws}: a trajectory has one {self.kind}; more than one "
-                "draw needs a random noise.kind, such as 'bernoulli' or 'complement'"
+                f"noise.draws={self.draws}: a trajectory has one {self.kind}; more "
+                "than one draw needs a random noise.kind, such as 'bernoulli' or "
+                "'complement'"
             )
 
     @property
     def copies(self) -> int:
         """Rows of noise that a trajectory of an update has."""
-        return self.draws * (2 if self.kind == "complement" else 1)
+        return self.draws * KINDS[self.kind].rows
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
     """The losses and how tokens are weighed against each other."""
 
-    # RL's. policy: ratios to the policy that sampled, clipped. dipo: the gradient of
-    # log pi itself. spg: of bounds of log pi, an upper one where the advantage is negative.
+    # RL's, a key of objectives.OBJECTIVES. policy: ratios to the policy that sampled,
+    # clipped. dipo: the gradient of log pi itself. spg: of bounds of log pi, an upper
+    # one where the advantage is negative.
     loss: str = "policy"
     clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
     clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
@@ -66,18 +68,19 @@ class ObjectiveConfig:
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
     kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
-    # What a token's loss is divided by. token: all supervised tokens of the update.
-    # sequence: its answer's length, then answers. step: its step's size (Eq. 3), then
-    # answers. constant: the longest possible answer, then answers. group: the steps of
-    # all answers of its group, then groups. elbo: all answers' tokens, each
-    # divided by the probability that the noise masked it (1/p; subset: n of l).
+    # What a token's loss is divided by, a key of views.AGGREGATES. token: all
+    # supervised tokens of the update. sequence: its answer's length, then answers.
+    # step: its step's size, then answers. constant: the longest possible answer, then
+    # answers. group: the steps of all answers of its group, then groups. elbo: all
+    # answers' tokens, each divided by the probability that the noise masked it (1/p;
+    # subset: n of l).
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 
     def __post_init__(self):
-        one_of("objective.loss", self.loss, LOSSES)
-        one_of("objective.kl", self.kl, ("k1", "k3"))
-        one_of("objective.aggregate", self.aggregate, AGGREGATES)
+        one_of("objective.loss", self.loss, RL_LOSSES)
+        one_of("objective.kl", self.kl, tuple(KL_ESTIMATORS))
+        one_of("objective.aggregate", self.aggregate, tuple(AGGREGATES))
         if self.upper_power < 1 or not 0 <= self.upper_weight <= 1:
             raise ValueError("objective: upper_power >= 1 and 0 <= upper_weight <= 1")
 
@@ -112,19 +115,20 @@ class RLConfig:
     value: str = "own"  # value model: "none", "own" network, or "head" on the policy
     gamma: float = 1.0  # discount per denoising step
     lam: float = 1.0  # GAE lambda per denoising step
-    # Rewards within their group. zscore: GRPO. center: less the mean. loo: less the mean
-    # of the others. none: as graded.
+    # Rewards within their group. zscore: GRPO. center: less the mean. loo: less the
+    # mean of the others. none: as graded.
     advantage: str = "zscore"
     speed: float = 0.0  # weight of tokens per forward as a second reward; 0: none
-    # Groups to learn from. solvable: their solve rate is within the bounds below. varied:
-    # their rewards differ. paced: one answer is right and their speeds differ.
+    # Groups to learn from. solvable: their solve rate is within the bounds below.
+    # varied: their rewards differ. paced: one answer is right and their speeds differ.
     filter: str = "solvable"
     min_solved: float = 0.2  # groups solved less often than this are dropped, and
     max_solved: float = 0.8  # ... those solved more often
     truncated_wrong: bool = True  # an answer cut at its limit earns nothing
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
-    # What the sampler recorded stands for old log-probs, which saves the policy's scoring,
-    # while no token of an update's first microbatch is off by more nats; 0: never.
+    # What the sampler recorded stands for old log-probs, which saves the policy's
+    # scoring, while no token of an update's first microbatch is off by more nats; 0:
+    # never.
     trusted_gap: float = 0.0
 
     def __post_init__(self):
@@ -135,18 +139,18 @@ class RLConfig:
         one_of("rl.filter", self.filter, tuple(advantage.FILTERS))
         if self.advantage != "none" and self.group < 2:
             raise ValueError(
-                f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at least "
-                "2 rollouts; raise rl.group or set rl.advantage='none'"
+                f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at "
+                "least 2 rollouts; raise rl.group or set rl.advantage='none'"
             )
         if self.trusted_gap < 0 or (self.trusted_gap and self.value == "head"):
             raise ValueError(
-                f"rl.trusted_gap={self.trusted_gap}: nats, >= 0, and 0 where rl.value='head', "
-                "whose values are scored with the log-probs"
+                f"rl.trusted_gap={self.trusted_gap}: nats, >= 0, and 0 where "
+                "rl.value='head', whose values are scored with the log-probs"
             )
         if not 0 <= self.min_solved <= self.max_solved <= 1:
             raise ValueError(
-                f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a range "
-                "of solve rates, 0 <= min_solved <= max_solved <= 1"
+                f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a "
+                "range of solve rates, 0 <= min_solved <= max_solved <= 1"
             )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")

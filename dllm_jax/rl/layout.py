@@ -1,110 +1,185 @@
 """Layouts: how noised views of a trajectory are shown to the model, and what they cost.
 
-block   one clean copy, then noised blocks: each sees the clean tokens before it and itself
-full    a canvas of its own for every view: the prompt and the noised answer see each other
-causal  the clean copy alone: each token sees those before it
+    block   one clean copy, then noised blocks: each sees the clean tokens before it and
+            itself
+    full    a canvas of its own for every view: the prompt and the noised answer see
+            each other
+    causal  the clean copy alone: each token sees those before it
 
-The layout follows from the model's attention. In terms of `models.mask.packed`: begin is
-the first slot, and a group the id of a noised block. Host numpy.
+The layout follows from the model's attention. In terms of `models.mask.packed`: begin
+is the first slot, and a group the id of a noised block. Host numpy. `cfg` is a
+BatchConfig throughout; rl/config.py imports what imports this module.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import numpy as np
 
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl.config import BatchConfig
+
+# The round of a view that supervises the tokens of all steps. It is later than every
+# step, so that nothing is masked.
+EVERY = FAR + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Facts about a model's attention that layouts read; nothing compares names."""
+
+    # Views are noised blocks behind one clean copy; else each is a canvas of its own.
+    by_block: bool
+    # A view masks the tokens of its round and of later ones; else it masks nothing.
+    masks: bool
+
+
+ATTENTIONS = {
+    "block": Attention(by_block=True, masks=True),
+    "full": Attention(by_block=False, masks=True),
+    "causal": Attention(by_block=False, masks=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What a view looks like."""
 
-    attention: str = "block"  # ModelConfig.attention
+    attention: str = "block"  # ModelConfig.attention, a key of ATTENTIONS
     shift: int = 0  # ModelConfig.shift: position i - shift answers for position i
     block: int = 4  # Q
     grid: str = "absolute"  # NoiseConfig.grid
     longest: int = 512  # tokens of an answer's canvas, whatever its length
 
-    def numbers(self, T: int, prompt_len: int):
-        """Returns the block of each position, counted from 0.
+    @property
+    def facts(self) -> Attention:
+        """The row of ATTENTIONS."""
+        return ATTENTIONS[self.attention]
 
-        "absolute" is the sampler's grid pos // Q. "response" starts a block at the answer's
-        first token, as dLLM-RL trains: blocks of the prompt are counted back from its end.
+    def numbers(self, T: int, prompt_len: int) -> np.ndarray:
+        """Returns the block [T] of each position, counted from 0.
+
+        "absolute" is the sampler's grid pos // Q. "response" starts a block at the
+        answer's first token, as dLLM-RL trains: blocks of the prompt are counted back
+        from its end, and the first may lack positions.
         """
-        phase = prompt_len % self.block if self.grid == "response" else 0
-        return (np.arange(T) - phase) // self.block + (phase > 0)
+        lacking = -prompt_len % self.block if self.grid == "response" else 0
+        return (np.arange(T) + lacking) // self.block
 
-    def scope(self, T: int, prompt_len: int):
-        """Returns what is noised together: a block's number, or 0 for a whole canvas."""
-        if self.attention == "block":
+    def scope(self, T: int, prompt_len: int) -> np.ndarray:
+        """Returns what [T] is noised together: a block's number, or 0 in a canvas."""
+        if self.facts.by_block:
             return self.numbers(T, prompt_len)
         return np.zeros(T, int)
 
-    def seats(self, cfg: BatchConfig) -> int:
-        """Returns how many slots of a row can be supervised."""
-        return cfg.tokens // 2 if self.attention == "block" else cfg.tokens
+    def largest_scope(self, answer: int) -> int:
+        """Returns the most tokens of an answer that one scope holds."""
+        return self.block if self.facts.by_block else answer
+
+    def canvas_end(self, T: int, prompt_len: int, length: int) -> int:
+        """Returns where the canvas of an answer of this length ends.
+
+        Where masks show how long an answer may become, all have room for the longest.
+        """
+        end = prompt_len + length
+        if not self.facts.masks:
+            return end
+        return max(end, min(T, prompt_len + self.longest))
+
+    def seats(self, cfg) -> int:
+        """Returns how many slots of a row can be supervised.
+
+        Noised blocks stand behind a clean copy; a canvas can be supervised everywhere.
+        """
+        return cfg.tokens // 2 if self.facts.by_block else cfg.tokens
 
 
-@dataclasses.dataclass
-class Piece:
-    """A part of a trajectory that goes into one row: a clean copy and noised views."""
+class View(NamedTuple):
+    """One round of one scope: what is noised, and what it teaches."""
 
-    clean: int = 0  # length of the clean copy: up to the last noised block's start
-    rows: list = dataclasses.field(default_factory=list)  # per view: its noise
-    spans: list = dataclasses.field(default_factory=list)  # per view: its positions
-    rounds: list = dataclasses.field(default_factory=list)  # per view: its step
-    cost: int = 0
-    supervised: int = 0
+    draw: int  # the row of noise
+    first: int  # its positions are first .. end
+    end: int
+    round: int  # the step that it supervises, or EVERY
+    supervised: int  # how many tokens that is
 
 
-def cut(rows, prompt_len, length, noise, wanted_nT, layout: Layout, cfg: BatchConfig):
-    """Returns the Pieces of a trajectory, none of which exceeds a row of the batch.
+def views_of(
+    draws, prompt_len: int, length: int, noise, supervised_nT, layout: Layout
+) -> list[View]:
+    """Returns the Views of a trajectory, from left to right: all that teach something.
 
-    rows: its noise. A view belongs to every (scope, round) in which a token is supervised.
-    Raises ValueError when a clean copy and one block, or one canvas, do not fit into a row.
+    draws: its rows of noise; prompt_len, length: of its prompt and of its answer.
+    noise: a noise.Noise of n rows; supervised_nT: which tokens are, in each of them.
+    A view belongs to every (scope, draw, round) in which a token is supervised.
     """
-    out, T = [], wanted_nT.shape[1]
-    seats = layout.seats(cfg)
+    T = supervised_nT.shape[1]
     scope_T = layout.scope(T, prompt_len)
-    last = max(prompt_len + length, min(T, prompt_len + layout.longest))
-    if layout.attention == "causal":
-        last = prompt_len + length
-    which, pos = np.nonzero(wanted_nT[rows])
-    row = np.asarray(rows)[which]
-    step = noise.step_nT[row, pos]
-    if layout.attention == "causal":  # nothing is masked: one view has them all
-        step = np.full_like(step, FAR + 1)
-    views, counts = np.unique(
-        np.stack([scope_T[pos], row, step]), axis=1, return_counts=True
+    nth_U, pos_U = np.nonzero(supervised_nT[draws])
+    draw_U = np.asarray(draws)[nth_U]
+    round_U = noise.step_nT[draw_U, pos_U]
+    if not layout.facts.masks:
+        round_U = np.full_like(round_U, EVERY)
+    # From here on arrays have a place for each view.
+    (scopes, view_draws, rounds), counts = np.unique(
+        np.stack([scope_T[pos_U], draw_U, round_U]), axis=1, return_counts=True
     )
-    edges = np.searchsorted(scope_T, [views[0], views[0] + 1])
-    for first, stop, row, step, count in np.vstack(
-        [edges, views[1:], counts]
-    ).T.tolist():
-        end = stop if layout.attention == "block" else last
-        grow = first - out[-1].clean + end - first if out else 0
-        if (
-            not out
-            or layout.attention != "block"
-            or out[-1].cost + grow > cfg.tokens
-            or out[-1].supervised + count > seats
-        ):
-            out.append(Piece())
-            grow = end
-        if grow > cfg.tokens or count > seats:
-            raise ValueError(
-                f"batch.tokens={cfg.tokens} is too small for a trajectory of "
-                f"{end} tokens and one noised view of {end - first}"
-            )
-        piece = out[-1]
-        piece.clean = first
-        piece.rows.append(row)
-        piece.spans.append((first, end))
-        piece.rounds.append(step)
-        piece.cost += grow
-        piece.supervised += count
-    return out
+    firsts = np.searchsorted(scope_T, scopes)
+    ends = np.searchsorted(scope_T, scopes, side="right")
+    if not layout.facts.by_block:
+        ends = np.full_like(ends, layout.canvas_end(T, prompt_len, length))
+    columns = np.stack([view_draws, firsts, ends, rounds, counts])
+    return [View(*column) for column in columns.T.tolist()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What goes into one row together: a clean copy, and the views behind it."""
+
+    views: tuple[View, ...]  # from left to right
+
+    @property
+    def clean(self) -> int:
+        """Length of the clean copy: up to where the last view begins."""
+        return self.views[-1].first
+
+    @functools.cached_property
+    def cost(self) -> int:
+        """Slots that it takes."""
+        return self.clean + sum(view.end - view.first for view in self.views)
+
+    @functools.cached_property
+    def supervised(self) -> int:
+        """Seats that it takes."""
+        return sum(view.supervised for view in self.views)
+
+
+def cut(views: list[View], layout: Layout, cfg) -> list[Piece]:
+    """Returns a trajectory's views in Pieces, none of which exceeds a row of the batch.
+
+    Noised blocks share a clean copy while there is room; canvases share nothing. Raises
+    ValueError when a clean copy and one block, or one canvas, do not fit into a row.
+    """
+    seats = layout.seats(cfg)
+    groups = []
+    cost = supervised = 0  # of the last group
+    for view in views:
+        joins = bool(groups) and layout.facts.by_block
+        if joins:
+            # The clean copy grows up to where this view begins, and the view is added.
+            cost += view.first - groups[-1][-1].first + view.end - view.first
+            supervised += view.supervised
+            joins = cost <= cfg.tokens and supervised <= seats
+        if not joins:
+            cost, supervised = view.end, view.supervised
+            if cost > cfg.tokens or supervised > seats:
+                raise ValueError(
+                    f"batch.tokens={cfg.tokens} is too small for a trajectory of "
+                    f"{view.end} tokens and one noised view of {view.end - view.first}"
+                )
+            groups.append([])
+        groups[-1].append(view)
+    return [Piece(tuple(group)) for group in groups]
 
 
 @dataclasses.dataclass
@@ -113,79 +188,106 @@ class Shown:
 
     pos_T: np.ndarray
     masked_T: np.ndarray
-    end_T: np.ndarray
-    group_T: np.ndarray
-    slot_U: np.ndarray
-    row_U: np.ndarray  # noise
+    end_T: np.ndarray  # the slot before which it sees clean tokens
+    group_T: np.ndarray  # of a noised block; -1: none
+    slot_U: np.ndarray  # where the token is predicted
+    draw_U: np.ndarray  # its row of noise
     pos_U: np.ndarray
     size_U: np.ndarray  # supervised tokens of its view
 
 
-def present(piece: Piece, prompt_len, noise, wanted_nT, layout: Layout) -> Shown:
-    """Returns what a piece looks like."""
-    c, T = piece.clean, wanted_nT.shape[1]
-    lengths = [end - first for first, end in piece.spans]
-    which = np.repeat(np.arange(len(lengths)), lengths)
-    noised = np.concatenate([np.arange(*span) for span in piece.spans])
-    row = np.asarray(piece.rows)[which]
-    now = np.asarray(piece.rounds)[which]
-    step = noise.step_nT[row, noised]
-    hit = wanted_nT[row, noised] & ((step == now) | (now > FAR))
+def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout):
+    """Returns what a piece looks like, a Shown; the arguments are those of views_of."""
+    draws, firsts, ends, rounds, counts = np.array(piece.views).T
+    # The noised slots; those of the clean copy stand before them.
+    view_T = np.repeat(np.arange(len(piece.views)), ends - firsts)
+    pos_T = np.concatenate([np.arange(view.first, view.end) for view in piece.views])
+    draw_T, round_T = draws[view_T], rounds[view_T]
+    step_T = noise.step_nT[draw_T, pos_T]
+    taught_T = supervised_nT[draw_T, pos_T]
+    taught_T &= (step_T == round_T) | (round_T == EVERY)
 
-    group_T = np.full(c + len(noised), -1)
-    if layout.attention == "block":
-        number_T = layout.scope(T, prompt_len)
-        end_T = np.concatenate(
-            [
-                np.searchsorted(number_T, number_T[:c], side="right"),
-                np.searchsorted(number_T, number_T[noised]),
-            ]
-        )
-        # Ids only have to differ within a row: the view's first slot is one.
-        group_T[c:] = c + np.searchsorted(which, which)
-    elif layout.attention == "full":
-        end_T = np.full(len(noised), len(noised))
-    else:
-        end_T = noised + 1
-
-    hit = np.flatnonzero(hit)
-    before = noised[hit] - layout.shift  # the position that answers
-    first = np.asarray(piece.spans)[which[hit], 0]
+    slot_U = np.flatnonzero(taught_T)
+    pos_U, view_U = pos_T[slot_U], view_T[slot_U]
+    answering_U = pos_U - layout.shift  # the position that predicts it
+    scope_T = layout.scope(supervised_nT.shape[1], prompt_len)
+    end_T, group_T = sights(piece, view_T, pos_T, scope_T, layout)
     return Shown(
-        pos_T=np.concatenate([np.arange(c), noised]),
-        masked_T=np.concatenate([np.zeros(c, bool), step >= now]),
+        pos_T=np.concatenate([np.arange(piece.clean), pos_T]),
+        masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
         end_T=end_T,
         group_T=group_T,
-        # A block's first token is answered by the clean copy, if by a position before it.
-        slot_U=np.where(before < first, before, c + hit - layout.shift),
-        row_U=row[hit],
-        pos_U=noised[hit],
-        size_U=np.bincount(which[hit], minlength=len(lengths))[which[hit]],
+        # With shift 1 a block's first token is predicted at the position before it,
+        # which lies in the clean copy, where a position is its slot.
+        slot_U=np.where(
+            answering_U < firsts[view_U],
+            answering_U,
+            piece.clean + slot_U - layout.shift,
+        ),
+        draw_U=draws[view_U],
+        pos_U=pos_U,
+        size_U=counts[view_U],
     )
 
 
+def sights(piece: Piece, view_T, pos_T, scope_T, layout: Layout):
+    """Returns (end_T, group_T) of a piece's slots: who sees whom.
+
+    view_T, pos_T: of its noised slots, which view and which position of the canvas each
+    is; scope_T: of the canvas' positions.
+    """
+    clean, slots = piece.clean, piece.clean + len(pos_T)
+    group_T = np.full(slots, -1)
+    if not layout.facts.by_block:
+        # In a canvas with masks all see each other, else each sees what comes before.
+        end_T = np.full(slots, slots) if layout.facts.masks else pos_T + 1
+        return end_T, group_T
+    # A clean token sees its own block too, a noised one the clean blocks before it.
+    clean_end_T = np.searchsorted(scope_T, scope_T[:clean], side="right")
+    noised_end_T = np.searchsorted(scope_T, scope_T[pos_T])
+    # Ids of groups only have to differ within a row: a view's first slot is its id.
+    group_T[clean:] = clean + np.searchsorted(view_T, view_T)
+    return np.concatenate([clean_end_T, noised_end_T]), group_T
+
+
 def microbatches(
-    trajectories: int, slots: int, answer: int, rounds: int, copies: int,
-    layout: Layout, cfg: BatchConfig,
-) -> int:  # fmt: skip
+    *,
+    trajectories: int,
+    slots: int,
+    answer: int,
+    rounds: int,
+    copies: int,
+    layout: Layout,
+    cfg,
+) -> int:
     """Returns how many microbatches always suffice for so many trajectories.
 
-    `slots` is a canvas, `answer` the longest answer, `rounds` the most rounds of a scope,
-    in all of a trajectory's `copies` of noise.
+    slots: of a canvas; answer: the longest one's tokens; rounds: the most that a scope
+    has, in all of a trajectory's `copies` rows of noise.
     """
-    if layout.attention != "block":
+    if not layout.facts.by_block:
         # No view is longer than a canvas, so all rows but the last hold as many as fit.
-        views = trajectories * (rounds if layout.attention == "full" else 1)
-        return -(-views // max(cfg.tokens // slots, 1) // cfg.rows)
+        views = trajectories * rounds if layout.facts.masks else trajectories
+        rows = -(-views // max(cfg.tokens // slots, 1))
+        return -(-rows // cfg.rows)
     seats = layout.seats(cfg)
+    # An answer has one block more than its length says where it begins inside of one.
+    # Every block is noised once for each of its rounds, and a row of noise supervises a
+    # token once.
     noised = (-(-answer // layout.block) + 1) * layout.block * rounds
     supervised = min(noised, answer * copies)
+    # A piece ends where the next block does not fit. With its clean copy, of less than
+    # `slots`, it then fills the row, so it holds at least tokens - slots noised slots;
+    # or it holds more than seats - block supervised tokens. Either happens so often:
     cuts = 0
     if slots + noised > cfg.tokens:
         cuts += noised // max(cfg.tokens - slots, layout.block)
     if supervised > seats:
         cuts += supervised // max(seats - layout.block + 1, 1)
+    # What a trajectory takes of a row: a share of its slots, with a clean copy for
+    # every piece, and a share of its seats.
     load = (noised + (cuts + 1) * slots) / cfg.tokens + supervised / seats
-    # First fit: two rows together hold more than one row's load of tokens or seats.
+    # First fit: two rows together hold more than one row's load of slots or seats. Nor
+    # are there more rows than pieces.
     rows = 2 * int(np.ceil(trajectories * load)) + 1
     return -(-min(rows, trajectories * (cuts + 1)) // cfg.rows)

@@ -1,36 +1,59 @@
 """Noise: which tokens are masked together, and which of them are supervised.
 
-Every kind says it with one array, a step map: in the round of step t all that was unmasked
-at t or later is masked, what came earlier is shown, and the tokens of t are supervised. The
-trace of sampling is one itself; random masks are maps of few steps. Host numpy.
+Every kind says it with one array, a step map: in the round of step t all that was
+unmasked at t or later is masked, what came earlier is shown, and the tokens of t are
+supervised. The trace of sampling is one itself; random masks are maps of few steps.
+Host numpy.
+
+`cfg` is a NoiseConfig throughout; rl/config.py imports this module for the names of the
+kinds.
 """
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import numpy as np
 
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl.config import NoiseConfig
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 
 
 @flax.struct.dataclass
 class Noise:
-    """Step maps of n rows, one for each draw of a trajectory, and what is supervised."""
+    """Step maps of n rows, and what is supervised in each."""
 
     step_nT: np.ndarray
-    # How many tokens each one stands for: 1 / the probability that it is masked. 0: it is
-    # not supervised.
+    # How many tokens each one stands for: 1 / the probability that it is masked. 0: it
+    # is not supervised.
     share_nT: np.ndarray
 
 
-def of(step_nT) -> Noise:
+class StepMap(NamedTuple):
+    """One row of noise."""
+
+    step_T: np.ndarray
+    share_T: np.ndarray
+
+
+def unmasked(step) -> np.ndarray:
+    """Returns where some step unmasked a token: neither given nor masked for good."""
+    return (step != GIVEN) & (step != FAR)
+
+
+def of_steps(step_nT) -> Noise:
     """Returns the step maps as they are: everything that some step unmasked counts."""
-    taken_nT = (step_nT != GIVEN) & (step_nT != FAR)
-    return Noise(step_nT=step_nT, share_nT=taken_nT.astype(np.float32))
+    return Noise(step_nT=step_nT, share_nT=unmasked(step_nT).astype(np.float32))
 
 
-# ---- The kinds: (steps, answer, scope, blocks) of a trajectory -> a list of its draws ----
+def as_it_is(step_T) -> StepMap:
+    """Returns one step map as it is: everything that some step unmasked counts."""
+    return StepMap(step_T, unmasked(step_T).astype(np.float32))
+
+
+# ---- The kinds -----------------------------------------------------------------------
 
 
 def shrink(step_T, scope_T, size: int):
@@ -39,23 +62,23 @@ def shrink(step_T, scope_T, size: int):
     What was never unmasked is no step: a token merged with it would be lost.
     """
     out_T = step_T.copy()
-    taken_T = (step_T != GIVEN) & (step_T != FAR)
-    for one in np.unique(scope_T[taken_T]):
-        inside = taken_T & (scope_T == one)
-        steps, index = np.unique(step_T[inside], return_inverse=True)
+    open_T = unmasked(step_T)
+    for scope in np.unique(scope_T[open_T]):
+        inside_T = open_T & (scope_T == scope)
+        steps, index = np.unique(step_T[inside_T], return_inverse=True)
         last = np.minimum((index // size + 1) * size, len(steps)) - 1
-        out_T[inside] = steps[last]
+        out_T[inside_T] = steps[last]
     return out_T
 
 
-def trace(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
+def traced(step_T, answer_T, scope_T, block_T, rng, cfg):
     """The steps of sampling (TraceRL, arXiv 2509.06949, section 4.1), shrunk."""
     step_T = shrink(step_T, scope_T, cfg.shrink) if cfg.shrink > 1 else step_T
-    return [of(step_T)]
+    return [as_it_is(step_T)]
 
 
-def coins(step_T, scope_T, rng: np.random.Generator, cfg: NoiseConfig):
-    """Returns (masked, rate): a coin for each token, masked with probability `rate`.
+def coins(step_T, scope_T, rng: np.random.Generator, cfg):
+    """Returns (masked_T, rate_T): each token is masked with probability `rate`.
 
     Each token's rate is its own, or a scope's tokens share one (NoiseConfig.rate).
     """
@@ -66,121 +89,166 @@ def coins(step_T, scope_T, rng: np.random.Generator, cfg: NoiseConfig):
     return rng.random(step_T.shape) < rate_T, rate_T
 
 
-def masks(step_T, masked_T, rate_T) -> Noise:
+def one_round(step_T, masked_T, rate_T) -> StepMap:
     """Returns one round with these tokens masked, beside what was never unmasked."""
-    closed_T = (step_T == GIVEN) | (step_T == FAR)
-    on_T = masked_T & ~closed_T
-    return Noise(
-        step_nT=np.where(closed_T, step_T, on_T).astype(step_T.dtype),
-        share_nT=(on_T / np.where(on_T, rate_T, 1)).astype(np.float32),
+    open_T = unmasked(step_T)
+    on_T = masked_T & open_T
+    return StepMap(
+        step_T=np.where(open_T, on_T, step_T).astype(step_T.dtype),
+        share_T=(on_T / np.where(on_T, rate_T, 1)).astype(np.float32),
     )
 
 
-def bernoulli(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
+def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg):
     """Masks at random what is not given (LLaDA, arXiv 2502.09992, Eq. 3)."""
-    return [masks(step_T, *coins(step_T, scope_T, rng, cfg))]
+    return [one_round(step_T, *coins(step_T, scope_T, rng, cfg))]
 
 
-def complement(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
-    """A random mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
+def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
+    """A mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
     masked_T, rate_T = coins(step_T, scope_T, rng, cfg)
-    return [masks(step_T, masked_T, rate_T), masks(step_T, ~masked_T, 1 - rate_T)]
+    return [
+        one_round(step_T, masked_T, rate_T),
+        one_round(step_T, ~masked_T, 1 - rate_T),
+    ]
 
 
-def semi_ar(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
+def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
     """Masks at random in one block after the other, with all later blocks masked.
 
     Where the layout hides later blocks anyway, this is `bernoulli`.
     """
-    one = bernoulli(step_T, answer_T, blocks_T, blocks_T, rng, cfg)[0]
-    open_T = (step_T != GIVEN) & (step_T != FAR)
-    turns_T = 2 * blocks_T + 1 + (one.share_nT > 0)
-    return [one.replace(step_nT=np.where(open_T, turns_T, step_T).astype(np.int32))]
+    drawn = one_round(step_T, *coins(step_T, block_T, rng, cfg))
+    # Of block j what is shown has step 2j + 1 and what is masked 2j + 2: its round
+    # masks the later blocks, whose steps are later.
+    turn_T = 2 * block_T + np.where(drawn.share_T > 0, 2, 1)
+    step_T = np.where(unmasked(step_T), turn_T, step_T).astype(np.int32)
+    return [StepMap(step_T, drawn.share_T)]
 
 
-def subset(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
-    """Masks l of the n answer tokens of each scope, l uniform in 1 .. n; they are step 1.
+def subset(step_T, answer_T, scope_T, block_T, rng, cfg):
+    """Masks l of the n answer tokens of each scope, l uniform in 1 .. n, as step 1.
 
-    With weight n / l for each (weights "elbo") the log-probs sum to an unbiased estimate
-    of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a scope after the other.
-    What follows the answer stays masked.
+    With weight n / l for each (objective.aggregate "elbo") the log-probs sum to an
+    unbiased estimate of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a
+    scope after the other. What follows the answer stays masked.
     """
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
-    for one in np.unique(scope_T[answer_T]):
-        inside = rng.permutation(np.flatnonzero(answer_T & (scope_T == one)))
+    for scope in np.unique(scope_T[answer_T]):
+        inside = rng.permutation(np.flatnonzero(answer_T & (scope_T == scope)))
         chosen = inside[: rng.integers(len(inside)) + 1]
         out_T[chosen], share_T[chosen] = 1, len(inside) / len(chosen)
-    return [Noise(step_nT=out_T, share_nT=share_T)]
+    return [StepMap(out_T, share_T)]
 
 
-def everything(step_T, answer_T, scope_T, blocks_T, rng, cfg: NoiseConfig):
+def next_token(step_T, answer_T, scope_T, block_T, rng, cfg):
     """Nothing is masked, all is supervised: next-token prediction."""
-    return [of(step_T)]
+    return [as_it_is(step_T)]
+
+
+# ---- How many rounds a scope has at most, in all rows of noise: see `rounds` ---------
+
+
+def rounds_of_steps(cfg, layout: Layout, answer: int, steps: int) -> int:
+    """A round for `shrink` neighbouring steps, of which a token has but one."""
+    return -(-min(layout.largest_scope(answer), steps) // cfg.shrink)
+
+
+def round_of_row(cfg, layout: Layout, answer: int, steps: int) -> int:
+    """One in every row of noise."""
+    return cfg.copies
+
+
+def rounds_of_blocks(cfg, layout: Layout, answer: int, steps: int) -> int:
+    """One for every block of the scope, in every row of noise."""
+    if layout.facts.by_block:
+        return cfg.copies
+    return (-(-answer // layout.block) + 1) * cfg.copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A row of KINDS: how it draws its step maps, and facts that others read."""
+
+    # maps(step_T, answer_T, scope_T, block_T, rng, cfg) -> one draw: `rows` StepMaps.
+    #   step_T: of a canvas: GIVEN, the step that unmasked a token, FAR where none did
+    #   answer_T: where its answer is; shares count there alone
+    #   scope_T, block_T: Layout.scope, Layout.numbers
+    #   rng: a numpy Generator, if `random`
+    maps: Callable
+    rounds: Callable  # (cfg, layout, answer, steps) -> int: see the function `rounds`
+    rows: int = 1  # StepMaps of a draw
+    random: bool = True  # draws differ, so that a trajectory may have several
+    masks: bool = True  # False: it hides nothing; only causal attention learns then
 
 
 KINDS = {
-    "trace": trace,
-    "bernoulli": bernoulli,
-    "complement": complement,
-    "semi_ar": semi_ar,
-    "subset": subset,
-    "ar": everything,
+    "trace": Kind(traced, rounds_of_steps, random=False),
+    "bernoulli": Kind(bernoulli, round_of_row),
+    "complement": Kind(complement, round_of_row, rows=2),
+    "semi_ar": Kind(semi_ar, rounds_of_blocks),
+    "subset": Kind(subset, round_of_row),
+    "ar": Kind(next_token, round_of_row, random=False, masks=False),
 }
 
 
-def answers(trace):
+# ---- For whole traces ----------------------------------------------------------------
+
+
+def answers(trace) -> np.ndarray:
     """Returns where [n, T] each trajectory's answer is: the tokens to supervise."""
     pos_1T = np.arange(trace.tokens_BT.shape[1])[None]
     first_n1 = trace.prompt_len_B[:, None]
     return (pos_1T >= first_n1) & (pos_1T < first_n1 + trace.len_B[:, None])
 
 
-def noised(trace, cfg: NoiseConfig, layout: Layout, rng=None) -> Noise:
-    """Returns the noise of a host trace: `cfg.copies` rows of each trajectory, in order."""
-    out, T = [], trace.tokens_BT.shape[1]
-    rows = zip(trace.step_BT, answers(trace), trace.prompt_len_B, strict=True)
-    for step_T, answer_T, prompt in rows:
+def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
+    """Returns the noise of a host trace: `cfg.copies` rows of each trajectory in turn.
+
+    rng: a numpy Generator, for random kinds.
+    """
+    maps, T = [], trace.tokens_BT.shape[1]
+    kind, answer_nT = KINDS[cfg.kind], answers(trace)
+    for i, prompt_len in enumerate(trace.prompt_len_B):
         # What follows an answer is masked, unless a sampler says when it was unmasked.
-        after_T = (np.arange(T) >= prompt) & ~answer_T & (step_T == GIVEN)
+        step_T, answer_T = trace.step_BT[i], answer_nT[i]
+        after_T = (np.arange(T) >= prompt_len) & ~answer_T & (step_T == GIVEN)
         step_T = np.where(after_T, FAR, step_T)
-        around = layout.scope(T, prompt), layout.numbers(T, prompt)
+        scope_T, block_T = layout.scope(T, prompt_len), layout.numbers(T, prompt_len)
         for _ in range(cfg.draws):
-            out += KINDS[cfg.kind](step_T, answer_T, *around, rng, cfg)
+            maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg)
     return Noise(
-        step_nT=np.stack([one.step_nT for one in out]),
-        share_nT=np.stack([one.share_nT for one in out]),
+        step_nT=np.stack([drawn.step_T for drawn in maps]),
+        share_nT=np.stack([drawn.share_T for drawn in maps]),
     )
 
 
-def rounds(cfg: NoiseConfig, layout: Layout, answer: int, steps: int = FAR) -> int:
+def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:
     """Returns the most rounds that a scope with `answer` tokens can have, of all draws.
 
     steps: the most that an answer has, where its trace is given.
     """
-    size = answer if layout.attention == "full" else layout.block
-    if cfg.kind == "trace":
-        return -(-min(size, steps) // cfg.shrink)
-    if cfg.kind == "semi_ar" and layout.attention == "full":
-        return (-(-answer // layout.block) + 1) * cfg.draws
-    return cfg.copies
+    return KINDS[cfg.kind].rounds(cfg, layout, answer, steps)
 
 
-def check(cfg: NoiseConfig, layout: Layout):
+def check(cfg, layout: Layout):
     """Raises ValueError for noise that a model cannot learn from."""
-    if cfg.kind == "ar" and layout.attention != "causal":
+    kind = KINDS[cfg.kind]
+    if layout.facts.masks and not kind.masks:
         raise ValueError(
-            "noise.kind='ar' trains causal attention, but the export would sample with "
-            f"attention={layout.attention!r}; set model.attention='causal' and model.shift=1"
+            f"noise.kind={cfg.kind!r} trains causal attention, but the export would "
+            f"sample with attention={layout.attention!r}; set model.attention='causal' "
+            "and model.shift=1"
         )
-    if layout.attention == "causal":
-        if cfg.kind not in ("trace", "ar"):
+    if not layout.facts.masks:
+        if kind.random:
             raise ValueError(
-                f"noise.kind={cfg.kind!r} masks tokens, but the model's attention is causal; "
-                "set noise.kind='ar', or adapt the model: configs/sft.py:adapt"
+                f"noise.kind={cfg.kind!r} masks tokens, but the model's attention is "
+                "causal; set noise.kind='ar', or adapt the model: configs/sft.py:adapt"
             )
         if layout.shift < 1:
             raise ValueError(
-                "noise.kind='ar' predicts the next token, but the model's shift is 0: a "
-                "token would be predicted from itself; set model.shift=1"
+                "noise.kind='ar' predicts the next token, but the model's shift is 0: "
+                "a token would be predicted from itself; set model.shift=1"
             )

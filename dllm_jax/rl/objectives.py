@@ -1,98 +1,144 @@
 """The losses, per token and weighed: a loss is the sum of weight x term, never a mean.
 
-The weights carry every normaliser (`views.weights`), so the gradient of an update does
-not depend on how it is cut into microbatches. Every objective returns (loss, sums): the
-sums add up over microbatches and become the step's metrics (`summary`).
+The weights carry every normaliser (`views.AGGREGATES`), so the gradient of an update
+does not depend on how it is cut into microbatches. Every objective returns (loss,
+sums): the sums add up over microbatches and become the step's metrics.
+
+`cfg` is an ObjectiveConfig throughout; rl/config.py imports this module for the names
+of the losses.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.rl.config import ObjectiveConfig
-
 LIMIT = 10.0  # log-ratios are clamped to +-10 before exp
 
 
-def kl(delta, kind: str):
-    """Estimates KL(new || old) from delta = log new - log old at sampled tokens.
+# ---- KL(new || old) from delta = log new - log old at sampled tokens, nats -----------
 
-    k3 = exp(-d) - 1 + d is unbiased and never negative; k1 = d (Schulman 2020,
-    "Approximating KL divergence"). The exponent is clamped.
-    """
-    if kind == "k1":
-        return delta
+
+def k1(delta):
+    """d: unbiased, but negative for some tokens."""
+    return delta
+
+
+def k3(delta):
+    """exp(-d) - 1 + d: unbiased and never negative. The exponent is clamped."""
     return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
 
 
-def nll(out, batch, cfg: ObjectiveConfig):
+KL_ESTIMATORS = {"k1": k1, "k3": k3}
+
+
+def kl(delta, kind: str):
+    """Estimates KL(new || old) at sampled tokens, nats.
+
+    Schulman 2020, "Approximating KL divergence". delta: log new - log old; kind: a key
+    of KL_ESTIMATORS.
+    """
+    return KL_ESTIMATORS[kind](delta)
+
+
+# ---- The objectives ------------------------------------------------------------------
+
+
+def nll(out, batch, cfg):
     """Masked cross-entropy: -log p of the supervised tokens."""
-    held = batch.weight_BU > 0
-    loss = -jnp.sum(jnp.where(held, batch.weight_BU * out["logp"], 0.0))
+    real_BU = batch.weight_BU > 0
+    loss = -jnp.sum(jnp.where(real_BU, batch.weight_BU * out["logp"], 0.0))
     return loss, {
         "loss": loss,
-        "entropy": jnp.sum(jnp.where(held, out["entropy"], 0.0)),
+        "entropy": jnp.sum(jnp.where(real_BU, out["entropy"], 0.0)),
     }
 
 
-def policy(out, batch, cfg: ObjectiveConfig):
+def policy(out, batch, cfg):
     """Clipped surrogate with KL, TraceRL (arXiv 2509.06949) Eq. 3.
 
-    -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a fixed
-    reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider eps' is
-    DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+    -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a
+    fixed reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider
+    eps' is DAPO's clip-higher (arXiv 2503.14476, section 3.1). The KL that the metrics
+    tell is k3, whatever the loss uses.
     """
-    held = batch.weight_BU > 0
-    delta = jnp.where(held, out["logp"] - batch.old_logp_BU, 0.0)
-    ratio = jnp.exp(jnp.clip(delta, -LIMIT, LIMIT))
-    clipped = jnp.clip(ratio, 1 - cfg.clip, 1 + (cfg.clip_high or cfg.clip))
-    surrogate = jnp.minimum(ratio * batch.adv_BU, clipped * batch.adv_BU)
-    to_old = kl(delta, cfg.kl)
-    per_token = -surrogate + cfg.beta * to_old
+    real_BU = batch.weight_BU > 0
+    delta_BU = jnp.where(real_BU, out["logp"] - batch.old_logp_BU, 0.0)
+    ratio_BU = jnp.exp(jnp.clip(delta_BU, -LIMIT, LIMIT))
+    clipped_BU = jnp.clip(ratio_BU, 1 - cfg.clip, 1 + (cfg.clip_high or cfg.clip))
+    surrogate_BU = jnp.minimum(ratio_BU * batch.adv_BU, clipped_BU * batch.adv_BU)
+    to_old_BU = kl(delta_BU, cfg.kl)
+    loss_BU = -surrogate_BU + cfg.beta * to_old_BU
     sums = {
-        "policy_loss": -jnp.sum(batch.weight_BU * surrogate),
-        "kl": jnp.sum(kl(delta, "k3")),
+        "policy_loss": -jnp.sum(batch.weight_BU * surrogate_BU),
+        "kl": jnp.sum(k3(delta_BU)),
         "clip_fraction": jnp.sum(
-            held & (ratio * batch.adv_BU > clipped * batch.adv_BU)
+            real_BU & (ratio_BU * batch.adv_BU > clipped_BU * batch.adv_BU)
         ),
-        "entropy": jnp.sum(jnp.where(held, out["entropy"], 0.0)),
+        "entropy": jnp.sum(jnp.where(real_BU, out["entropy"], 0.0)),
     }
     if cfg.reference_beta:
-        to_ref = kl(jnp.where(held, out["logp"] - batch.ref_logp_BU, 0.0), cfg.kl)
-        per_token += cfg.reference_beta * to_ref
-        sums["reference_kl"] = jnp.sum(to_ref)
-    return jnp.sum(batch.weight_BU * per_token), sums
+        ref_delta_BU = jnp.where(real_BU, out["logp"] - batch.ref_logp_BU, 0.0)
+        to_reference_BU = kl(ref_delta_BU, cfg.kl)
+        loss_BU += cfg.reference_beta * to_reference_BU
+        sums["reference_kl"] = jnp.sum(to_reference_BU)
+    return jnp.sum(batch.weight_BU * loss_BU), sums
 
 
-def linear(out, batch, cfg: ObjectiveConfig):
+def linear(out, batch, cfg):
     """The policy gradient -A grad log pi: ratios to the detached present policy.
 
     DiPO (arXiv 2512.22234) Eq. 7, with the KL to a fixed reference as there. SPG's and
     DPO's gradients have this form too, with the factors of `bounds` in A's place.
     """
-    own = batch.replace(old_logp_BU=jax.lax.stop_gradient(out["logp"]))
-    loss, sums = policy(out, own, dataclasses.replace(cfg, beta=0.0))
+    detached = batch.replace(old_logp_BU=jax.lax.stop_gradient(out["logp"]))
+    loss, sums = policy(out, detached, dataclasses.replace(cfg, beta=0.0))
+    # The ratio is 1: what would be told of it is always 0.
     return loss, {k: x for k, x in sums.items() if k not in ("kl", "clip_fraction")}
 
 
-def value(out, batch, cfg: ObjectiveConfig):
-    """Clipped value loss: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps) - R)^2)."""
-    near = batch.old_value_BU + jnp.clip(
+def value(out, batch, cfg):
+    """Clipped value loss.
+
+    1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2)
+    """
+    near_BU = batch.old_value_BU + jnp.clip(
         out["value"] - batch.old_value_BU, -cfg.clip, cfg.clip
     )
-    free = (out["value"] - batch.ret_BU) ** 2
-    worst = jnp.maximum(free, (near - batch.ret_BU) ** 2)
-    loss = 0.5 * jnp.sum(batch.weight_BU * worst)
+    free_BU = (out["value"] - batch.ret_BU) ** 2
+    worst_BU = jnp.maximum(free_BU, (near_BU - batch.ret_BU) ** 2)
+    loss = 0.5 * jnp.sum(batch.weight_BU * worst_BU)
     return loss, {"value_loss": loss}
 
 
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A row of OBJECTIVES: called as its function is, with facts that others read."""
+
+    # function(out, batch, cfg) -> (loss, sums). out: learner.outputs of a microbatch,
+    # of which the objective reads "logp" and "entropy" or "value", each [B, U] in f32;
+    # batch: the microbatch, with the optional fields that it needs. loss: a scalar, the
+    # sum of weight_BU x term; sums: name -> scalar, over the supervised tokens. What
+    # stands in the filling, where weight_BU is 0, changes neither them nor a gradient.
+    function: Callable
+    rl: bool = False  # objective.loss may name it
+    bounds: bool = False  # adv_BU holds factors of evidence bounds: see bounds.py
+
+    def __call__(self, out, batch, cfg):
+        """Returns (loss, sums)."""
+        return self.function(out, batch, cfg)
+
+
 OBJECTIVES = {
-    "nll": nll,
-    "policy": policy,
-    "dipo": linear,
-    "spg": linear,
-    "dpo": linear,
-    "value": value,
+    "nll": Objective(nll),
+    "policy": Objective(policy, rl=True),
+    "dipo": Objective(linear, rl=True),
+    "spg": Objective(linear, rl=True, bounds=True),
+    "dpo": Objective(linear, bounds=True),
+    "value": Objective(value),
 }
-SUMMED = ("loss", "policy_loss", "value_loss")  # already weighed; the others are counts
+RL_LOSSES = tuple(name for name, row in OBJECTIVES.items() if row.rl)
+# Sums that are weighed already; the others are divided by the number of supervised
+# tokens.
+SUMMED = ("loss", "policy_loss", "value_loss")

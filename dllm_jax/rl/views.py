@@ -1,10 +1,18 @@
 """Views packed into fixed rows: what one update trains on.
 
-A *round* of a block supervises the tokens that one step of its noise unmasked, with those of
-this and later steps masked and earlier ones shown (noise.py); a trajectory's rounds are laid
-out as its model sees them (layout.py), and several trajectories share a row.
+A *round* of a block supervises the tokens that one step of its noise unmasked, with
+those of this and later steps masked and earlier ones shown (noise.py); a trajectory's
+rounds are laid out as its model sees them (layout.py), and several trajectories share a
+row. Packing is done in stages, each a function:
+
+    pieces_of   trajectories, cut where they would exceed a row
+    fit         which pieces share a row
+    lay         a piece's tokens and seats, written into its row
+    AGGREGATES  what every supervised token weighs in the loss
 
 Everything here is numpy on the host; the result is a TrainBatch of one fixed shape.
+`cfg` is a BatchConfig throughout; rl/config.py imports this module for the names of
+AGGREGATES.
 """
 
 import dataclasses
@@ -12,17 +20,17 @@ import dataclasses
 import flax.struct
 import numpy as np
 
-from dllm_jax.rl import layout as layouts
-from dllm_jax.rl.config import BatchConfig
-from dllm_jax.rl.noise import answers
+from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
+from dllm_jax.rl.noise import Noise, answers
+from dllm_jax.sampling.state import Trace
 
 
 @flax.struct.dataclass
 class TrainBatch:
     """B rows of T slots, of which U are supervised.
 
-    As packed it is a stack of A microbatches: every array has a leading A, and the first
-    `used` of them hold something. Optional fields are what an objective asks for.
+    As packed it is a stack of m microbatches: every array has a leading m, and the
+    first `used` of them hold something. Optional fields are what an objective asks for.
     """
 
     used: np.ndarray  # int32 scalar
@@ -43,140 +51,275 @@ class TrainBatch:
     @property
     def fill(self) -> float:
         """The share of the used microbatches' slots that hold something."""
-        held = (self.end_BT > self.begin_BT) | (self.group_BT >= 0)
-        return float(held.sum() / max(self.used * held[0].size, 1))
+        real_mBT = (self.end_BT > self.begin_BT) | (self.group_BT >= 0)
+        return float(real_mBT.sum() / max(self.used * real_mBT[0].size, 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where each supervised slot comes from: (trajectory, position), -1 for filling."""
+    """Where each supervised seat comes from: a row of noise and a position in it."""
 
-    row_ABU: np.ndarray
-    pos_ABU: np.ndarray
+    row_mBU: np.ndarray  # -1: filling
+    pos_mBU: np.ndarray
 
-    def gather(self, x_nT):
-        """Returns the [n, T] array's values in the batch's order; 0 for filling."""
-        return np.where(self.row_ABU >= 0, x_nT[self.row_ABU, self.pos_ABU], 0).astype(
-            np.float32
-        )
+    def gather(self, x_nT) -> np.ndarray:
+        """Returns the [n, T] array's values in the batch's order, f32; filling is 0."""
+        x_mBU = np.where(self.row_mBU >= 0, x_nT[self.row_mBU, self.pos_mBU], 0)
+        return x_mBU.astype(np.float32)
 
-    def scatter(self, x_ABU, shape):
-        """Returns an [n, T] array with the batch's values in place; 0 elsewhere."""
+    def scatter(self, x_mBU, shape: tuple[int, int]) -> np.ndarray:
+        """Returns an [n, T] array of the batch's values in place, f32; 0 elsewhere."""
         out_nT = np.zeros(shape, np.float32)
-        held = self.row_ABU >= 0
-        out_nT[self.row_ABU[held], self.pos_ABU[held]] = np.asarray(x_ABU)[held]
+        real_mBU = self.row_mBU >= 0
+        rows, positions = self.row_mBU[real_mBU], self.pos_mBU[real_mBU]
+        out_nT[rows, positions] = np.asarray(x_mBU)[real_mBU]
         return out_nT
 
 
-def fit(
-    items: list[layouts.Piece], capacity: int, slots: int
-) -> list[list[layouts.Piece]]:
-    """Packs pieces into rows, first fit, longest first."""
-    rows, room, free = [], [], []
-    for item in sorted(items, key=lambda piece: -piece.cost):
-        for i in range(len(rows)):
-            if item.cost <= room[i] and item.supervised <= free[i]:
-                break
-        else:
-            i = len(rows)
-            rows.append([])
-            room.append(capacity)
-            free.append(slots)
-        rows[i].append(item)
-        room[i] -= item.cost
-        free[i] -= item.supervised
-    return rows
+# ---- Packing -------------------------------------------------------------------------
 
 
 def pack(
-    trace, noise,
-    *, mask_id: int, layout: layouts.Layout, cfg: BatchConfig, most: int, aggregate: str,
-    copies=1, draws=1, group_n=None,
-):  # fmt: skip
+    trace: Trace,
+    noise: Noise,
+    *,
+    mask_id: int,
+    layout: Layout,
+    cfg,
+    most: int,
+    aggregate: str,
+    copies: int = 1,
+    draws: int = 1,
+    group_n: np.ndarray | None = None,
+) -> tuple[TrainBatch, Source]:
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
-    trace: a host Trace of n rows; noise: a Noise of as many; `copies` rows after each other
-    are one trajectory, of whose tokens they show `draws` draws. aggregate, group_n (None:
-    each row its own): how tokens are weighed, see ObjectiveConfig.
+    trace: a host Trace, or data.Examples, of n rows; noise: a Noise of as many.
+    copies: each trajectory has so many consecutive rows, `copies / draws` for each draw
+    (two of a mask and its complement, else one).
+    aggregate: a key of AGGREGATES; group_n: the group of each row (None: each its own).
+    Raises ValueError where a view, or all of them together, do not fit.
     """
     n = len(noise.step_nT)
-    wanted_nT = answers(trace) & (noise.share_nT > 0)
-    seats = layout.seats(cfg)
-    items = []
-    for i in range(0, n, copies):
-        prompt, length = int(trace.prompt_len_B[i]), int(trace.len_B[i])
-        rows = range(i, i + copies)
-        items += layouts.cut(rows, prompt, length, noise, wanted_nT, layout, cfg)
-    rows = fit(items, cfg.tokens, seats)
+    supervised_nT = answers(trace) & (noise.share_nT > 0)
+    pieces = pieces_of(trace, noise, supervised_nT, layout, cfg, copies)
+    rows = fit(pieces, cfg.tokens, layout.seats(cfg))
     if len(rows) > most * cfg.rows:
         raise ValueError(
             f"{len(rows)} packed rows do not fit {most} microbatches of "
             f"batch.rows={cfg.rows}; raise batch.tokens"
         )
+    packed = empty(most * cfg.rows, cfg.tokens, layout.seats(cfg))
+    for b, row in enumerate(rows):
+        slot, seat = 0, 0  # the next free ones
+        for piece in row:
+            i = piece.views[0].draw
+            prompt_len = int(trace.prompt_len_B[i])
+            shown = present(piece, prompt_len, noise, supervised_nT, layout)
+            lay(packed, b, slot, seat, shown, trace.tokens_BT[i], mask_id)
+            slot, seat = slot + len(shown.pos_T), seat + len(shown.pos_U)
+    supervised = Seats(
+        row_BU=packed.row_BU,
+        size_BU=packed.size_BU,
+        share_BU=noise.share_nT[packed.row_BU, packed.at_BU],
+        real_BU=packed.row_BU >= 0,
+        len_n=trace.len_B,
+        group_n=np.arange(n) if group_n is None else group_n,
+        answers=n * draws / copies,
+        longest=layout.longest,
+    )
+    weight_BU = np.where(supervised.real_BU, AGGREGATES[aggregate](supervised), 0.0)
+    used = -(-len(rows) // cfg.rows)
+    return packed.stacked(weight_BU.astype(np.float32), used, most)
+
+
+def pieces_of(
+    trace: Trace,
+    noise: Noise,
+    supervised_nT,
+    layout: Layout,
+    cfg,
+    copies: int,
+) -> list[Piece]:
+    """Returns all trajectories in Pieces; the arguments are those of `pack`."""
+    pieces = []
+    for i in range(0, len(noise.step_nT), copies):
+        prompt_len, length = int(trace.prompt_len_B[i]), int(trace.len_B[i])
+        views = views_of(
+            range(i, i + copies), prompt_len, length, noise, supervised_nT, layout
+        )
+        pieces += cut(views, layout, cfg)
+    return pieces
+
+
+def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
+    """Returns the pieces in rows of such a size: first fit, longest first."""
+    rows, free_slots, free_seats = [], [], []
+    for piece in sorted(pieces, key=lambda piece: -piece.cost):
+        cost, supervised = piece.cost, piece.supervised
+        roomy = (
+            b
+            for b in range(len(rows))
+            if cost <= free_slots[b] and supervised <= free_seats[b]
+        )
+        b = next(roomy, len(rows))
+        if b == len(rows):
+            rows.append([])
+            free_slots.append(slots)
+            free_seats.append(seats)
+        rows[b].append(piece)
+        free_slots[b] -= cost
+        free_seats[b] -= supervised
+    return rows
+
+
+@dataclasses.dataclass
+class Rows:
+    """The rows of all microbatches in the making: int32, filled piece by piece."""
+
+    tokens_BT: np.ndarray  # as in TrainBatch
+    pos_BT: np.ndarray
+    begin_BT: np.ndarray
+    end_BT: np.ndarray
+    group_BT: np.ndarray
+    where_BU: np.ndarray
+    target_BU: np.ndarray
+    row_BU: np.ndarray  # as in Source
+    at_BU: np.ndarray
+    size_BU: np.ndarray  # supervised tokens of its view
+
+    def stacked(self, weight_BU, used: int, most: int) -> tuple[TrainBatch, Source]:
+        """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
+
+        def stack(x):
+            return x.reshape(most, len(x) // most, -1)
+
+        batch = TrainBatch(
+            used=np.int32(used),
+            tokens_BT=stack(self.tokens_BT),
+            pos_BT=stack(self.pos_BT),
+            begin_BT=stack(self.begin_BT),
+            end_BT=stack(self.end_BT),
+            group_BT=stack(self.group_BT),
+            where_BU=stack(self.where_BU),
+            target_BU=stack(self.target_BU),
+            weight_BU=stack(weight_BU),
+        )
+        return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
+
+
+def empty(rows: int, slots: int, seats: int) -> Rows:
+    """Returns Rows that hold nothing.
+
+    A slot that stays so has end = begin and no group: it sees nothing and is seen by
+    nothing. A seat that stays so comes from row -1.
+    """
 
     def filled(width, value=0):
-        return np.full((most * cfg.rows, width), value, np.int32)
+        return np.full((rows, width), value, np.int32)
 
-    # What stays as it is, with end = begin, sees nothing, and nothing sees it.
-    tokens, pos, begin = (filled(cfg.tokens) for _ in range(3))
-    end, group = filled(cfg.tokens), filled(cfg.tokens, -1)
-    where, target = filled(seats), filled(seats)
-    row, at, size = filled(seats, -1), filled(seats), filled(seats, 1)
-    for r, packed in enumerate(rows):
-        first, supervised = 0, 0  # next free slot, next free supervised slot
-        for piece in packed:
-            i = piece.rows[0]
-            prompt, tokens_T = int(trace.prompt_len_B[i]), trace.tokens_BT[i]
-            x = layouts.present(piece, prompt, noise, wanted_nT, layout)
-            span = slice(first, first + len(x.pos_T))
-            tokens[r, span] = np.where(x.masked_T, mask_id, tokens_T[x.pos_T])
-            pos[r, span] = x.pos_T
-            begin[r, span] = first
-            end[r, span] = first + x.end_T
-            group[r, span] = np.where(x.group_T >= 0, first + x.group_T, -1)
-
-            seat = slice(supervised, supervised + len(x.pos_U))
-            where[r, seat] = first + x.slot_U
-            target[r, seat] = tokens_T[x.pos_U]
-            row[r, seat], at[r, seat], size[r, seat] = x.row_U, x.pos_U, x.size_U
-            first, supervised = span.stop, seat.stop
-    held = row >= 0
-    group_n = np.arange(n) if group_n is None else group_n
-    share = noise.share_nT[row, at]
-    whole = n * draws / copies  # a mask and its complement are two rows of one draw
-    how = (share, trace, layout.longest, held, group_n)
-    weight = weights(aggregate, whole, row, size, *how)
-    weight = np.where(held, weight, 0.0)
-
-    def cut(x):
-        return x.reshape(most, cfg.rows, -1)
-
-    batch = TrainBatch(
-        used=np.int32(-(-len(rows) // cfg.rows)),
-        tokens_BT=cut(tokens),
-        pos_BT=cut(pos),
-        begin_BT=cut(begin),
-        end_BT=cut(end),
-        group_BT=cut(group),
-        where_BU=cut(where),
-        target_BU=cut(target),
-        weight_BU=cut(weight.astype(np.float32)),
+    return Rows(
+        tokens_BT=filled(slots),
+        pos_BT=filled(slots),
+        begin_BT=filled(slots),
+        end_BT=filled(slots),
+        group_BT=filled(slots, -1),
+        where_BU=filled(seats),
+        target_BU=filled(seats),
+        row_BU=filled(seats, -1),
+        at_BU=filled(seats),
+        size_BU=filled(seats, 1),
     )
-    return batch, Source(row_ABU=cut(row), pos_ABU=cut(at))
 
 
-def weights(aggregate: str, n, row, size, share, trace, longest: int, held, group_n):
-    """Returns each supervised token's share of an update's loss; n: of answers' draws."""
-    if aggregate == "token":
-        return 1.0 / max(held.sum(), 1)
-    if aggregate == "sequence":
-        return 1.0 / (n * np.maximum(trace.len_B, 1)[row])
-    if aggregate == "step":
-        return 1.0 / (n * size)
-    if aggregate == "group":  # DiPO (arXiv 2512.22234) Eq. 7
-        steps = np.bincount(group_n[row[held]], 1.0 / size[held], group_n.max() + 1)
-        groups = max(np.count_nonzero(steps), 1)
-        return 1.0 / (groups * np.maximum(steps, 1)[group_n[row]])
-    if aggregate == "elbo":
-        return share / max(trace.len_B.sum(), 1)
-    return 1.0 / (n * longest)
+def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_id: int):
+    """Writes a piece into row b, from this slot and this seat on.
+
+    tokens_T: of its trajectory's canvas. What `shown` counts from the piece's first
+    slot is counted from the row's in Rows.
+    """
+    slots = slice(slot, slot + len(shown.pos_T))
+    rows.tokens_BT[b, slots] = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
+    rows.pos_BT[b, slots] = shown.pos_T
+    rows.begin_BT[b, slots] = slot
+    rows.end_BT[b, slots] = slot + shown.end_T
+    rows.group_BT[b, slots] = np.where(shown.group_T >= 0, slot + shown.group_T, -1)
+    seats = slice(seat, seat + len(shown.pos_U))
+    rows.where_BU[b, seats] = slot + shown.slot_U
+    rows.target_BU[b, seats] = tokens_T[shown.pos_U]
+    rows.row_BU[b, seats] = shown.draw_U
+    rows.at_BU[b, seats] = shown.pos_U
+    rows.size_BU[b, seats] = shown.size_U
+
+
+# ---- What a supervised token weighs --------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Seats:
+    """The supervised seats of an update, and the n rows of noise they come from."""
+
+    row_BU: np.ndarray  # the row of noise; -1: filling
+    size_BU: np.ndarray  # supervised tokens of its step
+    share_BU: np.ndarray  # how many tokens it stands for: Noise.share_nT
+    real_BU: np.ndarray  # False: filling
+    len_n: np.ndarray  # tokens of the answer
+    group_n: np.ndarray
+    answers: float  # in the update, each counted for every draw of its noise
+    longest: int  # tokens of the longest possible answer
+
+
+# An aggregate takes Seats and returns what each token's loss is multiplied by, [B, U]
+# or a number for all; what it says of filling counts for nothing. Below n is `answers`,
+# |o_i| the length of an answer i of them, l_it the loss of its token t.
+
+
+def by_token(seats: Seats):
+    """1 / sum_i |o_i| sum_i sum_t l_it: DAPO (arXiv 2503.14476, section 3.3)."""
+    return 1.0 / max(seats.real_BU.sum(), 1)
+
+
+def by_sequence(seats: Seats):
+    """1/n sum_i 1/|o_i| sum_t l_it: GRPO (arXiv 2402.03300, Eq. 3)."""
+    return 1.0 / (seats.answers * np.maximum(seats.len_n, 1)[seats.row_BU])
+
+
+def by_step(seats: Seats):
+    """1/n sum_i sum_s 1/|s| sum_{t in s} l_it: TraceRL (arXiv 2509.06949, Eq. 3)."""
+    return 1.0 / (seats.answers * seats.size_BU)
+
+
+def by_constant(seats: Seats):
+    """1/n sum_i 1/L sum_t l_it, L the longest possible: Dr. GRPO (arXiv 2503.20783)."""
+    return 1.0 / (seats.answers * seats.longest)
+
+
+def by_group(seats: Seats):
+    """1/G sum_g 1/S_g sum_{i in g} sum_t l_it: DiPO (arXiv 2512.22234, Eq. 7).
+
+    G groups have supervised tokens; S_g counts the steps of all answers of group g.
+    """
+    real_BU, group_n = seats.real_BU, seats.group_n
+    group_of_token = group_n[seats.row_BU[real_BU]]
+    share_of_step = 1.0 / seats.size_BU[real_BU]  # the shares of a step's tokens are 1
+    steps = np.bincount(group_of_token, share_of_step, group_n.max() + 1)  # [groups]
+    groups = max(np.count_nonzero(steps), 1)
+    return 1.0 / (groups * np.maximum(steps, 1)[group_n[seats.row_BU]])
+
+
+def by_elbo(seats: Seats):
+    """1 / sum_i |o_i| sum_i sum_t share_it l_it: LLaDA (arXiv 2502.09992, Eqs. 3, 6).
+
+    The shares make a sum over the masked tokens an unbiased estimate of that over all.
+    """
+    return seats.share_BU / max(seats.len_n.sum(), 1)
+
+
+AGGREGATES = {
+    "token": by_token,
+    "sequence": by_sequence,
+    "step": by_step,
+    "constant": by_constant,
+    "group": by_group,
+    "elbo": by_elbo,
+}

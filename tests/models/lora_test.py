@@ -39,7 +39,7 @@ def adapted(tiny):
     )
     batch, _ = views.pack(
         trace,
-        noise.of(step),
+        noise.of_steps(step),
         mask_id=cfg.mask_id,
         layout=Layout(block=4),
         cfg=BatchConfig(rows=8, tokens=64),

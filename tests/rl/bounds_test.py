@@ -90,7 +90,7 @@ def test_the_lower_bound_is_unbiased():
     for subset, logp_T in logp.items():
         share_T = np.where(logp_T != 0, n / len(subset), 0)
         chance = 1 / n / len([s for s in logp if len(s) == len(subset)])
-        total += chance * bounds.lower(logp_T[None], share_T[None], 1)[0]
+        total += chance * bounds.lower_bound(logp_T[None], share_T[None], 1)[0]
     np.testing.assert_allclose(total, np.mean(orders), rtol=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_the_packed_gradient_is_that_of_the_preference_loss():
     share[2, 2], share[3, 3] = 2, 2
     batch, source = views.pack(
         trace,
-        noise.of(step).replace(share_nT=share),
+        noise.of_steps(step).replace(share_nT=share),
         mask_id=9,
         layout=Layout(block=block),
         cfg=BatchConfig(rows=1, tokens=16),
@@ -135,19 +135,10 @@ def test_the_packed_gradient_is_that_of_the_preference_loss():
         gain = 0.3 * (bound(logp) - bound(ref))
         return -jax.nn.log_sigmoid(gain[0] - gain[1])
 
-    told, batch = bounds.compared(
-        {
-            "policy": {"logp": source.gather(logp)},
-            "reference": {"logp": source.gather(ref)},
-        },
-        lens,
-        share,
-        batch,
-        source,
-        draws=draws,
-        beta=0.3,
+    metrics, factor_nT = bounds.preference_factors(
+        logp, ref, share, lens, draws=draws, beta=0.3
     )
     value, expected = jax.value_and_grad(loss)(jnp.asarray(logp))
-    assert told["preference_loss"] == pytest.approx(float(value), rel=1e-5)
-    got = source.scatter(-batch.weight_BU * batch.adv_BU, (4, T))
+    assert metrics["preference_loss"] == pytest.approx(float(value), rel=1e-5)
+    got = source.scatter(-batch.weight_BU * source.gather(factor_nT), (4, T))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-8)

@@ -17,11 +17,11 @@ from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
-from tests.rl import learner_test as base
+from tests.rl import common
 
 N, NEW, STOPS = 8, 11, tuple(range(2, 66, 5))
 BATCH = BatchConfig(rows=8, tokens=48)
-PLANS = base.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+PLANS = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
 CFG = SamplerConfig(max_prompt=9, max_new=NEW, threshold=0.4, stop_ids=STOPS)
 STATIC = {"strategy": "static", "steps_per_block": 2}
 EXACT = {  # attention, shift, what differs from CFG
@@ -45,7 +45,7 @@ def compared(tiny, attention, shift, changes):
     prompt_BT = jax.random.randint(jax.random.key(6), (N, 9), 7, 60)
     keys = jax.random.split(jax.random.key(7), N)
     trace = jax.device_get(
-        base.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
+        common.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
     )
     layout = layouts.Layout(
         attention=attention, shift=shift, block=cfg.block, longest=NEW
@@ -58,13 +58,21 @@ def compared(tiny, attention, shift, changes):
         mask_id=model.mask_id,
         layout=layout,
         cfg=BATCH,
-        most=layouts.microbatches(N, cfg.slots, NEW, rounds, 1, layout, BATCH),
+        most=layouts.microbatches(
+            trajectories=N,
+            slots=cfg.slots,
+            answer=NEW,
+            rounds=rounds,
+            copies=1,
+            layout=layout,
+            cfg=BATCH,
+        ),
         aggregate="token",
     )
-    out = base.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]
+    out = common.score({"policy": params}, batch, model=model, plans=PLANS)["policy"]
     taught_nT = np.zeros(trace.step_BT.shape, int)
-    held = source.row_ABU >= 0
-    np.add.at(taught_nT, (source.row_ABU[held], source.pos_ABU[held]), 1)
+    held = source.row_mBU >= 0
+    np.add.at(taught_nT, (source.row_mBU[held], source.pos_mBU[held]), 1)
     answer_nT = noise.answers(trace)
     np.testing.assert_array_equal(taught_nT, answer_nT)  # each token once
     return trace, answer_nT, source.scatter(out["logp"], trace.step_BT.shape)

@@ -84,7 +84,7 @@ def pack(one: Trace, noised, *, mask_id: int, block: int, tokens=None):
     T = one.tokens_BT.shape[1]
     return views.pack(
         one,
-        noised if isinstance(noised, noise.Noise) else noise.of(noised),
+        noised if isinstance(noised, noise.Noise) else noise.of_steps(noised),
         mask_id=mask_id,
         layout=layout(block),
         cfg=BatchConfig(rows=1, tokens=tokens or T * (block + 1)),
@@ -116,9 +116,9 @@ def pack_each(traces, noises, *, mask_id: int, block: int, tokens: int, count=0)
     def join(*parts):
         return np.int32(len(traces)) if parts[0].ndim == 0 else np.concatenate(parts)
 
-    rows = [np.where(source.row_ABU < 0, -1, i) for i, (_, source) in enumerate(packs)]
+    rows = [np.where(source.row_mBU < 0, -1, i) for i, (_, source) in enumerate(packs)]
     source = views.Source(
-        np.concatenate(rows), np.concatenate([source.pos_ABU for _, source in packs])
+        np.concatenate(rows), np.concatenate([source.pos_mBU for _, source in packs])
     )
     return jax.tree.map(join, *[batch for batch, _ in packs]), source
 
@@ -157,12 +157,12 @@ def apart(batch, source) -> list[View]:
     out = []
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
         group_T, where_U = batch.group_BT[a, b], batch.where_BU[a, b]
-        held_U = source.row_ABU[a, b] >= 0
+        held_U = source.row_mBU[a, b] >= 0
         for group in np.unique(group_T[group_T >= 0]):
             slots = np.flatnonzero(group_T == group)
             seats = np.flatnonzero(held_U & np.isin(where_U, slots))
-            (row,) = np.unique(source.row_ABU[a, b, seats])
-            pos = source.pos_ABU[a, b, seats]
+            (row,) = np.unique(source.row_mBU[a, b, seats])
+            pos = source.pos_mBU[a, b, seats]
             np.testing.assert_array_equal(batch.pos_BT[a, b, where_U[seats]], pos)
             out.append(
                 View(

@@ -13,9 +13,9 @@ from dllm_jax.rl import learner, views
 from dllm_jax.rl.config import OptimConfig
 from dllm_jax.sampling import denoise
 from tests.models import moe_test
-from tests.rl import learner_test as base
+from tests.rl import common
 
-CFG = dataclasses.replace(moe_test.SIGMOID, kv_heads=4, block=base.BLOCK)
+CFG = dataclasses.replace(moe_test.SIGMOID, kv_heads=4, block=common.BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +23,23 @@ def sampled():
     """Returns (params with a value head, a host trace)."""
     weights = moe_test.weights(CFG)
     params = weights | {"value": jnp.linspace(-1, 1, CFG.d_model)}
-    prompt_BT = jax.random.randint(jax.random.key(6), (base.N, 10), 7, CFG.mask_id)
-    len_B = jnp.arange(base.N) % 10 + 1
-    sampler = base.SAMPLERS["dynamic"]
-    generate = base.jit(functools.partial(denoise.generate, model=CFG, cfg=sampler))
-    keys = jax.random.split(jax.random.key(7), base.N)
+    prompt_BT = jax.random.randint(jax.random.key(6), (common.N, 10), 7, CFG.mask_id)
+    len_B = jnp.arange(common.N) % 10 + 1
+    sampler = common.SAMPLERS["dynamic"]
+    generate = common.jit(functools.partial(denoise.generate, model=CFG, cfg=sampler))
+    keys = jax.random.split(jax.random.key(7), common.N)
     return params, jax.device_get(
         generate(
-            params, prompt_BT, len_B, len_B + sampler.max_new, jnp.ones(base.N), keys
+            params, prompt_BT, len_B, len_B + sampler.max_new, jnp.ones(common.N), keys
         )
     )
 
 
 def test_log_probs_are_those_recorded_in_sampling(sampled):
     params, trace = sampled
-    batch, source = base.cut(trace, CFG, base.CUT)
-    plans = base.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
-    out = base.score({"policy": params}, batch, model=CFG, plans=plans)["policy"]
+    batch, source = common.cut(trace, CFG, common.CUT)
+    plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+    out = common.score({"policy": params}, batch, model=CFG, plans=plans)["policy"]
     logp_nT = source.scatter(out["logp"], trace.step_BT.shape)
     answer_nT = views.answers(trace)
     np.testing.assert_allclose(
@@ -49,11 +49,11 @@ def test_log_probs_are_those_recorded_in_sampling(sampled):
 
 def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
     params, trace = sampled
-    alone, *_ = base.on_mesh((1, 1, 1), CFG, params, trace)
-    spread, states, traced = base.on_mesh((2, 2, 2), CFG, params, trace)
+    alone, *_ = common.on_mesh((1, 1, 1), CFG, params, trace)
+    spread, states, traced = common.on_mesh((2, 2, 2), CFG, params, trace)
     assert traced == 1
     for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
-        base.check_equal(ours, single)
+        common.check_equal(ours, single)
     spec = states["policy"].params["layers"]["e_down"].sharding.spec
     assert tuple(spec) == (None, "model", None, "fsdp")
 

@@ -11,7 +11,7 @@ import pytest
 from dllm_jax import sharding
 from dllm_jax.models import hf, lora
 from dllm_jax.models.config import Lora
-from dllm_jax.rl import experience, learner, networks, noise, views
+from dllm_jax.rl import batches, learner, networks, noise, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -21,9 +21,47 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.layout import Layout
-from tests.rl import experience_test as base
+from tests.rl import common
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+
+
+def step_batch(model, plans, params, mesh):
+    """Returns the batch of a step that samples 8 answers, half of which are right."""
+    rollouts = common.rollouts()
+    layout = Layout(attention=model.attention, shift=model.shift, block=4, longest=12)
+    kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
+    trajectories, slots = rollouts.trace.tokens_BT.shape
+    most = layouts.microbatches(
+        trajectories=trajectories,
+        slots=slots,
+        answer=8,
+        rounds=noise.rounds(kind, layout, 8),
+        copies=1,
+        layout=layout,
+        cfg=shape,
+    )
+    metrics, (batch,) = batches.of_rollouts(
+        rollouts,
+        np.random.default_rng(0),
+        rl=RLConfig(prompts=2, group=4, value="head"),
+        noised=noise.noised(rollouts.trace, kind, layout),
+        as_sampled=True,
+        objective=ObjectiveConfig(),
+        params={"policy": params},
+        pack=functools.partial(
+            views.pack,
+            mask_id=model.mask_id,
+            layout=layout,
+            cfg=shape,
+            most=most,
+            aggregate="step",
+        ),
+        score=jax.jit(functools.partial(learner.score, model=model, plans=plans)),
+        mesh=mesh,
+    )
+    assert metrics["groups_kept"] == 2
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -41,35 +79,10 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     frozen, value = networks.frozen(path, model, mesh)
     wanted = {"policy": networks.abstract(model, plans["policy"], mesh)}
     places = jax.tree.map(lambda x: x.sharding, wanted)
-    key = jax.random.key(0)
-    states = networks.first(path, model, plans, places, mesh, value, key)
+    states = networks.first(path, model, plans, places, mesh, value, jax.random.key(0))
 
-    found = base.rollouts()
-    layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
-    kind, shape = NoiseConfig(shrink=2), BatchConfig(rows=2, tokens=64)
-    rounds = noise.rounds(kind, layout, 8)
-    most = layouts.microbatches(base.N, base.T, 8, rounds, 1, layout, shape)
-    score = jax.jit(functools.partial(learner.score, model=model, plans=plans))
-    told, (batch,) = experience.of_rollouts(
-        found,
-        np.random.default_rng(0),
-        rl=RLConfig(prompts=2, group=4, value="head"),
-        noised=noise.noised(found.trace, kind, layout),
-        as_sampled=True,
-        objective=ObjectiveConfig(),
-        params={"policy": lora.join(frozen, states["policy"].params, model.lora)},
-        pack=functools.partial(
-            views.pack,
-            mask_id=model.mask_id,
-            layout=layout,
-            cfg=shape,
-            most=most,
-            aggregate="step",
-        ),
-        score=score,
-        mesh=mesh,
-    )
-    assert told["groups_kept"] == 2
+    params = lora.join(frozen, states["policy"].params, model.lora)
+    batch = step_batch(model, plans, params, mesh)
     update = functools.partial(
         learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
     )

@@ -9,7 +9,7 @@ from dllm_jax.rl import noise, objectives, views
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig
 from dllm_jax.rl.layout import Layout
 from tests.rl import dllm_rl
-from tests.rl.learner_test import check_loss, checkpoint, starting
+from tests.rl.common import check_loss, checkpoint, starting
 
 FAMILIES = ["dream", "llada", "mmada"]
 
@@ -33,14 +33,14 @@ def rows(cfg, golden, start: int, pad_id: int, attention: str = "full"):
     layout = Layout(attention=attention, shift=cfg.shift, longest=T - start)
     batch, source = views.pack(
         dllm_rl.trace(tokens_nT, step_nT, start - left_n, np.full(R, T - start)),
-        noise.of(step_nT),
+        noise.of_steps(step_nT),
         mask_id=int(golden["input_ids"][hidden][0]) if hidden.any() else 0,
         layout=layout,
         cfg=BatchConfig(rows=4, tokens=T),
         most=1,
         aggregate="token",
     )
-    assert (source.row_ABU >= 0).sum() == golden["p_mask"].sum()
+    assert (source.row_mBU >= 0).sum() == golden["p_mask"].sum()
     return one(batch), source, left_n
 
 
@@ -54,8 +54,8 @@ def mean(source, golden, *, per_token: bool):
     count_n = (
         golden["p_mask"].sum(axis=1) if per_token else np.ones(len(golden["p_mask"]))
     )
-    weight = 1 / (len(count_n) * count_n[source.row_ABU])
-    return np.swapaxes(np.where(source.row_ABU >= 0, weight, 0), 0, 1).astype(
+    weight = 1 / (len(count_n) * count_n[source.row_mBU])
+    return np.swapaxes(np.where(source.row_mBU >= 0, weight, 0), 0, 1).astype(
         np.float32
     )
 
@@ -99,12 +99,12 @@ def test_policy_losses_are_the_references(family, index):
     told = case["loss_variants"][index]
     golden = dllm_rl.tensors(f"{family}/rl/goldens.safetensors")
     batch, source, left_n = rows(cfg, golden, case["start_pos"], case["pad_id"])
-    column = source.pos_ABU + left_n[source.row_ABU] - cfg.shift
-    held = source.row_ABU >= 0
+    column = source.pos_mBU + left_n[source.row_mBU] - cfg.shift
+    held = source.row_mBU >= 0
     old = np.where(
-        held, golden["old_logp"][source.row_ABU, np.where(held, column, 0)], 0
+        held, golden["old_logp"][source.row_mBU, np.where(held, column, 0)], 0
     )
-    adv = np.where(held, golden["adv"][source.row_ABU], 0)
+    adv = np.where(held, golden["adv"][source.row_mBU], 0)
     batch = batch.replace(
         weight_BU=mean(source, golden, per_token=True),
         old_logp_BU=np.swapaxes(old, 0, 1),

@@ -1,6 +1,5 @@
 """The learner against dLLM-RL, the sampler, other layouts and other meshes."""
 
-import collections
 import dataclasses
 import functools
 
@@ -10,111 +9,44 @@ import numpy as np
 import pytest
 
 from benchmarks import train_step
-from dllm_jax import sharding
-from dllm_jax.models import hf, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.rl import layout as layouts
-from dllm_jax.rl import learner, noise, objectives, views
+from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import (
     BatchConfig,
-    NoiseConfig,
     ObjectiveConfig,
     OptimConfig,
 )
 from dllm_jax.sampling import denoise
-from dllm_jax.sampling.config import SamplerConfig
 from tests.rl import dllm_rl
+from tests.rl.common import (
+    BLOCK,
+    CUT,
+    OBJECTIVE,
+    OPTIM,
+    PLANS,
+    SAMPLERS,
+    SLOTS_OF_CANVAS,
+    N,
+    Plans,
+    begin,
+    check_equal,
+    check_loss,
+    checkpoint,
+    complete,
+    cut,
+    jit,
+    on_mesh,
+    score,
+    starting,
+    theirs,
+    update,
+)
 
 SLOTS = 192  # of a packed row: enough for every golden trajectory
 COUNT = 4  # microbatches of a golden batch: one shape for all
 
-# Compiling is most of this file's time, and its tiny arrays run fast enough as they are.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-score = jit(learner.score, static_argnames=("model", "plans"))
-update = jit(learner.update, static_argnames=("model", "plans", "cfg"))
-
-
-class Plans(dict):
-    """Plans by name, hashable as a static argument."""
-
-    def __hash__(self):
-        return hash(tuple(self.items()))
-
 
 # ---- dLLM-RL -------------------------------------------------------------------------
-
-
-HEADS = ("lm", "value")
-
-
-@functools.cache
-def checkpoint(family: str):
-    """Returns (ModelConfig, params) of a golden checkpoint, with both heads.
-
-    The reference lets the mask token be an answer; ours forbids it. An id beyond the
-    vocabulary forbids nothing.
-    """
-    cfg, params = hf.load(str(dllm_rl.GOLDENS / family / "checkpoint"), heads=HEADS)
-    return dataclasses.replace(cfg, mask_id=cfg.vocab, dtype="float32"), params
-
-
-def theirs(params, cfg) -> dict:
-    """Returns parameters, or their gradients, under the checkpoint's names."""
-    out = {}
-    for path, spec, name in hf.leaves(cfg, HEADS):
-        leaf = params
-        for step in path:
-            leaf = leaf[step.key]
-        layered = spec.dims.startswith("L")
-        for i, one in enumerate(np.asarray(leaf) if layered else [np.asarray(leaf)]):
-            out[name.format(i)] = hf.theirs(one, spec, cfg)
-    return out
-
-
-@functools.partial(jit, static_argnames="model")
-def pull(params, batch, cotangents, *, model):
-    """Returns (outputs, gradient of sum(cotangents x outputs)) of one microbatch."""
-    out, back = jax.vjp(
-        lambda params: learner.outputs(params, batch, model, HEADS), params
-    )
-    return out, back(cotangents)[0]
-
-
-def check_loss(params, cfg, batch, term, objective, told, loss, full, hidden=()):
-    """Asserts an objective's loss and its gradient, within 2e-4 of the largest entry.
-
-    The objective's own derivative is taken apart, so that all cases share one program.
-    """
-    batch = flat(batch)
-    bare = batch.replace(
-        **dict.fromkeys(("adv_BU", "old_logp_BU", "ret_BU", "old_value_BU"))
-    )
-    zeros = dict.fromkeys(("logp", "entropy", "value"), jnp.zeros(batch.where_BU.shape))
-    out, _ = pull(params, bare, zeros, model=cfg)
-    (found, _), cotangents = jax.value_and_grad(
-        lambda out: objectives.OBJECTIVES.get(term, term)(out, batch, objective),
-        has_aux=True,
-    )(out)
-    assert float(found) == pytest.approx(loss, rel=1e-4, abs=1e-5)
-    _, grads = pull(params, bare, cotangents, model=cfg)
-    ours = theirs(grads, cfg)
-    assert told.keys() | ({"lm_head.weight", "value_head.weight"} & ours.keys()) == (
-        ours.keys()
-    )
-    for tensor, row in hidden:  # the reference gives it no gradient
-        ours[tensor] = np.array(ours[tensor])
-        ours[tensor][row] = 0
-    for tensor, grad in ours.items():
-        stats = told.get(tensor)
-        if stats is None:
-            assert not grad.any(), tensor
-            continue
-        near = 2e-4 * stats["absmax"]
-        assert np.abs(grad).max() == pytest.approx(stats["absmax"], abs=near), tensor
-        assert np.linalg.norm(grad) == pytest.approx(stats["l2"], rel=2e-4), tensor
-    for tensor, golden in full.items():
-        near = 2e-4 * np.abs(golden).max()
-        np.testing.assert_allclose(ours[tensor], golden, atol=near, err_msg=tensor)
 
 
 @dataclasses.dataclass
@@ -122,19 +54,19 @@ class Rows:
     """A golden case in our layout, and where the reference has each supervised slot."""
 
     batch: views.TrainBatch  # a microbatch of one row for each sample
-    row_ABU: np.ndarray  # -1: not trained
-    column_ABU: np.ndarray
+    row_mBU: np.ndarray  # -1: not trained
+    column_mBU: np.ndarray
     L1: int
 
     def pick(self, x_RC, rows):
         """Returns the reference's values at our slots; x has these of its rows."""
-        full_RC = np.zeros((self.row_ABU.max() + 1, x_RC.shape[1]), np.float32)
+        full_RC = np.zeros((self.row_mBU.max() + 1, x_RC.shape[1]), np.float32)
         full_RC[rows] = x_RC
-        return np.where(self.inside(rows), full_RC[self.row_ABU, self.column_ABU], 0)
+        return np.where(self.inside(rows), full_RC[self.row_mBU, self.column_mBU], 0)
 
     def inside(self, rows):
         """Returns which slots are trained in some of the reference's rows."""
-        return (self.row_ABU >= 0) & np.isin(self.row_ABU, rows)
+        return (self.row_mBU >= 0) & np.isin(self.row_mBU, rows)
 
     def weights(self, rows):
         """Returns the reference's weights: the mean over rows of sums over L1."""
@@ -148,18 +80,13 @@ def lay_out(traces, steps, *, mask_id, block, L0: int, L1: int) -> Rows:
     )
     row_nT = dllm_rl.row_numbers(batch, source, (len(traces), L0 + L1))
     prompt_n = np.array([one.prompt_len_B[0] for one in traces])
-    held = source.row_ABU >= 0
+    held = source.row_mBU >= 0
     return Rows(
         batch,
-        np.where(held, row_nT[source.row_ABU, source.pos_ABU], -1),
-        np.where(held, source.pos_ABU + L0 - prompt_n[source.row_ABU], 0),
+        np.where(held, row_nT[source.row_mBU, source.pos_mBU], -1),
+        np.where(held, source.pos_mBU + L0 - prompt_n[source.row_mBU], 0),
         L1,
     )
-
-
-def flat(batch):
-    """Returns the microbatches of one row each as one microbatch."""
-    return jax.tree.map(lambda x: x[:, 0] if np.ndim(x) else x, batch)
 
 
 @functools.cache
@@ -178,8 +105,8 @@ def golden_rows() -> Rows:
         L1=case["L1"],
     )
     # Surplus pads have a row of ours, but the reference does not train them.
-    trained = golden["p_mask"][rows.row_ABU, rows.column_ABU] & (rows.row_ABU >= 0)
-    rows.row_ABU = np.where(trained, rows.row_ABU, -1)
+    trained = golden["p_mask"][rows.row_mBU, rows.column_mBU] & (rows.row_mBU >= 0)
+    rows.row_mBU = np.where(trained, rows.row_mBU, -1)
     assert trained.sum() == golden["p_mask"].sum()
     return rows
 
@@ -224,15 +151,6 @@ def check_policy(subset, golden, told, old: str, config: dict, full: dict):
     check_loss(
         params, cfg, batch, "policy", objective, told["grads"], told["loss"], full
     )
-
-
-def starting(golden, prefix: str) -> dict:
-    """Returns the arrays whose name starts so, without it."""
-    return {
-        name.removeprefix(prefix): x
-        for name, x in golden.items()
-        if name.startswith(prefix)
-    }
 
 
 @pytest.mark.parametrize("variant", range(6))
@@ -396,7 +314,7 @@ def test_a_training_stage_ends_at_the_references_weights(index):
         L0=max(len(sample["prompt"]) for sample in run["samples"]),
         L1=L1,
     )
-    every, size = np.arange(rows.row_ABU.max() + 1), told["batch_size_lm"]
+    every, size = np.arange(rows.row_mBU.max() + 1), told["batch_size_lm"]
     micro = [every[k : k + size] for k in range(0, len(every), size)]
     assert len(micro) == len(run["losses_passed_to_backward"])
     accumulate = told["gradient_accumulation_steps"]
@@ -416,12 +334,12 @@ def test_a_training_stage_ends_at_the_references_weights(index):
     plans = Plans(policy=learner.Plan(("nll" if sft else "policy",), optim, updates))
     objective = ObjectiveConfig(clip=told["eps"], beta=told["beta"])
 
-    reward_A11 = np.zeros((COUNT, 1, 1), np.float32)
-    reward_A11[: len(traces), 0, 0] = [sample["reward"] for sample in run["samples"]]
+    reward_m11 = np.zeros((COUNT, 1, 1), np.float32)
+    reward_m11[: len(traces), 0, 0] = [sample["reward"] for sample in run["samples"]]
     both = Plans(policy=learner.Plan(("policy", "value"), OptimConfig(), 1))
     old = score({"policy": params}, rows.batch, model=cfg, plans=both)["policy"]["logp"]
     batch = rows.batch.replace(
-        adv_BU=np.broadcast_to(reward_A11, rows.row_ABU.shape), old_logp_BU=old
+        adv_BU=np.broadcast_to(reward_m11, rows.row_mBU.shape), old_logp_BU=old
     )
     states = {"policy": learner.begin(params, plans["policy"])}
     for first, last in zip([0, *[k + 1 for k in ends]], ends, strict=False):
@@ -465,24 +383,6 @@ def test_a_value_head_on_the_policy_has_a_rate_of_its_own():
 
 # ---- Training sees what sampling saw -------------------------------------------------
 
-SAMPLERS = {
-    "static": SamplerConfig(
-        strategy="static",
-        steps_per_block=2,
-        max_prompt=10,
-        max_new=14,
-        stop_ids=(3, 4, 5, 6),
-    ),
-    "dynamic": SamplerConfig(
-        strategy="dynamic",
-        threshold=0.5,
-        max_prompt=10,
-        max_new=14,
-        stop_ids=(3, 4, 5, 6),
-    ),
-}
-BLOCK, SLOTS_OF_CANVAS, N = 4, 24, 16
-
 
 @pytest.fixture(scope="module")
 def sampled(tiny):
@@ -506,23 +406,6 @@ def sampled(tiny):
             )
         )
     return cfg, params, traces
-
-
-def cut(trace, cfg, batch_cfg: BatchConfig, most=None):
-    """Returns (batch, source) of a trace as the product packs it."""
-    layout = layouts.Layout(block=BLOCK, longest=14)
-    most = most or layouts.microbatches(
-        N, SLOTS_OF_CANVAS, 14, BLOCK, 1, layout, batch_cfg
-    )
-    return views.pack(
-        trace,
-        noise.noised(trace, NoiseConfig(), layout),
-        mask_id=cfg.mask_id,
-        layout=layout,
-        cfg=batch_cfg,
-        most=most,
-        aggregate="token",
-    )
 
 
 @pytest.mark.parametrize("strategy", SAMPLERS)
@@ -560,99 +443,12 @@ def test_log_probs_are_those_recorded_in_sampling(strategy, sampled):
 
 # ---- The same update, however it is laid out -----------------------------------------
 
-CUT = BatchConfig(rows=8, tokens=40)
-OPTIM = OptimConfig(
-    lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1, max_grad_norm=0.5
-)
-PLANS = Plans(
-    policy=learner.Plan(("policy", "value"), OPTIM, 10),  # a head on its trunk
-    value=learner.Plan(("value",), OPTIM, 10),  # its own network
-)
-OBJECTIVE = ObjectiveConfig(reference_beta=0.1, value_weight=0.5)
-
-
-def begin(params):
-    """Returns both states, whose parameters differ."""
-    value = jax.tree.map(lambda x: 0.9 * x, params)
-    value = {k: v for k, v in value.items() if k != "head"}
-    return {
-        "policy": learner.begin(params, PLANS["policy"]),
-        "value": learner.begin(value, PLANS["value"]),
-    }
-
-
-def complete(batch, source, trace, weight_nT=None):
-    """Returns the batch with everything that the objectives ask for, the same by token."""
-    rng = np.random.default_rng(3)
-    shape = trace.step_BT.shape
-    adv_nT, old_nT, ref_nT, ret_nT, value_nT = rng.normal(size=(5, *shape))
-    if weight_nT is not None:
-        batch = batch.replace(weight_BU=source.gather(weight_nT))
-    return batch.replace(
-        adv_BU=source.gather(adv_nT),
-        old_logp_BU=source.gather(trace.logp_BT + 0.3 * old_nT),
-        ref_logp_BU=source.gather(trace.logp_BT + 0.3 * ref_nT),
-        ret_BU=source.gather(ret_nT),
-        old_value_BU=source.gather(value_nT),
-    )
-
 
 def run(params, cfg, batch):
     """Returns one update's (states, metrics) on the host."""
     return jax.device_get(
         update(begin(params), batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
     )
-
-
-def check_equal(one, two):
-    """Asserts two (states, metrics) equal to rounding."""
-    jax.tree.map_with_path(
-        lambda path, x, y: np.testing.assert_allclose(
-            x, y, rtol=1e-4, atol=2e-5 * max(np.abs(y).max(), 1e-3), err_msg=str(path)
-        ),
-        one,
-        two,
-    )
-
-
-def on_mesh(shape, cfg, params, trace):
-    """Returns ((batch, source, result) of each of two updates, the states, traces).
-
-    The second batch holds fewer microbatches than the first; the last number says how
-    often `update` was traced.
-    """
-    data, fsdp, model = shape
-    devices = jax.devices()[: data * fsdp * model]
-    mesh = sharding.make_mesh(data=data, fsdp=fsdp, model=model, devices=devices)
-    traced = collections.Counter()
-
-    def counted(states, batch):
-        traced["update"] += 1
-        return learner.update(states, batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
-
-    with jax.set_mesh(mesh):
-        states, places = {}, {}
-        for name, state in begin(params).items():
-            placed = jax.tree.map(
-                lambda x, like: jax.device_put(np.asarray(x), like.sharding),
-                state.params,
-                transformer.abstract(cfg, mesh, jnp.float32, PLANS[name].heads),
-            )
-            start = functools.partial(learner.begin, plan=PLANS[name])
-            abstract = jax.eval_shape(start, placed).replace(params=placed)
-            places[name] = learner.shardings(abstract, PLANS[name], mesh)
-            states[name] = jax.jit(start, out_shardings=places[name])(placed)
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        step = jit(counted, donate_argnums=0, out_shardings=(places, whole))
-        out = []
-        for count in (N, N // 3):
-            part = jax.tree.map(lambda x, count=count: x[:count], trace)
-            batch, source = cut(part, cfg, CUT, most=8)
-            batch = complete(batch, source, part)
-            states, metrics = step(states, sharding.place_rows(batch, mesh, axis=1))
-            out.append((batch, source, jax.device_get((states, metrics))))
-        assert out[0][0].used > out[1][0].used
-    return out, states, traced["update"]
 
 
 @pytest.fixture(scope="module")

@@ -65,11 +65,11 @@ def rows(case, one, batch, source, layout: Layout):
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
         where, begin = batch.where_BU[a, b], batch.begin_BT[a, b]
         view = batch.group_BT[a, b] if layout.attention == "block" else begin
-        for u in np.flatnonzero(source.row_ABU[a, b] >= 0):
+        for u in np.flatnonzero(source.row_mBU[a, b] >= 0):
             mine = view == view[where[u]]
             if layout.attention != "block":
                 mine &= batch.end_BT[a, b] > begin
-            name = source.row_ABU[a, b, u], a, b
+            name = source.row_mBU[a, b, u], a, b
             name += () if layout.attention == "block" else (int(view[where[u]]),)
             shown, selected = out.setdefault(
                 name,
@@ -79,7 +79,7 @@ def rows(case, one, batch, source, layout: Layout):
                 ),
             )
             shown[batch.pos_BT[a, b, mine]] = batch.tokens_BT[a, b, mine]
-            selected[source.pos_ABU[a, b, u]] = True
+            selected[source.pos_mBU[a, b, u]] = True
     return out.values()
 
 
@@ -117,19 +117,23 @@ def whole(one, sample):
     ],
 )
 def test_rows_are_the_references(case):
-    cfg, out = case["config"], case["out"]
-    packed = "extended_input_ids" in out
-    post_num, kind = cfg["post_num"], METHODS[cfg["method"]]
     traces = dllm_rl.padded(
         case["samples"],
         case["pad_id"],
-        post_num=post_num,
-        max_prompt=cfg["max_prompt_len"],
-        max_gen=cfg["max_gen_length"],
+        post_num=case["config"]["post_num"],
+        max_prompt=case["config"]["max_prompt_len"],
+        max_gen=case["config"]["max_gen_length"],
     )
-    L0 = out["start_pos"]
-    L1 = len(out["labels"][0]) - L0
-    config = NoiseConfig(
+    ours = [row for i, trace in enumerate(traces) for row in our_rows(case, i, trace)]
+    assert sorted(ours) == sorted(their_rows(case))
+
+
+def settings_of(case) -> tuple[NoiseConfig, Layout, bool]:
+    """Returns a case's noise, its layout, and whether a row has a clean copy, too."""
+    cfg, out = case["config"], case["out"]
+    packed = "extended_input_ids" in out
+    kind = METHODS[cfg["method"]]
+    noise_cfg = NoiseConfig(
         kind=kind,
         rate="scope" if "mask_times_per_sample" in cfg else "token",
         draws=cfg.get("mask_times_per_sample", 1),
@@ -137,56 +141,68 @@ def test_rows_are_the_references(case):
     )
     layout = Layout(
         attention="block" if packed else "causal" if kind == "ar" else "full",
-        shift=int(kind == "ar"),
+        shift=1 if kind == "ar" else 0,
         block=cfg.get("block_size", 4),
         grid="response",
-        longest=L1,
+        longest=len(out["labels"][0]) - out["start_pos"],
     )
-    ours = []
-    for i, one in enumerate(traces):
-        is_pad = one.tokens_BT[0] == case["pad_id"]
-        is_pad[: one.prompt_len_B[0]] = False
-        # Of a whole answer's pads the first ones count; blocks count them in each row.
-        surplus = is_pad & (np.cumsum(is_pad) > (99 if post_num is None else post_num))
-        if kind in ("bernoulli", "complement") and not packed:
-            one = one.replace(step_BT=np.where(surplus, FAR, one.step_BT))
-        if kind == "trace":
-            one = whole(one, case["samples"][i])
-        noised = noise.noised(one, config, layout, recorded(case, i, one, layout))
-        batch, source = views.pack(
-            jax.tree.map(lambda x: np.repeat(x, config.copies, axis=0), one),
-            noised,
-            mask_id=case["mask_id"],
-            layout=layout,
-            cfg=BatchConfig(rows=1, tokens=1000),
-            most=1,
-            aggregate="token",
-            copies=config.copies,
-        )
-        for shown, selected in rows(case, one, batch, source, layout):
-            shown, selected = shown[: len(is_pad)], selected[: len(is_pad)]
-            if kind == "ar":  # what follows an answer is left out: nothing sees it
-                shown = np.where(shown < 0, case["pad_id"], shown)
-            selected &= ~surplus | packed
-            if packed:
-                selected = dllm_rl.first_pads(selected, is_pad, post_num)
-            if packed:  # blocks without a target are not there
-                number = layout.numbers(len(selected), one.prompt_len_B[0])
-                shown[~np.isin(number, number[selected])] = -1
-                shown = shown[one.prompt_len_B[0] :]
-            left = L0 - int(one.prompt_len_B[0])
-            if selected.any():
-                padding = [] if packed else [case["pad_id"]] * left
-                ours.append(([*padding, *shown], [*[0] * left, *selected.astype(int)]))
-    theirs = []
-    inputs = out["extended_input_ids"] if packed else out["input_ids"]
-    for ids, selected in zip(inputs, out["p_mask"], strict=True):
+    return noise_cfg, layout, packed
+
+
+def our_rows(case, i: int, trace) -> list[tuple[list, list]]:
+    """Returns our rows of sample i: (what is shown, what is supervised) of each."""
+    cfg, layout, packed = settings_of(case)
+    post_num, prompt = case["config"]["post_num"], int(trace.prompt_len_B[0])
+    is_pad = trace.tokens_BT[0] == case["pad_id"]
+    is_pad[:prompt] = False
+    # Of a whole answer's pads the first ones count; blocks count them in each row.
+    surplus = is_pad & (np.cumsum(is_pad) > (99 if post_num is None else post_num))
+    if cfg.kind in ("bernoulli", "complement") and not packed:
+        trace = trace.replace(step_BT=np.where(surplus, FAR, trace.step_BT))
+    if cfg.kind == "trace":
+        trace = whole(trace, case["samples"][i])
+    noised = noise.noised(trace, cfg, layout, recorded(case, i, trace, layout))
+    batch, source = views.pack(
+        jax.tree.map(lambda x: np.repeat(x, cfg.copies, axis=0), trace),
+        noised,
+        mask_id=case["mask_id"],
+        layout=layout,
+        cfg=BatchConfig(rows=1, tokens=1000),
+        most=1,
+        aggregate="token",
+        copies=cfg.copies,
+    )
+    out, left = [], case["out"]["start_pos"] - prompt
+    for shown, selected in rows(case, trace, batch, source, layout):
+        shown, selected = shown[: len(is_pad)], selected[: len(is_pad)]
+        if cfg.kind == "ar":  # what follows an answer is left out: nothing sees it
+            shown = np.where(shown < 0, case["pad_id"], shown)
+        padding = [case["pad_id"]] * left
         if packed:
-            blocks = np.arange(L1) // cfg["block_size"]
-            active = np.isin(blocks, blocks[np.array(selected[L0:], bool)])
-            ids = np.where(active, ids[L0 + L1 :], -1).tolist()
-        theirs.append((ids, selected))
-    assert sorted(ours) == sorted(theirs)
+            selected = dllm_rl.first_pads(selected, is_pad, post_num)
+            # Blocks without a target are not there.
+            number = layout.numbers(len(selected), prompt)
+            shown[~np.isin(number, number[selected])] = -1
+            shown, padding = shown[prompt:], []
+        else:
+            selected &= ~surplus
+        if selected.any():
+            out.append(([*padding, *shown], [*[0] * left, *selected.astype(int)]))
+    return out
+
+
+def their_rows(case) -> list[tuple[list, list]]:
+    """Returns the reference's rows; without the clean copy, if they have one."""
+    _, layout, packed = settings_of(case)
+    out, L0, L1 = case["out"], case["out"]["start_pos"], layout.longest
+    if not packed:
+        return list(zip(out["input_ids"], out["p_mask"], strict=True))
+    pairs = []
+    for ids, selected in zip(out["extended_input_ids"], out["p_mask"], strict=True):
+        blocks = np.arange(L1) // layout.block
+        active = np.isin(blocks, blocks[np.array(selected[L0:], bool)])
+        pairs.append((np.where(active, ids[L0 + L1 :], -1).tolist(), selected))
+    return pairs
 
 
 # ---- What each kind promises -----------------------------------------------------------
@@ -325,7 +341,8 @@ def test_draws_share_a_clean_copy():
     noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
     answer_nT = np.repeat(noise.answers(trace), 6, axis=0) & (noised.share_nT > 0)
     big = BatchConfig(rows=1, tokens=1000)
-    (piece,) = layouts.cut(range(6), 20, 20, noised, answer_nT, layout, big)
+    found = layouts.views_of(range(6), 20, 20, noised, answer_nT, layout)
+    (piece,) = layouts.cut(found, layout, big)
     assert piece.clean == 36
-    assert piece.cost == 36 + 4 * len(piece.spans) <= 36 + 6 * 20
+    assert piece.cost == 36 + 4 * len(piece.views) <= 36 + 6 * 20
     assert piece.supervised == 3 * 20

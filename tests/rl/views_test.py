@@ -10,7 +10,7 @@ from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import noise, views
-from dllm_jax.rl.config import AGGREGATES, BatchConfig, NoiseConfig
+from dllm_jax.rl.config import BatchConfig, NoiseConfig
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 from tests.rl import dllm_rl
@@ -32,42 +32,53 @@ def cases(*names):
 
 def check_rows(case, traces, steps):
     """Asserts that our rounds are the reference's rows: targets, input, positions."""
-    out, post_num = case["out"], case["config"]["post_num"]
-    block, L0 = case["config"]["block_size"], out["start_pos"]
-    golden_mask = np.array(out["p_mask"], bool)
-    golden_input = np.array(out["extended_input_ids"])
-    golden_pos = np.array(out["tok_idx_ext"])
-    inputs, ours = np.array(out["input_ids"]), 0
-    L1 = inputs.shape[1] - L0
+    out = case["out"]
+    inputs = np.array(out["input_ids"])
     labels = np.array(out["labels"]) if "labels" in out else inputs[out["seq_ids"]]
     assert len(traces) == len(inputs)
-    for i, (one, step_nT) in enumerate(zip(traces, steps, strict=True)):
-        np.testing.assert_array_equal(
-            one.tokens_BT[0], inputs[i, L0 - one.prompt_len_B[0] :]
-        )
-        rows = np.flatnonzero((labels == inputs[i]).all(axis=1))
-        batch, source = dllm_rl.pack(one, step_nT, mask_id=case["mask_id"], block=block)
-        shift = L0 - one.prompt_len_B[0]  # of the left padding
-        is_pad_L = labels[rows[:1]].reshape(-1) == case["pad_id"]
-        trained = []
-        for parts in dllm_rl.rounds(dllm_rl.apart(batch, source)):
-            selected_L = np.zeros(L0 + L1, bool)
-            selected_L[np.concatenate([v.supervised for v in parts]) + shift] = True
-            selected_L = dllm_rl.first_pads(selected_L, is_pad_L, post_num)
-            if selected_L.any():  # the reference removes rows without targets
-                trained.append((selected_L, parts))
-        assert len(trained) == len(rows)
-        for row, (selected_L, parts) in zip(rows, trained, strict=True):
-            np.testing.assert_array_equal(golden_mask[row], selected_L)
-            for view in parts:
-                at = view.pos + shift + L1  # in the noisy copy
-                np.testing.assert_array_equal(golden_input[row, at], view.shown)
-                np.testing.assert_array_equal(golden_pos[row, at], view.pos)
-                np.testing.assert_array_equal(
-                    labels[row, view.supervised + shift], view.target
-                )
-        ours += len(trained)
-    assert ours == len(golden_mask)
+    count = sum(
+        check_trajectory(case, labels, input_L, trace, step_nT)
+        for input_L, trace, step_nT in zip(inputs, traces, steps, strict=True)
+    )
+    assert count == len(out["p_mask"])
+
+
+def check_trajectory(case, labels, input_L, trace, step_nT) -> int:
+    """Asserts the same of one trajectory; returns how many rows it has."""
+    out, L0 = case["out"], case["out"]["start_pos"]
+    shift = L0 - trace.prompt_len_B[0]  # of the left padding
+    np.testing.assert_array_equal(trace.tokens_BT[0], input_L[shift:])
+    rows = np.flatnonzero((labels == input_L).all(axis=1))
+    is_pad_L = labels[rows[:1]].reshape(-1) == case["pad_id"]
+    trained = trained_rounds(case, trace, step_nT, is_pad_L, shift)
+    assert len(trained) == len(rows)
+    for row, (selected_L, round_views) in zip(rows, trained, strict=True):
+        np.testing.assert_array_equal(np.array(out["p_mask"][row], bool), selected_L)
+        noisy = np.array(out["extended_input_ids"][row])
+        pos = np.array(out["tok_idx_ext"][row])
+        for view in round_views:
+            at = view.pos + len(input_L) - L0 + shift  # in the noisy copy
+            np.testing.assert_array_equal(noisy[at], view.shown)
+            np.testing.assert_array_equal(pos[at], view.pos)
+            np.testing.assert_array_equal(
+                labels[row, view.supervised + shift], view.target
+            )
+    return len(rows)
+
+
+def trained_rounds(case, trace, step_nT, is_pad_L, shift: int):
+    """Returns [(positions that the reference trains, our views)] of each round."""
+    cfg, out = case["config"], []
+    batch, source = dllm_rl.pack(
+        trace, step_nT, mask_id=case["mask_id"], block=cfg["block_size"]
+    )
+    for round_views in dllm_rl.rounds(dllm_rl.apart(batch, source)):
+        selected_L = np.zeros(shift + trace.tokens_BT.shape[1], bool)
+        selected_L[np.concatenate([v.supervised for v in round_views]) + shift] = True
+        selected_L = dllm_rl.first_pads(selected_L, is_pad_L, cfg["post_num"])
+        if selected_L.any():  # the reference removes rows without targets
+            out.append((selected_L, round_views))
+    return out
 
 
 @pytest.mark.parametrize(
@@ -280,13 +291,13 @@ def packed(trace, block, draw, **fixed):
     noised = noise.noised(trace, cfg, layout, rng)
     longest = max(int(trace.len_B.max()), 1)
     most = layouts.microbatches(
-        len(trace.len_B),
-        T,
-        longest,
-        noise.rounds(cfg, layout, longest),
-        cfg.copies,
-        layout,
-        shape,
+        trajectories=len(trace.len_B),
+        slots=T,
+        answer=longest,
+        rounds=noise.rounds(cfg, layout, longest),
+        copies=cfg.copies,
+        layout=layout,
+        cfg=shape,
     )
     copied = jax.tree.map(lambda x: np.repeat(x, cfg.copies, axis=0), trace)
     batch, source = views.pack(
@@ -318,48 +329,52 @@ SHAPES = [
 @given(problem=problems(), data=st.data())
 def test_views_by_definition(attention, kind, problem, data):
     """What is supervised, and what is seen from the slot that answers for it."""
-    trace, block = problem
+    trace = problem[0]
     batch, source, noised, layout = packed(
-        trace, block, data.draw, attention=attention, kind=kind
+        *problem, data.draw, attention=attention, kind=kind
     )
-    held = source.row_ABU >= 0
+    real_mBU = source.row_mBU >= 0
     copies = len(noised.step_nT) // len(trace.len_B)
     answer_nT = np.repeat(noise.answers(trace), copies, axis=0)
     if copies == 1 and kind in ("trace", "ar"):
         assert (noised.share_nT[answer_nT] == 1).all()
     # Once each: what the noise supervises, and nothing else.
-    found = sorted(zip(source.row_ABU[held], source.pos_ABU[held], strict=True))
-    wanted = np.nonzero(answer_nT & (noised.share_nT > 0))
-    assert found == list(zip(*wanted, strict=True))
-    np.testing.assert_array_equal(held, batch.weight_BU > 0)
+    taught_nT = np.zeros(answer_nT.shape, int)
+    np.add.at(taught_nT, (source.row_mBU[real_mBU], source.pos_mBU[real_mBU]), 1)
+    np.testing.assert_array_equal(taught_nT, answer_nT & (noised.share_nT > 0))
+    np.testing.assert_array_equal(real_mBU, batch.weight_BU > 0)
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
-        seen = sees(batch, a, b)
-        for u in np.flatnonzero(held[a, b]):
-            row, at = source.row_ABU[a, b, u], source.pos_ABU[a, b, u]
+        sees_TT = sees(batch, a, b)
+        for u in np.flatnonzero(real_mBU[a, b]):
+            row, at = source.row_mBU[a, b, u], source.pos_mBU[a, b, u]
             slot, i = batch.where_BU[a, b, u], row // copies
-            tokens_T, step_T = trace.tokens_BT[i], noised.step_nT[row]
-            pos_T, now = np.arange(len(tokens_T)), step_T[at]
             assert batch.pos_BT[a, b, slot] == at - layout.shift
-            assert batch.target_BU[a, b, u] == tokens_T[at]
-            shown_T = np.where(step_T >= now, MASK_ID, tokens_T)
-            if attention == "block":
-                grid = layout.numbers(len(tokens_T), trace.prompt_len_B[i])
-                inside = grid == grid[at]
-                context_T = grid <= grid[at]
-                if not inside[at - layout.shift]:  # the clean copy answers
-                    context_T = grid < grid[at]
-                shown_T = np.where(inside, shown_T, tokens_T)
-            elif attention == "full":
-                context_T = pos_T < trace.prompt_len_B[i] + layout.longest
-            else:
-                context_T, shown_T = pos_T <= at - layout.shift, tokens_T
-            order = np.argsort(batch.pos_BT[a, b, seen[slot]])
+            assert batch.target_BU[a, b, u] == trace.tokens_BT[i, at]
+            shown_T, context_T = context(trace, i, noised.step_nT[row], at, layout)
+            seen = np.flatnonzero(sees_TT[slot])
+            seen = seen[np.argsort(batch.pos_BT[a, b, seen])]
             np.testing.assert_array_equal(
-                batch.pos_BT[a, b, seen[slot]][order], pos_T[context_T]
+                batch.pos_BT[a, b, seen], np.flatnonzero(context_T)
             )
             np.testing.assert_array_equal(
-                batch.tokens_BT[a, b, seen[slot]][order], shown_T[context_T]
+                batch.tokens_BT[a, b, seen], shown_T[context_T]
             )
+
+
+def context(trace, i: int, step_T, at: int, layout: Layout):
+    """Returns (what is shown, where it is seen) [T] when position `at` is predicted."""
+    tokens_T, pos_T = trace.tokens_BT[i], np.arange(len(step_T))
+    shown_T = np.where(step_T >= step_T[at], MASK_ID, tokens_T)
+    if layout.attention == "full":
+        return shown_T, pos_T < trace.prompt_len_B[i] + layout.longest
+    if layout.attention == "causal":
+        return tokens_T, pos_T <= at - layout.shift
+    grid_T = layout.numbers(len(tokens_T), trace.prompt_len_B[i])
+    inside_T = grid_T == grid_T[at]
+    context_T = grid_T <= grid_T[at]
+    if not inside_T[at - layout.shift]:  # it is predicted in the clean copy
+        context_T = grid_T < grid_T[at]
+    return np.where(inside_T, shown_T, tokens_T), context_T
 
 
 @given(problems(), st.data())
@@ -368,33 +383,36 @@ def test_packed_rows_by_definition(problem, data):
     trace, block = problem
     batch, source, _, layout = packed(trace, block, data.draw, shift=0)
     for a, b in np.ndindex(batch.group_BT.shape[:2]):
-        group, pos = batch.group_BT[a, b], batch.pos_BT[a, b]
-        used = filled(batch, a, b)
-        copy = batch.begin_BT[a, b]  # which clean copy a slot belongs to
-        ours = sees(batch, a, b)
-        assert a < batch.used or not used.any()
-        assert not ours[~used].any() and not ours[:, ~used].any()
-        held = source.row_ABU[a, b] >= 0
-        for start in np.unique(copy[used]):
-            mine = used & (copy == start)
-            seats = held & mine[batch.where_BU[a, b]]
-            (row,) = np.unique(source.row_ABU[a, b, seats])
-            grid = layout.numbers(trace.tokens_BT.shape[1], trace.prompt_len_B[row])
-            clean = mine & (group < 0)
-            np.testing.assert_array_equal(pos[clean], np.arange(clean.sum()))
-            np.testing.assert_array_equal(
-                batch.tokens_BT[a, b, clean], trace.tokens_BT[row, : clean.sum()]
+        used_T, sees_TT = filled(batch, a, b), sees(batch, a, b)
+        assert a < batch.used or not used_T.any()
+        assert not sees_TT[~used_T].any() and not sees_TT[:, ~used_T].any()
+        copy_T = batch.begin_BT[a, b]  # which clean copy a slot belongs to
+        for start in np.unique(copy_T[used_T]):
+            mine_T = used_T & (copy_T == start)
+            seats_U = (source.row_mBU[a, b] >= 0) & mine_T[batch.where_BU[a, b]]
+            (row,) = np.unique(source.row_mBU[a, b, seats_U])
+            check_copy(batch, (a, b), mine_T, sees_TT, trace, row, layout)
+
+
+def check_copy(batch, place, mine_T, sees_TT, trace, row, layout: Layout):
+    """Asserts what the slots of one clean copy and its views hold and see."""
+    group_T, pos_T = batch.group_BT[place], batch.pos_BT[place]
+    grid_T = layout.numbers(trace.tokens_BT.shape[1], trace.prompt_len_B[row])
+    clean_T = mine_T & (group_T < 0)
+    np.testing.assert_array_equal(pos_T[clean_T], np.arange(clean_T.sum()))
+    np.testing.assert_array_equal(
+        batch.tokens_BT[place][clean_T], trace.tokens_BT[row, : clean_T.sum()]
+    )
+    for slot in np.flatnonzero(mine_T):
+        number = grid_T[pos_T[slot]]
+        if group_T[slot] < 0:
+            expected_T = clean_T & (grid_T[pos_T] <= number)
+        else:
+            expected_T = (clean_T & (grid_T[pos_T] < number)) | (
+                mine_T & (group_T == group_T[slot])
             )
-            for q in np.flatnonzero(mine):
-                if group[q] < 0:
-                    expected = clean & (grid[pos] <= grid[pos[q]])
-                else:
-                    expected = (clean & (grid[pos] < grid[pos[q]])) | (
-                        mine & (group == group[q])
-                    )
-                    # Its context is whole.
-                    assert expected.sum() == (grid <= grid[pos[q]]).sum()
-                np.testing.assert_array_equal(ours[q], expected)
+            assert expected_T.sum() == (grid_T <= number).sum()  # its context is whole
+        np.testing.assert_array_equal(sees_TT[slot], expected_T)
 
 
 @given(problems())
@@ -407,7 +425,7 @@ def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
         bound += trace.prompt_len_B[i] + trace.len_B[i] + len(steps) * block
     batch, _ = views.pack(
         trace,
-        noise.of(trace.step_BT),
+        noise.of_steps(trace.step_BT),
         mask_id=MASK_ID,
         layout=Layout(block=block),
         cfg=BatchConfig(rows=1, tokens=int(2 * bound) + block),
@@ -425,7 +443,7 @@ def test_a_long_trajectory_is_split_into_the_same_views():
     for tokens in (36, 50, 400):
         batch, source = views.pack(
             trace,
-            noise.of(trace.step_BT),
+            noise.of_steps(trace.step_BT),
             mask_id=MASK_ID,
             layout=Layout(block=4),
             cfg=BatchConfig(rows=1, tokens=tokens),
@@ -446,11 +464,11 @@ def test_gather_undoes_scatter(problem, data):
     shape = trace.tokens_BT.shape
     rng = np.random.default_rng(0)
     x_nT = rng.normal(size=shape).astype(np.float32)
-    x_ABU = source.gather(x_nT)
-    assert x_ABU.dtype == np.float32
-    assert (x_ABU[source.row_ABU < 0] == 0).all()
+    x_mBU = source.gather(x_nT)
+    assert x_mBU.dtype == np.float32
+    assert (x_mBU[source.row_mBU < 0] == 0).all()
     np.testing.assert_array_equal(
-        source.scatter(x_ABU + (source.row_ABU < 0), shape),
+        source.scatter(x_mBU + (source.row_mBU < 0), shape),
         np.where(noise.answers(trace), x_nT, 0),
     )
 
@@ -486,7 +504,7 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
     for _ in range(6000):
         cfg = NoiseConfig(kind="subset")
         (one,) = noise.subset(step_T, np.ones(3, bool), grid_T, grid_T, rng, cfg)
-        out_T = one.step_nT
+        out_T = one.step_T
         counts[tuple(out_T)] = counts.get(tuple(out_T), 0) + 1
     assert len(counts) == 7
     for chosen, count in counts.items():
@@ -494,7 +512,7 @@ def test_every_size_of_a_subset_and_every_subset_of_a_size_are_equally_likely():
         assert abs(count - expected) < 4 * np.sqrt(expected), chosen
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("aggregate", views.AGGREGATES)
 @given(problem=problems(), data=st.data())
 def test_weights_sum_to_their_definition(aggregate, problem, data):
     trace, block = problem
@@ -510,7 +528,15 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
         mask_id=MASK_ID,
         layout=layout,
         cfg=cfg,
-        most=layouts.microbatches(n, T, T, block, 1, layout, cfg),
+        most=layouts.microbatches(
+            trajectories=n,
+            slots=T,
+            answer=T,
+            rounds=block,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
+        ),
         aggregate=aggregate,
         group_n=group_n,
     )
@@ -519,24 +545,19 @@ def test_weights_sum_to_their_definition(aggregate, problem, data):
     # A step belongs to one block: a group's steps are those of its rows.
     steps_n = np.array([len(np.unique(step_nT[i, answer_nT[i]])) for i in range(n)])
     steps_g = np.bincount(group_n, steps_n)
-    for i in range(n):
-        inside = answer_nT[i]
-        if not inside.any():
-            continue
-        _, step, size = np.unique(
-            step_nT[i, inside], return_inverse=True, return_counts=True
-        )
+    for i in np.flatnonzero(answer_nT.any(axis=1)):
+        inside_T = answer_nT[i]
+        steps = step_nT[i, inside_T]
         expected = {
-            "token": np.full(inside.sum(), 1 / answer_nT.sum()),
-            "sequence": np.full(inside.sum(), 1 / (n * inside.sum())),
-            "step": 1 / (n * size[step]),
-            "constant": np.full(inside.sum(), 1 / (n * 100)),
-            "group": np.full(
-                inside.sum(), 1 / ((steps_g > 0).sum() * steps_g[group_n[i]])
-            ),
-            "elbo": share_nT[i, inside] / answer_nT.sum(),
+            "token": 1 / answer_nT.sum(),
+            "sequence": 1 / (n * inside_T.sum()),
+            "step": 1 / (n * (steps == steps[:, None]).sum(axis=1)),
+            "constant": 1 / (n * 100),
+            "group": 1 / ((steps_g > 0).sum() * steps_g[group_n[i]]),
+            "elbo": share_nT[i, inside_T] / answer_nT.sum(),
         }[aggregate]
-        np.testing.assert_allclose(weight_nT[i, inside], expected, rtol=1e-6)
+        expected = np.broadcast_to(expected, inside_T.sum())
+        np.testing.assert_allclose(weight_nT[i, inside_T], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
@@ -580,22 +601,30 @@ def test_the_bound_on_microbatches_holds_where_it_is_tight(
     layout = Layout(block=block)
     batch, source = views.pack(
         trace,
-        noise.of(step_nT),
+        noise.of_steps(step_nT),
         mask_id=MASK_ID,
         layout=layout,
         cfg=cfg,
-        most=layouts.microbatches(n, slots, slots - 1, 1, 1, layout, cfg),
+        most=layouts.microbatches(
+            trajectories=n,
+            slots=slots,
+            answer=slots - 1,
+            rounds=1,
+            copies=1,
+            layout=layout,
+            cfg=cfg,
+        ),
         aggregate="token",
     )
     assert batch.used == rows
-    assert (source.row_ABU >= 0).sum() == n * (slots - 1)
+    assert (source.row_mBU >= 0).sum() == n * (slots - 1)
 
 
 def test_a_batch_that_is_too_small_says_so():
     def pack(trace, tokens, most, **layout):
         views.pack(
             trace,
-            noise.of(trace.step_BT),
+            noise.of_steps(trace.step_BT),
             mask_id=MASK_ID,
             layout=Layout(**layout),
             cfg=BatchConfig(1, tokens),

@@ -1,0 +1,201 @@
+"""A step's batches: what is scored, what the sampler's record may stand for, the fill."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dllm_jax import config, sharding
+from dllm_jax.rl import batches, bounds, noise, views
+from dllm_jax.rl.config import (
+    BatchConfig,
+    NoiseConfig,
+    ObjectiveConfig,
+    RLConfig,
+)
+from dllm_jax.rl.layout import Layout
+from tests.rl.common import rollouts
+
+LAYOUT = Layout(block=4, longest=12)
+RL = RLConfig(prompts=2, group=4, value="own", updates=2)
+
+
+def mesh():
+    """Returns a mesh of one device."""
+    return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+
+
+def packed(trace, noised, copies=1):
+    """Returns (TrainBatch, Source) of rows of 48 slots."""
+    return views.pack(
+        trace,
+        noised,
+        mask_id=99,
+        layout=LAYOUT,
+        cfg=BatchConfig(rows=2, tokens=48),
+        most=4,
+        aggregate="token",
+        copies=copies,
+    )
+
+
+def made(off: float, rl=RL, as_sampled=True):
+    """Returns (metrics, batches, what was scored of whom) where the policy is off so far."""
+    sampled, asked = rollouts(), []
+    noised = noise.noised(sampled.trace, NoiseConfig(), LAYOUT)
+    sources = {}
+
+    def pack(trace, noised, group_n):
+        batch, source = packed(trace, noised)
+        sources[batch.target_BU.tobytes()] = source, trace.logp_BT
+        return batch, source
+
+    def score(params, batch):
+        ((name, _),) = params.items()
+        asked.append((name, int(batch.used)))
+        source, logp = sources[np.asarray(batch.target_BU).tobytes()]
+        logp_mBU = source.gather(logp) + np.float32(off)
+        logp_mBU[int(batch.used) :] = 0
+        return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
+
+    metrics, out = batches.of_rollouts(
+        sampled,
+        np.random.default_rng(0),
+        rl=rl,
+        noised=noised,
+        as_sampled=as_sampled,
+        objective=ObjectiveConfig(),
+        params={"policy": None, "value": None},
+        pack=pack,
+        score=score,
+        mesh=mesh(),
+    )
+    recorded = [
+        sources[np.asarray(batch.target_BU).tobytes()][0].gather(logp)
+        for batch, (_, logp) in zip(out, sources.values(), strict=True)
+    ]
+    return metrics, out, recorded, asked
+
+
+def test_old_log_probs_are_scored():
+    metrics, out, recorded, asked = made(0.01)
+    # A trajectory is 8 clean tokens and 8 rounds of 4: one of 40 to a row of 48.
+    assert asked == [("policy", 2), ("value", 2)] * 2
+    for batch, logp in zip(out, recorded, strict=True):
+        real = np.asarray(batch.weight_BU) > 0
+        np.testing.assert_allclose(
+            batch.old_logp_BU[real], logp[real] + 0.01, rtol=1e-5
+        )
+    assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
+    assert metrics["packed_fill"] == pytest.approx(40 / 48)
+    assert "updates_trusted" not in metrics
+    assert "logprob_gap_max" not in made(0.01, as_sampled=False)[0]
+
+
+def test_the_samplers_record_stands_while_it_is_near():
+    rl = dataclasses.replace(RL, trusted_gap=0.02)
+    metrics, out, recorded, asked = made(0.01, rl)
+    assert asked == [("policy", 1), ("value", 2)] * 2
+    for batch, logp in zip(out, recorded, strict=True):
+        np.testing.assert_array_equal(batch.old_logp_BU, logp)
+    assert metrics["logprob_gap_max"] == pytest.approx(0.01, rel=1e-3)
+    assert metrics["updates_trusted"] == 1
+    metrics, out, recorded, asked = made(0.03, rl)
+    assert asked == [("policy", 1), ("policy", 2), ("value", 2)] * 2
+    assert metrics["updates_trusted"] == 0
+    assert np.abs(out[0].old_logp_BU - recorded[0]).max() > 0.02
+
+
+def test_what_teaches_is_dealt_once_with_its_rows_side_by_side():
+    keep_n = np.arange(9) % 4 != 1
+    hands = batches.dealt_rows(keep_n, np.random.default_rng(3), updates=3, copies=2)
+    assert [len(row_n) for row_n in hands] == [6, 4, 4]  # of 7 trajectories
+    pairs = np.concatenate(hands).reshape(-1, 2)
+    np.testing.assert_array_equal(pairs[:, 1], pairs[:, 0] + 1)
+    dealt_n = pairs[:, 0] // 2
+    assert sorted(dealt_n) == list(np.flatnonzero(keep_n)) != list(dealt_n)
+    few = batches.dealt_rows(
+        np.arange(9) == 4, np.random.default_rng(3), updates=3, copies=1
+    )
+    np.testing.assert_array_equal(few, [[4]])
+
+
+def test_a_batch_gets_arrays_by_their_names():
+    """Whatever their order, each token gets its own number of each."""
+    metrics, out, _, _ = made(0.0)
+    assert metrics["groups_kept"] == 2
+    for batch in out:
+        assert all(getattr(batch, name) is not None for name in batches.RL_FIELDS)
+    row_n, T = np.array([2, 0]), 16
+    trace = batches.take(rollouts().trace, row_n)
+    noised = noise.noised(trace, NoiseConfig(), LAYOUT)
+    batch, source = packed(trace, noised)
+    dealt = batches.Deal(row_n, batch, source, source.gather(trace.logp_BT))
+    adv_nT = np.arange(8 * T, dtype=np.float32).reshape(8, T)
+    fields = {"ret_BU": 1000 + adv_nT, "adv_BU": adv_nT}
+    complete = batches.attached(dealt, fields, mesh())
+    np.testing.assert_array_equal(
+        source.scatter(complete.adv_BU, (2, T))[:, 4:12], adv_nT[row_n, 4:12]
+    )
+    real_mBU = source.row_mBU >= 0
+    np.testing.assert_array_equal(
+        complete.ret_BU, np.where(real_mBU, complete.adv_BU + 1000, 0)
+    )
+    assert complete.old_logp_BU is None
+
+
+def test_pairs_get_the_factors_of_what_was_scored():
+    """Two pairs, each answer with two rows of noise; the numbers go by token."""
+    examples = batches.take(rollouts().trace, np.arange(4))
+    cfg = NoiseConfig(kind="subset", draws=2)
+    rng = np.random.default_rng(1)
+    noised = noise.noised(examples, cfg, LAYOUT, rng)
+    policy_nT, reference_nT = -rng.random((2, *noised.step_nT.shape), np.float32)
+    sources = []
+
+    def pack(trace, noised):
+        batch, source = packed(trace, noised, copies=2)
+        sources.append(source)
+        return batch, source
+
+    def score(batch):
+        scored = {"policy": policy_nT, "reference": reference_nT}
+        return {name: {"logp": sources[0].gather(x)} for name, x in scored.items()}
+
+    metrics, (batch,) = batches.of_examples(
+        examples,
+        noised=noised,
+        copies=2,
+        draws=2,
+        beta=0.3,
+        pack=pack,
+        score=score,
+        mesh=mesh(),
+    )
+    expected, factor_nT = bounds.preference_factors(
+        policy_nT, reference_nT, noised.share_nT, np.full(8, 8), draws=2, beta=0.3
+    )
+    for name, number in expected.items():
+        assert metrics[name] == pytest.approx(number, rel=1e-5)
+    assert len(np.unique(factor_nT)) == 4  # of each answer, whatever the draw
+    np.testing.assert_allclose(batch.adv_BU, sources[0].gather(factor_nT), rtol=1e-5)
+    assert batches.PAIR_FIELDS == ("adv_BU",) and batch.old_logp_BU is None
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"rl.trusted_gap": -1.0}, "trusted_gap=-1"),
+        ({"rl.trusted_gap": 0.1, "rl.value": "head"}, "rl.value='head'"),
+        (
+            {"rl.trusted_gap": 0.1, "noise.kind": "bernoulli"},
+            "'trace', not 'bernoulli'",
+        ),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(changes, words):
+    tree = config.default()
+    tree.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=words):
+        config.freeze(tree)
