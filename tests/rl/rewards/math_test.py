@@ -1,8 +1,6 @@
 """Math rewards against the reference's verdicts, exact arithmetic and hostile answers."""
 
 import importlib.util
-import json
-import pathlib
 import subprocess
 import sys
 from fractions import Fraction
@@ -13,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.rl.rewards import GRADERS, math
-
-GOLDENS = pathlib.Path(__file__).parents[2] / "goldens" / "rewards"
+from tests.goldens import reader
 
 
 def cases(name):
-    return json.loads((GOLDENS / name).read_text())["cases"]
+    return reader.read(f"rewards/{name}")["cases"]
 
 
 @pytest.fixture(scope="module", autouse=True)
