@@ -60,10 +60,8 @@ def rollout_step(model, mesh, rows: int):
     params = transformer.abstract(model, mesh, jnp.bfloat16)
     cfg = dataclasses.replace(SAMPLER, rows=rows)
     made = engine.Engine(model=model, cfg=cfg, mesh=mesh)
-    begin = functools.partial(
-        engine.empty, model=model, cfg=cfg, pages=made.pages * made.shards
-    )
-    in_flight = jax.eval_shape(begin, made.changes(), jax.random.key(0))
+    begin = functools.partial(engine.empty, model=model, cfg=cfg, pages=made.page_count)
+    in_flight = jax.eval_shape(begin, made.scheduler.no_changes(), jax.random.key(0))
     loop = functools.partial(
         engine.advance.__wrapped__, shards=made.shards, model=model, cfg=cfg
     )

@@ -35,7 +35,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
-from dllm_jax.sampling.strategy import STRATEGIES, sequential
+from dllm_jax.sampling.strategy import STRATEGIES, Strategy, sequential
 
 SMALL = {"vocab": 32768, "head_dim": 64, "tied": True, "mask_id": 0, "eos_id": 1}
 SHAPES = RELEASED | {
@@ -54,7 +54,7 @@ def forced(draw, masked_BW, quota_B, cfg):
     return first_BW | (masked_BW & (draw.token_BW % 2 == 0))
 
 
-STRATEGIES["forced"] = forced
+STRATEGIES["forced"] = Strategy(forced)
 
 
 def requests(rows: int, args, model: ModelConfig):

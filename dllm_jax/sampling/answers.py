@@ -2,16 +2,19 @@
 
 An *answerer* is what answers the prompts of a run: `Engine` where keys are final once
 their block is (continuous batching over pages), `Batches` where they are not (families
-with full attention). Every answerer has these two methods, and its callers know no others:
+with full attention). Every answerer has these two methods, and its callers know no
+others:
 
     stream(params, prompts, key, *, temperature, watch=None)
-        Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A prompt
-        that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the caller
-        reports it. watch: called with (i, first position of its present block, its Answer
-        so far) after every forward, for those who show an answer as it grows.
+        Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
+        prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
+        caller reports it. watch: called with (i, first position of its present block,
+        its Answer so far) after every forward, for those who show an answer as it
+        grows.
     lower(params, key)
-        Returns (the program that samples, lowered; the arrays that it keeps between calls,
-        as shapes), for the memory plan. params: arrays, or their shapes with shardings.
+        Returns (the program that samples, lowered; the arrays that it keeps between
+        calls, as shapes), for the memory plan. params: arrays, or their shapes with
+        shardings.
 
 The same in every process: each queues the same prompts and fetches the same answers.
 """
@@ -29,13 +32,13 @@ from dllm_jax.sampling.state import Answer, Trace
 
 def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     """Returns the answerer that serves the model's attention."""
-    if policy.choose(cfg, model.attention).canvas == "prefill":
+    if policy.choose(cfg, model.attention).final:
         return Engine(model=model, cfg=cfg, mesh=mesh)
     return Batches(model=model, cfg=cfg, mesh=mesh)
 
 
 class Batches:
-    """Lock-step batches of `cfg.rows` prompts, each of which ends with its slowest row."""
+    """Batches of `cfg.rows` prompts in lock-step: each ends with its slowest row."""
 
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, mesh):
         self.model, self.cfg, self.mesh = model, cfg, mesh
@@ -51,16 +54,16 @@ class Batches:
                 len_n[i] = len(prompt)
         for first in range(0, n, self.cfg.rows):
             arrays = self.batch(tokens_nT, len_n, first, key, temperature)
-            held = range(min(self.cfg.rows, n - first))
+            count = min(self.cfg.rows, n - first)  # fillers answer nothing
             if watch is None:
                 trace = sharding.fetch(self.generate(params, **arrays))
             else:
-                trace = self.watched(params, arrays, first, held, watch)
-            for row in held:
+                trace = self.watched(params, arrays, first, count, watch)
+            for row in range(count):
                 yield first + row, state.answer(trace, row)
 
     def lower(self, params, key):
-        """Returns (`denoise.generate`, lowered; nothing, as rows come with each batch)."""
+        """Returns (`denoise.generate`, lowered; nothing: rows come with each batch)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
         arrays = self.batch(one_1T, one_1T[0, :1], 0, key, temperature=0.0)
         lowered = denoise.generate.lower(
@@ -72,8 +75,11 @@ class Batches:
         """Returns the batch's Trace, on the device."""
         return denoise.generate(params, **arrays, model=self.model, cfg=self.cfg)
 
-    def watched(self, params, arrays, first: int, held, watch) -> Trace:
-        """Returns the batch's Trace after the same steps, one at a time and shown."""
+    def watched(self, params, arrays, first: int, count: int, watch) -> Trace:
+        """Returns the batch's Trace after the same steps, one at a time and shown.
+
+        arrays: of `batch`, for `count` prompts from `first` on.
+        """
         static = {"model": self.model, "cfg": self.cfg}
         s, live = denoise.start(params, **arrays, **static), True
         while live:
@@ -82,7 +88,7 @@ class Batches:
                 (s.live_B, s.start_B, state.trace(s, self.cfg.stop_ids))
             )
             live = live_B.any()
-            for row in held:
+            for row in range(count):
                 watch(first + row, start_B[row], state.answer(trace, row))
         return trace
 

@@ -5,7 +5,8 @@
 
 A score belongs to a distribution p: the one drawn from, after temperature and filters,
 or the model's own. A cold temperature makes every score of the former high, so that a
-threshold on it lets whole blocks pass; thresholds act on the latter unless told otherwise.
+threshold on it lets whole blocks pass; thresholds act on the latter unless told
+otherwise.
 """
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 def confidence(logp_BWV, token_BW, key_B):
     """Returns the probability of the token drawn."""
-    return jnp.exp(pick(logp_BWV, token_BW))
+    return jnp.exp(at_token(logp_BWV, token_BW))
 
 
 def margin(logp_BWV, token_BW, key_B):
@@ -32,10 +33,17 @@ def neg_entropy(logp_BWV, token_BW, key_B):
 
 
 def random(logp_BWV, token_BW, key_B):
-    """Returns uniform numbers, of which each row's key knows."""
+    """Returns uniform numbers drawn from each row's key: an order at random."""
     return jax.vmap(lambda key: jax.random.uniform(key, token_BW.shape[1:]))(key_B)
 
 
+# `sampler.target` names a row. A score is a function of
+#   logp_BWV  the log-probs of a distribution, nats; -inf where a token was cut
+#   token_BW  the tokens drawn from it
+#   key_B     typed random keys, which nothing else draws from
+# and returns [B, W], higher for what is surer; it need not be a probability. Rows do
+# not look at each other. A score that the fused head does not know needs logits
+# (logits.fused).
 TARGETS = {
     "confidence": confidence,
     "margin": margin,
@@ -45,11 +53,12 @@ TARGETS = {
 
 
 def weigh(drawn, key_B, pad_id: int, cfg):
-    """Returns the Draw with scores as strategies should see them.
+    """Returns the logits.Draw `drawn` with scores as strategies should see them.
 
-    `pad_penalty` lowers the scores of padding, which full attention is otherwise too sure
-    of to finish a sentence first. `rank_temperature` turns the n best into n drawn without
-    replacement from softmax(score / temperature): the n best under Gumbel noise.
+    `pad_penalty` lowers the scores of padding, which full attention is otherwise too
+    sure of to finish a sentence first. `rank_temperature` turns the n best into n drawn
+    without replacement from softmax(score / temperature): the n best under Gumbel
+    noise.
     """
 
     def penalised(x_BW):
@@ -63,6 +72,6 @@ def weigh(drawn, key_B, pad_id: int, cfg):
     return drawn.replace(score_BW=score_BW, sure_BW=sure_BW)
 
 
-def pick(x_BWV, token_BW):
-    """Returns x at each position's token: [B, W]."""
+def at_token(x_BWV, token_BW):
+    """Returns x at the token of each position: [B, W]."""
     return jnp.take_along_axis(x_BWV, token_BW[..., None], axis=-1)[..., 0]

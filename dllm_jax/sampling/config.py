@@ -12,13 +12,13 @@ from dllm_jax.sampling.strategy import STRATEGIES
 class SamplerConfig:
     """Static facts of a sampler. Temperatures and limits are arrays, one per row."""
 
-    # Q: positions denoised together, on the absolute grid pos // Q. 0, as runs have it
-    # unless they are told: the checkpoint's own (config.completed).
+    # Q: positions denoised together, on the absolute grid pos // Q. 0: the block of the
+    # checkpoint, which a run puts here (config.completed).
     block: int = 4
     steps_per_block: int = 0  # step t unmasks at least its share of Q; 0: one a token
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every score above it
-    tempered_threshold: bool = False  # its scores: of what is drawn from, or the model
+    tempered_threshold: bool = False  # scores of what is drawn from, not of the model
     target: str = "confidence"  # how "static", "dynamic" score: a key of TARGETS
     rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
     pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
@@ -47,13 +47,17 @@ class SamplerConfig:
             )
         if self.block > 0 and not 0 <= self.steps_per_block <= self.block:
             raise ValueError(
-                f"sampler.steps_per_block={self.steps_per_block} cannot share out a block of "
-                f"{self.block}: every step unmasks something; set it to 1..{self.block}, or 0"
+                f"sampler.steps_per_block={self.steps_per_block} cannot share out a "
+                f"block of {self.block}: every step unmasks something; set it to "
+                f"1..{self.block}, or 0"
             )
-        least = ("max_new", "max_prompt", "rows", "page", "prefill")
-        if any(getattr(self, x) < 1 for x in least) or min(self.block, self.pages) < 0:
-            raise ValueError(f"sampler: {', '.join(least)} >= 1, block and pages >= 0")
-        if self.strategy == "dynamic" and (
+        sizes = (self.max_new, self.max_prompt, self.rows, self.page, self.prefill)
+        if min(sizes) < 1 or min(self.block, self.pages) < 0:
+            raise ValueError(
+                "sampler: max_new, max_prompt, rows, page, prefill >= 1, "
+                "block and pages >= 0"
+            )
+        if STRATEGIES[self.strategy].reads_sure and (
             self.target == "random"
             or (self.target == "neg_entropy" and self.threshold >= 0)
         ):
@@ -67,8 +71,8 @@ class SamplerConfig:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"sampler.temperature={self.temperature}, top_k={self.top_k}, top_p="
-                f"{self.top_p}: need temperature >= 0, top_k >= 0 (0 is off), 0 < top_p <= 1 "
-                "(1 is off)"
+                f"{self.top_p}: need temperature >= 0, top_k >= 0 (0 is off), "
+                "0 < top_p <= 1 (1 is off)"
             )
 
     @property
@@ -79,19 +83,22 @@ class SamplerConfig:
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """Tokens that each step of a block unmasks at least: remainder first."""
+        """Tokens that each step of a block unmasks at least; the first a token more.
+
+        As many steps as the block has, whose sum is the block.
+        """
         steps = self.steps_per_block or self.block
-        share, rest = divmod(self.block, steps)
-        return tuple(share + (t < rest) for t in range(steps))
+        share, remainder = divmod(self.block, steps)
+        return (share + 1,) * remainder + (share,) * (steps - remainder)
 
     def clean_windows(self, rows: int) -> tuple[int, ...]:
         """Returns how many clean windows beside `rows` rows a forward may be made for.
 
         What half of the rows have just filled, what all have, and parts of prompts.
         """
-        most = -(-self.prefill // self.block)
-        sizes = {rows // 2, rows, rows + most // 16, rows + most // 4, rows + most}
-        return tuple(sorted(sizes))
+        prefill = -(-self.prefill // self.block)  # windows of prompts, at most
+        prompts = (prefill // 16, prefill // 4, prefill)
+        return tuple(sorted({rows // 2, rows, *(rows + count for count in prompts)}))
 
     @property
     def page_slots(self) -> int:

@@ -1,4 +1,7 @@
-"""To a token: temperature, top-k, top-p, the draw and what is recorded."""
+"""From logits to a token: temperature, top-k, top-p, the draw and what is recorded.
+
+Letters: k the most probable tokens.
+"""
 
 import flax.struct
 import jax
@@ -6,17 +9,19 @@ import jax.numpy as jnp
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling.confidence import TARGETS, neg_entropy, pick
+from dllm_jax.sampling.confidence import TARGETS, at_token, neg_entropy
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.strategy import STRATEGIES
 
 
 @flax.struct.dataclass
 class Draw:
     """A candidate token at every position of the window, and what is known of it.
 
-    `logp` is the model's own log-prob (temperature 1, unfiltered, nats): the number that
-    training sees. `conf` and `entropy` (nats) belong to the distribution drawn from, as
-    `score` does, by which `cfg.target` ranks; thresholds are compared with `sure`.
+    `logp` is the model's own log-prob (temperature 1, unfiltered, nats): the number
+    that training sees. `conf` and `entropy` (nats) belong to the distribution drawn
+    from, as `score` does, by which `cfg.target` ranks; thresholds are compared with
+    `sure`.
     """
 
     token_BW: jax.Array
@@ -27,19 +32,20 @@ class Draw:
     sure_BW: jax.Array
 
 
-def fused(cfg: SamplerConfig) -> bool:
-    """Returns whether a head that draws by itself tells all that the config asks for.
+def candidates(
+    params,
+    x_BWD,
+    key_B,
+    temperature_B,
+    *,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+) -> Draw:
+    """Returns the Draw of hidden states.
 
-    Filters need the sorted vocabulary, margins its two best tokens. An entropy it tells of
-    the distribution drawn from; thresholds may ask for that of the model's own.
+    Where the head that draws by itself knows all that the config asks for, no logits
+    are made: [B, W, V] of f32 would be the largest array of a step.
     """
-    own = cfg.strategy == "dynamic" and not cfg.tempered_threshold
-    known = cfg.target == "confidence" or (cfg.target == "neg_entropy" and not own)
-    return known and cfg.top_k == 0 and cfg.top_p == 1
-
-
-def of(params, x_BWD, key_B, temperature_B, *, model: ModelConfig, cfg) -> Draw:
-    """Returns the `draw` from the logits of hidden states, which are not made if `fused`."""
     if not fused(cfg):
         logits_BWV = transformer.logits(params, x_BWD, model)
         return draw(key_B, logits_BWV, temperature_B, cfg)
@@ -47,17 +53,29 @@ def of(params, x_BWD, key_B, temperature_B, *, model: ModelConfig, cfg) -> Draw:
         params, x_BWD, key_B, temperature_B, model
     )
     score_BW = conf_BW if cfg.target == "confidence" else -entropy_BW
-    own = cfg.target == "confidence" and not cfg.tempered_threshold
-    sure_BW = jnp.exp(logp_BW) if own else score_BW
+    sure_BW = score_BW
+    if cfg.target == "confidence" and not cfg.tempered_threshold:
+        sure_BW = jnp.exp(logp_BW)
     return Draw(token_BW, logp_BW, conf_BW, entropy_BW, score_BW, sure_BW)
+
+
+def fused(cfg: SamplerConfig) -> bool:
+    """Returns whether a head that draws by itself tells all that the config asks for.
+
+    Filters need the sorted vocabulary, margins its two best tokens. The head tells the
+    entropy of the distribution drawn from; a threshold may ask for the model's own.
+    """
+    untempered = STRATEGIES[cfg.strategy].reads_sure and not cfg.tempered_threshold
+    known = ("confidence",) if untempered else ("confidence", "neg_entropy")
+    return cfg.target in known and cfg.top_k == 0 and cfg.top_p == 1
 
 
 def keep(logits_BWV, *, top_k: int, top_p: float):
     """Returns the logits with all but the kept tokens at -inf.
 
     top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
-    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th stay
-    in; of those that tie at the border of p, the fewest do, from the left.
+    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
+    stay in; of those that tie at the border of p, the fewest do, from the left.
     """
     if top_k:
         best_BWk, _ = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))
@@ -93,16 +111,15 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
         keep(logits_BWV / scale_B11, top_k=cfg.top_k, top_p=cfg.top_p), axis=-1
     )
     gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))
-    noise_BWV = gumbel(key_B)
-    noise_BWV = jnp.where(greedy_B11, 0.0, noise_BWV)
+    noise_BWV = jnp.where(greedy_B11, 0.0, gumbel(key_B))  # the arg-max is a draw now
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
     other_B = apart(key_B, 0)
     target = TARGETS[cfg.target]
     compared_BWV = kept_BWV if cfg.tempered_threshold else logp_BWV
     return Draw(
         token_BW=token_BW,
-        logp_BW=pick(logp_BWV, token_BW),
-        conf_BW=jnp.exp(pick(kept_BWV, token_BW)),
+        logp_BW=at_token(logp_BWV, token_BW),
+        conf_BW=jnp.exp(at_token(kept_BWV, token_BW)),
         entropy_BW=-neg_entropy(kept_BWV, token_BW, other_B),
         score_BW=target(kept_BWV, token_BW, other_B),
         sure_BW=target(compared_BWV, token_BW, other_B),
@@ -110,6 +127,9 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
 
 
 def apart(key_B, use: int):
-    """Returns keys for another use, where `draw` spends key_B itself on its noise."""
-    far = 2**30 + use  # beyond every index of the noise
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(key_B, far)
+    """Returns keys for another use, where `draw` spends key_B itself on its noise.
+
+    use: 0 for scores at random (TARGETS), 1 for ranks (`confidence.weigh`).
+    """
+    beyond = 2**30 + use  # every index of the noise
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(key_B, beyond)

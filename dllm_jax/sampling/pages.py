@@ -2,8 +2,8 @@
 
 A page is a run of positions of one sequence. Under block attention the keys of a page
 that is whole depend on the tokens up to its end and on nothing else, so sequences that
-begin alike share it: a page is known by the hash of all tokens up to its end. What nobody
-holds any more stays known until its place is needed, oldest first.
+begin alike share it: a page is known by the hash of all tokens up to its end. What
+nobody holds any more stays known until its place is needed, oldest first.
 """
 
 import collections
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class Pages:
-    """Counts the holders of each of `count` pages, and knows what is in some of them."""
+    """Counts the holders of each of `count` pages, and knows what some contain."""
 
     def __init__(self, count: int):
         self.holders = [0] * count
-        self.free = list(range(count))[::-1]  # holds nothing that is known
+        self.free = list(range(count))[::-1]  # nobody's, with nothing that is known
         self.idle = collections.OrderedDict()  # known, held by nobody; oldest first
         self.page_of: dict[bytes, int] = {}
         self.name_of: dict[int, bytes] = {}
@@ -50,6 +50,10 @@ class Pages:
             self.idle.pop(page, None)
         return page
 
+    def count_known(self, names: list[bytes]) -> int:
+        """Returns how many of these pages `share` would find."""
+        return len([name for name in names if name in self.page_of])
+
     def publish(self, page: int, name: bytes):
         """Makes a filled page known; the first of two of the same name wins."""
         if name not in self.page_of and page not in self.name_of:
@@ -79,10 +83,13 @@ class Pages:
         self.idle.clear()
 
 
-def names(tokens, size: int) -> list[bytes]:
-    """Returns the name of each page of `size` positions; the last may be ragged."""
-    out, digest = [], hashlib.blake2b(digest_size=16)
+def page_names(tokens, size: int) -> list[bytes]:
+    """Returns the name of each page of `size` positions; the last may be ragged.
+
+    Equal names, equal tokens: from position 0 to the page's end.
+    """
+    names, digest = [], hashlib.blake2b(digest_size=16)
     for first in range(0, len(tokens), size):
         digest.update(np.asarray(tokens[first : first + size], np.int32).tobytes())
-        out.append(digest.copy().digest())
-    return out
+        names.append(digest.copy().digest())
+    return names

@@ -6,11 +6,11 @@
     prefix   when a block begins      block + horizon   of what lies before the block
     dual     when a block begins      the block         of all the rest of the canvas
 
-`block` serves families with block or causal attention, `prefix` and `dual` those with full
-attention: there every key depends on the whole canvas, so what is cached is stale until
-the next block begins. `none` is exact for all. With a shift, what answers for a block's
-first position lies before the window of `prefix` and `dual`: that one is unmasked when the
-block begins, whatever the strategy says (as in dLLM-RL).
+`block` serves families with block or causal attention, `prefix` and `dual` those with
+full attention: there every key depends on the whole canvas, so what is cached is stale
+until the next block begins. `none` is exact for all. With a shift, what answers for a
+block's first position lies before the window of `prefix` and `dual`: that one is
+unmasked when the block begins, whatever the strategy says (as in dLLM-RL).
 """
 
 import dataclasses
@@ -18,14 +18,34 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class CachePolicy:
-    """Facts that the sampler core reads; nothing branches on a name."""
+    """A row of POLICIES: facts for the sampler core; nobody asks for its name."""
 
-    canvas: str  # when it is re-run: "step", "block" or "prefill"
+    canvas: str  # when the whole of it is run: "step", "block" or "prefill"
     serves: tuple[str, ...]  # values of ModelConfig.attention
     ahead: bool = False  # a step re-runs `horizon` positions after its block, too
     suffix: bool = False  # keys after the block are remembered, too
 
+    @property
+    def cached(self) -> bool:
+        """Whether keys are remembered at all."""
+        return self.canvas != "step"
 
+    @property
+    def final(self) -> bool:
+        """Whether a key that is kept stays right: the engine's pages need that."""
+        return self.canvas == "prefill"
+
+    @property
+    def stale(self) -> bool:
+        """Whether keys are remembered that are not those of the canvas as it is now."""
+        return self.canvas == "block"
+
+
+# `sampler.cache` names a row. `canvas` picks what a step looks at (denoise.LOOKS), so
+# that a row of other facts needs no code, and a canvas of another kind needs a function
+# there. Whatever a policy remembers, a row's first step looks at its whole canvas, and
+# with a model of one layer, whose keys depend on no other token, its answers are those
+# of `none`.
 POLICIES = {
     "none": CachePolicy("step", ("full", "block", "causal")),
     "block": CachePolicy("prefill", ("block", "causal")),
@@ -37,21 +57,22 @@ POLICIES = {
 def choose(cfg, attention: str) -> CachePolicy:
     """Returns the policy that `cfg.cache` names; "auto" is the exact one of the family.
 
-    Raises ValueError for a policy, or a block, that does not serve the family.
+    attention: ModelConfig.attention. Raises ValueError for a policy, or a block, that
+    does not serve the family.
     """
     if attention == "causal" and cfg.block > 1:
         raise ValueError(
-            f"sampler.block={cfg.block}: a model with causal attention answers token by "
-            "token; set sampler.block=1 and sampler.steps_per_block=1"
+            f"sampler.block={cfg.block}: a model with causal attention answers token "
+            "by token; set sampler.block=1 and sampler.steps_per_block=1"
         )
     name = cfg.cache
     if name == "auto":
         name = "none" if attention == "full" else "block"
     policy = POLICIES[name]
     if attention not in policy.serves:
-        fitting = [n for n, p in POLICIES.items() if attention in p.serves]
+        fitting = [key for key, row in POLICIES.items() if attention in row.serves]
         raise ValueError(
-            f"sampler.cache={name!r} does not serve a model with {attention} attention; "
-            f"choose from auto (the exact one), {', '.join(fitting)}"
+            f"sampler.cache={name!r} does not serve a model with {attention} "
+            f"attention; choose from auto (the exact one), {', '.join(fitting)}"
         )
     return policy

@@ -16,7 +16,7 @@ GIVEN = 0  # the step of a token that was never masked; denoising steps count fr
 
 @flax.struct.dataclass
 class SamplingState:
-    """Rows in flight. A position is masked iff its step is FAR: the trace is the bit."""
+    """Rows in flight. A position is masked iff its step is FAR."""
 
     tokens_BT: jax.Array
     step_BT: jax.Array  # GIVEN, the step at which it was unmasked, or FAR
@@ -126,12 +126,12 @@ def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: 
 
 def trace(state: SamplingState, stop_ids: tuple[int, ...]) -> Trace:
     """Returns what the finished rows hand up; the cache stays behind."""
-    last_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
-    last_B = jnp.take_along_axis(state.tokens_BT, jnp.maximum(last_B1, 0), axis=1)[:, 0]
-    kept = {f.name for f in dataclasses.fields(Trace)} - {"stopped_B"}
+    end_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
+    last_B1 = jnp.take_along_axis(state.tokens_BT, jnp.maximum(end_B1, 0), axis=1)
+    shared = {f.name for f in dataclasses.fields(Trace)} - {"stopped_B"}
     return Trace(
-        **{name: getattr(state, name) for name in kept},
-        stopped_B=isin(last_B, stop_ids) & (state.len_B > 0),
+        **{name: getattr(state, name) for name in shared},
+        stopped_B=isin(last_B1[:, 0], stop_ids) & (state.len_B > 0),
     )
 
 

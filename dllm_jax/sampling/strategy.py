@@ -1,11 +1,17 @@
-"""Which masked positions to unmask now.
+"""Which masked positions to unmask now: one rule for each strategy."""
 
-Every strategy is a function (draw, masked_BW, quota_B, cfg) -> take_BW of booleans; it
-takes only masked positions and, where any is masked, at least one. `quota` is the
-schedule's share of this step.
-"""
+import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A row of STRATEGIES: a rule, and what it reads."""
+
+    take: Callable  # (draw, masked_BW, quota_B, cfg) -> take_BW: see below
+    reads_sure: bool = False  # it compares `draw.sure_BW` with `cfg.threshold`
 
 
 def top_n(score_BW, masked_BW, count_B):
@@ -40,9 +46,18 @@ def entropy_bounded(draw, masked_BW, quota_B, cfg):
     return top_n(-entropy_BW, masked_BW, jnp.maximum(count_B, 1))
 
 
+# `sampler.strategy` names a row. Its rule `take` is a function of
+#   draw       a logits.Draw: a candidate token at every position, and scores of it
+#   masked_BW  the positions that it may take
+#   quota_B    tokens: the share that the schedule gives this step of the row's block
+#   cfg        a SamplerConfig
+# and returns take_BW, booleans. It takes masked positions only and, where a row has
+# any, at least one: sampling ends because of that. Rows do not look at each other. A
+# rule that reads `draw.sure_BW` has to say so: that may need logits, which are not made
+# otherwise.
 STRATEGIES = {
-    "sequential": sequential,
-    "static": static,
-    "dynamic": dynamic,
-    "entropy_bounded": entropy_bounded,
+    "sequential": Strategy(sequential),
+    "static": Strategy(static),
+    "dynamic": Strategy(dynamic, reads_sure=True),
+    "entropy_bounded": Strategy(entropy_bounded),
 }

@@ -53,7 +53,7 @@ def test_scores_by_hand(target, score):
 
 def test_a_cold_threshold_lets_everything_pass_and_the_default_does_not():
     masked_BW = np.ones((1, 3), bool)
-    take = STRATEGIES["dynamic"]
+    take = STRATEGIES["dynamic"].take
     default = scored(0.1)
     assert (default.score_BW > 0.99).all() and (default.conf_BW > 0.99).all()
     np.testing.assert_allclose(default.sure_BW, np.full((1, 3), 0.5), rtol=1e-5)
@@ -113,9 +113,8 @@ def test_transfers_of_the_reference():
             drawn = drawn.replace(score_BW=-drawn.score_BW, sure_BW=-drawn.sure_BW)
         quota = np.ones(B, "i") if dynamic else np.array(case["num_transfer"], "i")
         rule = types.SimpleNamespace(threshold=case["threshold"])
-        take = STRATEGIES["dynamic" if dynamic else "static"](
-            drawn, masked, quota, rule
-        )
+        strategy = STRATEGIES["dynamic" if dynamic else "static"]
+        take = strategy.take(drawn, masked, quota, rule)
         np.testing.assert_array_equal(take, np.array(case["transfer"], bool))
         tokens = np.where(masked, drawn.token_BW, case["x"])
         np.testing.assert_array_equal(tokens, case["x0"])

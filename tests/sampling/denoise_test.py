@@ -18,7 +18,7 @@ from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import denoise, logits, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
-from dllm_jax.sampling.strategy import STRATEGIES
+from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
 
 B = 8
@@ -188,11 +188,11 @@ def any_strategy(drawn, masked_BW, quota_B, cfg):
     """Takes what the strategy number `cfg.which` takes."""
     return jax.lax.switch(
         cfg.which,
-        [lambda s=s: s(drawn, masked_BW, quota_B, cfg) for s in TABLE],
+        [functools.partial(take, drawn, masked_BW, quota_B, cfg) for take in RULES],
     )
 
 
-TABLE = list(STRATEGIES.values())
+RULES = [strategy.take for strategy in STRATEGIES.values()]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "block"), compiler_options=HASTY)
@@ -260,7 +260,7 @@ def run(params, cases: list[Case], *, model):
     "path", ["sdar/engine.json", "sdar/generate.json", "sdar_tied/generate.json"]
 )
 def test_trajectories_of_the_reference(path, monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "any", any_strategy)
+    monkeypatch.setitem(STRATEGIES, "any", Strategy(any_strategy))
     model, params = hf.load(reader.checkpoint(path.split("/")[0]))
     model = dataclasses.replace(model, dtype="float32")
     groups, every = collections.defaultdict(list), read(path)
@@ -343,7 +343,7 @@ def look(params, shown_T, at, masked_W, quota, temperature, key, *, model, cfg):
     x_BWD = jax.lax.dynamic_slice_in_dim(x_BTD, at, cfg.block, axis=1)
     x_BWV = transformer.logits(params, x_BWD, model)
     drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)
-    take = STRATEGIES[cfg.strategy](drawn, masked_W[None], quota[None], cfg)
+    take = STRATEGIES[cfg.strategy].take(drawn, masked_W[None], quota[None], cfg)
     return jax.tree.map(lambda x: x[0], (drawn, take))
 
 

@@ -100,22 +100,23 @@ def same(got, want):
 
 def sound(made: Engine):
     """Asserts that every page is where it should be, and shared only by the same keys."""
-    for pool in made.pool:
-        held = [(r, i, page) for r in made.active for i, page in enumerate(r.held)]
-        held = [h for h in held if made.pool_of(h[0].row) is pool]
+    scheduler = made.scheduler
+    for pool in scheduler.pools:
+        mates = [r for r in scheduler.active if scheduler.pool_of(r) is pool]
+        held = [(r, i, page) for r in mates for i, page in enumerate(r.pages)]
         count = collections.Counter(page for *_, page in held)
         assert pool.holders == [count[page] for page in range(len(pool.holders))]
         spare = [*pool.free, *pool.idle]
         assert sorted([*count, *spare]) == list(range(len(pool.holders)))
         for page in (page for page in count if count[page] > 1):
-            what = {tuple(r.names[: i + 1][i:]) for r, i, p in held if p == page}
-            assert len(what) == 1 and what != {()}
+            names = {tuple(r.page_names[i : i + 1]) for r, i, p in held if p == page}
+            assert len(names) == 1 and names != {()}
 
 
 def empty_again(made: Engine):
     """Asserts that an engine without requests holds no page."""
-    assert not made.active and not made.queue
-    for pool in made.pool:
+    assert not made.busy
+    for pool in made.scheduler.pools:
         assert not any(pool.holders)
         assert pool.available == len(pool.holders)
 
@@ -154,7 +155,8 @@ def test_the_engine_is_the_definition(
     cfg = dataclasses.replace(CFG, strategy=strategy)
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     # Fewer than there are, so that one program serves all.
-    made.pool, made.short = [Pages(pages)], pages < ENOUGH
+    made.scheduler.pools = [Pages(pages)]
+    made.scheduler.overbooked = pages < ENOUGH
     coming, waiting, found = [ASKED[i] for i in order], set(), 0
 
     def come(count):
@@ -205,7 +207,7 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     ):
         with pytest.raises(ValueError, match="a request needs .*" + words):
             made.submit(**{**good, "index": 3 + bool(bad), **bad})
-    assert len(made.queue) == 1
+    assert len(made.scheduler.queue) == 1
     made.cancel(3)
     made.submit(**good)  # its index is free again
 
@@ -306,4 +308,91 @@ def test_other_weights_share_no_key(tiny):
         for request, row in made.run(weights, KEY):
             same(row, want[request.index])
     before = defined(tiny, CFG, GROUP)
-    assert any((before[i].tokens_BT != want[i].tokens_BT).any() for i in want)
+    assert any((before[i].tokens_T != want[i].tokens_T).any() for i in want)
+
+
+# --- Turns, as a server takes them ------------------------------------------------------
+
+
+def take_turns(made: Engine, params):
+    """Returns what is answered in turns until nothing is left."""
+    answered = []
+    while made.busy:
+        answered += made.turn(params, KEY)
+    return answered
+
+
+def test_turns_by_hand_are_a_run(tiny):
+    model, params = tiny
+    by_run, by_turn = (Engine(model=model, cfg=CFG, mesh=ONE()) for _ in range(2))
+    ask(by_run, ASKED[:12])
+    ask(by_turn, ASKED[:12])
+    want = list(by_run.run(params, KEY))
+    first, second = by_turn.turn(params, KEY), by_turn.turn(params, KEY)
+    assert by_turn.busy
+    got = [*first, *second, *take_turns(by_turn, params)]
+    assert [r.index for r, _ in got] == [r.index for r, _ in want]
+    for (_, a), (_, b) in zip(got, want, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert int(by_turn.rows.forwards) == int(by_run.rows.forwards)
+    assert int(by_turn.rows.clean) == int(by_run.rows.clean)
+    assert by_turn.turn(params, KEY) == []  # nothing waits: nothing is run
+    empty_again(by_turn)
+
+
+def test_turns_prefill_a_prompt_once_for_the_same_weights(tiny):
+    model, params = tiny
+    other = jax.tree.map(lambda x: 1.5 * x, params)
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+
+    def prefilled(weights, request, answered) -> int:
+        """Returns how many clean windows were run for the prompt of GROUP."""
+        before = 0 if made.rows is None else int(made.rows.clean)
+        ask(made, [request])
+        ((_, row),) = answered(made, weights)
+        same(row, defined((model, weights), CFG, [request])[request[0]])
+        committed = -(-int(row.prompt_len + row.len) // CFG.block) - 4 - 1
+        return int(made.rows.clean) - before - committed
+
+    def run(made, weights):
+        return made.run(weights, KEY)
+
+    assert prefilled(params, GROUP[0], take_turns) == 4
+    assert prefilled(params, GROUP[1], take_turns) == 0
+    assert prefilled(other, GROUP[2], take_turns) == 4
+    assert prefilled(params, GROUP[3], take_turns) == 4
+    assert prefilled(params, GROUP[4], run) == 0  # what turns left is of these weights
+    assert prefilled(params, GROUP[5], run) == 4  # a run leaves nothing
+    assert prefilled(params, GROUP[6], take_turns) == 4
+
+
+def test_an_answer_is_of_one_set_of_weights(tiny):
+    model, params = tiny
+    other = jax.tree.map(lambda x: 1.5 * x, params)
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, GROUP)
+    shown = []
+    while not shown:  # until some are active, with keys of the prompt in pages
+        made.turn(params, KEY, watch=lambda request, row: shown.append(row.steps))
+    want = defined((model, other), CFG, GROUP)
+    got = {request.index: row for request, row in take_turns(made, other)}
+    assert got.keys() == want.keys()
+    for index, row in want.items():
+        same(got[index], row)
+    sound(made)
+
+
+def test_cancelled_between_turns(tiny):
+    model, params = tiny
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, ASKED[:6])
+    made.turn(params, KEY, watch=lambda request, row: None)
+    active = made.scheduler.active[0].index
+    waiting = made.scheduler.queue[-1].index
+    for index in (active, waiting, 12345):  # of the last there is none
+        made.cancel(index)
+        sound(made)
+    asked = [request[0] for request in ASKED[:6]]
+    left = [index for index in asked if index not in (active, waiting)]
+    assert sorted(r.index for r, _ in take_turns(made, params)) == left
+    empty_again(made)

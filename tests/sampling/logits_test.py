@@ -8,6 +8,7 @@ import pytest
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
 
 HASTY = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
@@ -181,10 +182,19 @@ def test_where_no_logits_are_needed_none_are_made(tiny, monkeypatch, fused, chan
     whole = logits.transformer.logits(params, x_BWD, model)
     if fused:  # by the head that draws
         monkeypatch.setattr(logits.transformer, "logits", None)
-    found = logits.of(params, x_BWD, KEY_B, TEMPERATURE_B, model=model, cfg=cfg)
+    found = logits.candidates(params, x_BWD, KEY_B, TEMPERATURE_B, model=model, cfg=cfg)
     want = draw(KEY_B, whole, TEMPERATURE_B, cfg)
     np.testing.assert_array_equal(found.token_BW, want.token_BW)
     if cfg.target == "neg_entropy" and fused:  # static: nothing is compared
         found = found.replace(sure_BW=want.sure_BW)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reads_sure", [False, True])
+def test_a_new_strategy_says_what_it_reads(monkeypatch, reads_sure):
+    """The fused head knows no entropy of the model's own distribution."""
+    row = Strategy(STRATEGIES["dynamic"].take, reads_sure)
+    monkeypatch.setitem(STRATEGIES, "new", row)
+    cfg = SamplerConfig(strategy="new", target="neg_entropy", threshold=-1.0)
+    assert logits.fused(cfg) == (not reads_sure)

@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dllm_jax.sampling.pages import Pages, names
+from dllm_jax.sampling.pages import Pages, page_names
 from tests.properties import examples
 
 
@@ -65,8 +65,8 @@ def test_a_page_is_not_released_twice():
 
 
 def test_a_name_tells_all_tokens_up_to_the_page_s_end():
-    a, b = names([1, 2, 3, 4, 5], 2), names([9, 2, 3, 4], 2)
+    a, b = page_names([1, 2, 3, 4, 5], 2), page_names([9, 2, 3, 4], 2)
     assert len(a) == 3
     assert set(a).isdisjoint(b)
-    assert names([1, 2, 3, 4], 2) == a[:2]
-    assert names([1, 2, 3], 2)[1] != a[1]
+    assert page_names([1, 2, 3, 4], 2) == a[:2]
+    assert page_names([1, 2, 3], 2)[1] != a[1]

@@ -125,7 +125,8 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
             one = jax.tree.map(lambda x: x[None], drawn)
             masked_BW = np.pad(masked_W, (0, cfg.block - len(masked_W)))[None]
             quota_B = np.array([next(quotas, cfg.schedule[-1])])
-            take_W = np.array(STRATEGIES[cfg.strategy](one, masked_BW, quota_B, cfg)[0])
+            take_BW = STRATEGIES[cfg.strategy].take(one, masked_BW, quota_B, cfg)
+            take_W = np.array(take_BW[0])
             if cfg.cache != "none" and (shown_T == entry_T).all():
                 take_W[: model.shift] = True
             count += 1

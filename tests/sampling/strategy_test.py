@@ -21,10 +21,13 @@ B, W = 3, 6
 
 def with_jit(name):
     """Returns the strategy as one jitted function of arrays."""
-    return jax.jit(STRATEGIES[name], static_argnames="cfg")
+    return jax.jit(STRATEGIES[name].take, static_argnames="cfg")
 
 
-TAKE = {False: STRATEGIES, True: {name: with_jit(name) for name in STRATEGIES}}
+TAKE = {
+    False: {name: strategy.take for name, strategy in STRATEGIES.items()},
+    True: {name: with_jit(name) for name in STRATEGIES},
+}
 both = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 every = pytest.mark.parametrize("name", sorted(STRATEGIES))
 

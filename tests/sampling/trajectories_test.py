@@ -12,7 +12,7 @@ import pytest
 from dllm_jax.models import hf
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
-from dllm_jax.sampling.strategy import STRATEGIES
+from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
 
 HASTY = {"xla_backend_optimization_level": 0}
@@ -34,8 +34,8 @@ def either(drawn, masked_BW, quota_B, cfg):
     """
     pick_BW = jnp.where(
         cfg.dynamic,
-        STRATEGIES["dynamic"](drawn, masked_BW, quota_B, cfg),
-        STRATEGIES["static"](drawn, masked_BW, quota_B, cfg),
+        STRATEGIES["dynamic"].take(drawn, masked_BW, quota_B, cfg),
+        STRATEGIES["static"].take(drawn, masked_BW, quota_B, cfg),
     )
     first_BW = masked_BW & (jnp.arange(masked_BW.shape[1])[None] == 0)
     entry_B1 = masked_BW.all(axis=1, keepdims=True) & cfg.lead
@@ -155,7 +155,7 @@ def answered(model, params, case, shape):
 
 @pytest.mark.parametrize("family", ["dream", "llada", "mmada"])
 def test_trajectories_of_the_reference(family, monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "either", either)
+    monkeypatch.setitem(STRATEGIES, "either", Strategy(either, reads_sure=True))
     model, params = hf.load(reader.checkpoint(family))
     model = dataclasses.replace(model, dtype="float32")
     cases = reader.read(f"{family}/sample.json")["cases"]
