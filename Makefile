@@ -4,9 +4,10 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test aot test-torch lint lock
+.PHONY: help install train test soak aot test-torch lint lock
 
 ARGS ?=
+SOAK ?=
 EXTRAS ?=
 PYENV_ROOT ?= $(HOME)/.pyenv
 PINS := pyproject.toml constraints.txt
@@ -43,6 +44,10 @@ train: $(INSTALLED) ## Train with TraceRL; the default runs on two CPU cores
 
 test: $(INSTALLED) ## Run the tests; needs no accelerator
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short takes ten minutes
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile -m property \
+	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) tests tests/soak $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware
 	DLLM_NO_SKIP=1 .venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)

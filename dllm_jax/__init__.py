@@ -1,1 +1,88 @@
-"""Reinforcement learning for diffusion language models, in JAX."""
+"""Reinforcement learning for diffusion language models, in JAX.
+
+The alphabet. An array's name ends in the letters of its axes, `logp_BT`; a scalar and a
+Python int have none. A capital means one thing in the whole package, and the same in
+einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
+
+    B  rows: of a batch, of the sampler's slots, of a trace on the host
+    T  positions of a canvas, or slots of a packed row
+    S  positions of keys
+    W  positions of a window
+    L  layers
+    Y  the dense layers before them
+    D  model width
+    F  feed-forward width
+    V  vocabulary
+    N  query heads
+    K  heads of keys and values
+    G  query heads that share a key head, N / K
+    H  head dimension
+    E  experts
+    X  experts of a token
+    I  an expert's inner width
+    Z  inner width of the experts that all tokens share
+    J  blocks
+    Q  positions of a block
+    P  pages of the pool
+    O  slots of a page
+    A  pages of a row
+    R  rows and positions, flattened
+    U  supervised seats of a packed row
+    C  rank of an adapter
+    M  soft tokens: reserved for images
+    n  items on the host: prompts, trajectories
+    m  microbatches
+    h  pairs of rotary dimensions
+
+A digit is that size: `words_B2`. Any other small letter is a file's own, and a line of
+that file's docstring says so, as in
+
+    Letters: d shards, w windows.
+
+The floors. A room imports from its own and from lower floors; an entry also imports
+`config`, which assembles the configurations that the floors below declare:
+
+    5  config, train, eval, generate, convert
+    4  rl
+    3  sampling
+    2  models
+    1  pallas_kernels
+    0  checks, sharding, data, metrics, curves, memory, checkpoint
+
+`configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
+
+The reading order, for who wants to know how a prompt becomes a gradient:
+
+    sampling/state.py            what sampling leaves: tokens, and the step of each
+    sampling/denoise.py          the one sampler: look, unmask, move
+    sampling/strategy.py         which masked positions a step unmasks
+    sampling/policy.py           what is computed again, and what a cache keeps
+    models/mask.py               who sees whom, as ranges
+    models/transformer.py        the one tower, its parameters declared once
+    pallas_kernels/reference.py  what every op computes, in plain jnp
+    rl/noise.py                  which tokens are masked together, and how they weigh
+    rl/layout.py                 how a masked trajectory is shown to the model
+    rl/views.py                  the same as packed rows of one fixed shape
+    rl/advantage.py              what rewards say of tokens
+    rl/objectives.py             the losses of tokens
+    rl/learner.py                the one update, its gradient and its state
+    rl/batches.py                from graded answers to what an update takes
+    rl/sources.py                where the batches of RL, SFT and DPO come from
+    train.py                     the loop
+
+and for who wants to know how it is fast, or what surrounds it:
+
+    sampling/pages.py            pages of keys that rows share
+    sampling/rows.py             the engine's half on the device
+    sampling/engine.py           the engine's half on the host: requests, pages, turns
+    sampling/answers.py          the front door of sampling: prompts in, answers out
+    pallas_kernels/choice.py     which kernel is taken where
+    models/families.py           what a published model's fields and names mean here
+    models/hf.py                 Hugging Face folders, in and out
+    rl/rollout.py                answers decoded, graded and written
+    rl/networks.py               the states that a run trains, from a folder
+    rl/budget.py                 what a run takes of memory, before it starts
+    sharding.py                  the two tables that split everything over a mesh
+    checkpoint.py                saved states, and exact resumption
+    config.py                    every key in one tree, from the command line
+"""

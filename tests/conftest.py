@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = (
 # Nothing is left in the home folder; whole runs share a cache of their own.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,16 @@ import pytest
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from tests import properties
 
+hypothesis.settings.load_profile("test")  # `make soak` names another
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    """Lets examples that fail be told as tests to add."""
+    config.pluginmanager.register(properties, "properties")
 
 
 @pytest.fixture(scope="module", autouse=True)

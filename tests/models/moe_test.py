@@ -2,20 +2,18 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from dllm_jax import sharding
 from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
+from tests.goldens import reader
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 NEAR = {"atol": 1e-4, "rtol": 0}
 SOFTMAX = ModelConfig(
     vocab=37,
@@ -147,12 +145,10 @@ def run(params, tokens_BT, cfg):
     return logits_BTV, load, grads
 
 
-@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("block", reader.numbered("sdar_moe", "logits_bs"))
 def test_logits_and_routing_of_the_reference(block):
-    cfg, params = hf.load(GOLDENS / "sdar_moe" / "checkpoint")
-    g = safetensors.numpy.load_file(
-        GOLDENS / "sdar_moe" / "forward" / "goldens.safetensors"
-    )
+    cfg, params = hf.load(reader.checkpoint("sdar_moe"))
+    g = reader.tensors("sdar_moe/forward/goldens.safetensors")
     tokens = g["input_ids"][None]
     found, load, _ = run(params, tokens, dataclasses.replace(cfg, block=block))
     keep = np.arange(cfg.vocab) != cfg.mask_id
@@ -168,12 +164,10 @@ def test_logits_and_routing_of_the_reference(block):
     assert (load.tokens == tokens.size).all()
 
 
-@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("block", reader.numbered("llada2", "logits_bs"))
 def test_logits_of_llada2(block):
-    cfg, params = hf.load(GOLDENS / "llada2" / "checkpoint")
-    g = safetensors.numpy.load_file(
-        GOLDENS / "llada2" / "forward" / "goldens.safetensors"
-    )
+    cfg, params = hf.load(reader.checkpoint("llada2"))
+    g = reader.tensors("llada2/forward/goldens.safetensors")
     found, _, _ = run(params, g["input_ids"], dataclasses.replace(cfg, block=block))
     keep = np.arange(cfg.vocab) != cfg.mask_id
     want = g[f"logits_bs{block}"]

@@ -2,22 +2,19 @@
 
 import dataclasses
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels.reference import NEVER
+from tests.goldens import reader
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 FAMILIES = ["sdar", "sdar_tied"]
 FULL = ["dream", "llada", "mmada"]  # full attention
 NEAR = {"atol": 1e-4, "rtol": 0}
@@ -26,13 +23,13 @@ NEAR = {"atol": 1e-4, "rtol": 0}
 @functools.cache
 def checkpoint(family: str):
     """Returns (ModelConfig, params) of a golden checkpoint."""
-    return hf.load(GOLDENS / family / "checkpoint")
+    return hf.load(reader.checkpoint(family))
 
 
 @functools.cache
 def goldens(case: str) -> dict:
     """Returns the tensors of a golden case."""
-    return safetensors.numpy.load_file(GOLDENS / case / "goldens.safetensors")
+    return reader.tensors(f"{case}/goldens.safetensors")
 
 
 # Compiling is most of this file's time, and its tiny arrays run fast enough as they are.
@@ -95,8 +92,10 @@ def positions(B: int, T: int):
     return jnp.broadcast_to(jnp.arange(T)[None], (B, T))
 
 
-@pytest.mark.parametrize("block", [4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [(x, block) for x in FAMILIES for block in reader.numbered(x, "logits_bs")],
+)
 def test_block_attention_of_the_reference(family, block):
     cfg, params = checkpoint(family)
     g = goldens(f"{family}/forward")
@@ -111,18 +110,19 @@ def test_block_attention_of_the_reference(family, block):
 def test_every_hidden_state_of_the_reference(family):
     cfg, params = checkpoint(family)
     g = goldens(f"{family}/forward")
-    tokens, golden = g["input_ids"], g["hidden_states_bs4"]
+    (block,) = reader.numbered(family, "hidden_states_bs")
+    tokens, golden = g["input_ids"], jnp.array(g[f"hidden_states_bs{block}"])
     pos = positions(*tokens.shape)
+    seen = mask.block(pos, block)
     x = transformer.embed(params, tokens, cfg)
     np.testing.assert_array_equal(x, golden[0])
-    x, _ = hidden(params, tokens, pos, mask.block(pos, 4), cfg=cfg)
-    np.testing.assert_allclose(x, golden[2], **NEAR)
-    first = jax.tree.map(lambda x: x[:1], params["layers"])
-    x, _ = hidden(params | {"layers": first}, tokens, pos, mask.block(pos, 4), cfg=cfg)
-    # Theirs is before the final norm, which comes after every depth here.
-    normed = transformer.rms_norm(jnp.array(golden[1]), params["norm"], cfg.norm_eps)
-    np.testing.assert_allclose(x, normed, **NEAR)
-    assert len(golden) == cfg.layers + 1 == 3
+    assert len(golden) == cfg.layers + 1
+    for depth, want in enumerate(golden[1:], 1):
+        layers = jax.tree.map(lambda x, n=depth: x[:n], params["layers"])
+        x, _ = hidden(params | {"layers": layers}, tokens, pos, seen, cfg=cfg)
+        if depth < cfg.layers:  # theirs is before the final norm, except the last
+            want = transformer.rms_norm(want, params["norm"], cfg.norm_eps)
+        np.testing.assert_allclose(x, want, **NEAR)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -177,7 +177,7 @@ def test_every_hidden_state_of_full_attention(family):
         if depth < cfg.layers:  # theirs is before the final norm, except the last
             want = transformer.rms_norm(want, params["norm"], cfg.norm_eps)
         np.testing.assert_allclose(x, want, **NEAR)
-    assert depth == cfg.layers == 2
+    assert depth == cfg.layers
 
 
 def test_pads_and_causal_attention_of_dream():
@@ -199,23 +199,26 @@ def test_pads_and_causal_attention_of_dream():
             np.testing.assert_array_equal(dense(seen), g["causal_visible"])
 
 
-@pytest.mark.parametrize("slots", [16, 21])
+@pytest.mark.parametrize("spare", [0, 5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_block_of_the_reference(family, slots):
+def test_cached_block_of_the_reference(family, spare):
     cfg, params = checkpoint(family)
     g = goldens(f"{family}/forward")
-    tokens = g["input_ids"][:1]
-    pos, start, block = positions(1, 24), 16, 8
+    golden, tokens = g["logits_cached_block"], g["input_ids"][:1]
+    block = golden.shape[-2]
+    pos, start = positions(*tokens.shape), tokens.shape[1] - block
+    slots = start + spare
+    before = pos[:, :start]
     _, fresh = hidden(
-        params, tokens[:, :16], pos[:, :16], mask.block(pos[:, :16], block), cfg=cfg
+        params, tokens[:, :start], before, mask.block(before, block), cfg=cfg
     )
     cache = kv.write(
         kv.empty(cfg, 1, slots), fresh, jnp.zeros(1, jnp.int32), jnp.array([True])
     )
-    own = mask.full(pos[:, 16:], pos[:, -1] + 1)
+    own = mask.full(pos[:, start:], pos[:, -1] + 1)
     seen = mask.beside(own, jnp.arange(slots)[None] < start)
-    found = logits(params, tokens[:, 16:], pos[:, 16:], seen, cache, cfg=cfg)
-    assert_logits(found, g["logits_cached_block"], cfg)
+    found = logits(params, tokens[:, start:], pos[:, start:], seen, cache, cfg=cfg)
+    assert_logits(found, golden, cfg)
 
 
 def test_values_of_the_reference():
@@ -228,8 +231,10 @@ def test_values_of_the_reference():
 
 def test_golden_cases_are_those_we_compare():
     for family in FAMILIES:
-        told = json.loads((GOLDENS / family / "forward" / "case.json").read_text())
-        compared = {"bs4", "bs8", "full", "leftpad", "cached_block"}
+        told = reader.read(f"{family}/forward/case.json")
+        blocks = reader.numbered(family, "logits_bs")
+        compared = {"full", "leftpad", "cached_block", *(f"bs{x}" for x in blocks)}
+        assert len(blocks) > 1
         names = {n.removeprefix("logits_") for n in told["tensors"] if "logits" in n}
         assert names == compared
 

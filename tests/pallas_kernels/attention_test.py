@@ -192,7 +192,6 @@ def masks(draw):
 
 
 @hypothesis.given(masks(), st.integers(1, 5), st.integers(1, 5))
-@hypothesis.settings(max_examples=100, deadline=None)
 def test_no_tile_is_skipped_that_holds_a_seen_key(seen, t, s):
     q_arrays, k_arrays = tiles.mask_arrays(seen, t, s)
     kinds = np.asarray(tiles.kinds(q_arrays, k_arrays, t, s))[0]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.rl import advantage
@@ -247,7 +247,6 @@ def episodes(draw):
     return rng.normal(size=n), *rng.normal(size=(2, n, T)), step_nT, answer_nT
 
 
-@settings(max_examples=100, deadline=None)
 @given(episodes())
 def test_without_discount_every_return_is_the_outcome(episode):
     reward_n, _, value_nT, step_nT, answer_nT = episode
@@ -266,7 +265,6 @@ def test_without_discount_every_return_is_the_outcome(episode):
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(episodes(), st.floats(0, 1), st.floats(0, 1))
 def test_step_means_follow_the_recursion(episode, gamma, lam):
     """mean over a step of A_j is A*_t = sum_l (gamma lam)^l delta_{t+l}; of R_j, R*_t."""

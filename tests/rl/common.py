@@ -22,6 +22,7 @@ from dllm_jax.rl.config import (
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
+from tests.goldens import reader
 from tests.rl import dllm_rl
 
 # Compiling is most of these tests' time, and their tiny arrays run fast enough as they are.
@@ -49,7 +50,7 @@ def checkpoint(family: str):
     The reference lets the mask token be an answer; ours forbids it. An id beyond the
     vocabulary forbids nothing.
     """
-    cfg, params = hf.load(str(dllm_rl.GOLDENS / family / "checkpoint"), heads=HEADS)
+    cfg, params = hf.load(reader.checkpoint(family), heads=HEADS)
     return dataclasses.replace(cfg, mask_id=cfg.vocab, dtype="float32"), params
 
 

@@ -7,29 +7,17 @@ to L0 and its responses on the right to L1, and its blocks start at the response
 """
 
 import dataclasses
-import json
-import pathlib
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from dllm_jax.rl import noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN, Trace
+from tests.goldens import reader
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-
-
-def read(name: str):
-    """Returns a golden table."""
-    return json.loads((GOLDENS / name).read_text())
-
-
-def tensors(name: str) -> dict:
-    """Returns a golden case's arrays."""
-    return safetensors.numpy.load_file(GOLDENS / name)
+read, tensors = reader.read, reader.tensors
 
 
 def trace(tokens_nT, step_nT, prompt_len_n, len_n) -> Trace:

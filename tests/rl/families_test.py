@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import numpy as np
@@ -21,9 +20,8 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.layout import Layout
+from tests.goldens import reader
 from tests.rl import common
-
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 
 def step_batch(model, plans, params, mesh):
@@ -69,8 +67,8 @@ def step_batch(model, plans, params, mesh):
     [("llada", "full"), ("sdar_moe", "block"), ("llada2", "block")],
 )
 def test_a_step_learns_from_right_and_wrong_answers(family, attention):
-    path = str(GOLDENS / family / "checkpoint")
-    model = hf.read_config(GOLDENS / family / "checkpoint")
+    path = str(reader.checkpoint(family))
+    model = hf.read_config(reader.checkpoint(family))
     assert model.attention == attention
     model = dataclasses.replace(model, dtype="float32", block=4, lora=Lora(2, 4.0, ()))
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])

@@ -36,7 +36,7 @@ def rows(cfg, golden, start: int, pad_id: int, attention: str = "full"):
         noise.of_steps(step_nT),
         mask_id=int(golden["input_ids"][hidden][0]) if hidden.any() else 0,
         layout=layout,
-        cfg=BatchConfig(rows=4, tokens=T),
+        cfg=BatchConfig(rows=max(R, 4), tokens=T),
         most=1,
         aggregate="token",
     )
@@ -66,7 +66,12 @@ def padding(cfg, case):
 
 
 @pytest.mark.parametrize(
-    ("family", "index"), [*((f, i) for f in FAMILIES for i in range(2)), ("dream", 2)]
+    ("family", "index"),
+    [
+        (family, i)
+        for family in FAMILIES
+        for i, _ in enumerate(dllm_rl.read(f"{family}/sft/case.json")["cases"])
+    ],
 )
 def test_sft_losses_are_the_references(family, index):
     cfg, params = checkpoint(family)
@@ -90,8 +95,14 @@ def test_sft_losses_are_the_references(family, index):
     )
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [
+        (family, i)
+        for family in FAMILIES
+        for i, _ in enumerate(dllm_rl.read(f"{family}/rl/case.json")["loss_variants"])
+    ],
+)
 def test_policy_losses_are_the_references(family, index):
     """Its surrogate is a mean over a row's tokens, its KL a sum."""
     cfg, params = checkpoint(family)

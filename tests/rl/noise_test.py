@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.models.mask import FAR
@@ -208,38 +208,40 @@ def their_rows(case) -> list[tuple[list, list]]:
 # ---- What each kind promises -----------------------------------------------------------
 
 
-@st.composite
-def traces(draw):
+problems = st.tuples(  # trajectories, slots, block, attention, seed
+    st.integers(1, 4),
+    st.integers(4, 24),
+    st.integers(1, 8),
+    st.sampled_from(["block", "full"]),
+    st.integers(0, 2**32 - 1),
+)
+
+
+def made(n, T, block, attention, seed):
     """Returns (trace, layout): ragged prompts, random orders, masked tails."""
-    n, T = draw(st.integers(1, 4)), draw(st.integers(4, 24))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rng = np.random.default_rng(seed)
     prompt_n = rng.integers(1, T, n)
     len_n = rng.integers(1, T - prompt_n + 1)
     step_nT = rng.integers(1, T, (n, T))
     for i in range(n):
         step_nT[i, : prompt_n[i]] = GIVEN
         step_nT[i, prompt_n[i] + len_n[i] :] = FAR
-    layout = Layout(
-        attention=draw(st.sampled_from(["block", "full"])),
-        block=draw(st.integers(1, 8)),
-        longest=T,
-    )
+    layout = Layout(attention=attention, block=block, longest=T)
     return dllm_rl.trace(rng.integers(0, 50, (n, T)), step_nT, prompt_n, len_n), layout
 
 
 def drawn(problem, seed: int = 0, **kind):
     """Returns (trace, layout, answers, noise) of settings."""
-    trace, layout = problem
+    trace, layout = made(*problem)
     cfg = NoiseConfig(**kind)
     noised = noise.noised(trace, cfg, layout, np.random.default_rng(seed))
     assert len(noised.step_nT) == cfg.copies * len(trace.len_B)
     return trace, layout, noise.answers(trace), noised
 
 
-@settings(max_examples=50, deadline=None)
-@given(traces(), st.integers(0, 2**32 - 1), st.sampled_from(["token", "scope"]))
+@given(problems, st.integers(0, 2**32 - 1), st.sampled_from(["token", "scope"]))
 def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
-    _, _, answer_nT, noised = drawn(
+    trace, layout, answer_nT, noised = drawn(
         problem, seed, kind="complement", draws=2, rate=rate
     )
     seen = (noised.share_nT > 0).reshape(len(answer_nT), 2, 2, -1)
@@ -248,7 +250,6 @@ def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
     share = noised.share_nT.reshape(seen.shape)
     assert (share[seen] >= 1).all()  # 1/p and 1/(1 - p)
     if rate == "scope":
-        trace, layout = problem
         for i, prompt in enumerate(trace.prompt_len_B):
             scope = layout.scope(len(answer_nT[i]), prompt)
             for one in np.unique(scope):
@@ -256,8 +257,7 @@ def test_a_mask_and_its_complement_are_the_answer(problem, seed, rate):
                 assert len(np.unique(values)) <= 1
 
 
-@settings(max_examples=50, deadline=None)
-@given(traces(), st.integers(0, 2**32 - 1))
+@given(problems, st.integers(0, 2**32 - 1))
 def test_random_masks_weigh_by_the_probability_that_was_drawn(problem, seed):
     trace, _, answer_nT, noised = drawn(problem, seed, kind="bernoulli", lower=0.5)
     seen = noised.share_nT > 0
@@ -268,8 +268,7 @@ def test_random_masks_weigh_by_the_probability_that_was_drawn(problem, seed):
     np.testing.assert_array_equal(noised.step_nT[~answer_nT], trace.step_BT[~answer_nT])
 
 
-@settings(max_examples=50, deadline=None)
-@given(traces(), st.integers(0, 2**32 - 1))
+@given(problems, st.integers(0, 2**32 - 1))
 def test_semi_ar_hides_later_blocks(problem, seed):
     trace, layout, answer_nT, noised = drawn(problem, seed, kind="semi_ar")
     for i, prompt in enumerate(trace.prompt_len_B):
@@ -283,8 +282,7 @@ def test_semi_ar_hides_later_blocks(problem, seed):
             np.testing.assert_array_equal(masked[inside], seen[inside])
 
 
-@settings(max_examples=50, deadline=None)
-@given(traces(), st.integers(1, 30))
+@given(problems, st.integers(1, 30))
 def test_shrink_merges_within_a_scope(problem, size):
     trace, layout, answer_nT, noised = drawn(problem, kind="trace", shrink=size)
     np.testing.assert_array_equal(noised.share_nT > 0, answer_nT)

@@ -16,6 +16,7 @@ from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.pages import Pages
+from tests.properties import examples
 
 KEY = jax.random.key(7)
 CFG = SamplerConfig(
@@ -138,7 +139,7 @@ def wanted(tiny):
     return {name: defined(tiny, cfg, ASKED) for name, cfg in cfgs.items()}
 
 
-@hypothesis.settings(max_examples=500, deadline=None)
+@examples(2)
 @hypothesis.given(
     strategy=st.sampled_from(STRATEGIES),
     order=st.lists(st.sampled_from(range(18)), min_size=1, unique=True),

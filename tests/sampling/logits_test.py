@@ -1,8 +1,5 @@
 """From logits to a token: filters, the draw, and what is recorded of it."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +9,8 @@ from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
+from tests.goldens import reader
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 HASTY = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
 draw = jax.jit(logits.draw, static_argnames="cfg", compiler_options=HASTY)
 keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"), compiler_options=HASTY)
@@ -49,14 +46,14 @@ def distribution(x_V, temperature, top_k, top_p):
 
 
 def test_filters_of_the_reference():
-    cases = json.loads((GOLDENS / "sampling/filters.json").read_text())["cases"]
+    cases = reader.read("sampling/filters.json")["cases"]
     for case in cases:
         x_WV = jnp.asarray(case["logits"])
         kept_WV = keep(x_WV, top_k=case["top_k"], top_p=case["top_p"])
         expected_WV = np.array(case["kept_block_sampler"], bool)
         assert (np.isfinite(kept_WV) == expected_WV).all(), case
         assert (np.asarray(kept_WV)[expected_WV] == x_WV[expected_WV]).all()
-    assert len(cases) == 36
+    assert {True, False} == {case["top_k"] > 0 for case in cases}
 
 
 @pytest.mark.parametrize(

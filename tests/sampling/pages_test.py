@@ -5,9 +5,10 @@ import hypothesis.strategies as st
 import pytest
 
 from dllm_jax.sampling.pages import Pages, page_names
+from tests.properties import examples
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@examples(5)
 @hypothesis.given(st.integers(1, 8), st.lists(st.integers(0, 99), max_size=60))
 def test_pages_are_conserved(count, moves):
     pages, held, content = Pages(count), [], {}
