@@ -175,7 +175,7 @@ def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
         with of_record(path, number):
             question, answer = (str(field(row, x)) for x in (cfg.question, cfg.answer))
             try:
-                grader([""], [answer])
+                grader.grade([""], [answer])
             except ValueError as error:
                 raise ValueError(f"field {cfg.answer!r}: {error}") from None
             out.append(Problem(ask(tok, cfg, question), question, answer))
