@@ -168,14 +168,15 @@ def ask(tok, cfg: DataConfig, question: str) -> list[int]:
 def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
-    grader: the one that they are for (rl.rewards); it refuses golds that it cannot judge by.
+    grader: the Grader that they are for (rl.rewards); it refuses golds that it cannot judge
+    by. None is graded here: a run may begin with thousands of problems.
     """
     out = []
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
             question, answer = (str(field(row, x)) for x in (cfg.question, cfg.answer))
             try:
-                grader.grade([""], [answer])
+                grader.check(answer)
             except ValueError as error:
                 raise ValueError(f"field {cfg.answer!r}: {error}") from None
             out.append(Problem(ask(tok, cfg, question), question, answer))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data
-from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl.rewards import GRADERS, Grader
 
 ROOT = pathlib.Path(__file__).parents[1]
 CFG = data.DataConfig()
@@ -120,6 +120,16 @@ def test_a_bad_problem_is_named(tmp_path, tok, bad, message):
         data.problems(
             write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, GRADERS["math"]
         )
+
+
+def test_golds_are_checked_and_nothing_is_graded(tmp_path, tok):
+    checked = []
+    grader = Grader(grade=None, check=checked.append)
+    path = write(
+        tmp_path / "x.jsonl", *({"question": "?", "answer": n} for n in (1, 2))
+    )
+    assert len(data.problems(path, tok, CFG, grader)) == 2
+    assert checked == ["1", "2"]
 
 
 # ---- Order ---------------------------------------------------------------------------
