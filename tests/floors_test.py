@@ -17,7 +17,6 @@ FLOORS = {
     "models": 2,
     "sampling": 3,
     "rl": 4,
-    "from_yaml": 4,
     "config": 5,
     "train": 5,
     "eval": 5,
