@@ -6,7 +6,7 @@ ml_collections ConfigDict, so that any leaf can be overridden on the command lin
 
     python -m dllm_jax.config FILE.yaml > configs/mine.py
 
-prints the config file that does what a YAML file of dLLM-RL does.
+prints the config file that does what a YAML file of dLLM-RL does: configs/from_yaml.py.
 """
 
 import dataclasses
@@ -15,13 +15,12 @@ import json
 import pathlib
 import re
 import sys
-import textwrap
 import traceback
 
 import ml_collections
 from absl import flags
 
-from dllm_jax import from_yaml, pallas_kernels
+from dllm_jax import pallas_kernels
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
@@ -242,9 +241,7 @@ def unknown(name: str, known: list[str]) -> str:
 
 def changes(old: dict, cfg: Config) -> list[str]:
     """Returns which keys differ from those of a run that began with `old`, a line each."""
-    old, new = map(
-        from_yaml.flat, (old, json.loads(json.dumps(dataclasses.asdict(cfg))))
-    )
+    old, new = map(flat, (old, json.loads(json.dumps(dataclasses.asdict(cfg)))))
     return [
         f"config.{key} was {old.get(key)!r}, is now {value!r}"
         for key, value in new.items()
@@ -252,9 +249,20 @@ def changes(old: dict, cfg: Config) -> list[str]:
     ]
 
 
+def flat(tree: dict, prefix: str = "") -> dict:
+    """Returns nested dictionaries as one, with dotted names."""
+    out = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
 def keys(tree: dict) -> list[str]:
     """Returns the dotted names of all leaves."""
-    return list(from_yaml.flat(tree))
+    return list(flat(tree))
 
 
 def parse(argv: list[str]):
@@ -288,83 +296,35 @@ def check_overrides(argv: list[str]):
 
 def describe() -> str:
     """Returns every key with its default, one a line: what --help prints."""
-    leaves = from_yaml.flat(dataclasses.asdict(Config()))
+    leaves = flat(dataclasses.asdict(Config()))
     return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
-
-
-def ported(path: str) -> str:
-    """Returns a config file that does what a YAML file of dLLM-RL does.
-
-    Its docstring names each key that has no effect here, or another one, and why.
-    """
-    try:
-        raw = from_yaml.read(path)
-        leaves, unused = from_yaml.translate(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
-    tree, lines = default(), []
-    known = from_yaml.flat(tree.to_dict())
-    for leaf, value in leaves.items():
-        if value is None:  # theirs for "off", where ours is the default
-            continue
-        try:
-            value = type(known[leaf])(value)  # 1e-6 is a text in YAML
-        except (TypeError, ValueError):
-            raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
-        if value != known[leaf]:
-            tree.update_from_flattened_dict({leaf: value})
-            lines.append(f"    c.{leaf} = {value!r}")
-    slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
-    if tree.batch.tokens < slots:
-        tree.batch.tokens = slots
-        lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
-    freeze(tree)
-    notes = []
-    # What is NOT THE SAME comes first.
-    for reason in sorted(set(unused.values()), key=lambda r: (r[:3] != "NOT", r)):
-        names = ", ".join(key for key, why in unused.items() if why == reason)
-        notes += [
-            reason,
-            *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
-        ]
-    name, notes = pathlib.Path(path).name, "\n".join(notes)
-    entry = "eval" if from_yaml.kind_of(raw) == "eval" else "train"
-    body = "".join(f"{line}\n" for line in lines)
-    return f'''"""{name} of dLLM-RL, translated.
-
-    python -m dllm_jax.{entry} --config=FILE
-
-Its keys without effect here, or with another:
-
-{notes}
-"""
-
-from dllm_jax import config
-
-
-def get_config():
-    """Returns the configuration."""
-    c = config.default()
-{body}    return c'''
 
 
 def fail(error: ValueError):
     """Ends the program with one line if this package refused something of the user's.
 
-    Any other ValueError is a defect, and keeps its traceback.
+    So may the files of configs/. Any other ValueError is a defect, and keeps its traceback.
     """
     raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    if pathlib.Path(__file__).parent not in raised_in.parents:
+    package = pathlib.Path(__file__).parent
+    if not {package, package.parent / "configs"} & set(raised_in.parents):
         raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def main():
-    """Prints the translation of one YAML file."""
-    if len(sys.argv) != 2:
-        raise ValueError("one argument: a YAML file of dLLM-RL")
-    print(ported(sys.argv[1]))
+    """Prints the translation of one YAML file; the translator is a config file's affair."""
+    try:
+        from configs import from_yaml
+    except ImportError as error:
+        if error.name != "configs":
+            raise
+        raise ValueError(
+            "the translator is configs/from_yaml.py of the repository: in its folder, run "
+            "python -m configs.from_yaml FILE.yaml"
+        ) from None
+    from_yaml.main()
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ class Rollouts:
 
 
 def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool):
-    """Returns Rollouts with `grader(texts, golds)` as reward, decided by process 0.
+    """Returns Rollouts whose rewards are the Grader's (rl/rewards), decided by process 0.
 
     Rows without an answer (their prompt was too long), and with `truncated_wrong` those
     that were cut at their limit, earn 0.
     """
     reward_n = np.zeros(len(texts), np.float32)
     if jax.process_index() == 0:
-        reward_n[:] = grader(texts, golds)
+        reward_n[:] = grader.grade(texts, golds)
         reward_n[trace.len_B == 0] = 0
         if truncated_wrong:
             reward_n[~trace.stopped_B] = 0

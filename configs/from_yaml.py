@@ -1,5 +1,10 @@
 """dLLM-RL's YAML files: which of its keys is which of ours, and which has no effect here.
 
+    python -m configs.from_yaml FILE.yaml > configs/mine.py
+
+prints the config file that does what a YAML file of dLLM-RL does; its docstring names each
+key that has no effect here, or another one, and why.
+
 A file is one of three kinds, told by its sections: RL has rollout and training, SFT has
 training alone, evaluation has rollout alone. Every key of every released file is a row of
 a table: the name of our leaf, a function of the value, or the reason why it does nothing
@@ -9,10 +14,14 @@ or is NOT THE SAME.
 import difflib
 import pathlib
 import re
+import sys
+import textwrap
 
 import yaml
 
+from dllm_jax import config
 from dllm_jax.data import BOXED, MATH, TURN_ENDS
+from dllm_jax.sampling.config import SamplerConfig
 
 
 def names(text: str) -> dict:
@@ -325,24 +334,13 @@ def read(path: str) -> dict:
         tree = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    raw = flat(tree) if isinstance(tree, dict) else {}
+    raw = config.flat(tree) if isinstance(tree, dict) else {}
     for key, value in raw.items():
         if found := re.fullmatch(r"\$\{(.+)\}", str(value)):
             if str(raw.get(found[1], "${")).startswith("${"):
                 raise ValueError(f"{path}: {key}={value} refers to no value")
             raw[key] = raw[found[1]]
     return raw
-
-
-def flat(tree: dict, prefix: str = "") -> dict:
-    """Returns nested dictionaries as one, with dotted names."""
-    out = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def kind_of(raw: dict) -> str:
@@ -379,3 +377,73 @@ def translate(raw: dict) -> tuple[dict, dict]:
             unused[key] = reason
         leaves |= found
     return leaves, unused
+
+
+def ported(path: str) -> str:
+    """Returns a config file that does what a YAML file of dLLM-RL does.
+
+    Its docstring names each key that has no effect here, or another one, and why.
+    """
+    try:
+        raw = read(path)
+        leaves, unused = translate(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
+    tree, lines = config.default(), []
+    known = config.flat(tree.to_dict())
+    for leaf, value in leaves.items():
+        if value is None:  # theirs for "off", where ours is the default
+            continue
+        try:
+            value = type(known[leaf])(value)  # 1e-6 is a text in YAML
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
+        if value != known[leaf]:
+            tree.update_from_flattened_dict({leaf: value})
+            lines.append(f"    c.{leaf} = {value!r}")
+    slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
+    if tree.batch.tokens < slots:
+        tree.batch.tokens = slots
+        lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
+    config.freeze(tree)
+    notes = []
+    # What is NOT THE SAME comes first.
+    for reason in sorted(set(unused.values()), key=lambda r: (r[:3] != "NOT", r)):
+        names = ", ".join(key for key, why in unused.items() if why == reason)
+        notes += [
+            reason,
+            *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
+        ]
+    name, notes = pathlib.Path(path).name, "\n".join(notes)
+    entry = "eval" if kind_of(raw) == "eval" else "train"
+    body = "".join(f"{line}\n" for line in lines)
+    return f'''"""{name} of dLLM-RL, translated.
+
+    python -m dllm_jax.{entry} --config=FILE
+
+Its keys without effect here, or with another:
+
+{notes}
+"""
+
+from dllm_jax import config
+
+
+def get_config():
+    """Returns the configuration."""
+    c = config.default()
+{body}    return c'''
+
+
+def main():
+    """Prints the translation of one YAML file."""
+    if len(sys.argv) != 2:
+        raise ValueError("one argument: a YAML file of dLLM-RL")
+    print(ported(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        config.fail(error)
