@@ -8,7 +8,7 @@ exponential is one instruction. A tile of scores has rows of the resident side (
 columns of the streamed one (axis 1): the queries are axis 0 of the forward pass and of dq,
 and axis 1 of dk and dv.
 
-Letters: r rows of a tile, c columns of it; i tiles of queries, j tiles of keys.
+Letters: r rows of one tile, c columns of it, i tiles of queries, j tiles of keys.
 """
 
 import functools

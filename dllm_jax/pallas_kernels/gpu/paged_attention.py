@@ -4,7 +4,7 @@ The W·G queries of a key head share a block: one warpgroup, or two, computes, 6
 each, and another copies the keys, first the window's own, then the row's pages, a chunk
 of which makes a tile of `attention`. Pages at or beyond `start` are never touched.
 
-Letters: f the W·G queries of a key head, r those of a warpgroup, c keys of a tile.
+Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of one tile.
 """
 
 import jax

@@ -5,7 +5,7 @@ compute, 64 rows each, while a third copies what they multiply. Running maxima a
 make of them the softmax's statistics. A block walks over a part of the vocabulary, and the
 parts are joined after. `offset`, see `tpu.token_logprob`, whose names these are.
 
-Letters: r, v a tile's share of R and V, p parts of the vocabulary.
+Letters: r rows of one tile, v columns of it, p parts of the vocabulary.
 """
 
 import functools
