@@ -4,7 +4,7 @@ Each op runs on every device's part of its arrays: rows are split, and heads whe
 mesh's `model` divides them. What one part computes is a module of `choice.KERNELS`, or
 the specification.
 
-Letters: f the queries that share a key head, folded into one dimension.
+Letters: f queries that share one key head, folded into one dimension.
 """
 
 import functools

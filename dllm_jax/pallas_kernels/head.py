@@ -6,7 +6,7 @@ and p = softmax(z), a part's are lse = log sum exp z and mean = sum p z; then
 
     log-prob of a token = z_token - lse,    entropy = lse - mean.
 
-Letters: u positions of a tile.
+Letters: u positions of one tile.
 """
 
 import functools

@@ -4,7 +4,7 @@ XLA turns jax.lax.ragged_dot into a dense product there: every row with every ma
 times the work and memory. Here rows are padded to tiles of one group each, and a tile
 multiplies a copy of its group's matrix.
 
-Letters: t tiles, r rows of a tile.
+Letters: t tiles, r rows of one tile.
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Which tiles of the score matrix have anything to compute, from the mask's ranges.
 
-Letters: t, s a tile's share of T and S; i tiles of queries, j tiles of keys.
+Letters: t queries of one tile, s keys of it, i tiles of queries, j tiles of keys.
 """
 
 import jax.numpy as jnp

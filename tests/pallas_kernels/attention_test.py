@@ -179,7 +179,8 @@ def masks(draw):
     t, s = draw(st.integers(1, 12)), draw(st.integers(1, 12))
 
     def ints(size, low, high):
-        return jnp.array([draw(st.lists(st.integers(low, high), min_size=size, max_size=size))])  # fmt: skip
+        numbers = st.lists(st.integers(low, high), min_size=size, max_size=size)
+        return jnp.array([draw(numbers)])
 
     pos = ints(s, 0, 12)
     return Mask(

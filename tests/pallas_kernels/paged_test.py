@@ -91,18 +91,18 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
 
 
 def test_copies_of_tpu_kernels_do_not_race(capsys):
-    q, pages, *at, k, v = case(4, 2, 2, 1, 64)
+    inputs = case(4, 2, 2, 1, 64)
     found = pallas_kernels.paged_attention(
-        q, pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+        *inputs, implementation="tpu", interpret=CAREFUL
     )
-    want = SPECIFIED(q, pages, *at, k, v)
-    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
-    layer, table_BA, start_B = at
-    at = layer, table_BA, start_B % (O * A - 2), jnp.array([True, True, False, True])
+    np.testing.assert_allclose(found, SPECIFIED(*inputs), atol=2e-5, rtol=1e-4)
+    _, pages, layer, table_BA, start_B, k, v = inputs
+    keep_B = jnp.array([True, True, False, True])
+    inputs = pages, layer, table_BA, start_B % (O * A - 2), keep_B, k, v
     found = pallas_kernels.cache_update(
-        pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+        *inputs, implementation="tpu", interpret=CAREFUL
     )
-    same(found, reference.cache_update(pages, *at, k, v))
+    same(found, reference.cache_update(*inputs))
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -114,7 +114,9 @@ def same(found, want):
 
 
 @pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("dtype, W, K, H", [("float32", 4, 2, 128), ("bfloat16", 3, 1, 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, W, K, H", [("float32", 4, 2, 128), ("bfloat16", 3, 1, 64)]
+)
 def test_cache_update_is_the_specification(implementation, dtype, W, K, H):
     # Windows that fill a page's end, cross it, begin the row and end it.
     start_B = jnp.array([0, 4, 5, 7, 16, O * A - W, 12, 6])
@@ -140,20 +142,22 @@ def test_on_a_mesh(implementation, K):
     mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
     q, _, layer, _, start_B, k, v = case(B, W, N, K, H)
     pages = tuple(normal(L, 4 * 10, O, K, H, seed=seed) for seed in (1, 2))
-    own = np.random.default_rng(3)
-    local_BA = np.concatenate([own.permutation(10).reshape(2, A) for _ in range(4)])
+    rng = np.random.default_rng(3)
+    local_BA = np.concatenate([rng.permutation(10).reshape(2, A) for _ in range(4)])
     keep_B, start_B = start_B % 2 == 0, start_B % (O * A - W)
 
     def both(table_BA, implementation):
-        how = {"implementation": implementation, "interpret": True}
+        update, attend = (
+            functools.partial(op, implementation=implementation, interpret=True)
+            for op in (pallas_kernels.cache_update, pallas_kernels.paged_attention)
+        )
         at = layer, table_BA, start_B
-        written = pallas_kernels.cache_update(pages, *at, keep_B, k, v, **how)
-        return written, pallas_kernels.paged_attention(q, written, *at, k, v, **how)
+        written = update(pages, *at, keep_B, k, v)
+        return written, attend(q, written, *at, k, v)
 
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(both, implementation=implementation))(
-            local_BA
-        )
+        run = jax.jit(functools.partial(both, implementation=implementation))
+        found = run(local_BA)
     first_B1 = np.arange(B)[:, None] // 2 * 10  # page of all: the device's first
     want = both(jnp.array(local_BA + first_B1), "reference")
     same(found[0], want[0])

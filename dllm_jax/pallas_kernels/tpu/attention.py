@@ -7,7 +7,7 @@ without a transposition. The G query heads of a key head share its tiles and the
 A kernel sums for a tile of one side, and walks over those of the other that
 `tiles.schedule` names.
 
-Letters: t, s a tile's share of T and S; i tiles of the side summed for, j of the other.
+Letters: t queries of one tile, s keys of it, i tiles of the side summed for, j others.
 """
 
 import jax

@@ -6,7 +6,7 @@ use, and folds them into a running softmax (arXiv 2205.14135, algorithm 1) that 
 with the window's own keys. Pages at or beyond `start` are never touched. The W·G queries
 of a key head fill a tile together. Chips with two cores halve the rows.
 
-Letters: f W·G queries of a key head, s keys, c cores, b rows of a core, e one more.
+Letters: f queries of one key head (W·G), s keys, c cores, b rows of one core, e b + 1.
 """
 
 import functools

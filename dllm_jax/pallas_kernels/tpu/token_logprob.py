@@ -5,7 +5,7 @@ softmax's statistics, as in flash attention. The gradient computes the tiles aga
 "Cut your losses", arXiv 2411.09009). A head that is split over devices is given with
 `offset`, the id of its first column, and the callers join what the parts say.
 
-Letters: r, v a tile's share of R and V.
+Letters: r rows of one tile, v columns of it.
 """
 
 import functools
