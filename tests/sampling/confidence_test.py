@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import types
 
 import jax
@@ -13,8 +12,8 @@ import pytest
 from dllm_jax.sampling import confidence, logits
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES
+from tests.sampling.common import GOLDENS
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CFG = SamplerConfig(block=3, steps_per_block=3)
 P_V = np.array([0.5, 0.2, 0.2, 0.1])
 LOGITS_BWV = np.log(np.tile(P_V, (1, 3, 1))).astype(np.float32)

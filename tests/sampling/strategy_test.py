@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import hypothesis
 import jax
@@ -15,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.logits import Draw
 from dllm_jax.sampling.strategy import STRATEGIES
+from tests.sampling.common import GOLDENS
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CFG = SamplerConfig(threshold=0.5, entropy_bound=0.35)
 B, W = 3, 6
 

@@ -1,9 +1,8 @@
-"""Whole trajectories of the reference's samplers for full attention, at temperature 0."""
+"""Trajectories of the reference's samplers for full attention, at temperature 0."""
 
 import dataclasses
 import functools
 import json
-import pathlib
 import types
 
 import jax
@@ -15,9 +14,8 @@ from dllm_jax.models import hf
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
+from tests.sampling.common import GOLDENS, HASTY, padded
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-HASTY = {"xla_backend_optimization_level": 0}
 DIFFERENT = {  # and why
     ("dream", "top_p_dynamic"): "it applies top_p before top_k",
     ("llada", "neg_entropy"): "its sign is wrong: it prefers what it is least sure of",
@@ -66,48 +64,52 @@ def finish(params, s, counts, threshold, dynamic, *, model, cfg, lead):
 
 
 def dream_counts(block, steps):
-    """Returns how many tokens each step of Dream's static rule takes, where it takes any.
+    """Returns how many tokens the steps of Dream's static rule take, if any.
 
     Of what is left at the time grid's point i it takes a share 1 - t_(i + 1) / t_i.
     """
-    grid, out, left = np.linspace(1, 1e-3, steps + 1), [1], block - 1
+    grid, counts, left = np.linspace(1, 1e-3, steps + 1), [1], block - 1
     for i in range(1, steps):
         share = 1 - grid[i + 1] / grid[i]
         n = left if i == steps - 1 else int(left * share)
-        out, left = out + [n] * (n > 0), left - n
-    return out
+        if n > 0:
+            counts.append(n)
+        left -= n
+    return counts
 
 
 def order(steps):
-    """Returns steps numbered without gaps: those that took nothing, or another row's."""
+    """Returns steps numbered without gaps, which steps that took nothing leave."""
     return np.unique(steps, return_inverse=True)[1].tolist()
 
 
-def answered(model, params, case, a):
-    """Returns (host state, prompts) of a case."""
+def counts_of(a, cfg, dream: bool) -> list[int]:
+    """Returns how many tokens each step of a block takes; later ones as the last."""
     new = a.get("max_gen_length") or a["max_new_tokens"]
-    block = a.get("block_size") or a["block_length"]
-    threshold, horizon = a.get("unmask_threshold"), a.get("further_horizon")
-    dream, steps = model.shift == 1, a["steps"] * block // new
-    if threshold is not None or steps < 2:
-        counts = [1]
-    elif dream:
-        counts = dream_counts(block, steps)
-    else:
-        counts = [block // steps + (t < block % steps) for t in range(steps)]
-    pads = np.array(case["input_ids"]) == 310
-    keep = ~pads if dream else np.ones_like(pads)  # LLaDA's and MMaDA's pads are seen
-    prompts = [
-        np.array(row)[k].tolist()
-        for row, k in zip(case["input_ids"], keep, strict=True)
-    ]
+    steps = a["steps"] * cfg.block // new
+    if a.get("unmask_threshold") is not None or steps < 2:
+        return [1]
+    if dream:
+        return dream_counts(cfg.block, steps)
+    share, remainder = divmod(cfg.block, steps)
+    return [share + 1] * remainder + [share] * (steps - remainder)
+
+
+def prompts_of(case, dream: bool) -> list[list[int]]:
+    """Returns a case's prompts. LLaDA's and MMaDA's pads are seen, Dream's are not."""
+    rows = case["input_ids"]
+    return [[token for token in row if token != 310] for row in rows] if dream else rows
+
+
+def config_of(case, a, dream: bool) -> SamplerConfig:
+    """Returns the config of a case, whose schedule and threshold are data."""
     stop = a.get("eot_token")
     if case["name"] == "all_pad_block_stops":
         stop = a["pad_token_id"]
-    cached = a.get("use_cache", False)
+    cached, horizon = a.get("use_cache", False), a.get("further_horizon")
     horizon = NEW if horizon is None else min(horizon, NEW)  # None: all that follows
-    cfg = SamplerConfig(
-        block=block,
+    return SamplerConfig(
+        block=a.get("block_size") or a["block_length"],
         cache="prefix" if cached else "none",
         horizon=horizon if cached else 0,
         target=a.get("target", "confidence").removesuffix("_confidence"),
@@ -121,10 +123,15 @@ def answered(model, params, case, a):
         steps_per_block=1,
         stop_ids=() if stop is None else (stop,),
     )
-    prompt_BT = np.zeros((ROWS, WIDTH), np.int32)
-    len_B = np.zeros(ROWS, np.int32)
-    for row, prompt in enumerate(prompts):
-        prompt_BT[row, : len(prompt)], len_B[row] = prompt, len(prompt)
+
+
+def answered(model, params, case, a):
+    """Returns (host state, prompts) of a case."""
+    dream = model.shift == 1
+    cfg, prompts = config_of(case, a, dream), prompts_of(case, dream)
+    counts, threshold = counts_of(a, cfg, dream), a.get("unmask_threshold")
+    new = a.get("max_gen_length") or a["max_new_tokens"]
+    prompt_BT, len_B = padded(prompts, WIDTH, ROWS)
     model = dataclasses.replace(model, pad_id=a.get("pad_token_id", model.pad_id))
     s = denoise.start(
         params,
