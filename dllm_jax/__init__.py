@@ -73,8 +73,9 @@ The reading order, for who wants to know how a prompt becomes a gradient:
 and for who wants to know how it is fast, or what surrounds it:
 
     sampling/pages.py            pages of keys that rows share
-    sampling/rows.py             the engine's half on the device
-    sampling/engine.py           the engine's half on the host: requests, pages, turns
+    sampling/rows.py             the engine on the device: a forward, and their loop
+    sampling/scheduler.py        the engine on the host: who gets a row and which pages
+    sampling/engine.py           the engine between them: turns, answers as they end
     sampling/answers.py          the front door of sampling: prompts in, answers out
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here

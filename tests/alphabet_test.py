@@ -47,9 +47,8 @@ def own_letters(docstring: str | None) -> dict[str, str]:
     match = OWN.search(docstring or "")
     if not match:
         return {}
-    rows = [
-        row.split(maxsplit=1) for row in re.split(r"[,;]\s+", match[1].strip(" .\n"))
-    ]
+    items = re.split(r"[,;]\s+(?=[a-z]\s)", match[1].strip(" .\n"))
+    rows = [item.split(maxsplit=1) for item in items]
     for row in rows:
         assert len(row) == 2 and re.fullmatch("[a-z]", row[0]), (
             f"'Letters:' lists 'letter meaning, letter meaning', not {' '.join(row)!r}"
@@ -66,12 +65,13 @@ def strangers(tree: ast.Module) -> list[str]:
         f" {TABLE[letter]!r}"
         for letter in sorted(TABLE.keys() & own.keys())
     ]
-    used = set()
+    known, used = TABLE.keys() | own.keys(), set()
     for name, line in names(tree).items():
         letters = {letter for letter in suffix(name) if letter.isalpha()}
-        used |= letters
-        for letter in sorted(letters - TABLE.keys() - own.keys()):
-            out.append(f"line {line}: {letter!r} of {name}")
+        out += [f"line {line}: {x!r} of {name}" for x in sorted(letters - known)]
+        # All letters may be small, as in `row_dc`: then it may be a word, too.
+        last = {letter for letter in name.split("_")[-1] if letter.isalpha()}
+        used |= last if last <= known else set()
     return out + [
         f"'Letters:' explains {x!r}: unused" for x in sorted(own.keys() - used)
     ]
@@ -91,12 +91,12 @@ def test_a_letter_means_one_thing():
 
 def test_the_check_finds_what_is_wrong():
     bad = ast.parse(
-        '"""A module.\n\nLetters: d shards, w windows of\nmany words, k unused.\n"""\n'
+        '"""A module.\n\nLetters: d shards, w windows of\nmany words, v values, k unused.\n"""\n'
         "def f(x_dwB, *, y_qT):\n"
         "    self.z_11h = MAX_CHARS + g(RLIMIT_AS=_Pool, v_BΩ=1, one_1T=t_B)\n"
         "class Some_Thing:\n"
         "    tokens_Bj: int\n"
-        "    two_x: int\n"
+        "    two_dv: int\n"
     )
     assert strangers(bad) == [
         "line 6: 'q' of y_qT",
@@ -107,7 +107,11 @@ def test_the_check_finds_what_is_wrong():
         ast.parse('"""A module.\n\nLetters: n names.\n"""\nx_nB = 1\n')
     )
     assert "items on the host" in clash
-    for words in ("d shards, windows", "B rows", "d shards, d devices"):
+    assert own_letters("A.\n\nLetters: d the shards, or parts, w windows.") == {
+        "d": "the shards, or parts",
+        "w": "windows",
+    }
+    for words in ("shards", "B rows", "d shards, d devices"):
         with pytest.raises(AssertionError):
             own_letters(f"A module.\n\nLetters: {words}.\n")
 

@@ -32,6 +32,7 @@ TESTS = {  # of each module, the fastest that kill most first
     "rl/layout": ["tests/rl/views_test.py", "tests/rl/noise_test.py"],
     "sampling/strategy": ["tests/sampling/strategy_test.py"],
     "sampling/pages": ["tests/sampling/pages_test.py"],
+    "sampling/scheduler": ["tests/sampling/schedules_test.py"],
     "models/mask": ["tests/models/mask_test.py"],
 }
 OTHER = {  # what stands in an operator's place
