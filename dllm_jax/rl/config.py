@@ -4,10 +4,10 @@ import dataclasses
 
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.rl import advantage
+from dllm_jax.rl.optim import SCHEDULES
 from dllm_jax.rl.rewards import GRADERS
 
 AGGREGATES = ("token", "sequence", "step", "constant", "group", "elbo")
-SCHEDULES = ("constant", "linear", "cosine")
 NOISES = ("trace", "bernoulli", "complement", "semi_ar", "subset", "ar")
 LOSSES = ("policy", "dipo", "spg")
 VALUES = ("none", "own", "head")
@@ -98,7 +98,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        one_of("optim.schedule", self.schedule, SCHEDULES)
+        one_of("optim.schedule", self.schedule, tuple(SCHEDULES))
 
 
 @dataclasses.dataclass(frozen=True)
