@@ -20,7 +20,7 @@ import ml_collections.config_flags
 import numpy as np
 from absl import flags, logging
 
-from dllm_jax import config, data, memory, metrics, sharding
+from dllm_jax import config, curves, data, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints, begun
 from dllm_jax.models import hf, lora, transformer
 from dllm_jax.rl import experience, learner, networks, noise, rollout, views
@@ -355,7 +355,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     checkpoints.close()
     writer.close()
     if main:
-        metrics.curves(folder)
+        curves.draw(metrics.history(folder), folder / "curves.png")
     if stopping():
         say(f"stopped by a signal; start the same command again to go on in {folder}")
         return

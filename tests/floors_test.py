@@ -10,6 +10,7 @@ FLOORS = {
     "checks": 0,
     "sharding": 0,
     "metrics": 0,
+    "curves": 0,
     "checkpoint": 0,
     "data": 0,
     "memory": 0,
