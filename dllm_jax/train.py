@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags, logging
 
 from dllm_jax import config, curves, data, memory, metrics, sharding
-from dllm_jax.checkpoint import Checkpoints, begun
+from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.models import hf, lora, transformer
 from dllm_jax.rl import experience, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
@@ -62,12 +62,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
     kept = folder / "checkpoints"  # nothing is made there before it is known to fit
-    if resume == "never" and begun(kept):
-        raise ValueError(
-            f"--resume=never, but {folder} already holds a run; choose another run.folder"
-        )
-    if resume == "must" and not begun(kept):
-        raise ValueError(f"--resume=must, but {folder} has no checkpoint")
+    check_resume(kept, resume)
     rl, dpo = cfg.method == "rl", cfg.method == "dpo"
 
     steps = cfg.rl.steps if rl else cfg.sft.steps
