@@ -42,7 +42,7 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     wanted = {"policy": networks.abstract(model, plans["policy"], mesh)}
     places = jax.tree.map(lambda x: x.sharding, wanted)
     key = jax.random.key(0)
-    states = networks.first(path, model, plans, places, mesh, value, key)
+    states = networks.initial(path, model, plans, places, mesh, value, key)
 
     found = base.rollouts()
     layout = Layout(attention=attention, shift=model.shift, block=4, longest=12)
