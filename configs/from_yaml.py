@@ -124,6 +124,15 @@ def optimizer(value, key, raw) -> Row:
     return Row()
 
 
+def weight_decay(value, key, raw) -> Row:
+    """Returns the decay of both optimizers: theirs shrinks norms too."""
+    names = [f"{name}_optim" for name in ("policy", "value")]
+    leaves = {f"{name}.weight_decay": value for name in names}
+    if value and float(value):
+        leaves |= {f"{name}.decay_norms": True for name in names}
+    return Row(leaves=leaves)
+
+
 def strategy(value, key, raw) -> Row:
     """Returns the strategy; thresholds, but LLaDA's, are of what is drawn from."""
     leaves = {"sampler.strategy": counterpart(STRATEGIES, value, key)}
@@ -318,9 +327,7 @@ OPTIMIZER = {
             "beta1": Row(ours=("policy_optim.b1", "value_optim.b1")),
             "beta2": Row(ours=("policy_optim.b2", "value_optim.b2")),
             "epsilon": Row(ours=("policy_optim.eps", "value_optim.eps")),
-            "weight_decay": Row(
-                ours=("policy_optim.weight_decay", "value_optim.weight_decay")
-            ),
+            "weight_decay": Row(make=weight_decay),
         },
     ),
     **under(

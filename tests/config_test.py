@@ -249,7 +249,7 @@ def test_a_group_of_one_is_fine_without_the_z_score():
 
 
 def test_help_of_train_lists_every_key():
-    told = train.HELP
+    told = config.usage(train.__doc__, config.OPTIONS)
     for key in config.keys(dataclasses.asdict(config.Config())):
         assert f"--config.{key}=" in told
     assert "--config=FILE[:PRESET]" in told

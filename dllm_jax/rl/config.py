@@ -97,7 +97,8 @@ class OptimConfig:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of weights: never of biases, and of norms only if
+    decay_norms: bool = False  # ... so told, as dLLM-RL does
     max_grad_norm: float = 1.0
 
     def __post_init__(self):

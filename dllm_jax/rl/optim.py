@@ -4,7 +4,12 @@
 schedules that a configuration may choose.
 """
 
+import functools
+
+import jax
 import optax
+
+BIASES = ("bq", "bk", "bv", "router_bias")  # parameters of transformer.stack
 
 
 def constant(cfg, updates: int) -> optax.Schedule:
@@ -39,6 +44,20 @@ def schedule(cfg, updates: int) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [cfg.warmup])
 
 
+def decayed(params, *, norms: bool):
+    """Returns which parameters weight decay shrinks: no bias, and norms only if asked.
+
+    A norm's weight is a scale around one, and a bias an offset: neither is too large for
+    being far from zero.
+    """
+
+    def shrinks(path, _) -> bool:
+        name = path[-1].key
+        return name not in BIASES and (norms or "norm" not in name)
+
+    return jax.tree_util.tree_map_with_path(shrinks, params)
+
+
 def optimizer(
     cfg, updates: int, head_rate: float = 1.0
 ) -> optax.GradientTransformation:
@@ -59,6 +78,10 @@ def optimizer(
             b2=cfg.b2,
             eps=cfg.eps,
             weight_decay=cfg.weight_decay,
+            # Without decay there is nothing to exempt, and the state needs no mask.
+            mask=functools.partial(decayed, norms=cfg.decay_norms)
+            if cfg.weight_decay
+            else None,
         ),
         optax.masked(optax.scale(head_rate), is_value_head),
     )

@@ -163,6 +163,12 @@ class RL:
             settings.data.train, tools.tok, settings.data, tools.grader
         )
         rollout.report_long(self.problems, sampler.max_prompt, tools.say)
+        if idle := networks.idle_keys(rl.value, settings.value_optim):
+            tools.say(
+                f"value_optim.{', value_optim.'.join(idle)}: without effect, as with "
+                "rl.value='head' the value head has the policy's optimizer, "
+                "policy_optim, and only value_optim.lr is its own"
+            )
         self.pack = packer(
             settings,
             trajectories=-(-rl.prompts * rl.group // rl.updates),

@@ -314,6 +314,7 @@ def test_a_training_stage_ends_at_the_references_weights(index):
         b2=run["optimizer"]["beta2"],
         eps=run["optimizer"]["epsilon"],
         weight_decay=run["optimizer"]["weight_decay"],
+        decay_norms=True,
         max_grad_norm=told["max_grad_norm"],
     )
     updates = -(-len(every) // (size * accumulate)) * told["num_train_epochs"] + 1

@@ -15,6 +15,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
 )
+from dllm_jax.rl.rewards import Grader
 from dllm_jax.rl.sources import Settings, Tools
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
@@ -124,7 +125,7 @@ def tools(settings: Settings, folder, **changes) -> Tools:
     made = Tools(
         mesh=sharding.make_mesh(),
         tok=TOK,
-        grader=grade,
+        grader=Grader(grade=grade, check=lambda gold: None),
         truncated_wrong=True,
         answerer=Answerer(sampler.slots, sampler.max_prompt),
         timer=metrics.Timer(),

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dllm_jax.rl import optim
@@ -71,3 +73,35 @@ def test_a_configuration_takes_every_schedule_of_the_table_and_no_other(schedule
     assert OptimConfig(schedule=schedule).schedule == schedule
     with pytest.raises(ValueError, match="choose from constant, linear, cosine"):
         OptimConfig(schedule="step")
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_weight_decay_spares_biases_and_unless_told_norms(norms):
+    names = ("wq", "bq", "bk", "bv", "attn_norm", "q_norm", "router", "router_bias")
+    params = {
+        "embed": jnp.ones(3),
+        "norm": jnp.ones(3),
+        "layers": {name: jnp.ones(3) for name in names},
+        "value": jnp.ones(3),
+    }
+    cfg = OptimConfig(lr=0.1, weight_decay=0.1, decay_norms=norms)
+    optimizer = optim.optimizer(cfg, 1)
+    still = jax.tree.map(jnp.zeros_like, params)
+    change, _ = optimizer.update(still, optimizer.init(params), params)
+    leaves = {**change, **change["layers"]}
+    shrunk = {n for n in leaves if n != "layers" and (leaves[n] != 0).all()}
+    scales = {"norm", "attn_norm", "q_norm"} if norms else set()
+    assert shrunk == {"embed", "wq", "router", "value"} | scales
+    np.testing.assert_allclose(leaves["wq"], -0.01, rtol=1e-5)
+
+
+def test_without_decay_the_state_is_as_it_was():
+    """So that runs that were saved before norms were exempted go on."""
+    params = {"norm": jnp.ones(3)}
+    bare = optim.optimizer(OptimConfig(), 1).init(params)
+    plain = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.constant_schedule(1e-6)),
+        optax.masked(optax.scale(1.0), lambda params: {"norm": False}),
+    ).init(params)
+    assert jax.tree.structure(bare) == jax.tree.structure(plain)
