@@ -15,7 +15,7 @@ dealt out, and rows and pages are counted, within it.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 
 Letters: d shards, b rows of a shard, c clean windows of a shard, w all its windows (the
-clean ones first, then a block for each row), a the windows of all shards, d times w.
+clean ones first, then a block for each row), a the windows of all shards (d times w).
 """
 
 import functools
