@@ -123,7 +123,7 @@ def report(topology: str, name: str = "sdar-8b"):
     """
     split, rows, packed = TARGETS.get(topology, (2, 64, 8))
     mesh = topologies.mesh(topology, model=split)
-    trusted = mesh.devices.flat[0].platform in pallas_kernels.TRUSTED
+    trusted = mesh.devices.flat[0].platform in pallas_kernels.choice.TRUSTED
     for kernels in ("auto",) if trusted else ("auto", "platform"):
         model = dataclasses.replace(RELEASED[name], remat="full", kernels=kernels)
         for program, build, size in (

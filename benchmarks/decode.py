@@ -3,22 +3,24 @@
     python -m benchmarks.decode --model=0.1b --rows 1 8 32
 
 Random weights and a forced rate of unmasking, so that speed does not depend on what the
-weights say: a step takes the first masked position and every other one that drew an even
-token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three times
-as many requests as rows (--waves); neighbours of a --group have the same prompt. Both ways answer the same requests and must give the same ids;
-they alternate, the median is told, compilation excluded. On an accelerator that is in
-`report.CHIPS` the share of the roofline is told too: the time that one forward after the other
-would need for reading weights and the cache of the rows that were busy, or for their
+weights say: a step takes the first masked position and every other one that drew an
+even token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three
+times as many requests as rows (--waves); neighbours of a --group have the same prompt.
+Both ways answer the same requests and must give the same ids; they alternate, the
+median is told, compilation excluded. On an accelerator that is in `report.CHIPS` the
+share of the roofline is told too: the time that one forward after the other would need
+for reading weights and the cache of the rows that were busy, or for their
 multiplications if that is longer. `busy_rows` is how many were: the last requests leave
 rows idle, fewer the more --waves there are.
 
-`percent_on_host` is what the host spends of that time between a device call's end and the
-next one's start: harvesting, admitting, telling the device. `host_ms_per_forward` is its
-CPU time for that, on any device.
+`percent_on_host` is what the host spends of that time between a device call's end and
+the next one's start: harvesting, admitting, telling the device. `host_ms_per_forward`
+is its CPU time for that, on any device.
 """
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from unittest import mock
@@ -76,80 +78,82 @@ class Work:
     steps: int  # windows that were run to unmask something, of all rows
 
 
-def on_engine(engine: Engine, params, prompts, new, key):
+def on_engine(made: Engine, params, prompts, new, key):
     """Returns ({request: answer}, the Work that it took)."""
-    rows = engine.rows
-    before = (0, 0) if rows is None else (int(rows.forwards), int(rows.clean))
+    before = (0, 0)
+    if made.rows is not None:
+        before = int(made.rows.forwards), int(made.rows.clean)
     for i, prompt in enumerate(prompts):
-        engine.submit(prompt, index=i, temperature=1.0, new=int(new[i]))
-    answers = {r.index: row for r, row in engine.run(params, key)}
+        made.submit(prompt, index=i, temperature=1.0, new=int(new[i]))
+    answers = {request.index: row for request, row in made.run(params, key)}
     work = Work(
-        forwards=int(engine.rows.forwards) - before[0],
-        clean=int(engine.rows.clean) - before[1],
+        forwards=int(made.rows.forwards) - before[0],
+        clean=int(made.rows.clean) - before[1],
         steps=sum(int(row.steps) for row in answers.values()),
     )
     return {i: answer(row) for i, row in answers.items()}, work
 
 
-def in_batches(params, prompts, new, key, *, model, cfg):
+def in_batches(params, prompts, new, key, *, model: ModelConfig, cfg: SamplerConfig):
     """Returns the same, `cfg.rows` requests at a time."""
-    out, forwards = {}, 0
+    answers, forwards, steps = {}, 0, 0
     for first in range(0, len(prompts), cfg.rows):
-        part = range(first, first + cfg.rows)
+        index_B = np.arange(first, first + cfg.rows, dtype=np.uint32)
         prompt_BT = np.zeros((cfg.rows, cfg.max_prompt), np.int32)
-        for b, i in enumerate(part):
-            prompt_BT[b, : len(prompts[i])] = prompts[i]
-        len_B = np.array([len(prompts[i]) for i in part], np.int32)
-        index_B = np.array(part, np.uint32)
+        for row_T, i in zip(prompt_BT, index_B, strict=True):
+            row_T[: len(prompts[i])] = prompts[i]
+        len_B = np.array([len(prompts[i]) for i in index_B], np.int32)
         trace = denoise.generate(
             params,
-            *(prompt_BT, len_B, len_B + new[first : first + cfg.rows].astype(np.int32)),
+            prompt_BT,
+            len_B,
+            len_B + new[index_B].astype(np.int32),
             np.ones(cfg.rows, np.float32),
             jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_B),
             model=model,
             cfg=cfg,
         )
         trace = jax.device_get(trace)
-        for b, i in enumerate(part):
-            out[i] = answer(state.answer(trace, b))
+        for row, i in enumerate(index_B):
+            answers[int(i)] = answer(state.answer(trace, row))
         forwards += int(trace.forwards_B.max())
-    return out, Work(forwards, 0, int(trace.steps_B.sum()))
+        steps += int(trace.steps_B.sum())
+    return answers, Work(forwards, 0, steps)
+
+
+def clocks():
+    """Returns (wall seconds, CPU seconds of this thread) as an array."""
+    return np.array([time.perf_counter(), time.thread_time()])
 
 
 def host_work(run):
-    """Returns (its share of a run's wall time, its CPU seconds) outside of device calls.
+    """Returns (share of a run's wall time, CPU seconds) outside of device calls.
 
     A device call lasts from the engine's dispatch to what it fetches at the end.
     """
-    clocks, calls = (
-        (time.perf_counter, time.thread_time),
-        (engine.advance, sharding.fetch),
-    )
-    spent, started = np.zeros(2), None
+    dispatch, fetch = engine.advance, sharding.fetch
+    on_device, dispatched = np.zeros(2), None
 
-    def now():
-        return np.array([clock() for clock in clocks])
+    def timed_dispatch(*args, **static):
+        nonlocal dispatched
+        dispatched = clocks()
+        return dispatch(*args, **static)
 
-    def advance(*args, **how):
-        nonlocal started
-        started = now()
-        return calls[0](*args, **how)
+    def timed_fetch(tree):
+        nonlocal on_device, dispatched
+        fetched = fetch(tree)
+        if dispatched is not None:
+            on_device, dispatched = on_device + clocks() - dispatched, None
+        return fetched
 
-    def fetch(tree):
-        nonlocal spent, started
-        out = calls[1](tree)
-        if started is not None:
-            spent, started = spent + now() - started, None
-        return out
-
-    start = now()
+    start = clocks()
     with (
-        mock.patch.object(engine, "advance", advance),
-        mock.patch.object(sharding, "fetch", fetch),
+        mock.patch.object(engine, "advance", timed_dispatch),
+        mock.patch.object(sharding, "fetch", timed_fetch),
     ):
         run()
-    whole = now() - start
-    return 1 - spent[0] / whole[0], whole[1] - spent[1]
+    wall, cpu = clocks() - start
+    return 1 - on_device[0] / wall, cpu - on_device[1]
 
 
 def answer(row) -> list[int]:
@@ -171,9 +175,9 @@ def roofline(model: ModelConfig, params, context: int, work: Work):
     return max(bytes_ * width / chip[0], flops / chip[1])
 
 
-def measure(rows: int, args, model, params, mesh) -> dict:
-    """Returns what a number of rows gives."""
-    cfg = SamplerConfig(
+def sampler(rows: int, args, model: ModelConfig) -> SamplerConfig:
+    """Returns how a number of rows is sampled: at the forced rate, nothing stops."""
+    return SamplerConfig(
         block=model.block,
         steps_per_block=model.block,
         strategy="forced",
@@ -182,28 +186,38 @@ def measure(rows: int, args, model, params, mesh) -> dict:
         rows=rows,
         prefill=args.prefill,
     )
-    prompts, new = requests(rows, args, model)
-    made, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
-    ways = {"engine": lambda: on_engine(made, params, prompts, new, key)}
-    if not args.engine_only:
-        ways["batches"] = lambda: in_batches(
-            params, prompts, new, key, model=model, cfg=cfg
-        )
-    answers = {name: run() for name, run in ways.items()}  # compiles
-    if len({str(sorted(out.items())) for out, _ in answers.values()}) > 1:
-        raise RuntimeError("the engine and batches answer differently")
+
+
+def timed(ways: dict, repeats: int) -> dict[str, float]:
+    """Returns the median seconds of each way, which alternate."""
     seconds = {name: [] for name in ways}
-    for _ in range(args.repeats):
+    for _ in range(repeats):
         for name, run in ways.items():
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    tokens = sum(len(ids) for ids in answers["engine"][0].values())
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def measure(rows: int, args, model: ModelConfig, params, mesh) -> dict:
+    """Returns what a number of rows gives: a row of the table."""
+    cfg, key = sampler(rows, args, model), jax.random.key(args.seed)
+    prompts, new = requests(rows, args, model)
+    made = Engine(model=model, cfg=cfg, mesh=mesh)
+    ways = {"engine": functools.partial(on_engine, made, params, prompts, new, key)}
+    if not args.engine_only:
+        ways["batches"] = functools.partial(
+            in_batches, params, prompts, new, key, model=model, cfg=cfg
+        )
+    answers = {name: run() for name, run in ways.items()}  # compiles
+    if len({str(sorted(ids.items())) for ids, _ in answers.values()}) > 1:
+        raise RuntimeError("the engine and batches answer differently")
+    seconds = timed(ways, args.repeats)
     share, busy = host_work(ways["engine"])
     context = args.prompt * 3 // 4 + args.new // 4
-    work = answers["engine"][1]
-    told = {
+    ids, work = answers["engine"]
+    tokens = sum(len(answer) for answer in ids.values())
+    row = {
         "model": args.model,
         "dtype": model.dtype,
         "kernels": model.kernels,
@@ -219,14 +233,14 @@ def measure(rows: int, args, model, params, mesh) -> dict:
         "host_ms_per_forward": round(1e3 * busy / work.forwards, 3),
     }
     for name in ways:
-        told[f"{name}_forwards"] = answers[name][1].forwards
-        told[f"{name}_tokens_per_second"] = round(tokens / median[name], 1)
+        row[f"{name}_forwards"] = answers[name][1].forwards
+        row[f"{name}_tokens_per_second"] = round(tokens / seconds[name], 1)
     if "batches" in ways:
-        told["speedup"] = round(median["batches"] / median["engine"], 2)
-    least = roofline(model, params, context, work)
-    if least is not None:
-        told["percent_of_roofline"] = round(100 * least / median["engine"], 1)
-    return told
+        row["speedup"] = round(seconds["batches"] / seconds["engine"], 2)
+    shortest = roofline(model, params, context, work)
+    if shortest is not None:
+        row["percent_of_roofline"] = round(100 * shortest / seconds["engine"], 1)
+    return row
 
 
 def main():
@@ -257,8 +271,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dtype = args.dtype or report.dtype()
-    how = {"dtype": dtype, "kernels": args.kernels}
-    model = dataclasses.replace(SHAPES[args.model], **how)
+    model = dataclasses.replace(SHAPES[args.model], dtype=dtype, kernels=args.kernels)
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import report
 from dllm_jax import pallas_kernels
 from dllm_jax.models import mask
-from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels import choice, reference
 
 N, K, H, D, V = 16, 8, 128, 2048, 151936  # SDAR-1.7B
 E, F = 128, 768  # experts of SDAR-30B-A3B and their width
@@ -32,15 +32,15 @@ def attention_inputs(size, dtype):
     T = size["tokens"]
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H)
-    args = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
+    inputs = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
     slot = np.arange(T)
     begin = slot // (T // 4) * (T // 4)  # half of each is clean, half noised blocks
     clean = slot - begin < T // 8
     inside = np.where(clean, slot - begin, slot - begin - T // 8)
-    end = begin + inside // 4 * 4 + 4 * clean
+    end = begin + inside // 4 * 4 + np.where(clean, 4, 0)  # a clean block sees itself
     group = np.where(clean, -1, slot // 4 * 4)
     arrays = (jnp.asarray(x[None], jnp.int32) for x in (begin, end, group))
-    return args, {
+    return inputs, {
         "causal": mask.causal(jnp.asarray(slot[None], jnp.int32)),
         "packed": mask.packed(*arrays),
     }
@@ -49,9 +49,9 @@ def attention_inputs(size, dtype):
 def library_attention(q_BTNH, k_BTKH, v_BTKH):
     """Returns causal attention by what the platform's library has."""
     if jax.default_backend() != "tpu":
-        how = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        library = "cudnn" if jax.default_backend() == "gpu" else "xla"
         return jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=how
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=library
         )
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -59,25 +59,22 @@ def library_attention(q_BTNH, k_BTKH, v_BTKH):
     masks = [splash.CausalMask((T, T))] * (N // K)
     run = splash.make_splash_mqa_single_device(splash.MultiHeadMask(masks))
     q_BKGTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3) * H**-0.5
-    k, v = (jnp.moveaxis(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    out_BKGTH = jax.vmap(jax.vmap(run))(q_BKGTH, k, v)
+    k_BKTH, v_BKTH = (jnp.moveaxis(x_BTKH, 1, 2) for x_BTKH in (k_BTKH, v_BTKH))
+    out_BKGTH = jax.vmap(jax.vmap(run))(q_BKGTH, k_BKTH, v_BKTH)
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
 
 
 def attentions(size, dtype):
-    """Yields (op, shape, its arguments, ways to compute it)."""
-    args, masks = attention_inputs(size, dtype)
+    """Yields (op, shape, its inputs, ways to compute it: name -> function of them)."""
+    inputs, masks = attention_inputs(size, dtype)
     for name, seen in masks.items():
-
-        def run(q, k, v, how, seen=seen):
-            return pallas_kernels.attention(q, k, v, seen, implementation=how)
-
+        run = functools.partial(pallas_kernels.attention, mask=seen)
         ways = implementations("attention", run)
         if name == "causal":
             ways["library"] = library_attention
         shape = f"{size['tokens']} tokens, {name}"
-        yield "attention", shape, args, ways
-        yield "attention, backward", shape, args, gradients(ways, 3)
+        yield "attention", shape, inputs, ways
+        yield "attention, backward", shape, inputs, gradients(ways, 3)
 
 
 def pages(size, dtype):
@@ -92,15 +89,15 @@ def pages(size, dtype):
     k, v = (jax.random.normal(key, (B, 4, K, H), dtype) for key in keys[3:])
     shape = f"{B} rows, {size['context']} positions"
 
-    def attend(q, pool, k, v, how):
+    def attend(q, pool, k, v, implementation):
         return pallas_kernels.paged_attention(
-            q, pool, 1, table, start, k, v, implementation=how
+            q, pool, 1, table, start, k, v, implementation=implementation
         )
 
-    def update(pool, k, v, how):
+    def update(pool, k, v, implementation):
         keep = jnp.ones(B, bool)
         return pallas_kernels.cache_update(
-            pool, 1, table, start, keep, k, v, implementation=how
+            pool, 1, table, start, keep, k, v, implementation=implementation
         )
 
     ways = implementations("paged_attention", attend)
@@ -117,16 +114,16 @@ def heads(size, dtype):
     token = jax.random.randint(keys[2], (1, R), 1, V)
     shape = f"{R} tokens, {V} ids"
 
-    def logprob(x, head, how):
+    def logprob(x, head, implementation):
         return pallas_kernels.token_logprob(
-            x, head, token, forbidden=0, implementation=how
+            x, head, token, forbidden=0, implementation=implementation
         )[0]
 
-    def draw(x, head, how):
+    def draw(x, head, implementation):
         key_B = jax.random.split(jax.random.key(3), size["rows"])
-        one = jnp.ones(size["rows"])
+        temperature_B = jnp.ones(size["rows"])
         return pallas_kernels.token_draw(
-            x, head, key_B, one, forbidden=0, implementation=how
+            x, head, key_B, temperature_B, forbidden=0, implementation=implementation
         )[1]
 
     ways = implementations("token_logprob", logprob)
@@ -140,56 +137,75 @@ def heads(size, dtype):
 
 def experts(size, dtype):
     """Yields the grouped matmul; the library's is jax.lax.ragged_dot."""
-    M, E = size["tokens"], size["experts"]
+    R, E = size["tokens"], size["experts"]
     keys = jax.random.split(jax.random.key(4), 2)
-    x = jax.random.normal(keys[0], (M, D), dtype)
+    x = jax.random.normal(keys[0], (R, D), dtype)
     w = jax.random.normal(keys[1], (E, D, F), dtype) * 0.02
-    sizes = np.random.default_rng(0).multinomial(M, np.full(E, 1 / E))
+    sizes = np.random.default_rng(0).multinomial(R, np.full(E, 1 / E))
     sizes = jnp.asarray(sizes, jnp.int32)
     ways = {
-        name: functools.partial(
-            lambda x, w, how: pallas_kernels.grouped_matmul(
-                x, w, sizes, implementation=how
-            ),
-            how=how,
-        )
-        for name, how in (("ours", "auto"), ("library", "tpu"))
+        "ours": functools.partial(pallas_kernels.grouped_matmul, sizes_E=sizes),
+        "library": functools.partial(jax.lax.ragged_dot, group_sizes=sizes),
     }
     # The specification's copy of a matrix for every row does not fit: ragged_dot is it.
-    if M * D * F * x.dtype.itemsize < 2**32:
-        ways = {"reference": lambda x, w: reference.grouped_matmul(x, w, sizes)} | ways
-    yield "grouped_matmul", f"{M} rows, {E} groups", (x, w), ways
+    if R * D * F * x.dtype.itemsize < 2**32:
+        specified = functools.partial(reference.grouped_matmul, sizes_E=sizes)
+        ways = {"reference": specified} | ways
+    yield "grouped_matmul", f"{R} rows, {E} groups", (x, w), ways
 
 
 def implementations(op: str, run):
     """Returns the specification and, where there is one, the platform's kernel."""
-    ways = {"reference": functools.partial(run, how="reference")}
-    if (op, jax.default_backend()) in pallas_kernels.KERNELS:
-        ways["kernel"] = functools.partial(run, how=jax.default_backend())
+    platform = jax.default_backend()
+    ways = {"reference": functools.partial(run, implementation="reference")}
+    if (op, platform) in choice.KERNELS:
+        ways["kernel"] = functools.partial(run, implementation=platform)
     return ways
 
 
 def gradients(ways, count: int):
     """Returns the same with the gradients of their first arguments, of a fixed sum."""
 
-    def of(f):
-        def total(*args):
-            out = f(*args).astype(jnp.float32)
+    def gradient(f):
+        def total(*inputs):
+            out = f(*inputs).astype(jnp.float32)
             return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
 
         return jax.grad(total, argnums=tuple(range(count)))
 
-    return {name: of(f) for name, f in ways.items()}
+    return {name: gradient(f) for name, f in ways.items()}
 
 
-def off(found, want) -> float:
+def off(out, want) -> float:
     """Returns the largest difference, of the largest number."""
 
-    def one(a, b):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        return np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)
+    def of_array(x, y):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        return np.abs(x - y).max() / max(np.abs(y).max(), 1e-9)
 
-    return float(max(jax.tree.leaves(jax.tree.map(one, found, want))))
+    return float(max(jax.tree.leaves(jax.tree.map(of_array, out, want))))
+
+
+def measured(inputs, ways, limit: float, repeats: int) -> dict:
+    """Returns facts of every way: how far it is off the first, and its milliseconds.
+
+    What is off by more than `limit` is not timed; what fails says so, and the others go on.
+    """
+    facts, want = {}, None
+    for name, f in ways.items():
+        try:
+            run = jax.jit(f)
+            out = run(*inputs)
+            want = out if want is None else want
+            gap = off(out, want)
+            facts[f"{name}_off"] = f"{gap:.0e}"
+            del out
+            if gap <= limit:
+                least = report.seconds(run, *inputs, repeats=repeats)
+                facts[f"{name}_ms"] = round(1e3 * least, 3)
+        except Exception as error:  # noqa: BLE001  (the others are worth it)
+            facts[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
+    return facts
 
 
 def main():
@@ -205,23 +221,10 @@ def main():
     size = SMALL if args.small or jax.default_backend() == "cpu" else LARGE
     limit = 1e-3 if dtype == jnp.float32 else 4e-2
     for cases in (attentions, pages, heads, experts):
-        for op, shape, arrays, ways in cases(size, dtype):
-            if not op.startswith(tuple(args.only)):
-                continue
-            told, want = {"op": op, "shape": shape, "dtype": dtype.name}, None
-            for name, run in ways.items():
-                try:
-                    run = jax.jit(run)
-                    out = run(*arrays)
-                    want = out if want is None else want
-                    told[f"{name}_off"] = f"{(gap := off(out, want)):.0e}"
-                    del out
-                    if gap <= limit:
-                        least = report.seconds(run, *arrays, repeats=args.repeats)
-                        told[f"{name}_ms"] = round(1e3 * least, 3)
-                except Exception as error:  # noqa: BLE001  (the others are worth it)
-                    told[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
-            report.tell("kernels", **told)
+        for op, shape, inputs, ways in cases(size, dtype):
+            if op.startswith(tuple(args.only)):
+                facts = measured(inputs, ways, limit, args.repeats)
+                report.tell("kernels", op=op, shape=shape, dtype=dtype.name, **facts)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def collect(folder: pathlib.Path):
 
 def result(folder: pathlib.Path, name: str, seed: int) -> dict | None:
     """Returns what a run told, or None if it has not ended."""
-    rows = metrics.read(run_folder(folder, name, seed))
+    rows = metrics.history(run_folder(folder, name, seed))
     if not rows or rows[-1]["step"] < (STEPS * UPDATES if name in SFT else STEPS):
         return None
     phases = ("rollout", "reward", "score", "update")

@@ -2,13 +2,14 @@
 
     python -m benchmarks.sampling --model=tiny --rows=4
 
-Random weights, sharpened so that no distribution is flat, in the shape of each family: its
-attention, shift and block. A step unmasks a fixed number of tokens and nothing stops, so
-that speed does not depend on what the weights say. A family's policies answer the same
-prompts in turn; the median is told, compilation excluded, and the speed-up over `none`,
-which re-runs the canvas at every step. The gap is between the log-prob recorded in sampling
-and that of the training forward, nats: rounding for the exact policies; what `prefix` and
-`dual` leave depends on the weights and says nothing of a trained model's.
+Random weights, sharpened so that no distribution is flat, in the shape of each family:
+its attention, shift and block. A step unmasks a fixed number of tokens and nothing
+stops, so that speed does not depend on what the weights say. A family's policies answer
+the same prompts in turn; the median is told, compilation excluded, and the speed-up
+over `none`, which re-runs the canvas at every step. The gap is between the log-prob
+recorded in sampling and that of the training forward, nats: rounding for the exact
+policies; what `prefix` and `dual` leave depends on the weights and says nothing of a
+trained model's.
 
 Prints a row of a table and a line of JSON for each family and policy.
 """
@@ -16,15 +17,13 @@ Prints a row of a table and a line of JSON for each family and policy.
 import argparse
 import dataclasses
 import functools
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
-from benchmarks.decode import SHAPES
+from benchmarks.decode import SHAPES, timed
 from dllm_jax.models import transformer
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise, views
@@ -79,9 +78,9 @@ def gap(params, trace, *, model, cfg):
     return float(gaps.mean()), float(gaps.max())
 
 
-def measure(family: str, args, dtype: str) -> list[dict]:
-    """Returns what each policy of a family gives."""
-    attention, shift, policies = FAMILIES[family]
+def family_of(name: str, args, dtype: str):
+    """Returns (ModelConfig, params) of a family's shape."""
+    attention, shift, _ = FAMILIES[name]
     model = dataclasses.replace(
         SHAPES[args.model],
         dtype=dtype,
@@ -93,6 +92,27 @@ def measure(family: str, args, dtype: str) -> list[dict]:
         lambda x: x if (x == 1).all() else SHARPER * x,  # norms stay
         transformer.init(jax.random.key(args.seed), model, jnp.dtype(dtype)),
     )
+    return model, params
+
+
+def requests(args, vocab: int) -> dict:
+    """Returns the arguments of `denoise.generate` for the rows of a batch."""
+    rng = np.random.default_rng(args.seed)
+    prompt_BT = rng.integers(2, vocab, (args.rows, args.prompt)).astype(np.int32)
+    len_B = rng.integers(args.prompt // 2, args.prompt, args.rows, endpoint=True)
+    return {
+        "prompt_BT": prompt_BT,
+        "prompt_len_B": len_B.astype(np.int32),
+        "limit_B": (len_B + args.new).astype(np.int32),
+        "temperature_B": np.ones(args.rows, np.float32),
+        "key_B": jax.random.split(jax.random.key(args.seed), args.rows),
+    }
+
+
+def measure(family: str, args, dtype: str) -> list[dict]:
+    """Returns what each policy of a family gives: rows of the table."""
+    model, params = family_of(family, args, dtype)
+    arrays = requests(args, model.vocab)
     base = SamplerConfig(
         block=args.block,
         steps_per_block=args.block // 2,
@@ -100,48 +120,36 @@ def measure(family: str, args, dtype: str) -> list[dict]:
         max_prompt=args.prompt,
         max_new=args.new,
     )
-    rng = np.random.default_rng(args.seed)
-    prompt_BT = rng.integers(2, model.vocab, (args.rows, args.prompt)).astype(np.int32)
-    len_B = rng.integers(args.prompt // 2, args.prompt, args.rows, endpoint=True)
-    arrays = (
-        *(prompt_BT, len_B.astype(np.int32), (len_B + args.new).astype(np.int32)),
-        np.ones(args.rows, np.float32),
-        jax.random.split(jax.random.key(args.seed), args.rows),
-    )
+    cfgs = {name: dataclasses.replace(base, cache=name) for name in FAMILIES[family][2]}
 
     def run(cfg):
-        return jax.device_get(denoise.generate(params, *arrays, model=model, cfg=cfg))
+        return jax.device_get(denoise.generate(params, **arrays, model=model, cfg=cfg))
 
-    cfgs = [dataclasses.replace(base, cache=name) for name in policies]
-    traces = [run(cfg) for cfg in cfgs]  # compiles
-    seconds = [[] for _ in cfgs]
-    for _ in range(args.repeats):
-        for times, cfg in zip(seconds, cfgs, strict=True):
-            start = time.perf_counter()
-            run(cfg)
-            times.append(time.perf_counter() - start)
-    out = []
-    for times, cfg, trace in zip(seconds, cfgs, traces, strict=True):
-        median = statistics.median(times)
-        mean, most = gap(params, trace, model=model, cfg=cfg)
-        out.append(
+    traces = {name: run(cfg) for name, cfg in cfgs.items()}  # compiles
+    ways = {name: functools.partial(run, cfg) for name, cfg in cfgs.items()}
+    seconds = timed(ways, args.repeats)
+    slowest, *_ = seconds.values()  # the first re-runs the canvas at every step
+    rows = []
+    for name, trace in traces.items():
+        mean, largest = gap(params, trace, model=model, cfg=cfgs[name])
+        rows.append(
             {
                 "model": args.model,
                 "dtype": dtype,
                 "family": family,
-                "cache": cfg.cache,
+                "cache": name,
                 "rows": args.rows,
                 "canvas": f"{args.prompt} + {args.new}",
-                "sampler": f"block {cfg.block}, static, temperature 1",
+                "sampler": f"block {base.block}, static, temperature 1",
                 "tokens": int(trace.len_B.sum()),
                 "forwards": round(float(trace.forwards_B.mean()), 1),
-                "seconds": round(median, 3),
-                "times_faster": round(statistics.median(seconds[0]) / median, 2),
+                "seconds": round(seconds[name], 3),
+                "times_faster": round(slowest / seconds[name], 2),
                 "gap_mean": f"{mean:.1g}",
-                "gap_max": f"{most:.1g}",
+                "gap_max": f"{largest:.1g}",
             }
         )
-    return out
+    return rows
 
 
 def main():

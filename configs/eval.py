@@ -26,10 +26,10 @@ PRESETS = tracerl.PRESETS
 def get_config(preset: str = "arithmetic"):
     """Returns the configuration of a preset."""
     c = config.preset(PRESETS, preset)
-    c.eval.update({"problems": 0, "answers": 3})
+    c.eval.update(problems=0, answers=3)
     c.rl.truncated_wrong = False
     if c.sampler.cache == "prefix":  # full attention
-        c.sampler.update({"max_new": 1024, "horizon": 128})
+        c.sampler.update(max_new=1024, horizon=128)
         dream = {"top_k": 40, "top_p": 0.95}
         c.sampler.update(dream if c.sampler.top_k else {"strategy": "dynamic"})
     c.run.folder = c.run.folder.replace("tracerl", "eval")

@@ -17,8 +17,14 @@ attention sample with stale keys, as published; the gap to training is logged, a
     --config.sampler.cache=none --config.sampler.horizon=0
 
 closes it at the price of a forward of the whole canvas at every step.
+
+Result to expect. arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 82 to
+87 %, tokens per forward from 2.3 to 2.9 (256 problems, three seeds; under three minutes on
+two CPU cores). smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19 minutes;
+docs/smollm2.md). The presets of released models are unrun.
 """
 
+from configs import released
 from dllm_jax import config, data
 
 
@@ -28,13 +34,19 @@ def arithmetic(c):
     c.model.dtype = "float32"
     c.data.train = "examples/arithmetic/train.jsonl"
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
-    c.sampler.update({"max_prompt": 16, "max_new": 32, "rows": 128})
-    c.batch.update({"rows": 4, "tokens": 256})  # rows of the last one are seldom idle
-    c.rl.update({"steps": 60, "prompts": 32, "group": 8, "updates": 2})
-    c.rl.update({"min_solved": 0.1, "max_solved": 0.95})
+    c.sampler.update(max_prompt=16, max_new=32, rows=128)
+    c.batch.update(rows=4, tokens=256)  # rows of the last one are seldom idle
+    c.rl.update(
+        steps=60,
+        prompts=32,
+        group=8,
+        updates=2,
+        min_solved=0.1,
+        max_solved=0.95,
+    )
     c.policy_optim.lr = 3e-5
     c.value_optim.lr = 3e-4
-    c.eval.update({"every": 5, "temperature": 1.0})
+    c.eval.update(every=5, temperature=1.0)
     c.run.folder = "runs/arithmetic/tracerl"
 
 
@@ -44,77 +56,90 @@ def smollm2(c):
     c.model.dtype = "float32"
     c.data.train = "runs/smollm2/train.jsonl"
     c.data.heldout = "runs/smollm2/heldout.jsonl"
-    c.sampler.update({"max_prompt": 32, "max_new": 16, "rows": 64})
-    c.batch.update({"rows": 2, "tokens": 256})
-    c.rl.update({"steps": 40, "prompts": 8, "group": 8})
-    c.rl.update({"min_solved": 0.1, "max_solved": 0.95, "value": "head"})
+    c.sampler.update(max_prompt=32, max_new=16, rows=64)
+    c.batch.update(rows=2, tokens=256)
+    c.rl.update(
+        steps=40,
+        prompts=8,
+        group=8,
+        min_solved=0.1,
+        max_solved=0.95,
+        value="head",
+    )
     c.policy_optim.lr = 2e-5
     c.value_optim.lr = 2e-5
-    c.eval.update({"every": 10, "problems": 128, "temperature": 1.0})
-    c.run.update({"folder": "runs/smollm2/tracerl", "save_every": 10})
+    c.eval.update(every=10, problems=128, temperature=1.0)
+    c.run.update(folder="runs/smollm2/tracerl", save_every=10)
 
 
 def published(c):
     """The recipe of the paper's section 5 and appendix: 128 problems x 32 answers."""
-    c.data.update({"answer": "ground_truth_answer", "template": data.MATH})
-    c.data.update({"train": "data/MATH_train.json", "heldout": "data/MATH500.json"})
+    c.data.update(
+        answer="ground_truth_answer",
+        template=data.MATH,
+        train="data/MATH_train.json",
+        heldout="data/MATH500.json",
+    )
     c.model.remat = "full"
-    c.sampler.update({"block": 4, "steps_per_block": 4, "threshold": 0.9})
-    c.sampler.update({"max_prompt": 784, "max_new": 2000, "rows": 256})
-    c.batch.update({"rows": 8, "tokens": 8192})
-    c.rl.update({"steps": 80, "prompts": 128, "group": 32, "updates": 16})
-    c.rl.update({"gamma": 1.0, "lam": 1.0, "min_solved": 0.2, "max_solved": 0.8})
-    c.objective.update({"clip": 0.2, "beta": 0.01, "kl": "k3"})
+    c.sampler.update(
+        block=4,
+        steps_per_block=4,
+        threshold=0.9,
+        max_prompt=784,
+        max_new=2000,
+        rows=256,
+    )
+    c.batch.update(rows=8, tokens=8192)
+    c.rl.update(
+        steps=80,
+        prompts=128,
+        group=32,
+        updates=16,
+        gamma=1.0,
+        lam=1.0,
+        min_solved=0.2,
+        max_solved=0.8,
+    )
+    c.objective.update(clip=0.2, beta=0.01, kl="k3")
     c.policy_optim.lr = 1e-6
     c.value_optim.lr = 5e-6
-    c.eval.update({"every": 10, "temperature": 1.0})
+    c.eval.update(every=10, temperature=1.0)
 
 
 def dream(c):
     """dLLM-RL's settings for Dream: static unmasking of 1,024 tokens, 8 steps a round."""
     published(c)
     c.data.template = data.BOXED
-    c.sampler.update({"block": 32, "steps_per_block": 32, "strategy": "static"})
-    c.sampler.update({"threshold": 0.95, "cache": "prefix", "horizon": 32})
-    c.sampler.update({"temperature": 0.8, "top_k": 50, "top_p": 0.9})
-    c.sampler.update({"max_prompt": 512, "max_new": 1024, "rows": 64})
-    c.noise.update({"shrink": 8, "rate": "scope"})
+    c.sampler.update(
+        block=32,
+        steps_per_block=32,
+        strategy="static",
+        threshold=0.95,
+        cache="prefix",
+        horizon=32,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        max_prompt=512,
+        max_new=1024,
+        rows=64,
+    )
+    c.noise.update(shrink=8, rate="scope")
     c.objective.aggregate = "step"
-    c.rl.update({"steps": 50, "prompts": 32, "group": 8, "updates": 4})
-    c.rl.value = "none"
+    c.rl.update(steps=50, prompts=32, group=8, updates=4, value="none")
     c.eval.temperature = 0.1
 
 
 def llada(c):
     """Its settings for LLaDA and MMaDA: canvases of 512 tokens, nothing cut off."""
     dream(c)
-    c.sampler.update({"max_new": 512, "horizon": 128, "top_k": 0, "top_p": 1.0})
-
-
-def real(repository: str, recipe=published):
-    """Returns the recipe on a released checkpoint."""
-
-    def change(c):
-        recipe(c)
-        c.model.path = repository
-        c.run.folder = f"runs/{repository.split('/')[-1]}/tracerl"
-
-    return change
+    c.sampler.update(max_new=512, horizon=128, top_k=0, top_p=1.0)
 
 
 PRESETS = {
     "arithmetic": arithmetic,
     "smollm2": smollm2,
-    "sdar-1.7b": real("JetLM/SDAR-1.7B-Chat"),
-    "sdar-4b": real("JetLM/SDAR-4B-Chat"),
-    "sdar-8b": real("JetLM/SDAR-8B-Chat"),
-    "trado-4b": real("Gen-Verse/TraDo-4B-Instruct"),
-    "trado-8b": real("Gen-Verse/TraDo-8B-Instruct"),
-    "dream-7b": real("Dream-org/Dream-v0-Instruct-7B", dream),
-    "diffucoder-7b": real("apple/DiffuCoder-7B-Instruct", dream),
-    "llada-8b": real("GSAI-ML/LLaDA-8B-Instruct", llada),
-    "llada-1.5-8b": real("GSAI-ML/LLaDA-1.5", llada),
-    "mmada-8b": real("Gen-Verse/MMaDA-8B-MixCoT", llada),
+    **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }
 
 

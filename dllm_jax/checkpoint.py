@@ -22,9 +22,19 @@ from jax.experimental import multihost_utils
 SUMS = "checksums.json"
 
 
-def begun(folder: pathlib.Path) -> bool:
-    """Returns whether a folder has a committed step, and makes nothing there."""
-    return any(item.name.isdigit() for item in folder.glob("*"))
+def check_resume(folder: pathlib.Path, resume: str):
+    """Raises ValueError where a run's folder of checkpoints is not what --resume asks for.
+
+    Makes nothing there: a folder is only made for a run that is known to fit.
+    """
+    has_step = any(item.name.isdigit() for item in folder.glob("*"))
+    if resume == "never" and has_step:
+        raise ValueError(
+            f"--resume=never, but {folder.parent} already holds a run; choose another "
+            "run.folder"
+        )
+    if resume == "must" and not has_step:
+        raise ValueError(f"--resume=must, but {folder.parent} has no checkpoint")
 
 
 class Checkpoints:
@@ -62,10 +72,11 @@ class Checkpoints:
         otherwise be missing from another's list.
         """
         self.manager.reload()
-        found = sorted(self.manager.all_steps())
-        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
-        same = np.resize(np.array(found, np.int32), count)
-        return multihost_utils.broadcast_one_to_all(same).tolist()
+        steps = sorted(self.manager.all_steps())
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+        # All processes need an array of one size; what process 0 put in it is what counts.
+        steps_n = np.resize(np.array(steps, np.int32), count)
+        return multihost_utils.broadcast_one_to_all(steps_n).tolist()
 
     def save(self, step: int, tree, meta: dict) -> None:
         """Saves a pytree of arrays with a JSON-able dict.
@@ -75,9 +86,9 @@ class Checkpoints:
         passed over by name: they make way, since Orbax saves nothing older than it has.
         """
         self.wait()
-        for late in [number for number in self.steps() if number >= step]:
-            warn(f"checkpoint {self.folder / str(late)} makes way for step {step}")
-            self.manager.delete(late)
+        for later in [number for number in self.steps() if number >= step]:
+            warn(f"checkpoint {self.folder / str(later)} makes way for step {step}")
+            self.manager.delete(later)
         self.saving = step
         self.manager.save(
             step,
@@ -119,16 +130,17 @@ class Checkpoints:
         steps = self.steps()
         if step is not None and step not in steps:
             raise ValueError(f"{self.folder} has no step {step}; it has {steps}")
-        tried = [step] if step is not None else steps[::-1]
-        for number in tried:
-            if not self.damaged(number):
-                if target is not None:
-                    held = self.manager.item_metadata(number).state
-                    where = self.folder / str(number)
-                    alike(held, target, f"{where} does not fit this configuration")
-                return *self.read(number, target), number
-        if tried:
-            raise ValueError(f"{self.folder}: no checkpoint of {tried} is whole")
+        candidates = [step] if step is not None else steps[::-1]
+        for number in candidates:
+            if self.damaged(number):
+                continue
+            if target is not None:
+                stored = self.manager.item_metadata(number).state
+                path = self.folder / str(number)
+                alike(stored, target, f"{path} does not fit this configuration")
+            return *self.load(number, target), number
+        if candidates:
+            raise ValueError(f"{self.folder}: no checkpoint of {candidates} is whole")
         return None
 
     def damaged(self, step: int) -> bool:
@@ -137,18 +149,20 @@ class Checkpoints:
         Process 0 looks, and its word holds for all: processes that went on from
         different steps would train on a mixture.
         """
-        found = damage(self.folder / str(step)) if jax.process_index() == 0 else None
-        if found is not None:
-            warn(f"checkpoint {self.folder / str(step)} is damaged: {found}")
-        return bool(multihost_utils.broadcast_one_to_all(np.bool_(found is not None)))
+        reason = damage(self.folder / str(step)) if jax.process_index() == 0 else None
+        if reason is not None:
+            warn(f"checkpoint {self.folder / str(step)} is damaged: {reason}")
+        return bool(multihost_utils.broadcast_one_to_all(np.bool_(reason is not None)))
 
-    def read(self, step: int, target):
-        """Returns (tree, meta) of one step."""
-        state = ocp.args.StandardRestore(target)
-        out = self.manager.restore(
-            step, args=ocp.args.Composite(state=state, meta=ocp.args.JsonRestore())
+    def load(self, step: int, target):
+        """Returns (tree, meta) of one step; see `restore`."""
+        items = self.manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
+            ),
         )
-        return out.state, out.meta
+        return items.state, items.meta
 
     def close(self) -> None:
         """Finishes what is being written."""
@@ -170,17 +184,20 @@ def dotted(path) -> str:
     return ".".join(str(key) for key in keys)
 
 
-def alike(held, target, what: str) -> None:
-    """Raises ValueError, which begins with `what`, naming a leaf whose shapes differ."""
-    have, want = (
-        {dotted(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
-        for tree in (held, target)
-    )
-    for leaf in sorted(have.keys() | want.keys()):
-        if have.get(leaf) != want.get(leaf):
+def shapes_of(tree) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every leaf by its dotted name."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def alike(stored, target, complaint: str) -> None:
+    """Raises ValueError, which begins with `complaint`, naming a leaf whose shapes differ."""
+    has, wants = shapes_of(stored), shapes_of(target)
+    for leaf in sorted(has.keys() | wants.keys()):
+        if has.get(leaf) != wants.get(leaf):
             raise ValueError(
-                f"{what}: {leaf} is {have.get(leaf, 'missing')}, "
-                f"expected {want.get(leaf, 'no such array')}"
+                f"{complaint}: {leaf} is {has.get(leaf, 'missing')}, "
+                f"expected {wants.get(leaf, 'no such array')}"
             )
 
 
@@ -191,11 +208,11 @@ def damage(folder: pathlib.Path) -> str | None:
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no JSON
         return f"{SUMS} cannot be read ({error})"
     try:
-        found = crc32s([folder / name for name in sums])
+        sums_now = crc32s([folder / name for name in sums])
     except OSError as error:
         return str(error)
-    for name, was, now in zip(sums, sums.values(), found, strict=True):
-        if was != now:
+    for name, sum_now in zip(sums, sums_now, strict=True):
+        if sum_now != sums[name]:
             return f"{name} has changed"
     return None
 
@@ -210,6 +227,6 @@ def crc32(file: pathlib.Path) -> int:
     """Returns the CRC-32 of a file."""
     total = 0
     with file.open("rb") as data:
-        while part := data.read(1 << 22):
-            total = zlib.crc32(part, total)
+        while chunk := data.read(1 << 22):
+            total = zlib.crc32(chunk, total)
     return total

@@ -6,7 +6,7 @@ ml_collections ConfigDict, so that any leaf can be overridden on the command lin
 
     python -m dllm_jax.config FILE.yaml > configs/mine.py
 
-prints the config file that does what a YAML file of dLLM-RL does.
+prints the config file that does what a YAML file of dLLM-RL does: configs/from_yaml.py.
 """
 
 import dataclasses
@@ -15,13 +15,14 @@ import json
 import pathlib
 import re
 import sys
-import textwrap
 import traceback
 
+import jax
 import ml_collections
 from absl import flags
+from ml_collections import config_flags
 
-from dllm_jax import from_yaml, pallas_kernels
+from dllm_jax import pallas_kernels
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
@@ -62,13 +63,20 @@ class ModelArgs:
             return None
         return Lora(self.lora_rank, self.lora_alpha, tuple(self.lora_targets))
 
-    def of(self, model: ModelConfig) -> ModelConfig:
+    def adapted(self, model: ModelConfig) -> ModelConfig:
         """Returns what a checkpoint's model becomes in training."""
-        kind = {name: getattr(self, name) for name in ("attention", "shift", "mask_id")}
-        how = {
-            name: getattr(self, name) for name in ("dtype", "remat", "kernels", "lora")
-        }
-        return dataclasses.replace(families.adapt(model, **kind), **how)
+        return dataclasses.replace(
+            families.adapt(
+                model,
+                attention=self.attention,
+                shift=self.shift,
+                mask_id=self.mask_id,
+            ),
+            dtype=self.dtype,
+            remat=self.remat,
+            kernels=self.kernels,
+            lora=self.lora,
+        )
 
     def __post_init__(self):
         one_of("model.remat", self.remat, tuple(REMAT))
@@ -155,10 +163,9 @@ class Config:
 
     def __post_init__(self):
         one_of("method", self.method, ("rl", "sft", "dpo"))
-        bound = self.objective.loss == "spg" if self.method == "rl" else False
-        if (bound or self.method == "dpo") and not (
-            self.noise.kind == "subset" and self.objective.aggregate == "elbo"
-        ):
+        spg = self.method == "rl" and self.objective.loss == "spg"
+        bounds = self.noise.kind == "subset" and self.objective.aggregate == "elbo"
+        if (spg or self.method == "dpo") and not bounds:
             raise ValueError(
                 "spg and dpo train evidence bounds: they need noise.kind='subset' and "
                 "objective.aggregate='elbo'"
@@ -170,12 +177,12 @@ class Config:
             )
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
-        if self.batch.tokens < self.sampler.slots + self.sampler.block:
+        room = self.sampler.slots + self.sampler.block
+        if self.batch.tokens < room:
             raise ValueError(
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
-                f"a noised block; set it to {self.sampler.slots + self.sampler.block} "
-                "or more"
+                f"a noised block; set it to {room} or more"
             )
 
 
@@ -186,7 +193,7 @@ def completed(cfg: Config):
     cannot become.
     """
     path = hf.find(cfg.model.path)
-    model = cfg.model.of(hf.read_config(path))
+    model = cfg.model.adapted(hf.read_config(path))
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(
@@ -219,19 +226,24 @@ def preset(table: dict, name: str, tree=None) -> ml_collections.ConfigDict:
 
 def freeze(tree) -> Config:
     """Returns the static Config; a dataclass that refuses a value says which."""
+    return frozen(Config, tree)
 
-    def build(kind, values, prefix=""):
-        known = {f.name: f for f in dataclasses.fields(kind)}
-        out = {}
-        for name, value in dict(values).items():
-            if name not in known:
-                raise ValueError(unknown(prefix + name, [prefix + k for k in known]))
-            if dataclasses.is_dataclass(known[name].type):
-                value = build(known[name].type, value, f"{prefix}{name}.")
-            out[name] = tuple(value) if isinstance(value, list) else value
-        return kind(**out)
 
-    return build(Config, tree)
+def frozen(kind: type, tree, prefix: str = ""):
+    """Returns a dataclass with a tree's values; the rest of its fields have defaults.
+
+    prefix: the dotted name of the tree. Raises ValueError for an unknown key, naming the
+    nearest that exists, and for a value that the dataclass refuses.
+    """
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    values = {}
+    for name, value in dict(tree).items():
+        if name not in fields:
+            raise ValueError(unknown(prefix + name, [prefix + x for x in fields]))
+        if dataclasses.is_dataclass(fields[name]):
+            value = frozen(fields[name], value, f"{prefix}{name}.")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 def unknown(name: str, known: list[str]) -> str:
@@ -242,9 +254,9 @@ def unknown(name: str, known: list[str]) -> str:
 
 def changes(old: dict, cfg: Config) -> list[str]:
     """Returns which keys differ from those of a run that began with `old`, a line each."""
-    old, new = map(
-        from_yaml.flat, (old, json.loads(json.dumps(dataclasses.asdict(cfg))))
-    )
+    # Through JSON, as `old` came: there a tuple is a list.
+    new = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    old = flat(old)
     return [
         f"config.{key} was {old.get(key)!r}, is now {value!r}"
         for key, value in new.items()
@@ -252,26 +264,105 @@ def changes(old: dict, cfg: Config) -> list[str]:
     ]
 
 
+def flat(tree: dict, prefix: str = "") -> dict:
+    """Returns nested dictionaries as one, with dotted names."""
+    leaves = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
 def keys(tree: dict) -> list[str]:
     """Returns the dotted names of all leaves."""
-    return list(from_yaml.flat(tree))
+    return list(flat(tree))
 
 
-def parse(argv: list[str]):
+# ---- The command line: one language for all entries --------------------------------------
+
+DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
+OPTIONS = {  # of a command that runs a config file: what --help says of them
+    "--config=FILE[:PRESET]": "required; see configs/",
+    "--distributed": DISTRIBUTED,
+}
+EVERY_KEY = (
+    "Every key of the configuration and its default (a config file may set others):"
+)
+
+
+def entry(main, help_text: str = "") -> None:
+    """Runs a command: --help, or `main`, of which a refusal ends in one line.
+
+    help_text: what --help prints; "" where `main` has a help of its own.
+    """
+    if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
+        print(help_text)
+        return
+    try:
+        main()
+    except ValueError as error:
+        fail(error)
+
+
+def usage(
+    summary: str,
+    options: dict[str, str],
+    heading: str = EVERY_KEY,
+    leaves: dict | None = None,
+) -> str:
+    """Returns what --help prints: a command's docstring, its flags, and its keys.
+
+    options: each flag as it is written, and what is said of it. leaves: the keys that are
+    listed below the heading, with their defaults; None for all of Config's.
+    """
+    lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
+    return f"{summary}\nFlags:\n{lines}\n\n{heading}\n{describe(leaves)}\n"
+
+
+def describe(leaves: dict | None = None) -> str:
+    """Returns keys with their defaults, one a line; None: every key of Config."""
+    leaves = flat(dataclasses.asdict(Config())) if leaves is None else leaves
+    return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
+
+
+def from_command_line(argv: list[str], example: str) -> Config:
+    """Returns the configuration that --config=FILE[:PRESET] and --config.a.b=value make.
+
+    With --distributed it joins the other processes first. A command's further flags are
+    defined before. Raises ValueError as `parse` and `freeze` do, and without a file, for
+    which `example` is named.
+    """
+    file = config_flags.DEFINE_config_file("config", None, "a config", sys_argv=argv)
+    distributed = flags.DEFINE_bool("distributed", False, DISTRIBUTED)
+    parse(argv)
+    if file.value is None:
+        raise ValueError(f"--config=FILE is required, such as {example}")
+    if distributed.value:
+        jax.distributed.initialize()
+    return freeze(file.value)
+
+
+def parse(
+    argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, arguments: int = 0
+) -> list[str]:
     """Parses absl's flags, among them --config=FILE[:PRESET] and --config.a.b=value.
 
-    Raises ValueError for anything unknown: a flag, a file, a preset, a leaf of Config.
+    Returns what is no flag, at most so many `arguments`. Raises ValueError for anything
+    unknown: a flag, a file, a preset, a leaf of Config.
     """
     check_overrides(argv)
     try:
-        rest = flags.FLAGS(argv)[1:]
+        words = flag_values(argv)[1:]
     except flags.Error as error:  # a config file's own error comes with its traceback
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.removeprefix("ValueError: ")) from None
-    if rest:
+    if words[arguments:]:
         raise ValueError(
-            f"unknown argument {rest[0]!r}; overrides are --config.a.b=value"
+            f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
         )
+    return words
 
 
 def check_overrides(argv: list[str]):
@@ -286,89 +377,32 @@ def check_overrides(argv: list[str]):
             raise ValueError(f"--config={file[1]}: there is no such file")
 
 
-def describe() -> str:
-    """Returns every key with its default, one a line: what --help prints."""
-    leaves = from_yaml.flat(dataclasses.asdict(Config()))
-    return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
-
-
-def ported(path: str) -> str:
-    """Returns a config file that does what a YAML file of dLLM-RL does.
-
-    Its docstring names each key that has no effect here, or another one, and why.
-    """
-    try:
-        raw = from_yaml.read(path)
-        leaves, unused = from_yaml.translate(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}".replace(f"{path}: {path}", path)) from None
-    tree, lines = default(), []
-    known = from_yaml.flat(tree.to_dict())
-    for leaf, value in leaves.items():
-        if value is None:  # theirs for "off", where ours is the default
-            continue
-        try:
-            value = type(known[leaf])(value)  # 1e-6 is a text in YAML
-        except (TypeError, ValueError):
-            raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
-        if value != known[leaf]:
-            tree.update_from_flattened_dict({leaf: value})
-            lines.append(f"    c.{leaf} = {value!r}")
-    slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
-    if tree.batch.tokens < slots:
-        tree.batch.tokens = slots
-        lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
-    freeze(tree)
-    notes = []
-    # What is NOT THE SAME comes first.
-    for reason in sorted(set(unused.values()), key=lambda r: (r[:3] != "NOT", r)):
-        names = ", ".join(key for key, why in unused.items() if why == reason)
-        notes += [
-            reason,
-            *textwrap.wrap(names, 84, initial_indent="    ", subsequent_indent="    "),
-        ]
-    name, notes = pathlib.Path(path).name, "\n".join(notes)
-    entry = "eval" if from_yaml.kind_of(raw) == "eval" else "train"
-    body = "".join(f"{line}\n" for line in lines)
-    return f'''"""{name} of dLLM-RL, translated.
-
-    python -m dllm_jax.{entry} --config=FILE
-
-Its keys without effect here, or with another:
-
-{notes}
-"""
-
-from dllm_jax import config
-
-
-def get_config():
-    """Returns the configuration."""
-    c = config.default()
-{body}    return c'''
-
-
 def fail(error: ValueError):
     """Ends the program with one line if this package refused something of the user's.
 
-    Any other ValueError is a defect, and keeps its traceback.
+    So may the files of configs/. Any other ValueError is a defect, and keeps its traceback.
     """
     raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    if pathlib.Path(__file__).parent not in raised_in.parents:
+    package = pathlib.Path(__file__).parent
+    if not {package, package.parent / "configs"} & set(raised_in.parents):
         raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def main():
-    """Prints the translation of one YAML file."""
-    if len(sys.argv) != 2:
-        raise ValueError("one argument: a YAML file of dLLM-RL")
-    print(ported(sys.argv[1]))
+    """Prints the translation of one YAML file; the translator is a config file's affair."""
+    try:
+        from configs import from_yaml
+    except ImportError as error:
+        if error.name != "configs":
+            raise
+        raise ValueError(
+            "the translator is configs/from_yaml.py of the repository: in its folder, run "
+            "python -m configs.from_yaml FILE.yaml"
+        ) from None
+    from_yaml.main()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        fail(error)
+    entry(main)

@@ -22,6 +22,7 @@ from absl import logging
 from dllm_jax import config, sharding
 from dllm_jax.checkpoint import Checkpoints, alike
 from dllm_jax.models import hf, lora, transformer
+from dllm_jax.models.config import ModelConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,27 +33,31 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("to-orbax", help="Hugging Face folder -> Orbax")
-    one.add_argument("source", metavar="HF_DIR", help="a Hugging Face folder")
-    one.add_argument("out", metavar="OUT_DIR", help="a new folder of checkpoints")
-    one.add_argument(
+    orbax = commands.add_parser("to-orbax", help="Hugging Face folder -> Orbax")
+    orbax.add_argument("source", metavar="HF_DIR", help="a Hugging Face folder")
+    orbax.add_argument("out", metavar="OUT_DIR", help="a new folder of checkpoints")
+    orbax.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
         help="of the weights; default: as they are stored",
     )
-    one = commands.add_parser("to-hf", help="Orbax -> Hugging Face folder")
-    one.add_argument(
+    export = commands.add_parser("to-hf", help="Orbax -> Hugging Face folder")
+    export.add_argument(
         "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
     )
-    one.add_argument("out", metavar="OUT_DIR", help="the Hugging Face folder to write")
-    one.add_argument(
+    export.add_argument(
+        "out", metavar="OUT_DIR", help="the Hugging Face folder to write"
+    )
+    export.add_argument(
         "--like",
         metavar="HF_DIR",
         required=True,
         help="the original, whose names, dtypes and other files the export takes over",
     )
-    one.add_argument("--step", type=int, help="which checkpoint; default: the newest")
-    one.add_argument(
+    export.add_argument(
+        "--step", type=int, help="which checkpoint; default: the newest"
+    )
+    export.add_argument(
         "--network",
         default="policy",
         metavar="NAME",
@@ -72,14 +77,31 @@ def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
 
 
 def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None:
-    """Writes the weights of an Orbax checkpoint's network as a Hugging Face folder."""
+    """Writes the weights of an Orbax checkpoint's network as a Hugging Face folder.
+
+    source: a run's folder, or what `to_orbax` wrote. like: the original, whose names, dtypes
+    and other files the export takes over. step: None for the newest. Raises ValueError for
+    what is not there, is damaged, or does not fit the original.
+    """
     folder = pathlib.Path(source)
     if (folder / "checkpoints").is_dir():
         folder /= "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder")
-    cfg = hf.read_config(hf.find(like))
+    original = hf.read_config(hf.find(like))
     checkpoints = Checkpoints(folder, keep=None)
+    step = whole_step(checkpoints, folder, step)
+    cfg = as_trained(original, checkpoints, step)
+    mesh = sharding.make_mesh()
+    params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
+    if cfg.lora:
+        _, base = hf.load(like, mesh=mesh)
+        params = lora.merge(lora.join(base, params, cfg.lora))
+    hf.save(out, dataclasses.replace(cfg, lora=None), params, like=like)
+
+
+def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
+    """Returns which step to read; raises ValueError if it is not there, or damaged."""
     steps = checkpoints.steps()
     if not steps:
         raise ValueError(f"{folder} holds no checkpoints")
@@ -88,30 +110,52 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     step = steps[-1] if step is None else step
     if checkpoints.damaged(step):
         raise ValueError(f"{folder / str(step)} is damaged; --step= takes another")
+    return step
 
+
+def as_trained(original: ModelConfig, checkpoints: Checkpoints, step: int):
+    """Returns what a run made of the original: its ModelConfig, as the run's step tells."""
     meta = checkpoints.manager.restore(
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
     run = meta.get("config", {})  # none where `to-orbax` wrote
-    cfg = config.ModelArgs(**run.get("model", {})).of(cfg)
+    cfg = config.ModelArgs(**run.get("model", {})).adapted(original)
     block = run.get("sampler", {}).get("block") or cfg.block
-    cfg = dataclasses.replace(cfg, block=block)
+    return dataclasses.replace(cfg, block=block)
+
+
+def read_network(
+    checkpoints: Checkpoints,
+    folder: pathlib.Path,
+    step: int,
+    network: str,
+    cfg: ModelConfig,
+    mesh,
+    like: str,
+):
+    """Returns the parameters of a step's network, on the mesh; no optimizer state is read.
+
+    folder: of the checkpoints, as the user named it. network: "policy" or "value". cfg: what
+    the parameters must be those of. like: for the message, where they are not.
+    """
+    name = folder / str(step)
     networks = checkpoints.manager.item_metadata(step).state
     if network not in networks:
         raise ValueError(
-            f"{folder / str(step)} has no network {network!r}; choose from "
+            f"{name} has no network {network!r}; choose from "
             + ", ".join(sorted(networks))
         )
-    held = networks[network]["params"]
-    heads = ("lm",) if network == "policy" or "head" in held else ()
-    heads += ("value",) if "value" in held else ()
-    mesh = sharding.make_mesh()
-    want = transformer.abstract(cfg, mesh, jnp.float32, heads)
-    alike(held, want, f"{folder / str(step)} does not hold the weights of {like}")
+    stored = networks[network]["params"]
+    heads = ("lm",) if network == "policy" or "head" in stored else ()
+    heads += ("value",) if "value" in stored else ()
+    expected = transformer.abstract(cfg, mesh, jnp.float32, heads)
+    alike(stored, expected, f"{name} does not hold the weights of {like}")
     target = jax.tree.map(
-        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
-        held,
-        want,
+        lambda x, placed: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=placed.sharding
+        ),
+        stored,
+        expected,
     )
     # Part of a state: Orbax's standard handler, which writes it, cannot read one.
     item = {network: {"params": target}}
@@ -124,11 +168,7 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
                 partial_restore=True,
             ),
         )
-    params = state[network]["params"]
-    if cfg.lora:
-        _, base = hf.load(like, mesh=mesh)
-        params = lora.merge(lora.join(base, params, cfg.lora))
-    hf.save(out, dataclasses.replace(cfg, lora=None), params, like=like)
+    return state[network]["params"]
 
 
 def main(argv=None):
@@ -142,7 +182,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        config.fail(error)
+    config.entry(main)

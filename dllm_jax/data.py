@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import pathlib
+from typing import NamedTuple
 
 import flax.struct
 import numpy as np
@@ -67,30 +68,39 @@ def records(path: str) -> list[dict]:
     file = pathlib.Path(path)
     if not file.is_file():
         raise ValueError(f"dataset {path!r}: no such file")
-    if file.suffix == ".json":
-        try:
-            rows = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"dataset {path!r}: not JSON ({error})") from None
-        if not isinstance(rows, list):
-            raise ValueError(
-                f"dataset {path!r}: a .json file must hold a list of records"
-            )
-    else:
-        rows = []
-        # Not splitlines(): a string may hold U+2028 and other breaks of a text.
-        for number, line in enumerate(file.read_text().split("\n"), 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"dataset {path!r}, line {number}: not JSON ({error})"
-                    ) from None
-    odd = [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]
-    if odd or not rows:
-        what = f"record {odd[0]} is not a JSON object" if odd else "it is empty"
-        raise ValueError(f"dataset {path!r}: {what}")
+    text = file.read_text()
+    rows = of_list(path, text) if file.suffix == ".json" else of_lines(path, text)
+    for number, row in enumerate(rows, 1):
+        if type(row) is not dict:
+            raise ValueError(f"dataset {path!r}: record {number} is not a JSON object")
+    if not rows:
+        raise ValueError(f"dataset {path!r}: it is empty")
+    return rows
+
+
+def of_list(path: str, text: str) -> list:
+    """Returns the items of a .json file; raises ValueError if it is not one list."""
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"dataset {path!r}: not JSON ({error})") from None
+    if type(rows) is not list:
+        raise ValueError(f"dataset {path!r}: a .json file must hold a list of records")
+    return rows
+
+
+def of_lines(path: str, text: str) -> list:
+    """Returns the items of a .jsonl file; raises ValueError naming a line that is none."""
+    rows = []
+    # Not splitlines(): a string may hold U+2028 and other breaks of a text.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"dataset {path!r}, line {number}: not JSON ({error})"
+                ) from None
     return rows
 
 
@@ -130,17 +140,17 @@ def tokenizer(path: str):
         ) from None
 
 
-def stop_ids(tok, *more: int) -> tuple[int, ...]:
+def stop_ids(tok, *others: int) -> tuple[int, ...]:
     """Returns the ids that end an answer: the turn's end first, then the text's.
 
-    The tokenizer may be None; `more` are the model's own and the user's.
+    The tokenizer may be None; `others` are the model's own and the user's.
     """
     ids = []
     if tok is not None:
         ends = [tok.convert_tokens_to_ids(name) for name in TURN_ENDS]
         ids = [i for i in ends if i is not None and i != tok.unk_token_id]
         ids.append(tok.eos_token_id)
-    return tuple(dict.fromkeys(i for i in (*ids, *more) if i is not None))
+    return tuple(dict.fromkeys(i for i in (*ids, *others) if i is not None))
 
 
 def render(tok, messages: list[dict]) -> list[int]:
@@ -168,14 +178,15 @@ def ask(tok, cfg: DataConfig, question: str) -> list[int]:
 def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
-    grader: the one that they are for (rl.rewards); it refuses golds that it cannot judge by.
+    grader: the Grader that they are for (rl.rewards); it refuses golds that it cannot judge
+    by. None is graded here: a run may begin with thousands of problems.
     """
     out = []
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
             question, answer = (str(field(row, x)) for x in (cfg.question, cfg.answer))
             try:
-                grader([""], [answer])
+                grader.check(answer)
             except ValueError as error:
                 raise ValueError(f"field {cfg.answer!r}: {error}") from None
             out.append(Problem(ask(tok, cfg, question), question, answer))
@@ -187,9 +198,17 @@ class Examples:
     """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
 
     tokens_BT: np.ndarray
-    step_BT: np.ndarray
+    step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
-    len_B: np.ndarray
+    len_B: np.ndarray  # of the answers
+
+
+class Example(NamedTuple):
+    """One of them, still of any length: ids, and the step of each token of the answer."""
+
+    prompt: list[int]
+    answer: list[int]
+    step: list[int]
 
 
 def conversation(row: dict, tok, cfg: DataConfig):
@@ -235,8 +254,9 @@ def steps_of(row: dict, answer: list[int]) -> list[int]:
             "--prompts=FILE.jsonl --out=TRACES.jsonl, and set data.train=TRACES.jsonl"
         )
     steps = ids(row, "step_map")
-    added = "response_ids" not in row
-    if not steps or len(steps) < len(answer) - added:
+    # A text has no step for the end token, which was added to it.
+    needed = len(answer) if "response_ids" in row else len(answer) - 1
+    if not steps or len(steps) < needed:
         raise ValueError(
             f"step_map has {len(steps)} steps for {len(answer)} tokens; python -m "
             "dllm_jax.generate --out writes a step for each of response_ids"
@@ -268,58 +288,103 @@ def preference(row: dict, tok, cfg: DataConfig):
 
 
 def examples(
-    path: str, tok, cfg: DataConfig,
-    *, end: int, pad: int, vocab: int, block: int, slots: int, pairs=False, traced=False,
-):  # fmt: skip
+    path: str,
+    tok,
+    cfg: DataConfig,
+    *,
+    end: int,
+    pad: int,
+    vocab: int,
+    block: int,
+    slots: int,
+    pairs: bool = False,
+    traced: bool = False,
+):
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
-    With `pairs` a record is a preference and gives two: chosen, then rejected. `traced`:
-    the steps are those of the record's step_map; otherwise all tokens are of one step.
-
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
+
+    end, pad: the tokens. vocab: the model's ids are below it. block: positions of a block,
+    slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
+    traced: the steps are those of the record's step_map; otherwise all tokens are of one.
     """
-    rows, dropped = [], 0
     read = preference if pairs else conversation
-
-    def canvas(row, prompt, answer):
-        """Returns (prompt, answer, steps) of a canvas, pads included."""
-        if isinstance(answer, str):
-            answer = tok(answer, add_special_tokens=False)["input_ids"]
-            answer += [end] if answer[-1:] != [end] else []
-        steps = steps_of(row, answer) if traced else [1] * len(answer)
-        length = len(prompt) + len(answer)
-        pads = 0 if traced else -length % block
-        if cfg.post_num >= 0:
-            pads = max(min(cfg.post_num, slots - length), 0)
-        answer = answer + [pad] * pads
-        if max(prompt + answer) >= vocab:
-            raise ValueError(
-                f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
-                "another model's trace or tokenizer?"
-            )
-        return prompt, answer, steps + [max(steps) + traced] * pads
-
+    kept, dropped = [], 0
     for number, row in enumerate(records(path), 1):
+        candidates = []
         with of_record(path, number):
             prompt, answers = read(row, tok, cfg)
-            found = [canvas(row, prompt, answer) for answer in answers]
-        fits = found and len(prompt) + max(len(one[1]) for one in found) <= slots
-        rows += found if fits else []
-        dropped += not fits
-    if not rows:
+            for answer in answers:
+                example = example_of(row, prompt, answer, tok, end=end, traced=traced)
+                free = slots - length(example)
+                count = pads_after(example, cfg.post_num, block, free, traced=traced)
+                example = padded(example, count, pad=pad, traced=traced)
+                refuse_foreign(example, vocab)
+                candidates.append(example)
+        if candidates and max(map(length, candidates)) <= slots:
+            kept += candidates
+        else:
+            dropped += 1
+    if not kept:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
-    tokens_BT = np.full((len(rows), slots), pad, np.int32)
-    step_BT = np.zeros((len(rows), slots), np.int32)
-    for i, (prompt, answer, steps) in enumerate(rows):
-        tokens_BT[i, : len(prompt) + len(answer)] = prompt + answer
-        step_BT[i, len(prompt) : len(prompt) + len(answer)] = steps
-    out = Examples(
+    return stacked(kept, pad, slots), dropped
+
+
+def length(example: Example) -> int:
+    """Returns how many positions a conversation takes."""
+    return len(example.prompt) + len(example.answer)
+
+
+def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Example:
+    """Returns a record's prompt with one of its answers, text or ids, and its steps."""
+    if isinstance(answer, str):
+        answer = tok(answer, add_special_tokens=False)["input_ids"]
+        if answer[-1:] != [end]:
+            answer.append(end)
+    steps = steps_of(row, answer) if traced else [1] * len(answer)
+    return Example(prompt, answer, steps)
+
+
+def pads_after(
+    example: Example, post_num: int, block: int, free: int, *, traced
+) -> int:
+    """Returns how many pads are learned after an answer: see DataConfig.post_num."""
+    if post_num >= 0:
+        return max(min(post_num, free), 0)
+    return 0 if traced else -length(example) % block
+
+
+def padded(example: Example, count: int, *, pad: int, traced: bool) -> Example:
+    """Returns the example with pads to learn, in a trace at a step of their own."""
+    step = max(example.step) + 1 if traced else 1
+    return Example(
+        example.prompt, example.answer + [pad] * count, example.step + [step] * count
+    )
+
+
+def refuse_foreign(example: Example, vocab: int) -> None:
+    """Raises ValueError for ids that the model does not have."""
+    if max(example.prompt + example.answer) >= vocab:
+        raise ValueError(
+            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
+            "another model's trace or tokenizer?"
+        )
+
+
+def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
+    """Returns examples as rows of `slots` positions, filled up with pads."""
+    tokens_BT = np.full((len(examples), slots), pad, np.int32)
+    step_BT = np.zeros((len(examples), slots), np.int32)
+    for i, example in enumerate(examples):
+        first, end = len(example.prompt), length(example)
+        tokens_BT[i, :end] = example.prompt + example.answer
+        step_BT[i, first:end] = example.step
+    return Examples(
         tokens_BT=tokens_BT,
         step_BT=step_BT,
-        prompt_len_B=np.array([len(p) for p, _, _ in rows], np.int32),
-        len_B=np.array([len(a) for _, a, _ in rows], np.int32),
+        prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
+        len_B=np.array([len(x.answer) for x in examples], np.int32),
     )
-    return out, dropped
 
 
 def order(size: int, start: int, count: int, *, seed: int, shuffle: bool):

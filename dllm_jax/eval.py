@@ -13,9 +13,7 @@ import pathlib
 import sys
 
 import jax
-import ml_collections.config_flags
 import numpy as np
-from absl import flags
 
 from dllm_jax import config, data, metrics, sharding
 from dllm_jax.models import hf
@@ -31,27 +29,28 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
+    # ---- The problems and the model ----------------------------------------------------
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
     cfg, model, tok = config.completed(cfg)
-    timer = metrics.Timer()
     grader = GRADERS[cfg.rl.reward]
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say)
-
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
-    each = cfg.eval.answers
+
+    # ---- Each problem, answered so many times ------------------------------------------
+    timer, samples = metrics.Timer(), cfg.eval.answers
     with timer("eval"):
         rollouts = rollout.answered(
             answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
             params,
-            [p for p in problems for _ in range(each)],
-            np.repeat(np.arange(len(problems)), each),
+            [problem for problem in problems for _ in range(samples)],
+            np.repeat(np.arange(len(problems)), samples),
             jax.random.key(cfg.seed),
             tok=tok,
             temperature=cfg.eval.temperature,
@@ -59,46 +58,33 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
             grader=grader,
             truncated_wrong=cfg.rl.truncated_wrong,
         )
-    solved = (rollouts.reward_n >= 1).reshape(-1, each)
-    told = rollout.summary(rollouts) | {
-        f"pass@{k}": rollout.pass_at(solved, k)
-        for k in sorted({2**i for i in range(each.bit_length())} | {each})
-    }
-    told |= {"problems": len(problems), "answers": each, **timer.pop()}
+
+    # ---- What came out -----------------------------------------------------------------
+    scores = rollout.summary(rollouts) | rollout.passed(rollouts, samples)
+    scores |= {"problems": len(problems), "answers": samples, **timer.pop()}
     if main:
-        folder = pathlib.Path(cfg.run.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "eval.json").write_text(json.dumps(told, indent=2) + "\n")
-        prompts = [p.prompt_ids for p in problems for _ in range(each)]
-        with (folder / "eval.jsonl").open("w") as file:
-            for row in rollout.as_records(rollouts, prompts):
-                problem = problems[row["group"]]
-                row |= {"question": problem.text, "answer": problem.answer}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        for name, value in told.items():
+        write(pathlib.Path(cfg.run.folder), scores, rollouts, problems)
+        for name, value in scores.items():
             say(f"{name:24s} {value:.4g}")
-    return told
+    return scores
+
+
+def write(folder: pathlib.Path, scores, rollouts: rollout.Rollouts, problems):
+    """Writes eval.json, the scores, and eval.jsonl, a line for each answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
+    prompts = [problems[group].prompt_ids for group in rollouts.group_n]
+    with (folder / "eval.jsonl").open("w") as file:
+        for line in rollout.as_records(rollouts, prompts):
+            problem = problems[line["group"]]
+            line |= {"question": problem.text, "answer": problem.answer}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def main():
     """Parses the command line and evaluates."""
-    file = ml_collections.config_flags.DEFINE_config_file(
-        "config", None, "a file of configs/, optionally with :PRESET"
-    )
-    distributed = flags.DEFINE_bool("distributed", False, "join the other processes")
-    if {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    config.parse(sys.argv)
-    if file.value is None:
-        raise ValueError("--config=FILE is required, such as configs/eval.py")
-    if distributed.value:
-        jax.distributed.initialize()
-    evaluate(config.freeze(file.value))
+    evaluate(config.from_command_line(sys.argv, example="configs/eval.py"))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        config.fail(error)
+    config.entry(main, config.usage(__doc__, config.OPTIONS))

@@ -1,9 +1,10 @@
 """Where arrays live: one mesh of three axes and two rule tables over dimension letters.
 
 `data` replicates parameters (across slices or nodes), `fsdp` also splits them, and
-`model` splits heads, feed-forward, experts and vocabulary. Every array's dimensions are letters
-(B rows, R rows x positions flattened, D width, N heads, ...); a table says which mesh
-axis carries a letter, and a dimension that does not divide its axis is replicated.
+`model` splits heads, feed-forward, experts and vocabulary. Every array's dimensions are
+letters of the alphabet (B rows, D width, N heads, ...); a table says which mesh axes carry
+a letter, and a dimension whose letter is in none, or which does not divide its axes, is
+replicated.
 """
 
 import os
@@ -14,28 +15,13 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "model")
-PARAM = {
-    "D": "fsdp",
-    "N": "model",
-    "K": "model",
-    "F": "model",
-    "E": "model",
-    "I": "model",
-    "Z": "model",
-    "V": "model",
-}
-ACT = {
-    "B": ("data", "fsdp"),
-    "R": ("data", "fsdp"),
-    "P": ("data", "fsdp"),
-    "N": "model",
-    "K": "model",
-    "F": "model",
-    "E": "model",
-    "I": "model",
-    "Z": "model",
-    "V": "model",
-}
+# What `model` splits of parameters and activations alike: query and key/value heads, the
+# inner widths of feed-forwards (an expert's and the shared experts' too), experts, and the
+# vocabulary. Of two such letters in one array the first takes the axis.
+MODEL = dict.fromkeys(("N", "K", "F", "I", "Z", "E", "V"), "model")
+PARAM = {"D": "fsdp"} | MODEL
+# Rows, rows x positions flattened, and pages: each device has pages of its own.
+ACT = dict.fromkeys(("B", "R", "P"), ("data", "fsdp")) | MODEL
 
 
 def keep_compiled(folder: str):
@@ -74,18 +60,21 @@ def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
 
 
 def pspec(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> PartitionSpec:
-    """Returns the partition of an array whose dimensions are the letters `dims`."""
-    taken, parts = set(), []
+    """Returns the partition of an array whose dimensions are the letters `dims`.
+
+    rules: ACT or PARAM. An axis splits one dimension only, the first that it can.
+    """
+    taken, splits = set(), []
     for letter, size in zip(dims, shape, strict=True):
         axes = rules.get(letter, ())
         axes = (axes,) if isinstance(axes, str) else axes
         axes = tuple(a for a in axes if a not in taken and mesh.shape[a] > 1)
         if axes and size % int(np.prod([mesh.shape[a] for a in axes])) == 0:
             taken.update(axes)
-            parts.append(axes if len(axes) > 1 else axes[0])
+            splits.append(axes if len(axes) > 1 else axes[0])
         else:
-            parts.append(None)
-    return PartitionSpec(*parts)
+            splits.append(None)
+    return PartitionSpec(*splits)
 
 
 def named(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> NamedSharding:
@@ -94,7 +83,10 @@ def named(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> NamedSharding
 
 
 def constrain(x: jax.Array, dims: str) -> jax.Array:
-    """Lays an activation out by the ACT table on the mesh in force, if there is one."""
+    """Lays an activation out by the ACT table on the mesh in force, if there is one.
+
+    Inside jit it tells XLA where the array is to be; what has to move for it moves there.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -105,8 +97,8 @@ def per_device(f, dims_in, dims_out, *args):
     """Returns f of each device's part of `args`, for code that XLA cannot split itself.
 
     dims_in: the letters of each argument, or a tree of them; dims_out: those of the
-    results, whose sizes are those of the arguments. Without a mesh, or where the caller
-    is such a part already, it is f(*args).
+    results. A letter has one size in all of them. Without a mesh, or where the caller is
+    per device already, it is f(*args).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
@@ -116,7 +108,7 @@ def per_device(f, dims_in, dims_out, *args):
         sizes |= dict(zip(dims, x.shape, strict=True))
 
     def spec(dims):
-        return pspec(dims, tuple(sizes[n] for n in dims), ACT, mesh)
+        return pspec(dims, tuple(sizes[letter] for letter in dims), ACT, mesh)
 
     in_specs, out_specs = (jax.tree.map(spec, dims) for dims in (dims_in, dims_out))
     return jax.shard_map(
@@ -137,6 +129,7 @@ def place_rows(tree, mesh: Mesh, axis: int = 0):
 
     def put(x):
         x = np.asarray(x)
+        # "_" is a letter of no rule.
         dims = "".join("B" if i == axis else "_" for i in range(x.ndim))
         return place(x, pspec(dims, x.shape, ACT, mesh), mesh)
 

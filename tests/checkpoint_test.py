@@ -89,6 +89,21 @@ def test_nothing_there_is_none(tmp_path):
     assert Checkpoints(tmp_path / "new").restore(target(tree(0))) is None
 
 
+def test_a_folder_is_refused_that_is_not_what_resume_asks_for(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    for resume in ("auto", "never"):
+        checkpoint.check_resume(folder, resume)
+    with pytest.raises(ValueError, match="--resume=must, but .*/run has no checkpoint"):
+        checkpoint.check_resume(folder, "must")
+    assert not folder.parent.exists()
+
+    (folder / "3").mkdir(parents=True)
+    for resume in ("auto", "must"):
+        checkpoint.check_resume(folder, resume)
+    with pytest.raises(ValueError, match="--resume=never, but .*/run already holds"):
+        checkpoint.check_resume(folder, "never")
+
+
 def test_arrays_may_be_donated_while_they_are_written(tmp_path):
     state = tree(1)
     checkpoints = Checkpoints(tmp_path)

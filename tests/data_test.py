@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data
-from dllm_jax.rl.rewards import math
+from dllm_jax.rl.rewards import GRADERS, Grader
 
 ROOT = pathlib.Path(__file__).parents[1]
 CFG = data.DataConfig()
@@ -99,10 +99,10 @@ def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
         {"question": "2+2", "anwser": 4},
     )
     with pytest.raises(ValueError, match=r"record 2: no field 'answer'.*'anwser'\?"):
-        data.problems(path, tok, CFG, math.grade)
+        data.problems(path, tok, CFG, GRADERS["math"])
     with pytest.raises(ValueError, match=r"no field 'zzz', it has \['answer', 'qu"):
         cfg = dataclasses.replace(CFG, question="zzz")
-        data.problems(path, tok, cfg, math.grade)
+        data.problems(path, tok, cfg, GRADERS["math"])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,18 @@ def test_a_bad_problem_is_named(tmp_path, tok, bad, message):
     good = {"question": "1+1", "answer": 2}
     with pytest.raises(ValueError, match=message):
         data.problems(
-            write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, math.grade
+            write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, GRADERS["math"]
         )
+
+
+def test_golds_are_checked_and_nothing_is_graded(tmp_path, tok):
+    checked = []
+    grader = Grader(grade=None, check=checked.append)
+    path = write(
+        tmp_path / "x.jsonl", *({"question": "?", "answer": n} for n in (1, 2))
+    )
+    assert len(data.problems(path, tok, CFG, grader)) == 2
+    assert checked == ["1", "2"]
 
 
 # ---- Order ---------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def test_render_without_a_template_is_an_error(tok):
 def test_problems_fill_the_template(tmp_path, tok):
     path = write(tmp_path / "x.jsonl", {"question": "1+2", "answer": 3})
     cfg = dataclasses.replace(CFG, template="{question}= {x}?")
-    (problem,) = data.problems(path, tok, cfg, math.grade)
+    (problem,) = data.problems(path, tok, cfg, GRADERS["math"])
     assert "user\n1+2= {x}?<|im_end|>" in tok.decode(problem.prompt_ids)
     assert (problem.text, problem.answer) == ("1+2", "3")
 

@@ -1,4 +1,4 @@
-"""Metrics: what is kept on resume, what is called out, and a picture from any run."""
+"""Metrics: what is kept on resume, what is called out, and whose time it is."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 def steps(folder) -> list[int]:
     """Returns the steps in metrics.jsonl."""
-    return [row["step"] for row in metrics.read(folder)]
+    return [row["step"] for row in metrics.history(folder)]
 
 
 def fill(folder, count, total=10):
@@ -66,7 +66,7 @@ def test_numbers_that_are_not_finite_become_null_and_are_called_out(tmp_path, ca
     writer = metrics.Writer(tmp_path, 10, 0)
     writer.write(1, {"kl": math.nan, "grad_norm": math.inf, "reward": 0.5})
     writer.close()
-    (row,) = metrics.read(tmp_path)
+    (row,) = metrics.history(tmp_path)
     assert row == {"step": 1, "kl": None, "grad_norm": None, "reward": 0.5}
     assert "warning: not finite: grad_norm, kl" in capsys.readouterr().err
 
@@ -129,26 +129,6 @@ def test_timer_counts_what_fails(clock):
     assert timer.pop() == {"seconds/eval": 5}
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 40])
-def test_curves_are_drawn_from_any_number_of_steps(tmp_path, count):
-    rows = [{"step": 0, "heldout_accuracy": 0.2, "seconds/eval": 1.0}] * (count > 0)
-    for step in range(1, count):
-        rows.append(
-            {
-                "step": step,
-                "reward": step / count,
-                "accuracy": step / count,
-                "kl": None,
-                "value_loss": 1 / step,
-                "logprob_gap_max": 0.0,
-                "seconds/rollout": 1.0,
-                "seconds/update": 2.0,
-            }
-        )
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics.curves(tmp_path)
-    picture = tmp_path / "curves.png"
-    assert picture.exists() == (count > 0)
-    if count:
-        assert picture.read_bytes().startswith(b"\x89PNG")
+def test_the_mean_of_rows_is_that_of_each_metric():
+    rows = [{"loss": 1.0, "kl": 0.5}, {"loss": 3.0, "kl": 0.5}]
+    assert metrics.mean(rows) == {"loss": 2.0, "kl": 0.5}

@@ -148,14 +148,14 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
 
 
 def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
-    told = metrics.read(whole)
+    told = metrics.history(whole)
     assert "seconds/reward" not in told[0]  # grading the held-out answers is "eval"
     for row in told[1:]:
         assert row["seconds/checkpoint"] > 0
     rates = {f"tokens_per_second/{p}" for p in ("rollout", "reward", "score", "update")}
     sampling = {"tokens_per_second/rollout", "tokens_per_second/reward"}
     for folder, wanted in ((whole, rates), (others["none"][0], sampling)):
-        for row in metrics.read(folder)[1:]:
+        for row in metrics.history(folder)[1:]:
             assert wanted == {n for n in row if n.startswith("tokens_per_second/")}
 
 

@@ -24,28 +24,29 @@ def empty(cfg: ModelConfig, rows: int, slots: int) -> KVCache:
 
 
 def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
-    """Returns the cache with `fresh` (W positions) at `start`, in rows where `keep`."""
+    """Returns the cache with `fresh` (W positions) from `start` on, in rows where `keep`."""
 
-    # Rows that keep nothing write past the end, where an update is dropped. Row by row:
-    # indices that also name the row would tie the rows of a mesh together.
+    # A row that keeps nothing writes behind the last slot, where an update is dropped.
     slots = cache.k_LBSKH.shape[2]
-    at_B = jnp.where(keep_B, start_B, slots)
+    first_B = jnp.where(keep_B, start_B, slots)
 
-    def row(old_LSKH, new_LWKH, at):
-        at_W = at + jnp.arange(new_LWKH.shape[1])
-        return old_LSKH.at[:, at_W].set(new_LWKH, mode="drop")
+    def write_row(old_LSKH, new_LWKH, first):
+        slot_W = first + jnp.arange(new_LWKH.shape[1])
+        return old_LSKH.at[:, slot_W].set(new_LWKH, mode="drop")
 
-    rows = jax.vmap(row, in_axes=(1, 1, 0), out_axes=1)
+    # By vmap, row by row: of a scatter whose indices also name the row XLA cannot know
+    # that each row writes to itself, and rows that a mesh has apart would be gathered.
+    write_rows = jax.vmap(write_row, in_axes=(1, 1, 0), out_axes=1)
 
-    def put(old_LBSKH, new_LBWKH):
-        return constrain(rows(old_LBSKH, new_LBWKH, at_B), "LBSKH")
+    def write_all(old_LBSKH, new_LBWKH):
+        return constrain(write_rows(old_LBSKH, new_LBWKH, first_B), "LBSKH")
 
-    return jax.tree.map(put, cache, fresh)
+    return jax.tree.map(write_all, cache, fresh)
 
 
 @flax.struct.dataclass
 class PagedKVCache:
-    """Keys (rotated) and values in pages of O positions; a table says whose they are."""
+    """Keys (rotated) and values in pages of O positions; a Window's table says whose."""
 
     k_LPOKH: jax.Array
     v_LPOKH: jax.Array
@@ -59,10 +60,11 @@ class Window:
     `start` in its pages, those written in this very layer too, and all of itself.
     """
 
-    # Position s is in page table[s // O], counted on its own device.
-    table_BA: jax.Array
-    start_B: jax.Array
-    keep_B: jax.Array  # its keys are written: it is clean
+    table_BA: (
+        jax.Array
+    )  # position s is in page table[s // O], counted on its own device
+    start_B: jax.Array  # the window's first position
+    keep_B: jax.Array  # whether its keys are written to the pages: its tokens are known
 
 
 def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:

@@ -26,7 +26,10 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language tower. Hashable, so that it can be a static argument."""
+    """A decoder-only language tower. Hashable, so that it can be a static argument.
+
+    The defaults are SDAR-4B's sizes.
+    """
 
     family: str = "sdar"  # a key of families.FAMILIES: names and fields of checkpoints
     vocab: int = 151936

@@ -1,8 +1,8 @@
 """The families: what each calls its tensors, and how its config.json is read.
 
-A name table maps our parameter to the checkpoint's tensor, `{}` standing for the layer,
-and a second one for the expert.
-A field table maps a field of ModelConfig to its key in config.json.
+A checkpoint of another family is a row of FAMILIES, which is made of three kinds of tables:
+names (our parameter -> the checkpoint's tensor), fields (a field of ModelConfig -> its key
+in config.json) and plain keys (a key of config.json -> the one value that we compute).
 """
 
 import dataclasses
@@ -12,7 +12,10 @@ import pathlib
 from dllm_jax.checks import one_of
 from dllm_jax.models.config import ModelConfig
 
-DECODER = {
+# ---- Names: our parameter -> the checkpoint's tensor -----------------------------------
+
+# Llama, Qwen and what is trained from them.
+LLAMA_NAMES = {
     "embed": "model.embed_tokens.weight",
     "layers.attn_norm": "model.layers.{}.input_layernorm.weight",
     "layers.wq": "model.layers.{}.self_attn.q_proj.weight",
@@ -32,13 +35,14 @@ DECODER = {
     "head": "lm_head.weight",
     "value": "value_head.weight",
 }
-EXPERTS = {  # in the layers that have them
+EXPERT_NAMES = {  # in the layers that have experts
     "layers.router": "model.layers.{}.mlp.gate.weight",
     "layers.e_gate": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
     "layers.e_up": "model.layers.{}.mlp.experts.{}.up_proj.weight",
     "layers.e_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
-LLADA = {
+QWEN_MOE_NAMES = LLAMA_NAMES | EXPERT_NAMES
+LLADA_NAMES = {  # those of OLMo, from whose code LLaDA's is made
     "embed": "model.transformer.wte.weight",
     "layers.attn_norm": "model.transformer.blocks.{}.attn_norm.weight",
     "layers.wq": "model.transformer.blocks.{}.q_proj.weight",
@@ -53,7 +57,7 @@ LLADA = {
     "head": "model.transformer.ff_out.weight",
     "value": "value_head.weight",
 }
-ATTENTION = {  # of LLaDA2, in all layers; the experts come after some dense ones
+LLADA2_ATTENTION_NAMES = {  # the same in the dense layers and in those with experts
     "attn_norm": "model.layers.{}.input_layernorm.weight",
     "wq": "model.layers.{}.attention.query_key_value.weight",
     "wk": "model.layers.{}.attention.query_key_value.weight",
@@ -63,14 +67,14 @@ ATTENTION = {  # of LLaDA2, in all layers; the experts come after some dense one
     "k_norm": "model.layers.{}.attention.key_layernorm.weight",
     "ffw_norm": "model.layers.{}.post_attention_layernorm.weight",
 }
-LLADA2 = {
+LLADA2_NAMES = {
     "embed": "model.word_embeddings.weight",
-    **{f"first.{key}": name for key, name in ATTENTION.items()},
+    **{f"first.{key}": name for key, name in LLADA2_ATTENTION_NAMES.items()},
     "first.w_gate": "model.layers.{}.mlp.gate_proj.weight",
     "first.w_up": "model.layers.{}.mlp.up_proj.weight",
     "first.w_down": "model.layers.{}.mlp.down_proj.weight",
-    **{f"layers.{key}": name for key, name in ATTENTION.items()},
-    **EXPERTS,
+    **{f"layers.{key}": name for key, name in LLADA2_ATTENTION_NAMES.items()},
+    **EXPERT_NAMES,
     "layers.router_bias": "model.layers.{}.mlp.gate.expert_bias",
     "layers.w_gate": "model.layers.{}.mlp.shared_experts.gate_proj.weight",
     "layers.w_up": "model.layers.{}.mlp.shared_experts.up_proj.weight",
@@ -79,18 +83,22 @@ LLADA2 = {
     "head": "lm_head.weight",
     "value": "value_head.weight",
 }
-MERGED = {  # a layer's experts in one tensor
+LLADA2_MERGED_NAMES = LLADA2_NAMES | {  # a layer's experts in one tensor
     "layers.e_gate": "model.layers.{}.mlp.experts.gate_proj",
     "layers.e_up": "model.layers.{}.mlp.experts.up_proj",
     "layers.e_down": "model.layers.{}.mlp.experts.down_proj",
 }
 
-KIND = {  # of attention and prediction: what `adapt` may change, and an export tells
+# ---- Fields: a field of ModelConfig -> its key in config.json --------------------------
+
+# How a model attends and predicts. `adapt` may change it, and then an export tells it: the
+# keys are ours, where a family has none of its own.
+DIFFUSION_FIELDS = {
     "attention": "attention_pattern",
     "shift": "logit_shift",
     "block": "block_size",
 }
-FIELDS = KIND | {
+LLAMA_FIELDS = DIFFUSION_FIELDS | {
     "vocab": "vocab_size",
     "d_model": "hidden_size",
     "layers": "num_hidden_layers",
@@ -101,13 +109,14 @@ FIELDS = KIND | {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-EXPERT_FIELDS = {
+FAST_DLLM_FIELDS = LLAMA_FIELDS | {"block": "bd_size"}
+QWEN_MOE_FIELDS = LLAMA_FIELDS | {
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
     "expert_ffw": "moe_intermediate_size",
     "router_norm": "norm_topk_prob",
 }
-LLADA2_FIELDS = {
+LLADA2_FIELDS = QWEN_MOE_FIELDS | {
     "rotary": "partial_rotary_factor",
     "dense_layers": "first_k_dense_replace",
     "shared_experts": "num_shared_experts",
@@ -115,7 +124,7 @@ LLADA2_FIELDS = {
     "router_groups": "n_group",
     "router_best_groups": "topk_group",
 }
-LLADA_FIELDS = KIND | {
+LLADA_FIELDS = DIFFUSION_FIELDS | {
     "vocab": "embedding_size",
     "d_model": "d_model",
     "layers": "n_layers",
@@ -125,11 +134,26 @@ LLADA_FIELDS = KIND | {
     "norm_eps": "rms_norm_eps",
     "tied": "weight_tying",
 }
+# Without these, where a family's table has them, no checkpoint can be read.
+NEEDED = {
+    "vocab",
+    "d_model",
+    "layers",
+    "heads",
+    "ffw",
+    "experts",
+    "experts_per_token",
+    "expert_ffw",
+}
 
-# Keys of config.json that we read as one value only; a key may also be absent.
-PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-EXPERT_PLAIN = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # experts everywhere
-LLADA2_PLAIN = {
+# ---- Plain keys of config.json: absent, or the one value that we compute ---------------
+
+LLAMA_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+QWEN_MOE_PLAIN = LLAMA_PLAIN | {  # experts in every layer
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LLADA2_PLAIN = LLAMA_PLAIN | {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "use_qk_norm": True,
@@ -152,57 +176,108 @@ LLADA_PLAIN = {
     "scale_logits": False,
 }
 
+# ---- The families ----------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How the checkpoints of one model_type are read and written."""
+    """How the checkpoints of one model_type are read and written: see FAMILIES."""
 
-    fixed: dict  # fields of ModelConfig that config.json does not tell, or may not
-    names: dict = dataclasses.field(default_factory=lambda: DECODER)
-    fields: dict = dataclasses.field(default_factory=lambda: FIELDS)
-    plain: dict = dataclasses.field(default_factory=lambda: PLAIN)
+    assumed: dict = dataclasses.field(default_factory=dict)
+    names: dict = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
+    fields: dict = dataclasses.field(default_factory=lambda: LLAMA_FIELDS)
+    plain: dict = dataclasses.field(default_factory=lambda: LLAMA_PLAIN)
 
 
-QWEN2 = {"qk_norm": False, "qkv_bias": True}
-FULL = {"attention": "full", "qk_norm": False, "block": 32}
-CAUSAL = {"attention": "causal", "shift": 1, "block": 1}  # autoregressive
-BLOCKS = {"attention": "block", "shift": 0}  # such a model, once it has a block_size
-MOE = {
-    "names": DECODER | EXPERTS,
-    "fields": FIELDS | EXPERT_FIELDS,
-    "plain": PLAIN | EXPERT_PLAIN,
-}
-LING = {  # LLaDA2.0's config.json tells neither the block nor the mask token
-    "fixed": {"router": "sigmoid", "router_bias": True, "block": 32, "mask_id": 156895},
-    "fields": FIELDS | EXPERT_FIELDS | LLADA2_FIELDS,
-    "plain": PLAIN | LLADA2_PLAIN,
-}
-OLMO = {"names": LLADA, "fields": LLADA_FIELDS, "plain": LLADA_PLAIN}
-FAMILIES = {  # by model_type
-    "sdar": Family({}),  # and TraDo
-    "sdar_moe": Family({}, **MOE),
-    "llada2_moe": Family(**LING, names=LLADA2),
-    "llada2_moe_veomni": Family(**LING, names=LLADA2 | MERGED),
-    "Fast_dLLM_Qwen": Family(
-        QWEN2 | {"shift": 1, "block": 32, "mask_id": 151665},
-        fields=FIELDS | {"block": "bd_size"},
+LLADA = Family(
+    assumed={"attention": "full", "block": 32, "qk_norm": False},
+    names=LLADA_NAMES,
+    fields=LLADA_FIELDS,
+    plain=LLADA_PLAIN,
+)
+LLADA2 = Family(
+    # Neither the block nor the mask token is in its config.json.
+    assumed={"block": 32, "mask_id": 156895, "router": "sigmoid", "router_bias": True},
+    names=LLADA2_NAMES,
+    fields=LLADA2_FIELDS,
+    plain=LLADA2_PLAIN,
+)
+# The contract of a row, which belongs to a model_type of config.json. It says only what
+# differs. What it leaves out is Llama's in the tables, and ModelConfig's default in the
+# fields: attention by blocks, no shift, a norm of queries and keys, no bias.
+#
+# assumed  values of fields of ModelConfig, for what config.json does not tell; what it
+#          tells comes first.
+# names    a name for every parameter that transformer.specs declares for such a model,
+#          and perhaps for more. Each {} stands for a leading dimension: a layer, counted
+#          through "first" and "layers", then an expert. Parameters that share a name
+#          follow each other in that tensor, in the order of the table.
+# fields   what config.json tells. An export writes DIFFUSION_FIELDS under these keys.
+# plain    keys that are refused when they say anything else.
+FAMILIES = {
+    "sdar": Family(),  # and TraDo
+    "sdar_moe": Family(
+        names=QWEN_MOE_NAMES, fields=QWEN_MOE_FIELDS, plain=QWEN_MOE_PLAIN
     ),
-    "Dream": Family(FULL | QWEN2 | {"shift": 1}),  # and DiffuCoder
-    "llada": Family(FULL, **OLMO),
-    "mmada": Family(FULL, **OLMO),  # the vocabulary ends with the image codes
-    "qwen2": Family(CAUSAL | QWEN2),
-    "qwen3": Family(CAUSAL),
-    "qwen3_moe": Family(CAUSAL | {"router_norm": False}, **MOE),
-    "llama": Family(CAUSAL | {"qk_norm": False}),
+    "llada": LLADA,
+    "mmada": LLADA,  # the vocabulary ends with the image codes
+    "llada2_moe": LLADA2,
+    "llada2_moe_veomni": dataclasses.replace(LLADA2, names=LLADA2_MERGED_NAMES),
+    # Qwen2.5 that fills the whole canvas; DiffuCoder is one too.
+    "Dream": Family(
+        assumed={
+            "attention": "full",
+            "shift": 1,
+            "block": 32,
+            "qk_norm": False,
+            "qkv_bias": True,
+        },
+    ),
+    # Qwen2.5 that fills blocks.
+    "Fast_dLLM_Qwen": Family(
+        assumed={
+            "shift": 1,
+            "block": 32,
+            "mask_id": 151665,
+            "qk_norm": False,
+            "qkv_bias": True,
+        },
+        fields=FAST_DLLM_FIELDS,
+    ),
+    # Autoregressive models; with a block_size in config.json they fill blocks instead.
+    "qwen2": Family(
+        assumed={
+            "attention": "causal",
+            "shift": 1,
+            "block": 1,
+            "qk_norm": False,
+            "qkv_bias": True,
+        },
+    ),
+    "qwen3": Family(assumed={"attention": "causal", "shift": 1, "block": 1}),
+    "qwen3_moe": Family(
+        assumed={"attention": "causal", "shift": 1, "block": 1, "router_norm": False},
+        names=QWEN_MOE_NAMES,
+        fields=QWEN_MOE_FIELDS,
+        plain=QWEN_MOE_PLAIN,
+    ),
+    "llama": Family(
+        assumed={"attention": "causal", "shift": 1, "block": 1, "qk_norm": False},
+    ),
 }
-LLAMA3 = (  # of rope_scaling, in the order of ModelConfig.rope_llama3
-    *("factor", "low_freq_factor", "high_freq_factor"),
+ATTENTIONS = ("block", "full", "causal")  # see mask.clean
+
+# ---- config.json -----------------------------------------------------------------------
+
+# Keys of rope_scaling whose rope_type is "llama3", in the order of ModelConfig.rope_llama3.
+LLAMA3_ROPE = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
     "original_max_position_embeddings",
 )
-ATTENTIONS = ("block", "full", "causal")  # see mask.clean
-NEEDED = {"vocab", "d_model", "layers", "heads", "ffw"}  # of these fields, without
-NEEDED |= {"experts", "experts_per_token", "expert_ffw"}  # which nothing can be read
-MASKS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")  # its names
+# What tokenizers call their mask token, where tokenizer_config.json does not name it.
+MASK_TOKENS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")
 
 
 def read_json(file: pathlib.Path) -> dict:
@@ -229,13 +304,43 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             + ", ".join(sorted(FAMILIES, key=str.lower))
         )
     family = FAMILIES[kind]
+    raw, rope_llama3 = raw_fields(raw, file)
+    refuse_other_than_plain(raw, family, file)
+    fields = model_fields(raw, family, file)
+    pad_id = token_id(raw.get("pad_token_id"), None)
+    eos_id = token_id(raw.get("eos_token_id"), pad_id or 0)
+    fields["mask_id"] = find_mask_id(folder, raw, fields)
+    cfg = ModelConfig(
+        family=kind,
+        rope_theta=float(raw.get("rope_theta") or 10000.0),
+        rope_llama3=rope_llama3,
+        eos_id=eos_id,
+        pad_id=eos_id if pad_id is None else pad_id,
+        **fields,
+    )
+    refuse_unsupported(cfg, file)
+    return cfg
+
+
+def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
+    """Returns (config.json with its synonyms resolved, ModelConfig.rope_llama3).
+
+    Newer versions of transformers write rope_parameters, which hold rope_theta and
+    partial_rotary_factor too, and num_local_experts. What the file says at its top level
+    comes first. Raises ValueError for scaled positions other than those of Llama 3.1.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    # As newer ones write.
-    raw = rope | {"num_experts": raw.get("num_local_experts")} | raw
-    turn = rope.get("rope_type", rope.get("type", "default"))
-    scaled = tuple(rope.get(key) for key in LLAMA3) if turn == "llama3" else ()
-    if turn not in ("default", "llama3") or None in scaled:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    llama3 = ()
+    if rope_type == "llama3":
+        llama3 = tuple(rope.get(key) for key in LLAMA3_ROPE)
+    if rope_type not in ("default", "llama3") or None in llama3:
         raise ValueError(f"{file}: rope_scaling={rope!r} is not supported")
+    return rope | {"num_experts": raw.get("num_local_experts")} | raw, llama3
+
+
+def refuse_other_than_plain(raw: dict, family: Family, file: pathlib.Path) -> None:
+    """Raises ValueError naming a key of config.json that asks for what is not computed."""
     if raw.get("use_sliding_window") and raw.get("sliding_window"):
         raise ValueError(
             f"{file}: sliding_window={raw['sliding_window']!r} is not supported"
@@ -243,50 +348,101 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     for key, value in family.plain.items():
         if raw.get(key, value) != value:
             raise ValueError(f"{file}: {key}={raw[key]!r} is not supported")
-    fixed = family.fixed
-    if fixed.get("attention") == "causal" and "block_size" in raw:
-        fixed = fixed | BLOCKS
-    told = {field: raw.get(key) for field, key in family.fields.items()}
-    told = fixed | {k: value for k, value in told.items() if value is not None}
-    for field in family.fields:
-        if field in NEEDED and field not in told:
-            raise ValueError(f"{file}: no field {family.fields[field]!r}")
-    told.setdefault("kv_heads", told["heads"])
-    told.setdefault("head_dim", told["d_model"] // told["heads"])
-    pad = first(raw.get("pad_token_id"), None)
-    eos = first(raw.get("eos_token_id"), pad or 0)
-    masked = told.get("attention") != "causal"  # or no token, which forbids none
-    default = told.get("mask_id", None if masked else told["vocab"])
-    told["mask_id"] = mask_id(folder, raw, default)
-    cfg = ModelConfig(
-        family=kind,
-        rope_theta=float(raw.get("rope_theta") or 10000.0),
-        rope_llama3=scaled,
-        eos_id=eos,
-        pad_id=eos if pad is None else pad,
-        **told,
-    )
+
+
+def model_fields(raw: dict, family: Family, file: pathlib.Path) -> dict:
+    """Returns the fields of ModelConfig that config.json tells or the family assumes.
+
+    Raises ValueError naming a key that is needed and missing.
+    """
+    assumed = family.assumed
+    if assumed.get("attention") == "causal" and "block_size" in raw:
+        # An autoregressive model's class that fills blocks: what SDAR's is.
+        assumed = assumed | {"attention": "block", "shift": 0}
+    stated = {field: raw.get(key) for field, key in family.fields.items()}
+    fields = assumed | {k: value for k, value in stated.items() if value is not None}
+    for field, key in family.fields.items():
+        if field in NEEDED and field not in fields:
+            raise ValueError(f"{file}: no field {key!r}")
+    fields.setdefault("kv_heads", fields["heads"])
+    fields.setdefault("head_dim", fields["d_model"] // fields["heads"])
+    return fields
+
+
+def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
+    """Raises ValueError naming keys of config.json whose values make no model."""
+    keys = FAMILIES[cfg.family].fields
+
+    def stated(field):
+        return f"{keys[field]}={getattr(cfg, field)!r}"
+
     for field, choices in (("attention", ATTENTIONS), ("shift", (0, 1))):
         if getattr(cfg, field) not in choices:
-            key, value = family.fields[field], told[field]
-            raise ValueError(f"{file}: {key}={value!r} is not supported")
-    groups, best = cfg.router_groups, cfg.router_best_groups
-    open_experts = cfg.experts // groups * best
-    for one, other, bad in (
+            raise ValueError(f"{file}: {stated(field)} is not supported")
+    groups, best_groups = cfg.router_groups, cfg.router_best_groups
+    open_experts = cfg.experts // groups * best_groups
+    for field, other_field, refused in (
         ("kv_heads", "heads", cfg.heads % cfg.kv_heads),
         ("experts_per_token", "experts", cfg.experts_per_token > open_experts),
         ("router_groups", "experts", groups > 1 and cfg.experts % groups),
         ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
-        ("router_best_groups", "router_groups", best > groups),
+        ("router_best_groups", "router_groups", best_groups > groups),
     ):
-        if bad:
-            one, other = (f"{family.fields[x]}={told[x]!r}" for x in (one, other))
-            raise ValueError(f"{file}: {one} does not go with {other}")
-    if not 0 <= cfg.mask_id < cfg.vocab + (not masked):
+        if refused:
+            raise ValueError(
+                f"{file}: {stated(field)} does not go with {stated(other_field)}"
+            )
+    # A causal model has perhaps no mask token: the id behind the vocabulary forbids none.
+    last = cfg.vocab if cfg.attention == "causal" else cfg.vocab - 1
+    if not 0 <= cfg.mask_id <= last:
         raise ValueError(
-            f"{folder}: mask token {cfg.mask_id} is outside the vocabulary of {cfg.vocab}"
+            f"{file.parent}: mask token {cfg.mask_id} is outside the vocabulary of "
+            f"{cfg.vocab}"
         )
-    return cfg
+
+
+def token_id(value, default):
+    """Returns an id that config.json may give as a list, or not at all."""
+    value = value[0] if isinstance(value, list) and value else value
+    return default if value is None or value == [] else int(value)
+
+
+def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
+    """Returns the mask token's id, from config.json or the tokenizer's files.
+
+    Where neither has one it is the family's, or for a causal model the id behind the
+    vocabulary, which is no token. Raises ValueError for any other model.
+    """
+    if raw.get("mask_token_id") is not None:
+        return int(raw["mask_token_id"])
+    id_of, named = added_tokens(folder)
+    for token in (named, *MASK_TOKENS):
+        if token in id_of:
+            return int(id_of[token])
+    if "mask_id" in fields:
+        return fields["mask_id"]
+    if fields.get("attention") == "causal":
+        return fields["vocab"]
+    raise ValueError(
+        f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
+        "tokenizer a mask_token"
+    )
+
+
+def added_tokens(folder: pathlib.Path) -> tuple[dict, str | None]:
+    """Returns ({an added token: its id}, the mask token's name) of a tokenizer's files."""
+    id_of, settings = {}, {}
+    if (file := folder / "added_tokens.json").is_file():
+        id_of = read_json(file)
+    if (file := folder / "tokenizer.json").is_file():
+        for token in read_json(file).get("added_tokens", []):
+            id_of[token["content"]] = token["id"]
+    if (file := folder / "tokenizer_config.json").is_file():
+        settings = read_json(file)
+    for number, token in settings.get("added_tokens_decoder", {}).items():
+        id_of[token["content"]] = int(number)
+    named = settings.get("mask_token")
+    return id_of, named["content"] if isinstance(named, dict) else named
 
 
 def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfig:
@@ -321,46 +477,13 @@ def changes(cfg: ModelConfig, was: ModelConfig) -> dict:
 
     The block of a model that does not attend by blocks is the sampler's affair.
     """
-    kind = {field: getattr(cfg, field) for field in (*KIND, "mask_id")}
-    same = dataclasses.replace(was, **kind)
+    diffusion = {field: getattr(cfg, field) for field in (*DIFFUSION_FIELDS, "mask_id")}
+    became = dataclasses.replace(was, **diffusion)
     if cfg.attention != "block":
-        same = dataclasses.replace(same, block=was.block)
-    if same == was:
+        became = dataclasses.replace(became, block=was.block)
+    if became == was:
         return {}
-    if cfg.mask_id == cfg.vocab:
-        del kind["mask_id"]
+    if cfg.mask_id == cfg.vocab:  # no token, which no key says
+        del diffusion["mask_id"]
     keys = FAMILIES[cfg.family].fields | {"mask_id": "mask_token_id"}
-    return {keys[field]: value for field, value in kind.items()}
-
-
-def first(value, default):
-    """Returns an id that may be given as a list, or not at all."""
-    value = value[0] if isinstance(value, list) and value else value
-    return default if value is None or value == [] else int(value)
-
-
-def mask_id(folder: pathlib.Path, raw: dict, default: int | None) -> int:
-    """Returns the mask token's id, from config.json or the tokenizer's files."""
-    if raw.get("mask_token_id") is not None:
-        return int(raw["mask_token_id"])
-    added = folder / "added_tokens.json"
-    known = read_json(added) if added.is_file() else {}
-    table = folder / "tokenizer.json"
-    if table.is_file():
-        for token in read_json(table).get("added_tokens", []):
-            known[token["content"]] = token["id"]
-    settings = folder / "tokenizer_config.json"
-    settings = read_json(settings) if settings.is_file() else {}
-    for number, token in settings.get("added_tokens_decoder", {}).items():
-        known[token["content"]] = int(number)
-    name = settings.get("mask_token")
-    name = name["content"] if isinstance(name, dict) else name
-    for token in (name, *MASKS):
-        if token in known:
-            return int(known[token])
-    if default is not None:
-        return default
-    raise ValueError(
-        f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
-        "tokenizer a mask_token"
-    )
+    return {keys[field]: value for field, value in diffusion.items()}

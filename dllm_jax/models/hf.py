@@ -1,7 +1,9 @@
 """Hugging Face folders in and out: a family's name table, read in two directions.
 
 Linear weights are stored there as (out, in) and here input-first with heads apart, so a
-tensor is reshaped and transposed on its way; a layer is one slice of a stacked leaf.
+tensor is reshaped and transposed on its way. There each layer (and often each expert) has
+a tensor of its own; here these are one parameter, stacked: its leading dimensions number
+the tensors, and an index over these says which tensor.
 """
 
 import collections
@@ -53,7 +55,7 @@ def find(path) -> pathlib.Path:
         ) from None
 
 
-# ---- Tensors: theirs in files, ours in leaves ------------------------------------------
+# ---- Where a parameter is stored --------------------------------------------------------
 
 
 class Tensors:
@@ -70,17 +72,17 @@ class Tensors:
             raise ValueError(
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
             )
-        self.open, self.file_of = {}, {}
+        self.handle_of, self.file_of = {}, {}  # by file, by tensor name
         for file in files:
             try:
-                self.open[file] = safetensors.safe_open(folder / file, "np")
+                self.handle_of[file] = safetensors.safe_open(folder / file, "np")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ValueError(f"{folder / file}: cannot be read: {error}") from None
-            self.file_of |= dict.fromkeys(self.open[file].keys(), file)
+            self.file_of |= dict.fromkeys(self.handle_of[file].keys(), file)
 
     def slice(self, name: str):
         """Returns a handle that reads only the part it is indexed with."""
-        return self.open[self.file_of[name]].get_slice(name)
+        return self.handle_of[self.file_of[name]].get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape."""
@@ -101,40 +103,46 @@ def leaves(cfg: ModelConfig, heads):
     expert.
     """
     flat = jax.tree_util.tree_leaves_with_path(transformer.specs(cfg, heads))
-    known = {".".join(p.key for p in path): (path, spec) for path, spec in flat}
+    declared = {".".join(p.key for p in path): (path, spec) for path, spec in flat}
     names = FAMILIES[cfg.family].names
-    assert known.keys() <= names.keys(), known.keys() - names.keys()
+    assert declared.keys() <= names.keys(), declared.keys() - names.keys()
     for key, name in names.items():
-        if key in known:
-            yield *known[key], name
+        if key in declared:
+            yield *declared[key], name
 
 
 @dataclasses.dataclass(frozen=True)
-class Home:
-    """Where one tensor's worth of a parameter lies: a tensor, from some row on."""
+class Stored:
+    """Where one tensor's worth of a parameter is: in a tensor, from some row on."""
 
     name: str
     row: int
 
 
-def homes(cfg: ModelConfig, heads):
-    """Yields (path, Spec, {index: Home}) of every parameter, by its leading dimensions.
+def parameters(cfg: ModelConfig, heads):
+    """Yields (path, Spec, {index: Stored}) of every parameter, by its leading dimensions.
 
     Parameters that share a name (q, k and v in one) follow each other in that tensor.
     """
-    rows = collections.Counter()
+    rows = collections.Counter()  # of each tensor, that parameters before have taken
     for path, spec, name in leaves(cfg, heads):
-        found = {}
+        # Layers with experts are numbered after the dense ones.
+        offset = cfg.dense_layers if spec.dims[0] == "L" else 0
+        stored = {}
         for index in np.ndindex(transformer.shape(spec, cfg)[: name.count("{}")]):
-            late = cfg.dense_layers if spec.dims[0] == "L" else 0
-            layer = tuple(i + late * (n == 0) for n, i in enumerate(index))
-            one = name.format(*layer)
-            found[index] = Home(one, rows[one])
-            rows[one] += stored(spec, cfg, len(index))[0]
-        yield path, spec, found
+            numbers = [i + offset if n == 0 else i for n, i in enumerate(index)]
+            tensor = name.format(*numbers)
+            stored[index] = Stored(tensor, rows[tensor])
+            rows[tensor] += tensor_shape(spec, cfg, len(index))[0]
+        yield path, spec, stored
 
 
-def groups(dims: str, spec) -> tuple[str, ...]:
+def lead_of(stored: dict) -> int:
+    """Returns how many leading dimensions of a parameter number its tensors."""
+    return len(next(iter(stored)))
+
+
+def spans_of(dims: str, spec) -> tuple[str, ...]:
     """Returns the letters that each dimension of a tensor spans; ours are `dims`."""
     if dims == "D" and spec.init == "zeros":
         return "", "D"  # the value head: a matrix of one row
@@ -143,69 +151,81 @@ def groups(dims: str, spec) -> tuple[str, ...]:
     if dims == "VD":
         return "V", "D"
     if dims[0] == "E":
-        return "E", *groups(dims[1:], spec)
+        return "E", *spans_of(dims[1:], spec)
     return (dims[1:], "D") if dims[0] == "D" else ("D", dims[:-1])
 
 
-def stored(spec, cfg: ModelConfig, lead: int) -> tuple[int, ...]:
+def tensor_shape(spec, cfg: ModelConfig, lead: int) -> tuple[int, ...]:
     """Returns the shape of a parameter's tensor; `lead` dimensions number the tensors."""
-    spans = groups(spec.dims[lead:], spec)
-    return tuple(math.prod(cfg.sizes[x] for x in span) for span in spans)
+    spans = spans_of(spec.dims[lead:], spec)
+    return tuple(math.prod(cfg.sizes[letter] for letter in span) for span in spans)
 
 
-def ours(handle, row: int, spec, cfg: ModelConfig, index) -> np.ndarray:
-    """Reads the part `index` of a parameter in one tensor, in our layout."""
+def from_file(handle, row: int, spec, cfg: ModelConfig, index) -> np.ndarray:
+    """Reads a part of one tensor's worth of a parameter, in our layout.
+
+    handle: of the tensor (Tensors.slice); row: where the parameter begins in it; index: a
+    slice for each of the parameter's dimensions but those that number the tensors.
+    """
     dims = spec.dims[len(spec.dims) - len(index) :]
-    parts = {x: range(cfg.sizes[x])[i] for x, i in zip(dims, index, strict=True)}
-    spans = groups(dims, spec)
+    ranges = {
+        letter: range(cfg.sizes[letter])[i]
+        for letter, i in zip(dims, index, strict=True)
+    }
+    spans = spans_of(dims, spec)
 
-    def part(span, first):  # contiguous: only its first dimension is ever split
-        inner = math.prod(cfg.sizes[x] for x in span[1:])
-        one = parts[span[0]] if span else range(1)
-        return slice(first + one.start * inner, first + one.stop * inner)
+    def cut(span, first):
+        # Contiguous, because a mesh only ever splits the first letter of a span.
+        inner = math.prod(cfg.sizes[letter] for letter in span[1:])
+        outer = ranges[span[0]] if span else range(1)
+        return slice(first + outer.start * inner, first + outer.stop * inner)
 
-    x = handle[tuple(part(span, 0 if n else row) for n, span in enumerate(spans))]
+    x = handle[cut(spans[0], row), *(cut(span, 0) for span in spans[1:])]
     x = x if "".join(spans) == dims else x.swapaxes(-1, -2)
-    return x.reshape([len(parts[letter]) for letter in dims])
+    return x.reshape([len(ranges[letter]) for letter in dims])
 
 
-def theirs(x: np.ndarray, spec, cfg: ModelConfig) -> np.ndarray:
-    """Returns one tensor's worth in the checkpoint's layout: the inverse of `ours`."""
+def to_file(x: np.ndarray, spec, cfg: ModelConfig) -> np.ndarray:
+    """Returns one tensor's worth in the checkpoint's layout: `from_file` undone."""
     lead = len(spec.dims) - x.ndim
-    shape = stored(spec, cfg, lead)
-    if "".join(groups(spec.dims[lead:], spec)) != spec.dims[lead:]:
+    shape = tensor_shape(spec, cfg, lead)
+    if "".join(spans_of(spec.dims[lead:], spec)) != spec.dims[lead:]:
         x = x.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
     return np.ascontiguousarray(x.reshape(shape))
 
 
-def check(tensors: Tensors, cfg: ModelConfig, heads, folder):
-    """Raises ValueError naming every missing, unknown and mis-shaped tensor."""
+def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
+    """Raises ValueError naming every missing, unknown and mis-shaped tensor.
+
+    A language head is needed where `heads` has "lm"; a value head never is.
+    """
+    optional = {"value"} if "lm" in heads else {"head", "value"}
     shapes, needed = {}, set()
-    for path, spec, found in homes(cfg, ("lm", "value")):
-        for index, home in found.items():
-            rows, *rest = stored(spec, cfg, len(index))
-            shapes[home.name] = (home.row + rows, *rest)
-            if path[0].key not in ("head", "value") or (
-                path[0].key == "head" and "lm" in heads
-            ):
-                needed.add(home.name)
-    wrong = []
+    for path, spec, stored in parameters(cfg, ("lm", "value")):
+        for index, place in stored.items():
+            rows, *columns = tensor_shape(spec, cfg, len(index))
+            # Of parameters that share a tensor the last one ends where the tensor does.
+            shapes[place.name] = (place.row + rows, *columns)
+            if path[0].key not in optional:
+                needed.add(place.name)
+    faults = []
     for name, shape in shapes.items():
         if name not in tensors.file_of:
-            wrong += [f"missing {name}"] * (name in needed)
+            if name in needed:
+                faults.append(f"missing {name}")
         elif tensors.shape(name) != shape:
-            wrong.append(f"{name} has shape {tensors.shape(name)}, expected {shape}")
+            faults.append(f"{name} has shape {tensors.shape(name)}, expected {shape}")
     known = shapes.keys() | {FAMILIES[cfg.family].names["head"]}  # tied, and stored too
     extra = sorted(set(tensors.file_of) - known)
-    wrong += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
-    refuse(folder, wrong)
+    faults += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
+    refuse(folder, faults)
 
 
-def refuse(folder, wrong: list[str]):
-    """Raises ValueError with the first of what is wrong, if anything is."""
-    if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"{folder}: " + "; ".join(wrong[:8]) + more)
+def refuse(folder, faults: list[str]):
+    """Raises ValueError with the first of the faults, if there are any."""
+    if faults:
+        others = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ValueError(f"{folder}: " + "; ".join(faults[:8]) + others)
 
 
 # ---- In --------------------------------------------------------------------------------
@@ -227,44 +247,59 @@ def load(path, *, mesh=None, dtype=None, heads=None):
     if heads is None:
         valued = FAMILIES[cfg.family].names["value"] in tensors.file_of
         heads = ("lm", "value") if valued else ("lm",)
-    check(tensors, cfg, heads, folder)
+    check_tensors(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    params, named = {}, []
-    for keys, spec, found in homes(cfg, heads):
+    params, not_finite, all_zero = {}, [], []
+    for keys, spec, stored in parameters(cfg, heads):
         node = params
-        for step in keys[:-1]:
-            node = node.setdefault(step.key, {})
-        node[keys[-1].key] = leaf = read(tensors, cfg, spec, found, mesh, dtype)
-        sums = np.asarray(sharding.fetch(total(leaf, len(next(iter(found))))))
-        named += [(found[i].name, sums[i], spec) for i in np.ndindex(sums.shape)]
-    wrong = [
-        f"{name} is not finite" for name, size, _ in named if not np.isfinite(size)
-    ]
-    wrong += [
-        f"{name} is all zero"
-        for name, size, spec in named
-        if size == 0 and spec.init != "zeros"
-    ]
-    refuse(folder, wrong)
+        for key in keys[:-1]:
+            node = node.setdefault(key.key, {})
+        node[keys[-1].key] = leaf = read_parameter(
+            tensors, cfg, spec, stored, mesh, dtype
+        )
+        sums = np.asarray(sharding.fetch(total(leaf, lead_of(stored))))
+        for index in np.ndindex(sums.shape):
+            name = stored[index].name
+            if not np.isfinite(sums[index]):
+                not_finite.append(f"{name} is not finite")
+            elif sums[index] == 0 and spec.init != "zeros":
+                all_zero.append(f"{name} is all zero")
+    refuse(folder, not_finite + all_zero)
     return dataclasses.replace(cfg, dtype=params["embed"].dtype.name), params
 
 
-def read(tensors: Tensors, cfg: ModelConfig, spec, found: dict, mesh, dtype):
-    """Returns one parameter on the mesh."""
-    shape, lead = transformer.shape(spec, cfg), len(next(iter(found)))
-    kinds = {tensors.dtype(h.name) for h in found.values() if h.name in tensors.file_of}
-    kind = jnp.dtype(dtype or functools.reduce(jnp.promote_types, kinds or ["float32"]))
+def read_parameter(
+    tensors: Tensors, cfg: ModelConfig, spec, stored: dict, mesh, dtype
+) -> jax.Array:
+    """Returns one parameter on the mesh; zeros where none of its tensors is stored.
+
+    stored: {index: Stored}, see `parameters`; dtype: None for the widest of its tensors'.
+    """
+    shape, lead = transformer.shape(spec, cfg), lead_of(stored)
+    dtypes = {
+        tensors.dtype(place.name)
+        for place in stored.values()
+        if place.name in tensors.file_of
+    }
+    missing = not dtypes
+    dtype = jnp.dtype(
+        dtype or functools.reduce(jnp.promote_types, dtypes or ["float32"])
+    )
 
     @functools.cache  # a part that several devices hold is read once
     def part(index):
-        out = np.zeros([len(range(n)[i]) for n, i in zip(shape, index)], kind)
-        first = [range(n)[i].start for n, i in zip(shape, index[:lead])]
-        for place in np.ndindex(out.shape[:lead]) if kinds else ():
-            home = found[tuple(map(sum, zip(place, first)))]
-            out[place] = ours(
-                tensors.slice(home.name), home.row, spec, cfg, index[lead:]
+        ranges = [range(size)[i] for size, i in zip(shape, index, strict=True)]
+        values = np.zeros([len(numbers) for numbers in ranges], dtype)
+        if missing:
+            return values
+        for offset in np.ndindex(values.shape[:lead]):
+            place = stored[
+                tuple(r[i] for r, i in zip(ranges[:lead], offset, strict=True))
+            ]
+            values[offset] = from_file(
+                tensors.slice(place.name), place.row, spec, cfg, index[lead:]
             )
-        return out
+        return values
 
     placed = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
     return jax.make_array_from_callback(shape, placed, part)
@@ -297,70 +332,106 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     target, origin = pathlib.Path(path).resolve(), find(like).resolve()
     if target == origin or target in origin.parents or origin in target.parents:
         raise ValueError(f"cannot export to {path}: the original {like} is there")
-    held = [target] if target.is_file() else list(target.glob("*"))
-    if held and not any((target / name).is_file() for name in (SINGLE, INDEX)):
+    if not replaceable(target):
         raise ValueError(f"cannot export to {path}: it is there and not an export")
     tensors = Tensors(origin)
-    check(tensors, cfg, (), origin)
-    source = collections.defaultdict(list)  # tensor name -> [(leaf, Spec, index)]
-    for keys, spec, found in homes(cfg, ("lm", "value")):
-        if keys[0].key in params:
-            leaf = functools.reduce(lambda node, key: node[key.key], keys, params)
-            for index, home in found.items():
-                source[home.name].append((leaf, spec, index))
-    called = FAMILIES[cfg.family].names
-    if cfg.tied and called["head"] in tensors.file_of:
-        source[called["head"]] = source[called["embed"]]
-    added = [name for name in source if name not in tensors.file_of]
+    check_tensors(tensors, cfg, (), origin)
+    sources = sources_of(cfg, params, tensors)
+    names_in = {file: [] for file in tensors.handle_of}
+    for name, file in tensors.file_of.items():
+        names_in[file].append(name)
+    # The last file takes the tensors that the original lacks: a value head.
+    last_file = list(names_in)[-1]
+    added = [name for name in sources if name not in tensors.file_of]
+    names_in[last_file] += added
 
     writing = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
     if writing:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copy_others(origin, partial)
-        if more := changes(cfg, read_config(origin)):
-            told = json.dumps(read_json(origin / "config.json") | more, indent=2)
-            (partial / "config.json").write_text(told + "\n")
+        begin_export(partial, origin, cfg)
+    sizes = {}  # bytes of each tensor
+    for file, names in names_in.items():
+        sizes |= write_shard(
+            partial / file if writing else None, names, sources, tensors, cfg
+        )
+    if writing:
+        extend_index(partial, last_file, {name: sizes[name] for name in added})
+        swap(partial, target)
 
-    def tensor(name):
-        if name not in source:
-            return tensors.slice(name)[:]
-        parts = []
-        for leaf, spec, index in source[name]:
-            x = np.asarray(sharding.fetch(pick(leaf, index) if index else leaf))
-            parts.append(theirs(x, spec, cfg))
-        x = np.concatenate(parts)
-        return x if name in added else x.astype(tensors.dtype(name))
 
-    for file in tensors.open:
-        names = [name for name, home in tensors.file_of.items() if home == file]
-        if file == list(tensors.open)[-1]:
-            names += added
-        part = {}
-        for name in names:
-            x = tensor(name)
-            if writing:
-                part[name] = x
-        if writing:
-            safetensors.numpy.save_file(part, partial / file, metadata={"format": "pt"})
-    if not writing:
-        return
-    if added and (partial / INDEX).is_file():
-        told = read_json(partial / INDEX)
-        told["weight_map"] |= dict.fromkeys(added, file)
-        size = told.get("metadata", {}).get("total_size", 0)
-        size += sum(part[name].nbytes for name in added)
-        told["metadata"] = told.get("metadata", {}) | {"total_size": size}
-        (partial / INDEX).write_text(json.dumps(told, indent=2) + "\n")
-    if target.exists():
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
-        os.replace(partial, target)
-        shutil.rmtree(old)
-    else:
-        os.replace(partial, target)
+def replaceable(target: pathlib.Path) -> bool:
+    """Returns whether an export may take this name: it is free, empty or a checkpoint's."""
+    taken = [target] if target.is_file() else list(target.glob("*"))
+    return not taken or any((target / name).is_file() for name in (SINGLE, INDEX))
+
+
+def sources_of(cfg: ModelConfig, params, tensors: Tensors) -> dict[str, list[tuple]]:
+    """Returns {tensor name: [(leaf, Spec, index), ...]}: which parameters make a tensor.
+
+    Those that share one are in the order of its rows. What `params` lacks has no entry.
+    """
+    sources = collections.defaultdict(list)
+    for keys, spec, stored in parameters(cfg, ("lm", "value")):
+        if keys[0].key in params:
+            leaf = functools.reduce(lambda node, key: node[key.key], keys, params)
+            for index, place in stored.items():
+                sources[place.name].append((leaf, spec, index))
+    names = FAMILIES[cfg.family].names
+    if cfg.tied and names["head"] in tensors.file_of:  # tied, and stored too
+        sources[names["head"]] = sources[names["embed"]]
+    return dict(sources)
+
+
+def begin_export(folder: pathlib.Path, origin: pathlib.Path, cfg: ModelConfig) -> None:
+    """Makes the folder anew with all of the original but weights, and our config.json."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    copy_others(origin, folder)
+    if changed := changes(cfg, read_config(origin)):
+        raw = read_json(origin / "config.json") | changed
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def write_shard(
+    file: pathlib.Path | None,
+    names: list[str],
+    sources: dict[str, list[tuple]],
+    tensors: Tensors,
+    cfg: ModelConfig,
+) -> dict[str, int]:
+    """Writes the named tensors into one file; returns the bytes of each.
+
+    file: None in processes that only help to fetch what is spread over them all.
+    """
+    shard, sizes = {}, {}
+    for name in names:
+        x = tensor_of(name, sources, tensors, cfg)
+        sizes[name] = x.nbytes
+        if file is not None:
+            shard[name] = x
+    if file is not None:
+        safetensors.numpy.save_file(shard, file, metadata={"format": "pt"})
+    return sizes
+
+
+def tensor_of(name: str, sources, tensors: Tensors, cfg: ModelConfig) -> np.ndarray:
+    """Returns a tensor of the export on the host, in every process.
+
+    It has the original's dtype, and one that the original lacks its parameter's.
+    """
+    if name not in sources:
+        return tensors.slice(name)[:]
+    x = np.concatenate(
+        [
+            to_file(
+                np.asarray(sharding.fetch(pick(leaf, index) if index else leaf)),
+                spec,
+                cfg,
+            )
+            for leaf, spec, index in sources[name]
+        ]
+    )
+    return x.astype(tensors.dtype(name)) if name in tensors.file_of else x
 
 
 @jax.jit
@@ -369,11 +440,35 @@ def pick(leaf, index):
     return leaf[index]
 
 
+def extend_index(folder: pathlib.Path, file: str, added: dict[str, int]) -> None:
+    """Adds tensors of `file` (name: bytes) to the folder's index, where it has one."""
+    if not added or not (folder / INDEX).is_file():
+        return
+    index = read_json(folder / INDEX)
+    index["weight_map"] |= dict.fromkeys(added, file)
+    metadata = index.get("metadata", {})
+    size = metadata.get("total_size", 0) + sum(added.values())
+    index["metadata"] = metadata | {"total_size": size}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def swap(partial: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a finished folder its name; an older export there goes only then."""
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(target, old)
+    os.replace(partial, target)
+    shutil.rmtree(old)
+
+
 def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
     """Copies what is not weights: tokenizer, configs, remote code, model card."""
     for item in origin.rglob("*"):
         name = item.relative_to(origin)
-        hidden = any(part.startswith(".") for part in name.parts[:-1])
+        hidden = any(folder.startswith(".") for folder in name.parts[:-1])
         if item.is_file() and not hidden and not any(map(item.match, WEIGHTS)):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(item, target / name)

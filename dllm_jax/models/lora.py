@@ -1,7 +1,9 @@
 """LoRA: a frozen weight W acts as W + alpha / rank A B, and only A and B are trained.
 
 arXiv 2106.09685, section 4.1. A starts at random and B at zero, so that training starts
-from W. Sampling and training use W, A and B as they are; only an export adds them up.
+from W. Sampling and training use W, A and B as they are (transformer.project); only an
+export adds them up. So there are three trees: the base (the whole tower, frozen), what is
+trained (pairs of A and B, and a value head), and the two joined, which the tower takes.
 """
 
 import dataclasses
@@ -24,7 +26,11 @@ class Adapted:
 
 
 def contracted(dims: str) -> str:
-    """Returns the letters over which a weight is contracted: those it starts with."""
+    """Returns the letters over which a weight is contracted: those it starts with.
+
+    A weight that ends in the width D or the rank C contracts all letters before it ("NHD",
+    "FD", "DC"), any other its first one ("DNH", "DV", "CNH").
+    """
     return dims[:-1] if dims[-1] in "CD" else dims[0]
 
 
@@ -35,12 +41,14 @@ def specs(tree: dict, cfg: Lora) -> dict:
     that no layer has.
     """
     stacks = {name: node for name, node in tree.items() if isinstance(node, dict)}
-    known = {name for node in stacks.values() for name in node if name.startswith("w")}
-    targets = cfg.targets or sorted(known)
+    weights = sorted(
+        {name for node in stacks.values() for name in node if name.startswith("w")}
+    )
+    targets = cfg.targets or weights
     for target in targets:
-        if target not in known:
+        if target not in weights:
             raise ValueError(
-                f"model.lora_targets: no weight {target!r}; choose from {sorted(known)}"
+                f"model.lora_targets: no weight {target!r}; choose from {weights}"
             )
 
     def pair(spec):
@@ -52,25 +60,30 @@ def specs(tree: dict, cfg: Lora) -> dict:
             "b": dataclasses.replace(spec, dims=f"{layer}C{outer}", init="zeros"),
         }
 
-    out = {
+    trained = {
         name: {target: pair(node[target]) for target in targets if target in node}
         for name, node in stacks.items()
     }
-    return out | ({"value": tree["value"]} if "value" in tree else {})
+    if "value" in tree:
+        trained["value"] = tree["value"]
+    return trained
 
 
 def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:
-    """Returns the parameters of the whole tower; without a base these are `trained`."""
+    """Returns the parameters of the whole tower, in which adapted weights are Adapted.
+
+    Without adapters (cfg None, and so no base) these are `trained`.
+    """
     if cfg is None:
         return trained
-    out = base | trained
+    joined = base | trained
     for name, pairs in trained.items():
         if isinstance(pairs, dict):
-            out[name] = base[name] | {
+            joined[name] = base[name] | {
                 target: Adapted(base[name][target], pair["a"], pair["b"], cfg.scale)
                 for target, pair in pairs.items()
             }
-    return out
+    return joined
 
 
 def merge(params: dict) -> dict:

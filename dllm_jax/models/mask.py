@@ -5,6 +5,38 @@ place in the row (a slot), not the rotary position: several trajectories share a
 `q_begin`, the slot at which the query's own begins, keeps them apart. A key that only its
 group may see, and padding, has `k_pos = FAR`; queries without a group have -1, keys
 without one -2, so that the two never meet.
+
+Three masks; a query is a line, `x` a key that it sees:
+
+block, of size 2: own block and those before it
+
+    position  0 1 2 3 4 5    q_end
+           0  x x . . . .        2
+           1  x x . . . .        2
+           2  x x x x . .        4
+           3  x x x x . .        4
+           4  x x x x x x        6
+           5  x x x x x x        6
+
+packed: a clean copy of four tokens, two noised copies of its second block, padding
+
+    slot      0 1 2 3 4 5 6 7 8    q_begin  q_end  q_group    k_pos  k_group
+    0 clean   x x . . . . . . .          0      2       -1        0       -2
+    1 clean   x x . . . . . . .          0      2       -1        1       -2
+    2 clean   x x x x . . . . .          0      4       -1        2       -2
+    3 clean   x x x x . . . . .          0      4       -1        3       -2
+    4 noised  x x . . x x . . .          0      2        0      FAR        0
+    5 noised  x x . . x x . . .          0      2        0      FAR        0
+    6 noised  x x . . . . x x .          0      2        1      FAR        1
+    7 noised  x x . . . . x x .          0      2        1      FAR        1
+    8 padding . . . . . . . . .          8      8       -1        8       -2
+
+beside, a window at positions 4 and 5: first six slots of a cache, of which four are kept
+
+    key       slots 0   1   2   3   4   5   window 4 5
+    k_pos           0   1   2   3 FAR FAR          4 5    q_end
+    4               x   x   x   x   .   .          x x        6
+    5               x   x   x   x   .   .          x x        6
 """
 
 import flax.struct
@@ -18,11 +50,11 @@ FAR = 2**30  # beyond every position and every step
 class Mask:
     """Who sees whom: T queries, S keys (the cached ones first, then the T own)."""
 
-    q_begin_BT: jax.Array
-    q_end_BT: jax.Array
-    q_group_BT: jax.Array
-    k_pos_BS: jax.Array
-    k_group_BS: jax.Array
+    q_begin_BT: jax.Array  # the first place that a query sees
+    q_end_BT: jax.Array  # the place before which it sees
+    q_group_BT: jax.Array  # besides, it sees the keys of this group; -1: none
+    k_pos_BS: jax.Array  # the place of a key; FAR: outside every range
+    k_group_BS: jax.Array  # the group that sees it wherever it is; -2: none
 
 
 def ranged(q_end_BT, k_pos_BS) -> Mask:
@@ -56,14 +88,20 @@ def clean(kind: str, pos_BT, len_B, size: int) -> Mask:
     """Who sees whom in a clean canvas of `len` tokens: ModelConfig.attention's meaning."""
     if kind == "full":
         return full(pos_BT, len_B)
-    return block(pos_BT, size) if kind == "block" else causal(pos_BT)
+    if kind == "block":
+        return block(pos_BT, size)
+    return causal(pos_BT)
 
 
-def beside(own: Mask, kept_BS) -> Mask:
-    """Returns the mask with cache slots before the own keys: those that are `kept`."""
+def beside(window: Mask, kept_BS) -> Mask:
+    """Returns a window's mask with cache slots before its own keys: those `kept`.
+
+    window: without groups; kept_BS: one for each slot of the cache.
+    """
     slots_BS = jnp.broadcast_to(jnp.arange(kept_BS.shape[1])[None], kept_BS.shape)
     cached_BS = jnp.where(kept_BS, slots_BS, FAR)
-    return ranged(own.q_end_BT, jnp.concatenate([cached_BS, own.k_pos_BS], axis=1))
+    k_pos_BS = jnp.concatenate([cached_BS, window.k_pos_BS], axis=1)
+    return ranged(window.q_end_BT, k_pos_BS)
 
 
 def packed(begin_BT, end_BT, group_BT) -> Mask:

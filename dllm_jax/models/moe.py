@@ -7,8 +7,11 @@ Each token goes to X of E SwiGLU experts (of inner width I), which its router ch
               a group being as good as its two best              (LLaDA2; DeepSeek-V3's)
 
 and y = sum_x w_x expert_x(h), where w are the chosen s, made to sum to one and scaled as
-the config says; experts shared by all tokens (inner width Z together) are added to it.
-No token is ever dropped. The router computes in f32.
+the config says; experts shared by all tokens (inner width Z together) are added to it by
+the layer. No token is ever dropped. The router computes in f32.
+
+Letters: c choices of all tokens (R x X), g groups of experts, e experts of a group,
+b groups that are open to a token.
 """
 
 import functools
@@ -17,11 +20,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import grouped_matmul
 from dllm_jax.sharding import ACT, constrain, pspec
 
+# The experts' own weights, in one layer. Routed tokens are not a plain product with them,
+# so they are dispatched here and not projected, and have no adapters.
 DISPATCHED = {"e_gate": "EDI", "e_up": "EDI", "e_down": "EID"}
 
 
@@ -34,6 +40,16 @@ class Load:
     tokens: jax.Array  # that were routed
 
 
+def load_of(expert_BTX, prob_BTE, real_BT) -> Load:
+    """Returns the Load of the tokens that are `real`."""
+    chosen_BTE = jax.nn.one_hot(expert_BTX, prob_BTE.shape[-1]).sum(axis=2)
+    return Load(
+        count_E=jnp.sum(jnp.where(real_BT[..., None], chosen_BTE, 0), axis=(0, 1)),
+        prob_E=jnp.sum(jnp.where(real_BT[..., None], prob_BTE, 0), axis=(0, 1)),
+        tokens=jnp.sum(real_BT, dtype=jnp.float32),
+    )
+
+
 def balance(load: Load, experts_per_token: int) -> dict[str, jax.Array]:
     """Returns metrics of a Load, whose leaves may be stacked over layers; means over them.
 
@@ -44,12 +60,16 @@ def balance(load: Load, experts_per_token: int) -> dict[str, jax.Array]:
     E = load.count_E.shape[-1]
     tokens_1 = jnp.maximum(load.tokens, 1)[..., None]
     loss = E * jnp.sum(load.count_E * load.prob_E / tokens_1**2, axis=-1)
-    most = load.count_E.max(axis=-1) / tokens_1[..., 0] * E / experts_per_token
-    return {"expert_aux_loss": loss.mean(), "expert_max_load": most.mean()}
+    busiest = load.count_E.max(axis=-1) / tokens_1[..., 0] * E / experts_per_token
+    return {"expert_aux_loss": loss.mean(), "expert_max_load": busiest.mean()}
 
 
+@jax.named_scope("router")
 def route(h_RD, p, cfg: ModelConfig):
-    """Returns (expert_RX, weight_RX, prob_RE): who is chosen, how much, out of what."""
+    """Returns (expert_RX, weight_RX, prob_RE): who is chosen, how much, out of what.
+
+    p: the layer's parameters, here "router" [D, E] and, with a bias, "router_bias" [E].
+    """
     R, E, X = len(h_RD), cfg.experts, cfg.experts_per_token
     logits_RE = jnp.dot(
         h_RD.astype(jnp.float32), p["router"].astype(jnp.float32), precision="highest"
@@ -62,11 +82,11 @@ def route(h_RD, p, cfg: ModelConfig):
     if cfg.router_bias:  # it balances the load, and moves no weight
         rank_RE = rank_RE + p["router_bias"].astype(jnp.float32)[None]
     if cfg.router_groups > 1:
-        rank_RGE = rank_RE.reshape(R, cfg.router_groups, -1)
-        best_RG = jax.lax.top_k(rank_RGE, 2)[0].sum(axis=-1)
-        _, group_Rg = jax.lax.top_k(best_RG, cfg.router_best_groups)
-        open_RG = jax.nn.one_hot(group_Rg, cfg.router_groups).any(axis=1)
-        rank_RE = jnp.where(open_RG[..., None], rank_RGE, -jnp.inf).reshape(R, E)
+        rank_Rge = rank_RE.reshape(R, cfg.router_groups, -1)
+        rank_Rg = jax.lax.top_k(rank_Rge, 2)[0].sum(axis=-1)
+        _, group_Rb = jax.lax.top_k(rank_Rg, cfg.router_best_groups)
+        open_Rg = jax.nn.one_hot(group_Rb, cfg.router_groups).any(axis=1)
+        rank_RE = jnp.where(open_Rg[..., None], rank_Rge, -jnp.inf).reshape(R, E)
     _, expert_RX = jax.lax.top_k(rank_RE, X)
     weight_RX = jnp.take_along_axis(score_RE, expert_RX, axis=1)
     if cfg.router_norm:
@@ -74,84 +94,96 @@ def route(h_RD, p, cfg: ModelConfig):
     return expert_RX, weight_RX * cfg.router_scale, prob_RE
 
 
-def dispatch(h_RD, expert_RX, weight_RX, e_gate, e_up, e_down, first, matmul):
-    """Returns the weighted sum of the experts first, first + 1, ...: a part of y_RD.
-
-    Choices are sorted by expert, so that each expert multiplies one run of rows; those of
-    experts that are elsewhere come last and count for nothing.
-    """
-    (R, X), E = expert_RX.shape, len(e_gate)
-    here_M = expert_RX.reshape(-1) - first
-    here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)
-    order_M = jnp.argsort(here_M)
-    sizes_E = jnp.bincount(here_M, length=E + 1)[:E].astype(jnp.int32)
-    x_MD = h_RD[order_M // X]
-    gate_MI = jax.nn.silu(matmul(x_MD, e_gate, sizes_E))
-    up_MI = matmul(x_MD, e_up, sizes_E)
-    out_MD = matmul(gate_MI * up_MI, e_down, sizes_E)
-    out_MD = jnp.where((jnp.arange(R * X) < sizes_E.sum())[:, None], out_MD, 0)
-    out_RXD = out_MD[jnp.argsort(order_M)].reshape(R, X, -1)
-    return jnp.einsum("RXD,RX->RD", out_RXD, weight_RX.astype(h_RD.dtype))
-
-
-def named_axes(spec) -> set[str]:
-    """Returns the mesh axes that a PartitionSpec splits over."""
-    return {axis for axes in spec if axes for axis in np.atleast_1d(axes)}
-
-
-def ffw(h_BTD, p, cfg: ModelConfig, real_BT):
+def mixture(h_BTD, p, cfg: ModelConfig, real_BT):
     """Returns (y_BTD, the Load of the tokens that are `real`), without shared experts.
 
-    On a mesh every device runs its own experts, or its own part of their width, on its
-    own rows, and the parts are added: activations are replicated over `model`, so that
-    no token has to travel.
+    p: the layer's parameters, "router" and those of DISPATCHED among them.
     """
     B, T, D = h_BTD.shape
     routed = route(h_BTD.reshape(B * T, D), p, cfg)
     expert_BTX, weight_BTX, prob_BTE = (x.reshape(B, T, -1) for x in routed)
     weights = {name: p[name].astype(h_BTD.dtype) for name in DISPATCHED}
     matmul = functools.partial(grouped_matmul, implementation=cfg.kernels)
-
-    def part(h_BTD, expert_BTX, weight_BTX, weights, first=0):
-        rows = (x.reshape(-1, x.shape[-1]) for x in (h_BTD, expert_BTX, weight_BTX))
-        y_RD = dispatch(*rows, **weights, first=first, matmul=matmul)
-        return y_RD.reshape(h_BTD.shape)
-
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        y_BTD = part(h_BTD, expert_BTX, weight_BTX, weights)
+        y_BTD = visit(h_BTD, expert_BTX, weight_BTX, weights, first=0, matmul=matmul)
     else:
-        rows = pspec("BTD", h_BTD.shape, ACT, mesh)
-        split = {
-            name: pspec(dims, weights[name].shape, ACT, mesh)
-            for name, dims in DISPATCHED.items()
-        }
-        whole = "model" in split["e_gate"]  # only once the parts are added
-        apart = split["e_gate"][0] == "model"  # experts; otherwise their width
-        specs = (rows, rows, rows, split)
-        axes = named_axes(rows) | ({"model"} if whole else set())
-
-        def own(*inputs):
-            # Explicit: of what a gather spreads by itself, no gradient is summed.
-            h_BTD, expert_BTX, weight_BTX, weights = jax.tree.map(
-                lambda x, spec: jax.lax.pcast(
-                    x, tuple(axes - named_axes(spec)), to="varying"
-                ),
-                inputs,
-                specs,
-            )
-            first = jax.lax.axis_index("model") * len(weights["e_gate"]) if apart else 0
-            y_BTD = part(h_BTD, expert_BTX, weight_BTX, weights, first)
-            return jax.lax.psum(y_BTD, "model") if whole else y_BTD
-
-        y_BTD = jax.shard_map(own, in_specs=specs, out_specs=rows, mesh=mesh)(
-            h_BTD, expert_BTX, weight_BTX, weights
+        y_BTD = visit_on_mesh(
+            h_BTD, expert_BTX, weight_BTX, weights, matmul=matmul, mesh=mesh
         )
-
-    chosen_BTE = jax.nn.one_hot(expert_BTX, cfg.experts).sum(axis=2)
-    load = Load(
-        count_E=jnp.sum(jnp.where(real_BT[..., None], chosen_BTE, 0), axis=(0, 1)),
-        prob_E=jnp.sum(jnp.where(real_BT[..., None], prob_BTE, 0), axis=(0, 1)),
-        tokens=jnp.sum(real_BT, dtype=jnp.float32),
-    )
+    load = load_of(expert_BTX, prob_BTE, real_BT)
     return constrain(y_BTD, "BTD"), load
+
+
+def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
+    """Returns `visit` of all experts, which lie apart on the mesh, as y_BTD.
+
+    Every device runs its own experts, or its own part of their width, on its own rows,
+    and the parts are added: activations are replicated over `model`, so that no token has
+    to travel.
+    """
+    rows = pspec("BTD", h_BTD.shape, ACT, mesh)
+    split = {
+        name: pspec(dims, weights[name].shape, ACT, mesh)
+        for name, dims in DISPATCHED.items()
+    }
+    in_specs = (rows, rows, rows, split)
+    experts_apart = split["e_gate"][0] == "model"  # otherwise their width, or nothing
+    parts_are_added = "model" in split["e_gate"]
+    axes = axes_of(rows) | axes_of(split["e_gate"])  # what an output's part varies on
+
+    def varying(x, spec):
+        return jax.lax.pcast(x, tuple(axes - axes_of(spec)), to="varying")
+
+    def on_device(*inputs):
+        # By pcast, explicitly: shard_map sums a gradient over the axes on which it knows
+        # the value to vary, and a gather inside that spreads a value tells it nothing.
+        h_BTD, expert_BTX, weight_BTX, weights = jax.tree.map(varying, inputs, in_specs)
+        first = 0
+        if experts_apart:
+            first = jax.lax.axis_index("model") * len(weights["e_gate"])
+        y_BTD = visit(
+            h_BTD, expert_BTX, weight_BTX, weights, first=first, matmul=matmul
+        )
+        return jax.lax.psum(y_BTD, "model") if parts_are_added else y_BTD
+
+    return jax.shard_map(on_device, in_specs=in_specs, out_specs=rows, mesh=mesh)(
+        h_BTD, expert_BTX, weight_BTX, weights
+    )
+
+
+def visit(h_BTD, expert_BTX, weight_BTX, weights, *, first, matmul):
+    """Returns what the experts first, first + 1, ... add to y_BTD.
+
+    weights: those experts' own, by the names of DISPATCHED. expert_BTX counts all experts.
+    """
+    B, T, D = h_BTD.shape
+    rows = (x.reshape(B * T, -1) for x in (h_BTD, expert_BTX, weight_BTX))
+    return dispatch(*rows, weights, first=first, matmul=matmul).reshape(B, T, D)
+
+
+@jax.named_scope("dispatch")
+def dispatch(h_RD, expert_RX, weight_RX, weights, *, first, matmul):
+    """Returns the weighted sum [R, D] of the experts first, first + 1, ...: see `visit`.
+
+    Choices are sorted by expert, so that each expert multiplies one run of rows; those of
+    experts that are elsewhere come last and count for nothing.
+    """
+    (R, X), E = expert_RX.shape, len(weights["e_gate"])
+    expert_c = expert_RX.reshape(-1) - first
+    expert_c = jnp.where((expert_c >= 0) & (expert_c < E), expert_c, E)
+    order_c = jnp.argsort(expert_c)
+    sizes_E = jnp.bincount(expert_c, length=E + 1)[:E].astype(jnp.int32)
+    x_cD = h_RD[order_c // X]
+    gate_cI = jax.nn.silu(matmul(x_cD, weights["e_gate"], sizes_E))
+    up_cI = matmul(x_cD, weights["e_up"], sizes_E)
+    out_cD = matmul(gate_cI * up_cI, weights["e_down"], sizes_E)
+    # Rows behind the last expert's are of choices elsewhere: no expert has written them.
+    out_cD = jnp.where((jnp.arange(R * X) < sizes_E.sum())[:, None], out_cD, 0)
+    out_RXD = out_cD[jnp.argsort(order_c)].reshape(R, X, -1)
+    return jnp.einsum("RXD,RX->RD", out_RXD, weight_RX.astype(h_RD.dtype))
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """Returns the mesh axes that a PartitionSpec splits over."""
+    return {axis for axes in spec if axes for axis in np.atleast_1d(axes)}

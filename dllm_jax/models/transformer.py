@@ -1,20 +1,29 @@
 """The language tower: specs, init, embed, trunk and its two heads.
 
-Pre-norm decoder of the Qwen3 / Llama line: h += Attn(RMSNorm(h)); h += SwiGLU(RMSNorm(h)),
-the latter one feed-forward or many experts (moe.py), after some dense layers or at once;
-rotary positions in the rotate-half convention, grouped-query attention with an optional
-RMS norm on each query and key head. Who sees whom is the `Mask`; nothing here is causal.
-Masters may be f32 while computation is `cfg.dtype`; norms and logits are f32.
+Pre-norm decoder of the Qwen3 / Llama line:
+
+    x += Attn(RMSNorm(x))    x += SwiGLU(RMSNorm(x))
+
+The second half of a layer is one feed-forward, or many experts (moe.py), from the first
+layer on or after some dense ones. Positions are rotary, in the rotate-half convention;
+attention has grouped queries, and an optional RMS norm on each query and key head. Who
+sees whom is the `Mask`; nothing here is causal. The stored parameters may be f32 while
+computation is in `cfg.dtype`; norms' statistics and logits are f32.
+
+A named scope ("embed", "attention", "feed_forward", "experts", "final_norm", "head",
+"value_head") marks each part, so that a profile can be read. Scopes cost nothing: they
+are no part of the compiled program.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -22,6 +31,7 @@ from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
 
+# What the backward pass may read instead of computing it again, by ModelConfig.remat.
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -31,16 +41,18 @@ REMAT = {
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A parameter, declared once: its dimensions' letters and how it starts."""
+    """A parameter, declared once: shape, sharding and layout follow from its letters."""
 
-    dims: str
+    dims: str  # letters of ModelConfig.sizes, a stack's first: "LDNH"
     init: str = "normal"  # "normal" (std 0.02), "ones" or "zeros"
 
 
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
 
-    With `cfg.lora` they are what is trained: `lora.join` adds the frozen rest.
+    Keys: embed, norm, layers and, where the model has them, first (dense layers before
+    those with experts), head, value. With `cfg.lora` it is the tree of what is trained:
+    `lora.join` adds the frozen weights.
     """
     tree = {"embed": Spec("VD"), "norm": Spec("D", "ones")}
     tree["layers"] = stack(cfg, "L", experts=cfg.experts > 0)
@@ -53,8 +65,8 @@ def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     return lora.specs(tree, cfg.lora) if cfg.lora else tree
 
 
-def stack(cfg: ModelConfig, n: str, *, experts: bool) -> dict[str, Spec]:
-    """Returns the Specs of layers of one kind, stacked on the letter `n`."""
+def stack(cfg: ModelConfig, letter: str, *, experts: bool) -> dict[str, Spec]:
+    """Returns the Specs of layers of one kind, stacked on dimension `letter`: L or Y."""
     layer = {
         "attn_norm": Spec("D", "ones"),
         "wq": Spec("DNH"),
@@ -71,19 +83,26 @@ def stack(cfg: ModelConfig, n: str, *, experts: bool) -> dict[str, Spec]:
             "bk": Spec("KH", "zeros"),
             "bv": Spec("KH", "zeros"),
         }
-    wide = "F" if not experts else "Z" if cfg.shared_experts else ""
-    if wide:
+    # The feed-forward that every token visits: a dense layer's, or the shared experts'.
+    if experts:
+        width = "Z" if cfg.shared_experts else ""
+    else:
+        width = "F"
+    if width:
         layer |= {
-            "w_gate": Spec("D" + wide),
-            "w_up": Spec("D" + wide),
-            "w_down": Spec(wide + "D"),
+            "w_gate": Spec("D" + width),
+            "w_up": Spec("D" + width),
+            "w_down": Spec(width + "D"),
         }
     if experts:
         layer |= {"router": Spec("DE")}
         layer |= {name: Spec(dims) for name, dims in moe.DISPATCHED.items()}
         if cfg.router_bias:
             layer |= {"router_bias": Spec("E", "zeros")}
-    return {name: Spec(n + spec.dims, spec.init) for name, spec in layer.items()}
+    return {
+        name: dataclasses.replace(spec, dims=letter + spec.dims)
+        for name, spec in layer.items()
+    }
 
 
 def shape(spec: Spec, cfg: ModelConfig) -> tuple[int, ...]:
@@ -94,13 +113,13 @@ def shape(spec: Spec, cfg: ModelConfig) -> tuple[int, ...]:
 def abstract(cfg: ModelConfig, mesh, dtype, heads=("lm",)) -> Params:
     """Returns the parameters as ShapeDtypeStructs with their sharding on the mesh."""
 
-    def one(spec):
-        dims = shape(spec, cfg)
+    def struct(spec):
+        sizes = shape(spec, cfg)
         return jax.ShapeDtypeStruct(
-            dims, dtype, sharding=named(spec.dims, dims, PARAM, mesh)
+            sizes, dtype, sharding=named(spec.dims, sizes, PARAM, mesh)
         )
 
-    return jax.tree.map(one, specs(cfg, heads))
+    return jax.tree.map(struct, specs(cfg, heads))
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32, heads=("lm",)) -> Params:
@@ -108,12 +127,12 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32, heads=("lm",)) -> Params:
     leaves, tree = jax.tree.flatten(specs(cfg, heads))
     keys = jax.random.split(key, len(leaves))
 
-    def one(key, spec):
+    def fresh(key, spec):
         if spec.init == "normal":
             return 0.02 * jax.random.normal(key, shape(spec, cfg), dtype)
         return jnp.full(shape(spec, cfg), spec.init == "ones", dtype)
 
-    return jax.tree.unflatten(tree, [one(*pair) for pair in zip(keys, leaves)])
+    return jax.tree.unflatten(tree, [fresh(*pair) for pair in zip(keys, leaves)])
 
 
 def rms_norm(x, weight, eps: float):
@@ -124,32 +143,36 @@ def rms_norm(x, weight, eps: float):
 
 
 def widen(x, ndim: int):
-    """Adds leading dimensions of size one, as every broadcast here is spelled out."""
+    """Adds leading dimensions of size one up to `ndim` dimensions.
+
+    Every broadcast here is spelled out: the tests forbid JAX to promote ranks.
+    """
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def rope(x_BTNH, angle_BTh):
     """Rotates the first 2h dimensions of each head by `angle` (radians, one per pair).
 
-    A pair is a dimension of their first half with its like in the second.
+    Pair i is dimensions i and i + h (rotate-half); dimensions from 2h on stay.
     """
     cos = jnp.cos(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
     sin = jnp.sin(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
-    half = cos.shape[-1]
-    a, b, rest = jnp.split(x_BTNH, (half, 2 * half), axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    h = cos.shape[-1]
+    a, b, still = jnp.split(x_BTNH, (h, 2 * h), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
 
 
 def frequencies(cfg: ModelConfig):
-    """Returns by how much each pair of a head's dimensions turns, radians a position.
+    """Returns by how much each pair of a head's dimensions turns [h], radians a position.
 
-    Llama 3.1 divides those by `factor` that turn less than `low` times in the `length`
-    that it was trained on, leaves those that turn more than `high` times, and blends
-    between (Llama-3.1's rope_type "llama3").
+    theta^(-2i / d) for pair i of the d dimensions that rotate (RoPE, arXiv 2104.09864,
+    section 3.4.2). Llama 3.1 divides those by `factor` that turn less than `low` times in
+    the `length` that it was trained on, leaves those that turn more than `high` times,
+    and blends between (rope_type "llama3" of transformers).
     """
     turning = int(cfg.rotary * cfg.head_dim)
-    octave_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
-    plain_h = cfg.rope_theta**-octave_h
+    exponent_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
+    plain_h = cfg.rope_theta**-exponent_h
     if not cfg.rope_llama3:
         return plain_h
     factor, low, high, length = cfg.rope_llama3
@@ -158,26 +181,43 @@ def frequencies(cfg: ModelConfig):
     return plain_h * (keep_h + (1 - keep_h) / factor)
 
 
+@jax.named_scope("embed")
 def embed(params: Params, tokens_BT, cfg: ModelConfig):
     """Returns the input embeddings x_BTD in the computing dtype."""
     table_VD = constrain(params["embed"].astype(cfg.dtype), "VD")
     return constrain(table_VD[tokens_BT], "BTD")
 
 
-def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=None):
+# ---- The tower -------------------------------------------------------------------------
+#
+# In a layer's functions `p` is the layer's parameters: specs()["layers"] without the L.
+
+
+def trunk(
+    params: Params,
+    x_BTD,
+    pos_BT,
+    mask: Mask | Window,
+    cfg: ModelConfig,
+    cache: KVCache | PagedKVCache | None = None,
+):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
-    Keys and values are the KVCache of exactly these T positions. With a KVCache, its S
-    slots come before the T own keys in the order of the mask. The given cache is only
-    read: keeping the returned keys is the caller's decision, and not keeping them is how a
-    denoising step is undone. With a PagedKVCache, `mask` is a Window, which says what is
-    kept, and what is returned is the whole pool.
+    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window.
+    cache: what the rows see besides themselves, in one of three forms:
 
-    The load is the moe.Load of each layer with experts, or None. Tokens that see nothing
-    are padding, and do not count.
+    None          nothing. Returned is the KVCache of exactly these T positions.
+    KVCache       S slots, which come before the T own keys in the order of the mask.
+                  It is only read, and returned is the same as without: keeping the fresh
+                  keys is the caller's decision, and not keeping them is how a denoising
+                  step is undone.
+    PagedKVCache  pages. The Window says what is kept; returned is the whole pool.
+
+    The load is the moe.Load of each layer with experts, stacked over them, or None.
+    Tokens that see nothing are padding, and do not count.
     """
     angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
-    paged, how = isinstance(cache, PagedKVCache), {"implementation": cfg.kernels}
+    paged = isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
@@ -185,82 +225,154 @@ def trunk(params: Params, x_BTD, pos_BT, mask: Mask, cfg: ModelConfig, cache=Non
 
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
-        cached = None
-        if cache is not None and not paged:  # in place: a slice per stack is a copy
-            cached = tuple(
-                jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-                for x in (cache.k_LBSKH, cache.v_LBSKH)
-            )
-        h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
-        q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
-        k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
-        v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
-        if cfg.qk_norm:
-            q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
-            k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
-        q_BTNH, k_BTKH = rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh)
-        if paged:  # kept keys are seen at once, by the next block of the same row
-            at = (number, mask.table_BA, mask.start_B)
-            pages = pallas_kernels.cache_update(
-                pages, *at, mask.keep_B, k_BTKH, v_BTKH, **how
-            )
-            out_BTNH = pallas_kernels.paged_attention(
-                q_BTNH, pages, *at, k_BTKH, v_BTKH, **how
-            )
-            kept = None
+        if paged:
+            x_BTD, pages = attend_paged(x_BTD, p, angle_BTh, mask, pages, number, cfg)
+            fresh = None
         else:
-            out_BTNH = pallas_kernels.attention(
-                q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, **how
-            )
-            kept = k_BTKH, v_BTKH
-        x_BTD = constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
-
-        h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
-        if "router" in p:
-            y_BTD, load = moe.ffw(h_BTD, p, cfg, real_BT)
-            x_BTD = constrain(x_BTD + y_BTD, "BTD")
-        if "w_gate" in p:
-            gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
-            h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
-            x_BTD = constrain(x_BTD + project(h_BTF, p["w_down"], "FD"), "BTD")
-        return (x_BTD, pages), (kept, load)
+            cached = layer_of(cache, number)
+            x_BTD, fresh = attend(x_BTD, p, angle_BTh, mask, cached, cfg)
+        x_BTD, load = feed_forward(x_BTD, p, real_BT, cfg)
+        return (x_BTD, pages), (fresh, load)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    pages = (cache.k_LPOKH, cache.v_LPOKH) if paged else None
-    fresh, number = [], 0
-    for name in ("first", "layers"):
+    carry = x_BTD, (cache.k_LPOKH, cache.v_LPOKH) if paged else None
+    fresh, depth = [], 0
+    for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
-            numbers_L = jnp.arange(number, number + len(params[name]["attn_norm"]))
-            number += len(numbers_L)
-            (x_BTD, pages), (kept, load) = jax.lax.scan(
-                layer, (x_BTD, pages), (params[name], numbers_L)
+            numbers_L = jnp.arange(depth, depth + len(params[name]["attn_norm"]))
+            depth += len(numbers_L)
+            carry, (fresh_of_stack, load) = jax.lax.scan(
+                layer, carry, (params[name], numbers_L)
             )
-            fresh.append(kept)
-    x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
+            fresh.append(fresh_of_stack)
+    x_BTD, pages = carry
+    with jax.named_scope("final_norm"):
+        x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     if paged:
         return x_BTD, PagedKVCache(*pages), load
     k, v = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*fresh))
     return x_BTD, KVCache(k, v), load
 
 
-def project(x, w, dims: str, bias=None):
-    """Contracts x's last dimensions with w's first: "DNH" and "NHD" alike.
+def layer_of(cache: KVCache | None, number):
+    """Returns the keys and values (k_BSKH, v_BSKH) of layer `number` of a stacked cache.
 
-    A lora.Adapted weight is W and, beside it, A and B one after the other.
-    Both are flattened to two dimensions first, for which CPUs have fast code. The
-    constraint gathers what `fsdp` has split, in the computing dtype.
+    It is indexed inside the scan over layers: a scan over the cache itself would copy
+    every layer of it.
+    """
+    if cache is None:
+        return None
+    return tuple(
+        jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+        for x in (cache.k_LBSKH, cache.v_LBSKH)
+    )
+
+
+@jax.named_scope("attention")
+def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
+    """Returns (x_BTD + Attn(RMSNorm(x_BTD)), the fresh (k_BTKH, v_BTKH)).
+
+    cached: keys and values (k_BSKH, v_BSKH) that come before the own ones, or None.
+    """
+    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    out_BTNH = pallas_kernels.attention(
+        q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, implementation=cfg.kernels
+    )
+    return add_attention(x_BTD, p, out_BTNH), (k_BTKH, v_BTKH)
+
+
+@jax.named_scope("attention")
+def attend_paged(x_BTD, p, angle_BTh, window: Window, pages, number, cfg: ModelConfig):
+    """Returns (x_BTD + Attn(RMSNorm(x_BTD)), pages with the keys that are kept).
+
+    pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
+    """
+    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    # The pages are written before they are read: where a block and the next one of the
+    # same answer are two windows of this batch, the next one sees the block's kept keys.
+    pages = pallas_kernels.cache_update(
+        pages,
+        number,
+        window.table_BA,
+        window.start_B,
+        window.keep_B,
+        k_BTKH,
+        v_BTKH,
+        implementation=cfg.kernels,
+    )
+    out_BTNH = pallas_kernels.paged_attention(
+        q_BTNH,
+        pages,
+        number,
+        window.table_BA,
+        window.start_B,
+        k_BTKH,
+        v_BTKH,
+        implementation=cfg.kernels,
+    )
+    return add_attention(x_BTD, p, out_BTNH), pages
+
+
+def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):
+    """Returns (q_BTNH, k_BTKH, v_BTKH) of RMSNorm(x_BTD); queries and keys rotated."""
+    h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
+    q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
+    k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
+    v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
+    if cfg.qk_norm:
+        q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
+        k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
+    return rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh), v_BTKH
+
+
+def add_attention(x_BTD, p, out_BTNH):
+    """Returns x_BTD plus what the heads' outputs are projected to."""
+    return constrain(x_BTD + project(out_BTNH, p["wo"], "NHD"), "BTD")
+
+
+@jax.named_scope("feed_forward")
+def feed_forward(x_BTD, p, real_BT, cfg: ModelConfig):
+    """Returns (x_BTD + FFW(RMSNorm(x_BTD)), the moe.Load of a layer with experts or None).
+
+    real_BT: the tokens that count in the load.
+    """
+    h_BTD, load = rms_norm(x_BTD, p["ffw_norm"], cfg.norm_eps), None
+    if "router" in p:
+        with jax.named_scope("experts"):
+            y_BTD, load = moe.mixture(h_BTD, p, cfg, real_BT)
+            x_BTD = constrain(x_BTD + y_BTD, "BTD")
+    if "w_gate" in p:  # a dense layer's, or the experts that every token visits
+        x_BTD = constrain(x_BTD + swiglu(h_BTD, p), "BTD")
+    return x_BTD, load
+
+
+def swiglu(h_BTD, p):
+    """Returns W_down (silu(W_gate h) * W_up h) [B, T, D].
+
+    F stands for the shared experts' inner width Z too, which the mesh splits alike.
+    """
+    gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
+    h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
+    return project(h_BTF, p["w_down"], "FD")
+
+
+def project(x, w, dims: str, bias=None):
+    """Contracts x's last dimensions with w's first, whose letters are `dims`.
+
+    "DNH" takes [..., D] to [..., N, H] and "NHD" back. A lora.Adapted weight W acts as
+    W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
+    has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
+    have fast code.
     """
     inner = len(lora.contracted(dims))
     if isinstance(w, lora.Adapted):
-        low = project(x, w.a, dims[:inner] + "C")
-        low = w.scale * project(low, w.b, "C" + dims[inner:])
-        return low + project(x, w.w, dims, bias)
+        low_rank = project(x, w.a, dims[:inner] + "C")
+        delta = w.scale * project(low_rank, w.b, "C" + dims[inner:])
+        return delta + project(x, w.w, dims, bias)
     w = constrain(w.astype(x.dtype), dims)
     rows, outer = x.shape[: x.ndim - inner], w.shape[inner:]
-    size = 1
-    for n in w.shape[:inner]:
-        size *= n
+    size = math.prod(w.shape[:inner])
     y = (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(*rows, *outer)
     return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
 
@@ -271,25 +383,43 @@ def head(params: Params, cfg: ModelConfig):
     return constrain(weight.astype(cfg.dtype), "DV")
 
 
+@jax.named_scope("head")
 def logits(params: Params, x_BWD, cfg: ModelConfig):
     """Returns f32 logits [B, W, V] for a sampling window; the mask id is forbidden."""
     logits_BWV = constrain(project(x_BWD, head(params, cfg), "DV"), "BWV")
     return logits_BWV.astype(jnp.float32).at[..., cfg.mask_id].set(NEVER)
 
 
+@jax.named_scope("head")
 def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
-    """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32."""
-    how = {"forbidden": cfg.mask_id, "implementation": cfg.kernels}
-    return pallas_kernels.token_logprob(x_BUD, head(params, cfg), token_BU, **how)
+    """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32.
+
+    The mask id is forbidden here as in `logits`: sampling and training have one
+    distribution.
+    """
+    return pallas_kernels.token_logprob(
+        x_BUD,
+        head(params, cfg),
+        token_BU,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
+    )
 
 
+@jax.named_scope("head")
 def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
-    args = x_BWD, head(params, cfg), key_B, temperature_B
-    how = {"forbidden": cfg.mask_id, "implementation": cfg.kernels}
-    return pallas_kernels.token_draw(*args, **how)
+    return pallas_kernels.token_draw(
+        x_BWD,
+        head(params, cfg),
+        key_B,
+        temperature_B,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
+    )
 
 
+@jax.named_scope("value_head")
 def value(params: Params, x_BUD):
     """Returns the value head's output [B, U], f32."""
     return jnp.einsum(

@@ -26,7 +26,10 @@ def words(key_B):
 
 
 def bits(first, second, index):
-    """Returns 32 random bits for each index (< 2^32), given the words of its key."""
+    """Returns 32 random bits for each index (< 2^32), given the words of its key.
+
+    first, second, index: int32 arrays that broadcast together; int32 in their shape.
+    """
     keys = first, second, first ^ second ^ PARITY
     x, y = jnp.zeros_like(index) + keys[0], index + keys[1]
     for n in range(5):
@@ -39,7 +42,10 @@ def bits(first, second, index):
 
 
 def gumbel(first, second, index):
-    """Returns jax.random.gumbel(key, shape)[index], `index` in the flattened shape."""
+    """Returns jax.random.gumbel(key, shape)[index], `index` in the flattened shape.
+
+    first, second, index: as in `bits`; f32 in their shape.
+    """
     mantissa = jax.lax.shift_right_logical(bits(first, second, index), 9)
     uniform = jax.lax.bitcast_convert_type(mantissa | 0x3F800000, jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

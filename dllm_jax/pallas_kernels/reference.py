@@ -22,31 +22,35 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
         k_pos_B1S < mask.q_end_BT[..., None]
     )
     sees_BTS |= mask.k_group_BS[:, None] == mask.q_group_BT[..., None]
-    parts = ([cached] if cached is not None else []) + [(k_BSKH, v_BSKH)]
-    return attend(q_BTNH, parts, sees_BTS)
+    fresh = k_BSKH, v_BSKH
+    pairs = [fresh] if cached is None else [cached, fresh]
+    return attend(q_BTNH, pairs, sees_BTS)
 
 
-def attend(q_BTNH, parts, sees_BTS):
-    """Returns attention over the keys and values of all `parts`, in their order."""
+def attend(q_BTNH, pairs, sees_BTS):
+    """Returns attention over the keys and values of all `pairs`, in their order.
+
+    pairs: (k, v), each [B, some of S, K, H]; sees_BTS: whether a query sees a key.
+    """
     B, T, N, H = q_BTNH.shape
-    K = parts[0][0].shape[2]
+    K = pairs[0][0].shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     score_BKGTS = jnp.concatenate(
         [
             jnp.einsum(
-                "BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=jnp.float32
+                "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
             )
-            for k, _ in parts
+            for k_BSKH, _ in pairs
         ],
         axis=-1,
     )
     score_BKGTS = jnp.where(sees_BTS[:, None, None], score_BKGTS, NEVER)
-    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(parts[0][1].dtype)
-    out_BTKGH, at = 0, 0
-    for _, v in parts:
-        part_BKGTS = prob_BKGTS[..., at : at + v.shape[1]]
-        out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", part_BKGTS, v)
-        at += v.shape[1]
+    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(pairs[0][1].dtype)
+    out_BTKGH, begin = 0, 0
+    for _, v_BSKH in pairs:
+        end = begin + v_BSKH.shape[1]
+        out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", prob_BKGTS[..., begin:end], v_BSKH)
+        begin = end
     return out_BTKGH.reshape(B, T, N, H)
 
 
@@ -58,11 +62,13 @@ def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
     s % O of page table[b, s // O] in `layer`.
     """
     B, W = q_BWNH.shape[:2]
-    old = tuple(x[layer, table_BA].reshape(B, -1, *x.shape[3:]) for x in pages)
-    before_BS = jnp.arange(old[0].shape[1])[None] < start_B[:, None]
+    cached = tuple(
+        x_LPOKH[layer, table_BA].reshape(B, -1, *x_LPOKH.shape[3:]) for x_LPOKH in pages
+    )
+    before_BS = jnp.arange(cached[0].shape[1])[None] < start_B[:, None]
     sees_BS = jnp.concatenate([before_BS, jnp.ones((B, W), bool)], axis=1)
     sees_BWS = jnp.broadcast_to(sees_BS[:, None], (B, W, sees_BS.shape[1]))
-    return attend(q_BWNH, [old, (k_BWKH, v_BWKH)], sees_BWS)
+    return attend(q_BWNH, [cached, (k_BWKH, v_BWKH)], sees_BWS)
 
 
 def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
@@ -75,8 +81,10 @@ def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
     page_BW = jnp.take_along_axis(table_BA, pos_BW // O, axis=1, mode="clip")
     page_BW = jnp.where(keep_B[:, None], page_BW, P)  # past the end: dropped
     return tuple(
-        x.at[layer, page_BW, pos_BW % O].set(new.astype(x.dtype), mode="drop")
-        for x, new in zip(pages, (k_BWKH, v_BWKH), strict=True)
+        x_LPOKH.at[layer, page_BW, pos_BW % O].set(
+            new_BWKH.astype(x_LPOKH.dtype), mode="drop"
+        )
+        for x_LPOKH, new_BWKH in zip(pages, (k_BWKH, v_BWKH), strict=True)
     )
 
 
@@ -109,20 +117,20 @@ def token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden: int):
         key_B
     )
     token_BW = jnp.argmax(tempered_BWV + jnp.where(greedy_B11, 0, noise_BWV), axis=-1)
-    logp_BW, own_BW = (
-        jnp.take_along_axis(x, token_BW[..., None], axis=-1)[..., 0]
-        for x in (jax.nn.log_softmax(logits_BWV, axis=-1), tempered_BWV)
+    logp_BW, tempered_BW = (
+        jnp.take_along_axis(logp_BWV, token_BW[..., None], axis=-1)[..., 0]
+        for logp_BWV in (jax.nn.log_softmax(logits_BWV, axis=-1), tempered_BWV)
     )
     entropy_BW = -jnp.sum(jnp.exp(tempered_BWV) * tempered_BWV, axis=-1)
-    return token_BW, logp_BW, jnp.exp(own_BW), entropy_BW
+    return token_BW, logp_BW, jnp.exp(tempered_BW), entropy_BW
 
 
-def grouped_matmul(x_MD, w_EDF, sizes_E):
-    """Returns [M, F]: each row of x times the matrix of its group.
+def grouped_matmul(x_RD, w_EDF, sizes_E):
+    """Returns [R, F]: each row of x times the matrix of its group.
 
     The first `sizes[0]` rows are of group 0, and so on; rows after the last group get 0.
     """
     end_E = jnp.cumsum(sizes_E)
-    group_M = jnp.searchsorted(end_E, jnp.arange(len(x_MD)), side="right")
-    y_MF = jnp.einsum("MD,MDF->MF", x_MD, w_EDF[group_M])
-    return jnp.where((group_M < len(w_EDF))[:, None], y_MF, 0)
+    group_R = jnp.searchsorted(end_E, jnp.arange(len(x_RD)), side="right")
+    y_RF = jnp.einsum("RD,RDF->RF", x_RD, w_EDF[group_R])
+    return jnp.where((group_R < len(w_EDF))[:, None], y_RF, 0)

@@ -193,10 +193,8 @@ def scored(
     for dealt in deals:
         # One batch at a time lies on the mesh beside the networks.
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)
-        policy, deal_gaps, stands = old_log_probs(
-            dealt, placed, outputs, rl.trusted_gap
-        )
-        gaps += deal_gaps
+        policy, gap, stands = old_log_probs(dealt, placed, outputs, rl.trusted_gap)
+        gaps.append(gap)
         trusted.append(stands)
         logp_nT[dealt.row_n] = dealt.scatter(policy["logp"], shape[1])
         if rl.value != "none":
@@ -215,22 +213,20 @@ def network_outputs(params: dict, score: Callable, name: str, batch: TrainBatch)
 
 def old_log_probs(
     dealt: Deal, placed: TrainBatch, outputs: Callable, trusted_gap: float
-) -> tuple[dict[str, np.ndarray], list[np.ndarray], bool]:
-    """Returns (the policy's outputs, gaps to the record, whether the record stands).
+) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
+    """Returns (the policy's outputs, its gaps to the record, whether the record stands).
 
     outputs: network_outputs, bound. With a trusted gap the first microbatch is scored;
     if none of its tokens is off by more, what the sampler recorded stands for the
     policy's log-probs, which are then not scored.
     """
-    gaps = []
     if trusted_gap:
         first = placed.replace(used=jnp.minimum(placed.used, 1))
-        gaps.append(dealt.gap(outputs("policy", first)["logp"], microbatches=1))
-        if gaps[0].max() <= trusted_gap:
-            return {"logp": dealt.recorded_mBU}, gaps, True
+        gap = dealt.gap(outputs("policy", first)["logp"], microbatches=1)
+        if gap.max() <= trusted_gap:
+            return {"logp": dealt.recorded_mBU}, gap, True
     policy = outputs("policy", placed)
-    gaps.append(dealt.gap(policy["logp"]))
-    return policy, gaps, False
+    return policy, dealt.gap(policy["logp"]), False
 
 
 def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, float]:

@@ -6,10 +6,10 @@ from dllm_jax.checks import at_least, one_of
 from dllm_jax.rl import advantage
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
+from dllm_jax.rl.optim import SCHEDULES
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.rl.views import AGGREGATES
 
-SCHEDULES = ("constant", "linear", "cosine")
 VALUES = ("none", "own", "head")
 
 
@@ -101,7 +101,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        one_of("optim.schedule", self.schedule, SCHEDULES)
+        one_of("optim.schedule", self.schedule, tuple(SCHEDULES))
 
 
 @dataclasses.dataclass(frozen=True)

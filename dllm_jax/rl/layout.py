@@ -76,6 +76,15 @@ class Layout:
         """Returns the most tokens of an answer that one scope holds."""
         return self.block if self.facts.by_block else answer
 
+    def most_steps(self, answer: int) -> int:
+        """Returns the most steps in which the tokens of one scope were unmasked.
+
+        Those of what follows the answer count: up to the canvas's end, in whole blocks.
+        """
+        if self.facts.by_block:
+            return self.block
+        return max(answer, self.longest) + self.block - 1
+
     def canvas_end(self, T: int, prompt_len: int, length: int) -> int:
         """Returns where the canvas of an answer of this length ends.
 

@@ -16,6 +16,8 @@ from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import objectives
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
+from dllm_jax.rl.optim import optimizer, schedule
+from dllm_jax.rl.views import TrainBatch
 
 
 @flax.struct.dataclass
@@ -34,7 +36,8 @@ class Plan:
     terms: tuple[str, ...]  # keys of OBJECTIVES
     optim: OptimConfig
     updates: int  # of the whole run: where the schedule ends
-    head_rate: float = 1.0  # of a value head on the policy's trunk, over the trunk's
+    # Learning rate of a value head divided by that of the policy's trunk, which it shares.
+    head_rate: float = 1.0
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -42,42 +45,13 @@ class Plan:
         lm = ("lm",) if set(self.terms) - {"value"} else ()
         return lm + (("value",) if "value" in self.terms else ())
 
+    def optimizer(self) -> optax.GradientTransformation:
+        """Returns the network's optimizer."""
+        return optimizer(self.optim, self.updates, self.head_rate)
 
-def schedule(cfg: OptimConfig, updates: int) -> optax.Schedule:
-    """Returns the learning rate by update: linear warm-up, then the named decay."""
-    rest = max((cfg.horizon or updates) - cfg.warmup, 1)
-    decay = {
-        "constant": optax.constant_schedule(cfg.lr),
-        "linear": optax.linear_schedule(cfg.lr, cfg.lr * cfg.final, rest),
-        "cosine": optax.cosine_decay_schedule(cfg.lr, rest, alpha=cfg.final),
-    }[cfg.schedule]
-    if not cfg.warmup:
-        return decay
-    warm = optax.linear_schedule(0.0, cfg.lr, cfg.warmup)
-    return optax.join_schedules([warm, decay], [cfg.warmup])
-
-
-def optimizer(plan: Plan) -> optax.GradientTransformation:
-    """Returns AdamW behind a clip of the global norm.
-
-    A value head starts at zero; at the rate of the policy beside it, it would stay there.
-    """
-    cfg = plan.optim
-
-    def head(params):
-        return {name: name == "value" for name in params}
-
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.max_grad_norm),
-        optax.adamw(
-            schedule(cfg, plan.updates),
-            b1=cfg.b1,
-            b2=cfg.b2,
-            eps=cfg.eps,
-            weight_decay=cfg.weight_decay,
-        ),
-        optax.masked(optax.scale(plan.head_rate), head),
-    )
+    def learning_rate(self, step):
+        """Returns the rate of the update that comes after `step` others."""
+        return schedule(self.optim, self.updates)(step)
 
 
 def begin(params, plan: Plan) -> TrainState:
@@ -85,7 +59,7 @@ def begin(params, plan: Plan) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer(plan).init(params),
+        opt_state=plan.optimizer().init(params),
     )
 
 
@@ -94,25 +68,26 @@ def shardings(state: TrainState, plan: Plan, mesh):
 
     `state` may be abstract; its params carry their shardings.
     """
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = jax.tree.map(lambda x: x.sharding, state.params)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = jax.tree.map(lambda x: x.sharding, state.params)
     return TrainState(
-        step=whole,
-        params=placed,
+        step=replicated,
+        params=params,
         opt_state=optax.tree_map_params(
-            optimizer(plan),
+            plan.optimizer(),
             lambda _, sharding: sharding,
             state.opt_state,
-            placed,
-            transform_non_params=lambda _: whole,
+            params,
+            transform_non_params=lambda _: replicated,
         ),
     )
 
 
-def outputs(params, batch, model: ModelConfig, heads: tuple[str, ...]):
+def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...]):
     """Runs one microbatch; returns what its heads say at the supervised slots, [B, U].
 
-    The clean copies never touch a head. Experts add their `load`, a moe.Load.
+    `logp` and `entropy` are of the head "lm", in nats; `value` is of the head "value". The
+    clean copies never touch a head. Experts add their `load`, a moe.Load.
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
@@ -128,92 +103,150 @@ def outputs(params, batch, model: ModelConfig, heads: tuple[str, ...]):
     return out
 
 
-def score(params: dict, batch, *, model: ModelConfig, plans: dict):
-    """Returns every network's outputs on the whole batch: name -> {output: [A, B, U]}.
+def score(params: dict, batch: TrainBatch, *, model: ModelConfig, plans: dict):
+    """Returns every network's outputs on the whole batch: name -> {output: [m, B, U]}.
 
-    The same function of the same arrays as in the loss, without gradient.
+    params: those of the networks that are asked, by name; plans: of these and others. The
+    same function of the same arrays as in the loss, without gradient.
     """
-    zeros_ABU = jnp.zeros(batch.where_BU.shape, jnp.float32)
-    names = {
-        name: outputs_of(plan.heads) for name, plan in plans.items() if name in params
-    }
-    init = {n: dict.fromkeys(kinds, zeros_ABU) for n, kinds in names.items()}
+    zeros_mBU = jnp.zeros(batch.where_BU.shape, jnp.float32)
+    heads = {name: plan.heads for name, plan in plans.items() if name in params}
+    blank = {name: dict.fromkeys(outputs_of(heads[name]), zeros_mBU) for name in heads}
 
-    def body(i, kept):
-        micro = jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
-        for name, kinds in names.items():
-            out = outputs(params[name], micro, model, plans[name].heads)
-            kept[name] = {k: kept[name][k].at[i].set(out[k]) for k in kinds}
-        return kept
+    def fill(i, scores):
+        micro = microbatch(batch, i)
+        for name, network_heads in heads.items():
+            out = outputs(params[name], micro, model, network_heads)
+            scores[name] = {
+                key: scores[name][key].at[i].set(out[key])
+                for key in outputs_of(network_heads)
+            }
+        return scores
 
-    return jax.lax.fori_loop(0, batch.used, body, init)
+    return jax.lax.fori_loop(0, batch.used, fill, blank)
 
 
 def outputs_of(heads: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the keys of `outputs` for these heads."""
+    """Returns the keys of `outputs` for these heads, but for the experts' load."""
     lm = ("logp", "entropy") if "lm" in heads else ()
     return lm + (("value",) if "value" in heads else ())
 
 
-def loss(params, batch, base=None, *, model, plan: Plan, cfg: ObjectiveConfig):
-    """Returns (loss, sums) of one microbatch: the sum of the plan's objectives."""
-    whole = lora.join(base, params, model.lora)
-    out = outputs(whole, batch, model, plan.heads)
+def microbatch(batch: TrainBatch, i) -> TrainBatch:
+    """Returns microbatch i of a batch as packed: arrays without their first dimension."""
+    return jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
+
+
+def loss(
+    params,
+    batch: TrainBatch,
+    base=None,
+    *,
+    model: ModelConfig,
+    plan: Plan,
+    cfg: ObjectiveConfig,
+):
+    """Returns (loss, sums) of one microbatch: the sum of the plan's objectives.
+
+    params: what is trained; base: see `update`. sums: see `objectives`, and with experts
+    their `load`.
+    """
+    out = outputs(lora.join(base, params, model.lora), batch, model, plan.heads)
     total, sums = 0.0, {"load": out["load"]} if "load" in out else {}
     for term in plan.terms:
-        shared = term == "value" and len(plan.terms) > 1
-        part, more = objectives.OBJECTIVES[term](out, batch, cfg)
-        total += part * (cfg.value_weight if shared else 1.0)
-        sums |= more
+        term_loss, term_sums = objectives.OBJECTIVES[term](out, batch, cfg)
+        shares_trunk = term == "value" and len(plan.terms) > 1
+        total += term_loss * (cfg.value_weight if shares_trunk else 1.0)
+        sums |= term_sums
     return total, sums
 
 
-def update(states: dict, batch, base=None, *, model, plans, cfg: ObjectiveConfig):
+def gradients(
+    params,
+    batch: TrainBatch,
+    base,
+    *,
+    model: ModelConfig,
+    plan: Plan,
+    cfg: ObjectiveConfig,
+):
+    """Returns (gradients, sums), both summed in f32 over the used microbatches.
+
+    Their number is data and not shape, so that a run compiles the loop once.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def of_microbatch(i):
+        (total, sums), grads = gradient(
+            params, microbatch(batch, i), base, model=model, plan=plan, cfg=cfg
+        )
+        return {"total": total, **sums}, grads
+
+    def add(i, so_far):
+        return jax.tree.map(jnp.add, so_far, of_microbatch(i))
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of_microbatch, 0)
+    )
+    sums, grads = jax.lax.fori_loop(0, batch.used, add, zeros)
+    return grads, sums
+
+
+def update(
+    states: dict[str, TrainState],
+    batch: TrainBatch,
+    base=None,
+    *,
+    model: ModelConfig,
+    plans: dict[str, Plan],
+    cfg: ObjectiveConfig,
+):
     """Returns (states after one optimizer update of each, metrics).
 
     base: the weights that stay, where the states hold LoRA's adapters.
-    Gradients are summed in f32 over the used microbatches, whose number is data and not
-    shape, so a run compiles this once.
     """
-    new, metrics = {}, {}
-    count = jnp.maximum(jnp.sum(batch.weight_BU > 0), 1)
+    new_states, metrics = {}, {}
+    supervised = jnp.maximum(jnp.sum(batch.weight_BU > 0), 1)
     for name, plan in plans.items():
         state = states[name]
-        gradient = jax.value_and_grad(loss, has_aux=True)
-
-        def one(i, plan=plan, params=state.params, gradient=gradient):
-            micro = jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
-            (total, sums), grads = gradient(
-                params, micro, base, model=model, plan=plan, cfg=cfg
-            )
-            return {"total": total, **sums}, grads
-
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(one, 0)
+        grads, sums = gradients(
+            state.params, batch, base, model=model, plan=plan, cfg=cfg
         )
-        sums, grads = jax.lax.fori_loop(
-            0,
-            batch.used,
-            lambda i, kept, one=one: jax.tree.map(jnp.add, kept, one(i)),
-            zeros,
+        grad_norm = optax.tree.norm(grads)
+        change, opt_state = plan.optimizer().update(
+            grads, state.opt_state, state.params
         )
-        norm = optax.tree.norm(grads)
-        step, opt_state = optimizer(plan).update(grads, state.opt_state, state.params)
-        new[name] = TrainState(
+        new_states[name] = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, step),
+            params=optax.apply_updates(state.params, change),
             opt_state=opt_state,
         )
-        prefix = "" if name == "policy" else f"{name}_"
-        sums.pop("total")
-        load = sums.pop("load", None)
-        if load is not None:
-            told = moe.balance(load, model.experts_per_token)
-            metrics |= {f"{prefix}{key}": value for key, value in told.items()}
-        for key, total in sums.items():
-            metrics[key] = total if key in objectives.SUMMED else total / count
-        metrics[f"{prefix}grad_norm"] = norm
-        metrics[f"{prefix}learning_rate"] = schedule(plan.optim, plan.updates)(
-            state.step
+        metrics |= named(name, sums, supervised, model)
+        metrics |= prefixed(
+            name,
+            {"grad_norm": grad_norm, "learning_rate": plan.learning_rate(state.step)},
         )
-    return new, metrics
+    return new_states, metrics
+
+
+def named(network: str, sums: dict, supervised, model: ModelConfig) -> dict:
+    """Returns a network's metrics of an update, from the sums of `gradients`.
+
+    supervised: how many tokens were. Objectives name their metrics themselves, as none
+    serves two networks; those of experts bear the network's name.
+    """
+    metrics = {}
+    if "load" in sums:
+        balance = moe.balance(sums["load"], model.experts_per_token)
+        metrics |= prefixed(network, balance)
+    for key, total in sums.items():
+        if key not in ("total", "load"):
+            metrics[key] = total if key in objectives.SUMMED else total / supervised
+    return metrics
+
+
+def prefixed(network: str, metrics: dict) -> dict:
+    """Returns the metrics that every network has by name: the policy's bear no prefix."""
+    if network == "policy":
+        return metrics
+    return {f"{network}_{key}": value for key, value in metrics.items()}

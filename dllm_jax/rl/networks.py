@@ -1,45 +1,66 @@
-"""The networks of a run: what each is trained for, its first state, and what is frozen."""
+"""The networks of a run: what each is trained for, its first state, and what is frozen.
 
+Trained are the whole weights in f32, or with LoRA adapters alone (and a value head), which
+act on frozen weights beside them, the *base*. The *reference* is the policy of the start.
+"""
+
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import learner
 from dllm_jax.rl.config import OptimConfig
 
 
-def plans(term: str, value: str, policy: OptimConfig, own: OptimConfig, updates: int):
+def plans(
+    term: str,
+    value: str,
+    policy_optim: OptimConfig,
+    value_optim: OptimConfig,
+    updates: int,
+) -> dict[str, learner.Plan]:
     """Returns the Plan of each network that is trained, by name.
 
-    term: the policy's objective; value: rl.value; policy, own: the optimizers of the
-    policy and of a value network of its own, or of a head only the rate.
+    term: the policy's objective. value: rl.value; where it is "head" only the rate of
+    value_optim is used, as the head shares the policy's AdamW. updates: of the whole run.
     """
-    terms, head = (term,), 1.0
+    terms, head_rate = (term,), 1.0
     if value == "head":
-        terms, head = (term, "value"), own.lr / policy.lr if policy.lr else 1.0
-    out = {"policy": learner.Plan(terms, policy, updates, head)}
+        terms = (term, "value")
+        head_rate = value_optim.lr / policy_optim.lr if policy_optim.lr else 1.0
+    trained = {"policy": learner.Plan(terms, policy_optim, updates, head_rate)}
     if value == "own":
-        out["value"] = learner.Plan(("value",), own, updates)
-    return out
+        trained["value"] = learner.Plan(("value",), value_optim, updates)
+    return trained
+
+
+def scored(plans: dict[str, learner.Plan], reference: bool) -> dict[str, learner.Plan]:
+    """Returns the Plans of what `learner.score` runs: with a reference, it beside all."""
+    if not reference:
+        return plans
+    policy_alone = dataclasses.replace(plans["policy"], terms=("policy",))
+    return plans | {"reference": policy_alone}
 
 
 def abstract(model: ModelConfig, plan: learner.Plan, mesh) -> learner.TrainState:
     """Returns a network's state without its arrays: shapes, dtypes and shardings."""
     params = transformer.abstract(model, mesh, jnp.float32, plan.heads)
-    fresh = jax.eval_shape(functools.partial(learner.begin, plan=plan), params)
-    fresh = fresh.replace(params=params)
+    state = jax.eval_shape(functools.partial(learner.begin, plan=plan), params)
+    state = state.replace(params=params)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        fresh,
-        learner.shardings(fresh, plan, mesh),
+        state,
+        learner.shardings(state, plan, mesh),
     )
 
 
 def frozen(path: str, model: ModelConfig, mesh):
-    """Returns (the weights beside which adapters are trained, the stored value head).
+    """Returns (the base beside which adapters are trained, the stored value head).
 
     Either is None where there is none.
     """
@@ -49,27 +70,89 @@ def frozen(path: str, model: ModelConfig, mesh):
     return base, base.pop("value", None)
 
 
-def first(path: str, model: ModelConfig, plans, places, mesh, value, key) -> dict:
+def reference(path: str, model: ModelConfig, mesh, base):
+    """Returns the weights of the policy at the start of the run: the base if there is one.
+
+    Otherwise they are loaded once more, in the dtype of computation.
+    """
+    if base is not None:
+        return base
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
+    return params
+
+
+def initial(path: str, model: ModelConfig, plans, places, mesh, value, key) -> dict:
     """Returns the states before the first update, by the names of their plans.
 
-    Weights are the checkpoint's; adapters are drawn, beside the value head of `frozen`.
+    Weights are the checkpoint's; adapters are drawn from `key`, beside the value head of
+    `frozen`, if it stored one. places: the states' shardings, by the same names.
     """
     states = {}
     for i, (name, plan) in enumerate(plans.items()):
         if model.lora is None:
             _, params = hf.load(path, mesh=mesh, dtype=jnp.float32, heads=plan.heads)
         else:
-            fresh = jax.jit(
+            draw = jax.jit(
                 functools.partial(transformer.init, cfg=model, heads=plan.heads),
                 out_shardings=places[name].params,
             )
-            params = fresh(jax.random.fold_in(key, i))
+            params = draw(jax.random.fold_in(key, i))
             if value is not None and "value" in params:
                 params["value"] = value.astype(jnp.float32)
-        begin = functools.partial(learner.begin, plan=plan)
-        start = jax.jit(begin, out_shardings=places[name], donate_argnums=0)
-        states[name] = start(params)
+        begin = jax.jit(
+            functools.partial(learner.begin, plan=plan),
+            out_shardings=places[name],
+            donate_argnums=0,
+        )
+        states[name] = begin(params)
     return states
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What the networks of a run are at one moment."""
+
+    states: dict[str, learner.TrainState]
+    base: transformer.Params | None  # frozen, where the states hold adapters
+    reference: transformer.Params | None
+    model: ModelConfig
+    cast: (
+        Callable  # a program: the policy's trained parameters in the dtype that samples
+    )
+
+    def acting(self) -> transformer.Params:
+        """Returns the weights that sample. Full training copies them: drop them soon."""
+        policy = self.cast(self.states["policy"].params)
+        return lora.join(self.base, policy, self.model.lora)
+
+    def scoring(self) -> dict[str, transformer.Params]:
+        """Returns the weights of every network of `scored`, by name."""
+        weights = {
+            name: lora.join(self.base, state.params, self.model.lora)
+            for name, state in self.states.items()
+        }
+        if self.reference is not None:
+            weights["reference"] = self.reference
+        return weights
+
+
+def export(folder, policy, path: str, model: ModelConfig, mesh):
+    """Writes a policy as a Hugging Face folder like the checkpoint at `path`.
+
+    policy: its trained parameters. Adapters are added to the checkpoint's weights, which
+    are loaded as precise as they are stored.
+    """
+    base = None
+    if model.lora is not None:
+        _, base = hf.load(path, mesh=mesh)
+    merged = lora.merge(lora.join(base, policy, model.lora))
+    hf.save(folder, dataclasses.replace(model, lora=None), merged, like=path)
+
+
+def sizes(policy, base) -> str:
+    """Returns how many parameters are trained, and how many stay frozen beside them."""
+    frozen_ones = f" beside {count(base):,} frozen ones" if base else ""
+    return f"{count(policy):,} parameters{frozen_ones}"
 
 
 def count(params) -> int:

@@ -151,8 +151,13 @@ def next_token(step_T, answer_T, scope_T, block_T, rng, cfg):
 
 
 def rounds_of_steps(cfg, layout: Layout, answer: int, steps: int) -> int:
-    """A round for `shrink` neighbouring steps, of which a token has but one."""
-    return -(-min(layout.largest_scope(answer), steps) // cfg.shrink)
+    """A round for `shrink` neighbouring steps, of which a token has but one.
+
+    Tokens behind the stop have steps of their own among which the answer's may lie, so
+    an answer of few steps can reach into every round of its scope.
+    """
+    rounds = -(-min(layout.most_steps(answer), steps) // cfg.shrink)
+    return min(layout.largest_scope(answer), rounds)
 
 
 def round_of_row(cfg, layout: Layout, answer: int, steps: int) -> int:
@@ -227,7 +232,7 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
 def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:
     """Returns the most rounds that a scope with `answer` tokens can have, of all draws.
 
-    steps: the most that an answer has, where its trace is given.
+    steps: the most that a trajectory has, where its trace is given.
     """
     return KINDS[cfg.kind].rounds(cfg, layout, answer, steps)
 

@@ -2,23 +2,28 @@
 
 The same in every process; process 0 alone grades, so that a grader's time-out cannot split
 a run in two.
+
+Letters: s answers to one problem.
 """
 
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dllm_jax.data import Problem
+from dllm_jax.rl.rewards import Grader
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.state import Trace
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """Host traces of n rollouts; a group is the rollouts of one problem."""
+    """n answers with their rewards; a group is the answers to one problem."""
 
     trace: Trace  # numpy, first dimension n
     group_n: np.ndarray
@@ -27,42 +32,53 @@ class Rollouts:
     timeouts: int = 0  # answers that earn 0 since grading them took too long
 
 
-def graded(trace: Trace, texts, golds, group_n, grader, *, truncated_wrong: bool):
-    """Returns Rollouts with `grader(texts, golds)` as reward, decided by process 0.
+def graded(
+    trace: Trace,
+    texts: list[str],
+    golds: list[str],
+    group_n: np.ndarray,
+    grader: Grader,
+    *,
+    truncated_wrong: bool,
+) -> Rollouts:
+    """Returns Rollouts whose rewards are the grader's, decided by process 0.
 
     Rows without an answer (their prompt was too long), and with `truncated_wrong` those
     that were cut at their limit, earn 0.
     """
     reward_n = np.zeros(len(texts), np.float32)
     if jax.process_index() == 0:
-        reward_n[:] = grader(texts, golds)
+        reward_n[:] = grader.grade(texts, golds)
         reward_n[trace.len_B == 0] = 0
         if truncated_wrong:
             reward_n[~trace.stopped_B] = 0
     if jax.process_count() > 1:
         reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
-    late = int(np.isnan(reward_n).sum())
-    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late)
+    timeouts = int(np.isnan(reward_n).sum())
+    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), timeouts)
 
 
 def answered(
     answerer,
     params,
-    problems,
-    group_n,
+    problems: list[Problem],
+    group_n: np.ndarray,
     key,
     *,
     temperature: float,
     tok,
     timer,
-    grader,
+    grader: Grader,
     truncated_wrong: bool,
     stop=None,
 ) -> Rollouts | None:
-    """Returns Rollouts: one answer to each data.Problem, sampled, decoded and graded.
+    """Returns Rollouts: one answer to each problem, sampled, decoded and graded.
 
     None where sampling was stopped: see `answers.collect`.
-    answerer: see `sampling.answers`; timer: a metrics.Timer.
+
+    answerer, params, temperature: see `sampling.answers`. group_n: which of the n problems
+    are one and the same. key: of all draws; problem i has fold_in(key, i). tok: decodes.
+    timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see `graded`.
     """
     prompts = [problem.prompt_ids for problem in problems]
     stream = answerer.stream(params, prompts, key, temperature=temperature)
@@ -70,18 +86,22 @@ def answered(
     if trace is None:
         return None
     with timer("reward"):
-        texts, golds = answers.decode(trace, tok), [p.answer for p in problems]
         return graded(
-            trace, texts, golds, group_n, grader, truncated_wrong=truncated_wrong
+            trace,
+            answers.decode(trace, tok),
+            [problem.answer for problem in problems],
+            group_n,
+            grader,
+            truncated_wrong=truncated_wrong,
         )
 
 
-def report_long(problems, max_prompt: int, say):
+def report_long(problems: list[Problem], max_prompt: int, say):
     """Says how many prompts are too long; they are skipped with a reward of 0."""
-    long = sum(len(p.prompt_ids) > max_prompt for p in problems)
-    if long:
+    skipped = sum(len(problem.prompt_ids) > max_prompt for problem in problems)
+    if skipped:
         say(
-            f"{long} of {len(problems)} prompts are longer than sampler.max_prompt="
+            f"{skipped} of {len(problems)} prompts are longer than sampler.max_prompt="
             f"{max_prompt} tokens: they are skipped and earn 0"
         )
 
@@ -92,52 +112,68 @@ def pass_at(solved_ns, k: int) -> float:
     The unbiased estimate 1 - C(s - c, k) / C(s, k) with c right ones (Codex, arXiv
     2107.03374, Eq. 1).
     """
-    s = solved_ns.shape[1]
+    samples = solved_ns.shape[1]
     wrong_n = (~solved_ns).sum(axis=1)
-    return float(np.mean([1 - math.comb(w, k) / math.comb(s, k) for w in wrong_n]))
+    missed_n = [math.comb(wrong, k) / math.comb(samples, k) for wrong in wrong_n]
+    return float(np.mean([1 - missed for missed in missed_n]))
 
 
-def speed(trace: Trace):
+def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
+    """Returns pass@k for k = 1, 2, 4 ... and all `samples` answers to a problem.
+
+    The answers to a problem follow each other.
+    """
+    solved_ns = (rollouts.reward_n >= 1).reshape(-1, samples)
+    ks = {2**i for i in range(samples.bit_length())} | {samples}
+    return {f"pass@{k}": pass_at(solved_ns, k) for k in sorted(ks)}
+
+
+def speed(trace: Trace) -> np.ndarray:
     """Returns each row's tokens per forward; 0 for a row without an answer."""
     return trace.len_B / np.maximum(trace.forwards_B, 1)
 
 
 def summary(rollouts: Rollouts) -> dict[str, float]:
-    """Returns what a step says about its rollouts: means over answers.
+    """Returns the metrics of a step's rollouts: means over its answers.
 
     tokens_per_forward counts the forwards that a row was denoised in. On the engine
     there are no others: the keys of blocks and prompts are computed beside these.
     """
     trace = rollouts.trace
-    count = np.maximum((trace.len_B > 0).sum(), 1)
+    answers_given = np.maximum((trace.len_B > 0).sum(), 1)
+    cut_B = ~trace.stopped_B & (trace.len_B > 0)
     return {
         "reward": float(rollouts.reward_n.mean()),
         "accuracy": float((rollouts.reward_n >= 1).mean()),
         "graded_timeouts": rollouts.timeouts,
-        "response_length": float(trace.len_B.sum() / count),
+        "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
-        "truncated": float((~trace.stopped_B & (trace.len_B > 0)).mean()),
+        "truncated": float(cut_B.mean()),
     }
 
 
-def write(folder, step: int, rollouts: Rollouts, problems, count: int):
-    """Writes some of a step's rollouts with their traces."""
+def write(
+    folder: pathlib.Path,
+    step: int,
+    rollouts: Rollouts,
+    problems: list[Problem],
+    count: int,
+):
+    """Writes the first `count` of a step's rollouts with their traces."""
     path = folder / "samples" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    rows = as_records(rollouts, [p.prompt_ids for p in problems[:count]])
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = as_records(rollouts, [p.prompt_ids for p in problems[:count]])
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def as_records(rollouts: Rollouts, prompts: list[list[int]]) -> list[dict]:
-    """Returns JSON-able records of rollouts with their traces, as `generate` writes."""
-    out = []
-    for i, prompt in enumerate(prompts):
-        out.append(
-            {
-                **answers.record(state.answer(rollouts.trace, i), prompt),
-                "text": rollouts.text[i],
-                "reward": float(rollouts.reward_n[i]),
-                "group": int(rollouts.group_n[i]),
-            }
-        )
-    return out
+    """Returns JSON-able records of the prompts' rollouts, as `generate` writes them."""
+    return [
+        {
+            **answers.record(state.answer(rollouts.trace, i), prompt),
+            "text": rollouts.text[i],
+            "reward": float(rollouts.reward_n[i]),
+            "group": int(rollouts.group_n[i]),
+        }
+        for i, prompt in enumerate(prompts)
+    ]

@@ -55,10 +55,10 @@ TARGETS = {
 def weigh(drawn, key_B, pad_id: int, cfg):
     """Returns the logits.Draw `drawn` with scores as strategies should see them.
 
-    `pad_penalty` lowers the scores of padding, which full attention is otherwise too
-    sure of to finish a sentence first. `rank_temperature` turns the n best into n drawn
-    without replacement from softmax(score / temperature): the n best under Gumbel
-    noise.
+    `pad_penalty` lowers the scores of padding: with full attention models are so sure
+    of it that answers would be padded before they are written. `rank_temperature` turns
+    the n best into n drawn without replacement from softmax(score / temperature): the n
+    best under Gumbel noise.
     """
 
     def penalised(x_BW):

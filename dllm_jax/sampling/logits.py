@@ -66,8 +66,8 @@ def fused(cfg: SamplerConfig) -> bool:
     entropy of the distribution drawn from; a threshold may ask for the model's own.
     """
     untempered = STRATEGIES[cfg.strategy].reads_sure and not cfg.tempered_threshold
-    known = ("confidence",) if untempered else ("confidence", "neg_entropy")
-    return cfg.target in known and cfg.top_k == 0 and cfg.top_p == 1
+    targets = ("confidence",) if untempered else ("confidence", "neg_entropy")
+    return cfg.target in targets and cfg.top_k == 0 and cfg.top_p == 1
 
 
 def keep(logits_BWV, *, top_k: int, top_p: float):

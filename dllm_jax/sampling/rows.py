@@ -62,8 +62,7 @@ class Changes:
     temperature_B: jax.Array
     index_B: jax.Array  # with the run's key, what the row's random draws depend on
     filled_B: jax.Array  # positions whose keys are in its pages, those copied included
-    # A page that others hold is copied where a new row goes on writing into its last
-    # one.
+    # Where a new row goes on in a page that others hold, this is copied first.
     source_B: jax.Array
     target_B: jax.Array  # past the last page: nothing is copied
     # Of all rows: those that were there may have got more pages.
@@ -115,9 +114,7 @@ def step(
     x_BWD = joined(x_dwWD[:, clean_count:])
     pos_BW = joined(windows.pos_dwW[:, clean_count:])
     last_BD = rows.last_BD
-    if (
-        model.shift
-    ):  # position i - 1 answers for i: for the block's first, the one before
+    if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
         last_BD = ends_of_clean(last_BD, dealt, x_dwWD[:, :clean_count, -1])
         x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
 

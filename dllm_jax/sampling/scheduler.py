@@ -184,12 +184,11 @@ class Scheduler:
     # ---- An admission ----------------------------------------------------------------
 
     def admit(self) -> Changes | None:
-        """Admits what waits; returns what the device is to be told, None for nothing.
-
-        Nobody is admitted while rows have to leave for want of pages.
-        """
+        """Admits what waits; returns what to tell the device, None for nothing."""
         extended, evicted = self.extend_pages()
         admission = self.begin_admission()
+        # Those who left for want of pages wait first in the queue: they would take the
+        # pages back that they have just given up.
         if not evicted:
             self.place_waiting(admission)
         if not self.active:
@@ -216,6 +215,7 @@ class Scheduler:
             while request.running:  # an older one may have driven it out
                 pool = self.pool_of(request)
                 lacking = self.pages_due(request, request.start) - len(request.pages)
+                # What there is may be fewer, and do for the present block.
                 taken = pool.take(max(0, min(lacking, pool.available)))
                 request.pages += taken
                 extended = extended or len(taken) > 0
@@ -228,7 +228,11 @@ class Scheduler:
         return extended, evicted
 
     def pages_due(self, request: Request, start: int) -> int:
-        """Returns how many pages a row should hold while its block is at `start`."""
+        """Returns how many pages a row should hold while its block is at `start`.
+
+        Enough for all of its answer; if overbooked, for the next AHEAD blocks, since most
+        answers end before their limits.
+        """
         Q = self.cfg.block
         end = -(-request.limit // Q) * Q
         if self.overbooked:
@@ -273,7 +277,8 @@ class Scheduler:
     def place_waiting(self, admission: Admission):
         """Gives rows to what waits, in its order, while one is free.
 
-        Those that cannot be placed now are passed over, as many as there are rows.
+        Those that cannot be placed now are passed over and keep their places in the
+        queue. Not more than there are rows are: a long queue is not read to its end.
         """
         passed, copied = [], []
         while self.queue and admission.free and len(passed) < self.row_count:
@@ -333,6 +338,7 @@ class Scheduler:
         filled, ragged = len(shared) * size, None
         if not rerun and 0 < request.prefix - filled < size:
             ragged = pool.share(request.page_names[-1])
+        # One page or more: the answer's first block lies behind what can be shared.
         fresh = pool.take(self.pages_due(request, request.prefix) - len(shared))
         if fresh is None:
             pool.release(shared if ragged is None else [*shared, ragged])

@@ -77,13 +77,13 @@ def test_the_head(topology, implementation):
 @pytest.mark.parametrize("topology, implementation", CHIPS)
 def test_experts(topology, implementation):
     """SDAR-30B-A3B's; their gradients too."""
-    M, E, D, F = 4096, 128, 2048, 768
+    R, E, D, F = 4096, 128, 2048, 768
 
     def gradient(x, w, sizes, dy):
         _, pull = jax.vjp(lambda *xw: pallas_kernels.grouped_matmul(*xw, sizes), x, w)
         return pull(dy)
 
-    x, w, dy = arrays(jnp.bfloat16, (M, D), (E, D, F), (M, F))
+    x, w, dy = arrays(jnp.bfloat16, (R, D), (E, D, F), (R, F))
     sizes = arrays(jnp.int32, (E,))
     program = compiled(
         topology, gradient, x, w, *sizes, dy, ours=implementation == "tpu"

@@ -64,7 +64,7 @@ def first(cfg: ModelConfig) -> dict:
 @functools.partial(jit, static_argnames="cfg")
 def ffw(h_BTD, p, real_BT, *, cfg):
     """Returns the experts' output and their load."""
-    return moe.ffw(h_BTD, p, cfg, real_BT)
+    return moe.mixture(h_BTD, p, cfg, real_BT)
 
 
 def choose(logits_E, bias_E, cfg):

@@ -91,18 +91,18 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
 
 
 def test_copies_of_tpu_kernels_do_not_race(capsys):
-    q, pages, *at, k, v = case(4, 2, 2, 1, 64)
+    inputs = case(4, 2, 2, 1, 64)
     found = pallas_kernels.paged_attention(
-        q, pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+        *inputs, implementation="tpu", interpret=CAREFUL
     )
-    want = SPECIFIED(q, pages, *at, k, v)
-    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
-    layer, table_BA, start_B = at
-    at = layer, table_BA, start_B % (O * A - 2), jnp.array([True, True, False, True])
+    np.testing.assert_allclose(found, SPECIFIED(*inputs), atol=2e-5, rtol=1e-4)
+    _, pages, layer, table_BA, start_B, k, v = inputs
+    keep_B = jnp.array([True, True, False, True])
+    inputs = pages, layer, table_BA, start_B % (O * A - 2), keep_B, k, v
     found = pallas_kernels.cache_update(
-        pages, *at, k, v, implementation="tpu", interpret=CAREFUL
+        *inputs, implementation="tpu", interpret=CAREFUL
     )
-    same(found, reference.cache_update(pages, *at, k, v))
+    same(found, reference.cache_update(*inputs))
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -114,7 +114,9 @@ def same(found, want):
 
 
 @pytest.mark.parametrize("implementation", ["tpu"])
-@pytest.mark.parametrize("dtype, W, K, H", [("float32", 4, 2, 128), ("bfloat16", 3, 1, 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, W, K, H", [("float32", 4, 2, 128), ("bfloat16", 3, 1, 64)]
+)
 def test_cache_update_is_the_specification(implementation, dtype, W, K, H):
     # Windows that fill a page's end, cross it, begin the row and end it.
     start_B = jnp.array([0, 4, 5, 7, 16, O * A - W, 12, 6])
@@ -140,52 +142,24 @@ def test_on_a_mesh(implementation, K):
     mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
     q, _, layer, _, start_B, k, v = case(B, W, N, K, H)
     pages = tuple(normal(L, 4 * 10, O, K, H, seed=seed) for seed in (1, 2))
-    own = np.random.default_rng(3)
-    local_BA = np.concatenate([own.permutation(10).reshape(2, A) for _ in range(4)])
+    rng = np.random.default_rng(3)
+    local_BA = np.concatenate([rng.permutation(10).reshape(2, A) for _ in range(4)])
     keep_B, start_B = start_B % 2 == 0, start_B % (O * A - W)
 
     def both(table_BA, implementation):
-        how = {"implementation": implementation, "interpret": True}
+        update, attend = (
+            functools.partial(op, implementation=implementation, interpret=True)
+            for op in (pallas_kernels.cache_update, pallas_kernels.paged_attention)
+        )
         at = layer, table_BA, start_B
-        written = pallas_kernels.cache_update(pages, *at, keep_B, k, v, **how)
-        return written, pallas_kernels.paged_attention(q, written, *at, k, v, **how)
+        written = update(pages, *at, keep_B, k, v)
+        return written, attend(q, written, *at, k, v)
 
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(both, implementation=implementation))(
-            local_BA
-        )
+        run = jax.jit(functools.partial(both, implementation=implementation))
+        found = run(local_BA)
     first_B1 = np.arange(B)[:, None] // 2 * 10  # page of all: the device's first
     want = both(jnp.array(local_BA + first_B1), "reference")
     same(found[0], want[0])
     np.testing.assert_allclose(found[1], want[1], atol=2e-5, rtol=1e-4)
     assert ("model" in found[1].sharding.spec) == (K == 2)
-
-
-def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "platform", lambda: "tpu")
-    for H, kernel in ((64, True), (8, False)):
-        q, pages, layer, table_BA, start_B, k, v = case(2, 4, 2, 1, H)
-        at = pages, layer, table_BA, start_B
-        read = jax.make_jaxpr(pallas_kernels.paged_attention)(q, *at, k, v)
-        write = jax.make_jaxpr(pallas_kernels.cache_update)(*at, start_B > 0, k, v)
-        assert ("pallas_call" in str(read)) == ("pallas_call" in str(write)) == kernel
-
-
-def test_what_does_not_exist_is_said():
-    q, pages, *at, k, v = case(1, 4, 2, 1, 8)
-    ops = {
-        "paged_attention": (q, pages, *at, k, v),
-        "cache_update": (pages, *at, at[2] > 0, k, v),
-    }
-    for op, args in ops.items():
-        run = getattr(pallas_kernels, op)
-        with pytest.raises(ValueError, match=f"{op}: implementation='triton'.*'tpu'"):
-            run(*args, implementation="triton")
-        with pytest.raises(ValueError, match=f"{op}.*heads of size.*not 8"):
-            run(*args, implementation="tpu")
-    q, pages, *at, k, v = case(1, 4, 2, 1, 64)
-    with pytest.raises(ValueError, match="bfloat16.*not float32"):
-        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")
-    pages = tuple(x[:, :, :6] for x in pages)
-    with pytest.raises(ValueError, match="pages of 8.*not 6"):
-        pallas_kernels.paged_attention(q, pages, *at, k, v, implementation="gpu")

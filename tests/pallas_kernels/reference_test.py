@@ -182,7 +182,7 @@ def test_entropy_of_a_flat_head_is_the_logarithm():
 
 @pytest.mark.parametrize("tile, count", [(4, 10), (4, 8), (16, 10), (1, 3)])
 def test_tiles_change_neither_answer_nor_gradient(tile, count, monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "HEAD_TILE", tile)
+    monkeypatch.setattr(pallas_kernels.head, "HEAD_TILE", tile)
     x, head, token = head_inputs(3, count)
     weight = normal(2, 3, count, seed=2)
 
@@ -211,7 +211,7 @@ def test_tiles_change_neither_answer_nor_gradient(tile, count, monkeypatch):
 
 
 def test_logits_are_never_alive_whole(monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "HEAD_TILE", 4)
+    monkeypatch.setattr(pallas_kernels.head, "HEAD_TILE", 4)
     x, head, token = head_inputs(3, 20)
 
     def loss(x, head):

@@ -115,14 +115,18 @@ def test_draw_is_the_specification(implementation, sizes):
 def test_gpu_kernels_take_a_part_of_the_vocabulary():
     x, head, token = inputs()
     x, head, token = x.reshape(-1, D), head[:, 100:250], token.reshape(-1)
-    how = {"forbidden": FORBIDDEN + 100, "interpret": True}
     words = jnp.tile(jnp.arange(9)[:, None], (4, 3))
-    for op, args, extra in (
-        ("pick", (token,), {}),
-        ("draw", (words, jnp.resize(jnp.array([0, 0.7, 2.0]), 36)), {"width": V}),
-    ):
-        modules = gpu_token_logprob, tpu_token_logprob
-        both = [getattr(m, op)(x, head, *args, 100, **how, **extra) for m in modules]
+    temperature = jnp.resize(jnp.array([0, 0.7, 2.0]), 36)
+    bound = {"forbidden": FORBIDDEN + 100, "interpret": True}
+
+    def picked(module):
+        return module.pick(x, head, token, 100, **bound)
+
+    def drawn(module):
+        return module.draw(x, head, words, temperature, 100, width=V, **bound)
+
+    for f in (picked, drawn):
+        both = f(gpu_token_logprob), f(tpu_token_logprob)
         for y, z in zip(*both, strict=True):
             np.testing.assert_allclose(y, z, atol=2e-5, rtol=1e-5)
 

@@ -40,8 +40,11 @@ def packed(trace, noised, copies=1):
     )
 
 
-def made(off: float, rl=RL, as_sampled=True):
-    """Returns (metrics, batches, what was scored of whom) where the policy is off so far."""
+def made(off, rl=RL, as_sampled=True):
+    """Returns (metrics, batches, what was scored of whom) where the policy is off so far.
+
+    off: nats, of all tokens or, [m, 1, 1], of each microbatch.
+    """
     sampled, asked = rollouts(), []
     noised = noise.noised(sampled.trace, NoiseConfig(), LAYOUT)
     sources = {}
@@ -55,7 +58,7 @@ def made(off: float, rl=RL, as_sampled=True):
         ((name, _),) = params.items()
         asked.append((name, int(batch.used)))
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
-        logp_mBU = source.gather(logp) + np.float32(off)
+        logp_mBU = source.gather(logp) + np.asarray(off, np.float32)
         logp_mBU[int(batch.used) :] = 0
         return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
 
@@ -104,7 +107,19 @@ def test_the_samplers_record_stands_while_it_is_near():
     metrics, out, recorded, asked = made(0.03, rl)
     assert asked == [("policy", 1), ("policy", 2), ("value", 2)] * 2
     assert metrics["updates_trusted"] == 0
-    assert np.abs(out[0].old_logp_BU - recorded[0]).max() > 0.02
+
+
+def test_every_gap_counts_once_where_the_record_does_not_stand():
+    rl = dataclasses.replace(RL, trusted_gap=0.02)
+    off_m11 = np.array([0.05, 0.01, 0, 0])[:, None, None]
+    metrics, out, recorded, _ = made(off_m11, rl)
+    gaps = [
+        np.abs(batch.old_logp_BU - logp)[np.asarray(batch.weight_BU) > 0]
+        for batch, logp in zip(out, recorded, strict=True)
+    ]
+    mean = np.concatenate(gaps).mean()
+    assert metrics["updates_trusted"] == 0
+    assert metrics["logprob_gap_mean"] == pytest.approx(mean, rel=1e-3)
 
 
 def test_what_teaches_is_dealt_once_with_its_rows_side_by_side():

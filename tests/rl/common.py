@@ -63,7 +63,7 @@ def theirs(params, cfg) -> dict:
             leaf = leaf[step.key]
         layered = spec.dims.startswith("L")
         for i, one in enumerate(np.asarray(leaf) if layered else [np.asarray(leaf)]):
-            out[name.format(i)] = hf.theirs(one, spec, cfg)
+            out[name.format(i)] = hf.to_file(one, spec, cfg)
     return out
 
 

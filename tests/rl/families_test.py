@@ -77,7 +77,9 @@ def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     frozen, value = networks.frozen(path, model, mesh)
     wanted = {"policy": networks.abstract(model, plans["policy"], mesh)}
     places = jax.tree.map(lambda x: x.sharding, wanted)
-    states = networks.first(path, model, plans, places, mesh, value, jax.random.key(0))
+    states = networks.initial(
+        path, model, plans, places, mesh, value, jax.random.key(0)
+    )
 
     params = lora.join(frozen, states["policy"].params, model.lora)
     batch = step_batch(model, plans, params, mesh)

@@ -278,49 +278,6 @@ def test_sft_loss_is_the_references(index):
 # ---- dLLM-RL's optimizer -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case",
-    dllm_rl.read("train/lr_schedules.json")["cases"],
-    ids=lambda c: f"{c['scheduler']}-{c['warmup_steps']}-{c['num_training_steps']}",
-)
-def test_schedules_are_the_references(case):
-    if "raises" in case:
-        pytest.skip("the reference's own failure")
-    name, base = case["scheduler"], case["base_lr"]
-    cfg = OptimConfig(
-        lr=base,
-        schedule={"constant_with_warmup": "constant", "polynomial": "linear"}.get(
-            name, name
-        ),
-        warmup=case["warmup_steps"],
-        final=1e-7 / base if name == "polynomial" else 0.0,
-    )
-    run = case["num_training_steps"]
-    ours = learner.schedule(cfg, run)
-    # Beyond the run the reference's cosine rises again; ours stays where it ended.
-    np.testing.assert_allclose(
-        [ours(step) for step in range(run + 1)],
-        case["lr_at_step"][: run + 1],
-        rtol=1e-5,
-        atol=1e-9,
-    )
-    assert float(ours(run + 5)) == pytest.approx(float(ours(run)), abs=1e-9)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_schedule_ends_at_its_final_fraction(schedule):
-    cfg = OptimConfig(lr=2.0, schedule=schedule, warmup=4, final=0.25)
-    ours = learner.schedule(cfg, 12)
-    assert [float(ours(step)) for step in (0, 2, 4)] == [0, 1, 2]
-    assert float(ours(8)) == pytest.approx((2 + 0.5) / 2)  # half-way
-    assert float(ours(12)) == float(ours(99)) == pytest.approx(0.5)
-    # A horizon in the place of the run's length: the same schedule for any run.
-    fixed = learner.schedule(dataclasses.replace(cfg, horizon=12), 1000)
-    assert [float(fixed(step)) for step in range(15)] == [
-        float(ours(step)) for step in range(15)
-    ]
-
-
 @pytest.mark.parametrize("index", STAGES)
 def test_a_training_stage_ends_at_the_references_weights(index):
     """Old log-probs, then every update of its stage: AdamW, accumulation, clipping.
@@ -395,19 +352,6 @@ def test_a_training_stage_ends_at_the_references_weights(index):
     assert final
     for name, tensor in final.items():
         np.testing.assert_allclose(ours[name], tensor, atol=2e-5, err_msg=name)
-
-
-def test_a_value_head_on_the_policy_has_a_rate_of_its_own():
-    params = {"layers": {"wq": jnp.ones(3)}, "value": jnp.ones(3)}
-
-    def step(rate):
-        plan = learner.Plan(("policy", "value"), OptimConfig(), 1, rate)
-        state = learner.begin(params, plan)
-        return learner.optimizer(plan).update(params, state.opt_state, params)[0]
-
-    slow, fast = step(1.0), step(50.0)
-    np.testing.assert_array_equal(fast["layers"]["wq"], slow["layers"]["wq"])
-    np.testing.assert_allclose(fast["value"], 50 * slow["value"], rtol=1e-6)
 
 
 # ---- Training sees what sampling saw -------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import data, sharding
 from dllm_jax.rl import rollout, views
+from dllm_jax.rl.rewards import Grader
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import Trace
@@ -48,6 +49,11 @@ class Fake(answers.Batches):
             forwards_B=4 * live_B,
             stopped_B=live_B & (len_B % 2 == 0),
         )
+
+
+def grader(grade) -> Grader:
+    """Returns a Grader that lets every gold pass."""
+    return Grader(grade=grade, check=lambda gold: None)
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +136,17 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
     texts, golds = list("abcdef"), list("ABCDEF")
     asked = []
 
-    def grader(texts, golds):
+    def grade(texts, golds):
         asked.append((texts, golds))
         return [1.0] * len(texts)
 
     got = rollout.graded(
-        trace, texts, golds, np.arange(6), grader, truncated_wrong=truncated_wrong
+        trace,
+        texts,
+        golds,
+        np.arange(6),
+        grader(grade),
+        truncated_wrong=truncated_wrong,
     )
     assert asked == [(texts, golds)]
     even = np.array([len(p) % 2 == 0 for p in PROMPTS])
@@ -183,7 +194,12 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
     trace = sample(Fake(mesh), PROMPTS[:2])
     grades = [float("nan"), 1.0]
     got = rollout.graded(
-        trace, ["", ""], ["", ""], [0, 0], lambda *_: grades, truncated_wrong=False
+        trace,
+        ["", ""],
+        ["", ""],
+        [0, 0],
+        grader(lambda *_: grades),
+        truncated_wrong=False,
     )
     assert got.reward_n.tolist() == [0.0, 1.0]
     assert rollout.summary(got)["graded_timeouts"] == 1
@@ -192,7 +208,12 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
 def test_a_step_without_any_answer_can_be_told(mesh):
     trace = sample(Fake(mesh), [[], [1] * 9])
     got = rollout.graded(
-        trace, ["", ""], ["", ""], np.zeros(2), lambda *_: [1, 1], truncated_wrong=True
+        trace,
+        ["", ""],
+        ["", ""],
+        np.zeros(2),
+        grader(lambda *_: [1, 1]),
+        truncated_wrong=True,
     )
     told = rollout.summary(got)
     assert all(x == 0 for x in told.values())
@@ -205,7 +226,7 @@ def test_records_hold_the_answer_and_its_trace(mesh):
         list("abcdef"),
         [""] * 6,
         np.arange(6) // 2,
-        lambda texts, golds: [0.5] * 6,
+        grader(lambda texts, golds: [0.5] * 6),
         truncated_wrong=False,
     )
     records = rollout.as_records(got, PROMPTS[:4])

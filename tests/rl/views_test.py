@@ -332,6 +332,21 @@ def packed(problem, chosen, **fixed):
     return trace, batch, source, noised, layout
 
 
+@pytest.mark.parametrize(
+    ("problem", "chosen"),
+    [
+        ((8, 1, 3, 9680), {"longer": 14, "shrink": 3, "spare": 8}),
+        ((8, 1, 7, 4054), {"longer": 39, "shrink": 6, "spare": 39}),
+        ((4, 2, 3, 34692), {"longer": 53, "shrink": 5, "spare": 6}),
+    ],
+)
+def test_steps_behind_the_stop_push_an_answer_into_more_rounds(problem, chosen):
+    common = {"shift": 0, "grid": "absolute", "rate": "token", "draws": 1, "rows": 1}
+    chosen = common | chosen | {"seed": 0}
+    _, batch, *_ = packed(problem, chosen, attention="full", kind="trace")
+    assert batch.used > 0
+
+
 SHAPES = [
     ("block", "trace"),
     ("block", "complement"),

@@ -20,19 +20,9 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
+from tests.sampling.common import HASTY, end_of, padded, row_keys
 
 B = 8
-# Programs here run a few steps: compiling them is what takes the time.
-HASTY = {"xla_backend_optimization_level": 0}
-
-
-def pad(prompts, width):
-    """Returns (prompt_BT, prompt_len_B) of B rows; those beyond the prompts are fillers."""
-    prompt_BT = np.zeros((B, width), np.int32)
-    for row_T, prompt in zip(prompt_BT, prompts):
-        row_T[: len(prompt)] = prompt
-    len_B = [len(p) for p in prompts] + [0] * (B - len(prompts))
-    return prompt_BT, np.array(len_B, np.int32)
 
 
 # --- The reference's trajectories -----------------------------------------------------
@@ -56,82 +46,115 @@ class Case:
 
 def read(path: str) -> list[Case]:
     """Returns the rows of a golden file."""
-    out = []
-    table = reader.read(path)
-    engine = "params" in table["cases"][0]
-    prompts = [
-        case["prompts"] if engine else [case["prompt"]] for case in table["cases"]
-    ]
-    width = max(len(prompt) for group in prompts for prompt in group)
-    new = max(
-        case["params"]["max_tokens"]
-        if engine
-        else len(case["output"]) - len(case["prompt"])
-        for case in table["cases"]
-    )
-    for case in table["cases"]:
-        a = case["params"] if engine else case["args"]
-        if engine:
-            stops = () if a.get("ignore_eos") else (case["eos_token_id"],)
-            stops += tuple(a.get("stop_words", ()))
+    table, cases = reader.read(path), []
+    for recorded in table["cases"]:
+        if "params" in recorded:
+            cases += of_jetengine(recorded, table["mask_token_id"])
         else:
-            stops = tuple(a.get("stopping_criteria_idx", ()))
-        cfg = SamplerConfig(
-            block=a["block_length"],
-            steps_per_block=a["denoising_steps"],
-            strategy=a["remasking_strategy"].removeprefix("low_confidence_"),
-            threshold=a["dynamic_threshold" if engine else "confidence_threshold"],
-            entropy_bound=a.get("eb_threshold", 0.35),
-            temperature=a["temperature"],
-            top_k=a.get("topk" if engine else "top_k", 0),
-            top_p=a.get("topp" if engine else "top_p", 1.0),
-            max_prompt=width,
-            max_new=new,
-            stop_ids=stops,
+            cases.append(of_generate(recorded))
+    room = {  # of all cases, so that they share a program
+        "max_prompt": max(len(case.prompt) for case in cases),
+        "max_new": max(case.limit - len(case.prompt) for case in cases),
+    }
+    return [
+        dataclasses.replace(case, cfg=dataclasses.replace(case.cfg, **room))
+        for case in cases
+    ]
+
+
+def of_jetengine(recorded: dict, mask_id: int) -> list[Case]:
+    """Returns the rows of a case of the reference's inference engine."""
+    params = recorded["params"]
+    stops = () if params.get("ignore_eos") else (recorded["eos_token_id"],)
+    cfg = config_of(
+        params,
+        threshold=params["dynamic_threshold"],
+        top_k=params.get("topk", 0),
+        top_p=params.get("topp", 1.0),
+        stop_ids=stops + tuple(params.get("stop_words", ())),
+    )
+    rows = zip(
+        recorded["prompts"],
+        recorded["completions"],
+        recorded["first_unmask_steps"],
+        strict=True,
+    )
+    return [
+        Case(
+            name=f"{recorded['name']}[{i}]",
+            cfg=cfg,
+            token=recorded["token_choice"],
+            draws=recorded.get("draws"),
+            prompt=prompt,
+            limit=len(prompt) + params["max_tokens"],
+            answer=answer,
+            steps=steps,
+            forwards=None,
+            bug=bug_of(recorded, cfg, prompt, answer, mask_id),
         )
-        rows = zip(
-            case["prompts"] if engine else [case["prompt"]],
-            case["completions"] if engine else [case["output"]],
-            case["first_unmask_steps"] if engine else [case["unmask_step"]],
-            strict=True,
-        )
-        for i, (prompt, answer, steps) in enumerate(rows):
-            first, bug, forwards = len(prompt), None, None
-            limit = first + a["max_tokens"] if engine else len(answer)
-            if not engine:  # whole blocks, which nothing ends: ours ends at a stop id
-                ends = [at + 1 for at in range(first, limit) if answer[at] in stops]
-                span = slice(first, min(ends, default=None))
-                answer, steps = answer[span], steps[span]
-                if not stops:  # it keeps the last block's keys too, ours need not
-                    count = case["denoise_forwards"]
-                    forwards = count, count + case["store_forwards"] - 1
-            mask_id = a["mask_id"] if not engine else table["mask_token_id"]
-            if case.get("overwrites_non_mask"):
-                bug = "overwrites tokens that are not masked"
-            if set(prompt[first // cfg.block * cfg.block :]) & set(stops):
-                bug = "a stop id that ends the prompt ends the answer"
-            if mask_id in sum(case.get("draws", []), answer):
-                bug = "answers with the mask id"
-            out.append(
-                Case(
-                    name=f"{case['name']}[{i}]",
-                    cfg=cfg,
-                    token=case["token_choice"],
-                    draws=case.get("draws"),
-                    prompt=prompt,
-                    limit=limit,
-                    answer=answer,
-                    steps=steps,
-                    forwards=forwards,
-                    bug=bug,
-                )
-            )
-    return out
+        for i, (prompt, answer, steps) in enumerate(rows)
+    ]
+
+
+def of_generate(recorded: dict) -> Case:
+    """Returns the row of a case of the reference's generate function.
+
+    It answers in whole blocks, which nothing ends: ours ends at a stop id.
+    """
+    args, prompt, answer = recorded["args"], recorded["prompt"], recorded["output"]
+    cfg = config_of(
+        args,
+        threshold=args["confidence_threshold"],
+        top_k=args.get("top_k", 0),
+        top_p=args.get("top_p", 1.0),
+        stop_ids=tuple(args.get("stopping_criteria_idx", ())),
+    )
+    limit, forwards = len(answer), None
+    ends = [at + 1 for at in range(len(prompt), limit) if answer[at] in cfg.stop_ids]
+    span = slice(len(prompt), min(ends, default=None))
+    if not cfg.stop_ids:  # it keeps the last block's keys too, ours need not
+        count = recorded["denoise_forwards"]
+        forwards = count, count + recorded["store_forwards"] - 1
+    return Case(
+        name=recorded["name"],
+        cfg=cfg,
+        token=recorded["token_choice"],
+        draws=recorded.get("draws"),
+        prompt=prompt,
+        limit=limit,
+        answer=answer[span],
+        steps=recorded["unmask_step"][span],
+        forwards=forwards,
+        bug=bug_of(recorded, cfg, prompt, answer[span], args["mask_id"]),
+    )
+
+
+def config_of(params: dict, **fields) -> SamplerConfig:
+    """Returns the config of a case, by the names that both programs share."""
+    return SamplerConfig(
+        block=params["block_length"],
+        steps_per_block=params["denoising_steps"],
+        strategy=params["remasking_strategy"].removeprefix("low_confidence_"),
+        entropy_bound=params.get("eb_threshold", 0.35),
+        temperature=params["temperature"],
+        **fields,
+    )
+
+
+def bug_of(recorded: dict, cfg, prompt, answer, mask_id: int) -> str | None:
+    """Returns why the reference's answer is not ours, if it is not."""
+    if mask_id in sum(recorded.get("draws", []), answer):
+        return "answers with the mask id"
+    if set(prompt[len(prompt) // cfg.block * cfg.block :]) & set(cfg.stop_ids):
+        return "a stop id that ends the prompt ends the answer"
+    if recorded.get("overwrites_non_mask"):
+        return "overwrites tokens that are not masked"
+    return None
 
 
 @flax.struct.dataclass
 class Facts:
-    """A SamplerConfig as data, so that one program serves every case of a block size."""
+    """A SamplerConfig as data: one program serves every case of a block size."""
 
     which: jax.Array  # of STRATEGIES
     schedule: jax.Array
@@ -148,10 +171,10 @@ class Facts:
 def facts(case: Case) -> Facts:
     """Returns what the case's config says; a filter that is off cuts nothing."""
     cfg = case.cfg
-    rest = [cfg.schedule[-1]] * (cfg.block - cfg.steps_per_block)
+    idle = [cfg.schedule[-1]] * (cfg.block - cfg.steps_per_block)
     return Facts(
         which=np.int32(list(STRATEGIES).index(cfg.strategy)),
-        schedule=np.array([*cfg.schedule, *rest], np.int32),
+        schedule=np.array([*cfg.schedule, *idle], np.int32),
         threshold=np.float32(cfg.threshold),
         entropy_bound=np.float32(cfg.entropy_bound),
         stop_ids=np.array([*cfg.stop_ids, -1, -1][:2], np.int32),
@@ -231,7 +254,7 @@ start = jax.jit(
 def run(params, cases: list[Case], *, model):
     """Returns the ended state of cases that differ in nothing but their rows."""
     cfg = cases[0].cfg
-    prompt_BT, len_B = pad([c.prompt for c in cases], cfg.max_prompt)
+    prompt_BT, len_B = padded([c.prompt for c in cases], cfg.max_prompt, B)
     s = start(
         params,
         prompt_BT,
@@ -309,19 +332,17 @@ PROMPTS[3][2] = PROMPTS[3][-1] = PROMPTS[4][5] = MASK
 NEW = [12, 9, 5, 7, 13, 12, 1]  # limits inside blocks, at their ends, at the last slot
 TEMPERATURES = [0, 1, 0, 1, 0.7, 1, 0]
 
-keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
-
 
 def batch(order=(0, 1, 2, 3, 4, 5, 6), seed=0):
     """Returns the arguments of `generate`: rows in some order, -1 for a filler."""
     order = [*order, *[-1] * B][:B]
-    prompt_BT, len_B = pad([PROMPTS[i] if i >= 0 else [] for i in order], 12)
+    prompt_BT, len_B = padded([PROMPTS[i] if i >= 0 else [] for i in order], 12)
     return {
         "prompt_BT": prompt_BT,
         "prompt_len_B": len_B,
         "limit_B": len_B + np.array([NEW[i] if i >= 0 else 0 for i in order], "i"),
         "temperature_B": np.array([TEMPERATURES[i] for i in order], np.float32),
-        "key_B": keys(jax.random.key(seed), np.array(order, np.int32)),
+        "key_B": row_keys(jax.random.key(seed), np.array(order, np.int32)),
     }
 
 
@@ -335,7 +356,7 @@ def program(model, cfg):
 
 @functools.partial(jax.jit, static_argnames=("model", "cfg"), compiler_options=HASTY)
 def look(params, shown_T, at, masked_W, quota, temperature, key, *, model, cfg):
-    """Returns (draw, take) of a window of one whole canvas: no cache, all masks shown."""
+    """Returns (draw, take) of a window of one whole canvas, without a cache."""
     pos_BT = jnp.arange(cfg.slots)[None]
     x_BTD = transformer.embed(params, shown_T[None], model)
     blocks = mask.block(pos_BT, cfg.block)
@@ -371,11 +392,9 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
             for i in np.flatnonzero(take_W):
                 tokens_T[at + i], step_T[at + i] = drawn.token_BW[i], count
                 logp_T[at + i], conf_T[at + i] = drawn.logp_BW[i], drawn.conf_BW[i]
-            for end in range(first + 1, limit + 1):
-                if step_T[end - 1] == FAR:
-                    break
-                if end == limit or tokens_T[end - 1] in cfg.stop_ids:
-                    return tokens_T, step_T, logp_T, conf_T, end - first, count
+            end = end_of(tokens_T, step_T, first, limit, cfg.stop_ids)
+            if end is not None:
+                return tokens_T, step_T, logp_T, conf_T, end - first, count
 
 
 @pytest.mark.parametrize("strategy", sorted(CONFIGS))
@@ -399,7 +418,8 @@ def test_generate_is_what_it_means(tiny, strategy):
         assert (trace.len_B[row], trace.steps_B[row]) == (length, count)
         last = tokens_T[len(prompt) + length - 1]
         assert trace.stopped_B[row] == (last in cfg.stop_ids)
-        # Beside its steps: a forward for the prompt, one to keep each block but the last.
+        # Beside its steps: a forward for the prompt, one to keep each block but the
+        # last.
         start = len(prompt) // cfg.block
         blocks = -(-(len(prompt) + length) // cfg.block) - start
         assert trace.forwards_B[row] == count + blocks - 1 + (start > 0)
@@ -431,7 +451,8 @@ def test_rows_are_independent(tiny, strategy):
     orders = [[6, 2, -1, 5, 0, 3, 1, 4], *([-1] * i + [i] for i in range(7))]
     for order in orders:
         arrays = batch(order)
-        # What lies beyond a prompt, and a filler's key and limit, are nobody's business.
+        # What lies beyond a prompt, and a filler's key and limit, are nobody's
+        # business.
         beyond_BT = np.arange(12)[None] >= arrays["prompt_len_B"][:, None]
         arrays["prompt_BT"] = np.where(beyond_BT, 31, arrays["prompt_BT"])
         arrays["limit_B"] = np.where(
@@ -464,7 +485,8 @@ def test_one_row_watched_as_it_fills(tiny, monkeypatch):
             after = jax.device_get((s.tokens_BT, s.step_BT, s.steps_B))
             known_BT = before[1] != FAR
             new_BT = after[1] != before[1]
-            # Known tokens stay; the new ones carry the number of the step that drew them.
+            # Known tokens stay; the new ones carry the number of the step that drew
+            # them.
             assert (after[0] == before[0])[known_BT].all()
             assert not (new_BT & known_BT).any()
             assert (after[1][new_BT] == after[2][0]).all()
@@ -550,7 +572,7 @@ def on_mesh(tiny):
             arrays = {k: x for k, x in batch().items() if k != "key_B"}
             index_B = np.array([0, 1, 2, 3, 4, 5, 6, -1], np.int32)
             arrays, index_B = sharding.place_rows((arrays, index_B), mesh)
-            arrays["key_B"] = keys(jax.random.key(0), index_B)
+            arrays["key_B"] = row_keys(jax.random.key(0), index_B)
             lowered = denoise.generate.lower(params, **arrays, model=model, cfg=ON_MESH)
             program = lowered.compile(compiler_options=HASTY)
             trace = sharding.fetch(program(params, **arrays))

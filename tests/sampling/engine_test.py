@@ -1,4 +1,4 @@
-"""The engine against its definition: same ids, steps and log-probs, whatever happens."""
+"""The engine against its definition: same ids, steps and log-probs, come what may."""
 
 import collections
 import dataclasses
@@ -17,6 +17,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.pages import Pages
 from tests.properties import examples
+from tests.sampling.common import padded, row_keys
 
 KEY = jax.random.key(7)
 CFG = SamplerConfig(
@@ -46,13 +47,9 @@ def prompts(count, seed=0, longest=20):
 
 
 def defined(tiny, cfg, asked):
-    """Returns the definition's traces of (index, prompt, temperature, new), as a dict."""
+    """Returns what the definition answers to (index, prompt, temperature, new)."""
     model, params = tiny
-    n = len(asked)
-    prompt_BT = np.zeros((n, cfg.max_prompt), np.int32)
-    for row_T, (_, prompt, *_) in zip(prompt_BT, asked):
-        row_T[: len(prompt)] = prompt
-    len_B = np.array([len(prompt) for _, prompt, *_ in asked], np.int32)
+    prompt_BT, len_B = padded([prompt for _, prompt, *_ in asked], cfg.max_prompt)
     index_B = np.array([index for index, *_ in asked], np.uint32)
     trace = denoise.generate(
         params,
@@ -60,7 +57,7 @@ def defined(tiny, cfg, asked):
         len_B,
         len_B + np.array([new for *_, new in asked], np.int32),
         np.array([t for *_, t, _ in asked], np.float32),
-        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(KEY, index_B),
+        row_keys(KEY, index_B),
         model=model,
         cfg=cfg,
     )
@@ -76,10 +73,10 @@ def ask(made: Engine, asked):
 
 def answers_as(made: Engine, params, want):
     """Asserts that a run answers what the definition does, and as it does."""
-    found = {request.index: row for request, row in made.run(params, KEY)}
-    assert found.keys() == want.keys()
+    got = {request.index: row for request, row in made.run(params, KEY)}
+    assert got.keys() == want.keys()
     for index, row in want.items():
-        same(found[index], row)
+        same(got[index], row)
 
 
 def same(got, want):
@@ -99,7 +96,7 @@ def same(got, want):
 
 
 def sound(made: Engine):
-    """Asserts that every page is where it should be, and shared only by the same keys."""
+    """Asserts that no page is lost, and that only the same keys share one."""
     scheduler = made.scheduler
     for pool in scheduler.pools:
         mates = [r for r in scheduler.active if scheduler.pool_of(r) is pool]
@@ -150,14 +147,14 @@ def wanted(tiny):
 def test_the_engine_is_the_definition(
     tiny, wanted, strategy, order, arrive, pages, cancelled
 ):
-    """In any order of arrival, short of pages or not, with cancellations at any time."""
+    """In any order of arrival, short of pages or not, cancelled at any time."""
     model, params = tiny
     cfg = dataclasses.replace(CFG, strategy=strategy)
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     # Fewer than there are, so that one program serves all.
     made.scheduler.pools = [Pages(pages)]
     made.scheduler.overbooked = pages < ENOUGH
-    coming, waiting, found = [ASKED[i] for i in order], set(), 0
+    coming, waiting, answered = [ASKED[i] for i in order], set(), 0
 
     def come(count):
         new = [coming.pop() for _ in range(min(count, len(coming)))]
@@ -170,11 +167,11 @@ def test_the_engine_is_the_definition(
             waiting.remove(request.index)  # once, and not what was cancelled
             same(row, wanted[strategy][request.index])
             sound(made)
-            found += 1
-            if found in cancelled:
-                made.cancel(ASKED[cancelled[found]][0])
-                waiting.discard(ASKED[cancelled[found]][0])
-            come(arrive[found - 1])
+            answered += 1
+            if answered in cancelled:
+                made.cancel(ASKED[cancelled[answered]][0])
+                waiting.discard(ASKED[cancelled[answered]][0])
+            come(arrive[answered - 1])
         assert not waiting
     sound(made)
     empty_again(made)
@@ -221,8 +218,8 @@ def test_on_a_mesh(tiny, shape):
     mesh = sharding.make_mesh(
         **dict(zip(("data", "fsdp", "model"), shape)), devices=jax.devices()[:size]
     )
-    held = transformer.abstract(model, mesh, np.float32)  # placed as hf.load does
-    params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, held)
+    shapes = transformer.abstract(model, mesh, np.float32)  # placed as hf.load does
+    params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
     wq = params["layers"]["wq"]
     assert wq.addressable_shards[0].data.size * shape[1] * shape[2] == wq.size
     cfg = dataclasses.replace(CFG, rows=16)
@@ -243,12 +240,12 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     model, params = tiny  # of 4 whole blocks in two pages, 3 tokens of a fifth
     made = Engine(model=model, cfg=CFG, mesh=ONE())
     ask(made, GROUP)
-    found = [row for _, row in made.run(params, KEY)]
+    rows = [row for _, row in made.run(params, KEY)]
     # Every answer's blocks but its last are committed, and the prompt's whole once.
-    blocks = sum(-(-int(row.prompt_len + row.len) // 4) - 4 - 1 for row in found)
+    blocks = sum(-(-int(row.prompt_len + row.len) // 4) - 4 - 1 for row in rows)
     assert blocks > 1
     assert int(made.rows.clean) == 4 + blocks
-    for row in found:
+    for row in rows:
         assert row.forwards == row.steps
     # No forward but those of its steps: what it commits rides in the first of them.
     alone = Engine(model=model, cfg=CFG, mesh=ONE())
@@ -257,15 +254,21 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     assert int(alone.rows.forwards) == row.steps
 
 
+def as_on_tpu(op):
+    """Returns an op of `pallas_kernels` that runs the TPU's kernel."""
+
+    def run(*args, implementation):
+        return op(*args, implementation="tpu")
+
+    return run
+
+
 def test_over_the_kernels_of_pages(tiny, monkeypatch):
-    monkeypatch.setattr(pallas_kernels, "HEAD_SIZES", (tiny[0].head_dim,))
+    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
     for name in ("paged_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
 
-        def run(*args, op=op, implementation):
-            return op(*args, implementation="tpu")
-
-        monkeypatch.setattr(pallas_kernels, name, run)
+        monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
     ask(made, asked)
@@ -311,7 +314,7 @@ def test_other_weights_share_no_key(tiny):
     assert any((before[i].tokens_T != want[i].tokens_T).any() for i in want)
 
 
-# --- Turns, as a server takes them ------------------------------------------------------
+# --- Turns, as a server takes them ----------------------------------------------------
 
 
 def take_turns(made: Engine, params):
@@ -370,16 +373,19 @@ def test_an_answer_is_of_one_set_of_weights(tiny):
     model, params = tiny
     other = jax.tree.map(lambda x: 1.5 * x, params)
     made = Engine(model=model, cfg=CFG, mesh=ONE())
-    ask(made, GROUP)
-    shown = []
-    while not shown:  # until some are active, with keys of the prompt in pages
-        made.turn(params, KEY, watch=lambda request, row: shown.append(row.steps))
-    want = defined((model, other), CFG, GROUP)
-    got = {request.index: row for request, row in take_turns(made, other)}
-    assert got.keys() == want.keys()
-    for index, row in want.items():
-        same(got[index], row)
-    sound(made)
+    ask(made, ASKED[:12])
+    before = []
+    for _ in range(2):  # forwards: a watched turn is one
+        before += made.turn(params, KEY, watch=lambda request, row: None)
+    assert any(request.filled for request in made.scheduler.active)
+    after = take_turns(made, other)
+    indices = [request.index for request, _ in [*before, *after]]
+    assert sorted(indices) == [index for index, *_ in ASKED[:12]]
+    for weights, answered in ((params, before), (other, after)):
+        want = defined((model, weights), CFG, ASKED[:12])
+        for request, row in answered:
+            same(row, want[request.index])
+    empty_again(made)
 
 
 def test_cancelled_between_turns(tiny):

@@ -10,8 +10,8 @@ from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
+from tests.sampling.common import HASTY
 
-HASTY = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
 draw = jax.jit(logits.draw, static_argnames="cfg", compiler_options=HASTY)
 keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"), compiler_options=HASTY)
 FREE = SamplerConfig()
@@ -179,15 +179,15 @@ def test_where_no_logits_are_needed_none_are_made(tiny, monkeypatch, fused, chan
     model, params = tiny
     cfg = SamplerConfig(**changes)
     x_BWD = RNG.normal(size=(B, W, model.d_model)).astype(np.float32)
-    whole = logits.transformer.logits(params, x_BWD, model)
+    logits_BWV = logits.transformer.logits(params, x_BWD, model)
     if fused:  # by the head that draws
         monkeypatch.setattr(logits.transformer, "logits", None)
-    found = logits.candidates(params, x_BWD, KEY_B, TEMPERATURE_B, model=model, cfg=cfg)
-    want = draw(KEY_B, whole, TEMPERATURE_B, cfg)
-    np.testing.assert_array_equal(found.token_BW, want.token_BW)
+    got = logits.candidates(params, x_BWD, KEY_B, TEMPERATURE_B, model=model, cfg=cfg)
+    want = draw(KEY_B, logits_BWV, TEMPERATURE_B, cfg)
+    np.testing.assert_array_equal(got.token_BW, want.token_BW)
     if cfg.target == "neg_entropy" and fused:  # static: nothing is compared
-        found = found.replace(sure_BW=want.sure_BW)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        got = got.replace(sure_BW=want.sure_BW)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 

@@ -15,6 +15,8 @@ from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import denoise, logits, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
+from dllm_jax.sampling.state import GIVEN
+from tests.sampling.common import end_of, padded, row_keys
 
 KEY = jax.random.key(3)
 CFG = SamplerConfig(
@@ -49,41 +51,39 @@ def look(params, tokens_1T, length_1, *, model, cfg):
     return jnp.roll(transformer.logits(params, x, model)[0], model.shift, axis=0)
 
 
-pick = jax.jit(logits.draw, static_argnames="cfg")
+draw = jax.jit(logits.draw, static_argnames="cfg")
 
 
 def by_hand(params, prompt, new, index, temperature, *, model, cfg):
     """Answers one prompt, looking at the whole canvas at every step."""
-    limit, Q = len(prompt) + new, cfg.block
-    tokens, steps = np.zeros(cfg.slots, np.int32), np.full(cfg.slots, FAR)
-    tokens[: len(prompt)], steps[: len(prompt)] = prompt, 0
-    full = model.attention == "full"
-    first, step = len(prompt) if full else len(prompt) // Q * Q, 0
-    key = jax.random.fold_in(KEY, index)
-    for start in range(first, limit, Q):
+    first, limit, Q = len(prompt), len(prompt) + new, cfg.block
+    tokens_T, step_T = np.zeros(cfg.slots, np.int32), np.full(cfg.slots, FAR)
+    tokens_T[:first], step_T[:first], step = prompt, GIVEN, 0
+    full, key = model.attention == "full", jax.random.fold_in(KEY, index)
+    for start in range(first if full else first // Q * Q, limit, Q):
         span = np.arange(start, min(start + Q, limit) if full else start + Q)
         for quota in itertools.chain(cfg.schedule, itertools.repeat(cfg.schedule[-1])):
-            open_ = span[steps[span] == FAR]
-            if not len(open_):
+            masked = span[step_T[span] == FAR]
+            if not len(masked):
                 break
-            shown = np.where(steps == FAR, model.mask_id, tokens)[None]
-            out_TV = look(params, shown, np.array([limit]), model=model, cfg=cfg)
+            shown_1T = np.where(step_T == FAR, model.mask_id, tokens_T)[None]
+            out_TV = look(params, shown_1T, np.array([limit]), model=model, cfg=cfg)
             window = np.clip(np.arange(start, start + Q), 0, cfg.slots - 1)
-            one = pick(
+            drawn = draw(
                 jax.random.fold_in(key, step)[None],
                 out_TV[window][None],
                 jnp.array([temperature]),
                 cfg=cfg,
             )
-            conf = np.asarray(one.conf_BW[0])[open_ - start]
-            best = np.argsort(-conf, kind="stable")[:quota]
-            take = open_[sorted({*best, *np.flatnonzero(conf > cfg.threshold)})]
             step += 1
-            tokens[take], steps[take] = np.asarray(one.token_BW[0])[take - start], step
-            ends = [t for t in range(len(prompt), limit) if tokens[t] in cfg.stop_ids]
-            end = min([t + 1 for t in ends if steps[t] != FAR] + [limit])
-            if end <= start + Q and (steps[span[span < end]] != FAR).all():
-                return tokens[:end].tolist(), steps[:end].tolist()
+            conf = np.asarray(drawn.conf_BW[0])[masked - start]
+            best = np.argsort(-conf, kind="stable")[:quota]
+            take = masked[sorted({*best, *np.flatnonzero(conf > cfg.threshold)})]
+            tokens_T[take] = np.asarray(drawn.token_BW[0])[take - start]
+            step_T[take] = step
+            end = end_of(tokens_T, step_T, first, limit, cfg.stop_ids)
+            if end is not None:
+                return tokens_T[:end].tolist(), step_T[:end].tolist()
     raise AssertionError("no end")
 
 
@@ -91,16 +91,14 @@ def sampled(tiny, kind, temperature, cache="auto", horizon=0):
     """Returns the sampler's Trace of all prompts."""
     model, params, cfg = family(tiny, kind)
     cfg = dataclasses.replace(cfg, cache=cache, horizon=horizon)
-    n = len(PROMPTS)
-    prompt_BT = np.zeros((n, cfg.max_prompt), np.int32)
-    for row, prompt in zip(prompt_BT, PROMPTS):
-        row[: len(prompt)] = prompt
-    len_B = np.array([len(p) for p in PROMPTS], np.int32)
+    prompt_BT, len_B = padded(PROMPTS, cfg.max_prompt)
     trace = denoise.generate(
         params,
-        *(prompt_BT, len_B, len_B + np.array(NEW, np.int32)),
-        np.full(n, temperature, np.float32),
-        jax.vmap(jax.random.fold_in, in_axes=(None, 0))(KEY, jnp.arange(n)),
+        prompt_BT,
+        len_B,
+        len_B + np.array(NEW, np.int32),
+        np.full(len(len_B), temperature, np.float32),
+        row_keys(KEY, np.arange(len(len_B))),
         model=model,
         cfg=cfg,
     )
@@ -140,13 +138,13 @@ def test_the_engine_knows_shifts(tiny, kind):
     asked = [*zip(PROMPTS, NEW), (PROMPTS[1], NEW[1])]  # one shares a prompt's pages
     for i, (prompt, new) in enumerate(asked):
         made.submit(prompt, index=i, temperature=1.0, new=new)
-    found = {r.index: row for r, row in made.run(params, KEY)}
+    answers = {r.index: row for r, row in made.run(params, KEY)}
     for i, (tokens, steps) in enumerate(rows(sampled(tiny, kind, 1.0))):
         end = len(tokens)
-        assert found[i].tokens_T[:end].tolist() == tokens
-        assert found[i].step_T[:end].tolist() == steps
-        assert found[i].len == end - len(PROMPTS[i])
-    assert found[4].len > 0
+        assert answers[i].tokens_T[:end].tolist() == tokens
+        assert answers[i].step_T[:end].tolist() == steps
+        assert answers[i].len == end - len(PROMPTS[i])
+    assert answers[4].len > 0
 
 
 @pytest.mark.parametrize("kind", ["LLaDA", "Dream"])
@@ -167,11 +165,12 @@ def test_stale_caches_answer_and_differ(tiny, kind, cache):
 
 @pytest.mark.parametrize(("cache", "horizon"), [("prefix", 12), ("dual", 0)])
 def test_with_one_layer_no_key_is_stale(tiny, cache, horizon, kind="LLaDA"):
-    """Its keys depend on no other token, so what is remembered is what would be found."""
+    """Its keys depend on no other token: those remembered are those of now."""
     model, params = tiny
     params = params | {"layers": jax.tree.map(lambda x: x[:1], params["layers"])}
-    one = dataclasses.replace(model, layers=1), params
-    exact, cached = sampled(one, kind, 1.0), sampled(one, kind, 1.0, cache, horizon)
+    shallow = dataclasses.replace(model, layers=1), params
+    exact = sampled(shallow, kind, 1.0)
+    cached = sampled(shallow, kind, 1.0, cache, horizon)
     assert rows(cached) == rows(exact)
 
 

@@ -14,9 +14,8 @@ from dllm_jax.sampling import confidence, denoise, logits, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES
+from tests.sampling.common import HASTY, end_of, padded
 
-# Programs here run a few steps: compiling them is what takes the time.
-HASTY = {"xla_backend_optimization_level": 0}
 BASE = SamplerConfig(
     block=4, max_prompt=7, max_new=11, threshold=0.5, stop_ids=(3, 19, 20, 14, 0)
 )
@@ -52,10 +51,7 @@ def case(tiny, name):
     shift, changes = CASES[name]
     # The pad is a token that is drawn often.
     model = dataclasses.replace(tiny[0], attention="full", shift=shift, pad_id=38)
-    len_B = np.array([len(p) for p in PROMPTS] + [0], np.int32)  # the last is a filler
-    prompt_BT = np.zeros((len(len_B), BASE.max_prompt), np.int32)
-    for row_T, prompt in zip(prompt_BT, PROMPTS):
-        row_T[: len(prompt)] = prompt
+    prompt_BT, len_B = padded([*PROMPTS, []], BASE.max_prompt)  # the last is a filler
     arrays = {
         "prompt_BT": prompt_BT,
         "prompt_len_B": len_B,
@@ -70,9 +66,9 @@ def case(tiny, name):
 def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
     """Returns the draws for the block at `at`, computed from whole canvases.
 
-    Under `prefix` and `dual` a canvas as it was at the block's entry comes first, and the
-    window, whose keys are a group that only it sees, after it: keys that were kept are
-    simply those of another canvas.
+    Under `prefix` and `dual` a canvas as it was at the block's entry comes first, and
+    the window, whose keys are a group that only it sees, after it: keys that were kept
+    are simply those of another canvas.
     """
     T = cfg.slots
     pos_BT = jnp.arange(T)[None]
@@ -117,15 +113,21 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
             shown_T = np.where(step_T == FAR, model.mask_id, tokens_T)
             if cfg.cache == "none":
                 entry_T = shown_T
-            now = jax.random.fold_in(key, count)
-            heat = np.float32(temperature)
             drawn = look(
-                params, shown_T, entry_T, at, limit, heat, now, model=model, cfg=cfg
+                params,
+                shown_T,
+                entry_T,
+                at,
+                limit,
+                np.float32(temperature),
+                jax.random.fold_in(key, count),
+                model=model,
+                cfg=cfg,
             )
-            one = jax.tree.map(lambda x: x[None], drawn)
+            drawn_1W = jax.tree.map(lambda x: x[None], drawn)
             masked_BW = np.pad(masked_W, (0, cfg.block - len(masked_W)))[None]
             quota_B = np.array([next(quotas, cfg.schedule[-1])])
-            take_BW = STRATEGIES[cfg.strategy].take(one, masked_BW, quota_B, cfg)
+            take_BW = STRATEGIES[cfg.strategy].take(drawn_1W, masked_BW, quota_B, cfg)
             take_W = np.array(take_BW[0])
             if cfg.cache != "none" and (shown_T == entry_T).all():
                 take_W[: model.shift] = True
@@ -133,11 +135,9 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
             for i in np.flatnonzero(take_W):
                 tokens_T[at + i], step_T[at + i] = drawn.token_BW[i], count
                 logp_T[at + i] = drawn.logp_BW[i]
-            for end in range(first + 1, limit + 1):
-                if step_T[end - 1] == FAR:
-                    break
-                if end == limit or tokens_T[end - 1] in cfg.stop_ids:
-                    return tokens_T, step_T, logp_T, end - first, count
+            end = end_of(tokens_T, step_T, first, limit, cfg.stop_ids)
+            if end is not None:
+                return tokens_T, step_T, logp_T, end - first, count
 
 
 @pytest.mark.parametrize("name", CASES)

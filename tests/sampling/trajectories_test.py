@@ -1,4 +1,4 @@
-"""Whole trajectories of the reference's samplers for full attention, at temperature 0."""
+"""Trajectories of the reference's samplers for full attention, at temperature 0."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
+from tests.sampling.common import HASTY, padded
 
-HASTY = {"xla_backend_optimization_level": 0}
 DIFFERENT = {  # and why
     ("dream", "top_p_dynamic"): "it applies top_p before top_k",
     ("llada", "neg_entropy"): "its sign is wrong: it prefers what it is least sure of",
@@ -63,55 +63,79 @@ def finish(params, s, counts, threshold, dynamic, *, model, cfg, lead):
 
 
 def dream_counts(block, steps):
-    """Returns how many tokens each step of Dream's static rule takes, where it takes any.
+    """Returns how many tokens the steps of Dream's static rule take, if any.
 
     Of what is left at the time grid's point i it takes a share 1 - t_(i + 1) / t_i.
     """
-    grid, out, left = np.linspace(1, 1e-3, steps + 1), [1], block - 1
+    grid, counts, left = np.linspace(1, 1e-3, steps + 1), [1], block - 1
     for i in range(1, steps):
         share = 1 - grid[i + 1] / grid[i]
         n = left if i == steps - 1 else int(left * share)
-        out, left = out + [n] * (n > 0), left - n
-    return out
+        if n > 0:
+            counts.append(n)
+        left -= n
+    return counts
 
 
 def order(steps):
-    """Returns steps numbered without gaps: those that took nothing, or another row's."""
+    """Returns steps numbered without gaps, which steps that took nothing leave."""
     return np.unique(steps, return_inverse=True)[1].tolist()
 
 
-def length(case) -> int:
-    """Returns how many tokens a case generates."""
-    return case["args"].get("max_gen_length") or case["args"]["max_new_tokens"]
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The one that all cases of a family run in: rows, longest prompt and answer."""
+
+    rows: int
+    width: int
+    new: int
 
 
-def answered(model, params, case, shape):
-    """Returns (host state, prompts) of a case; shape: (rows, prompt, answer) of all."""
-    a, new, (rows, width, longest) = case["args"], length(case), shape
-    block = a.get("block_size") or a["block_length"]
-    threshold, horizon = a.get("unmask_threshold"), a.get("further_horizon")
-    dream, steps = model.shift == 1, a["steps"] * block // new
-    if threshold is not None or steps < 2:
-        counts = [1]
-    elif dream:
-        counts = dream_counts(block, steps)
-    else:
-        counts = [block // steps + (t < block % steps) for t in range(steps)]
-    pads = np.array(case["input_ids"]) == model.pad_id
-    keep = ~pads if dream else np.ones_like(pads)  # LLaDA's and MMaDA's pads are seen
-    prompts = [
-        np.array(row)[k].tolist()
-        for row, k in zip(case["input_ids"], keep, strict=True)
-    ]
+def shape_of(cases) -> Shape:
+    """Returns the least Shape that has room for every case."""
+    prompts = [row for case in cases for row in case["input_ids"]]
+    return Shape(
+        rows=max(len(case["input_ids"]) for case in cases),
+        width=max(map(len, prompts)),
+        new=max(length(case["args"]) for case in cases),
+    )
+
+
+def length(a) -> int:
+    """Returns how many tokens a case generates, by its arguments."""
+    return a.get("max_gen_length") or a["max_new_tokens"]
+
+
+def counts_of(a, cfg, dream: bool) -> list[int]:
+    """Returns how many tokens each step of a block takes; later ones as the last."""
+    steps = a["steps"] * cfg.block // length(a)
+    if a.get("unmask_threshold") is not None or steps < 2:
+        return [1]
+    if dream:
+        return dream_counts(cfg.block, steps)
+    share, remainder = divmod(cfg.block, steps)
+    return [share + 1] * remainder + [share] * (steps - remainder)
+
+
+def prompts_of(case, pad_id: int, dream: bool) -> list[list[int]]:
+    """Returns a case's prompts. LLaDA's and MMaDA's pads are seen, Dream's are not."""
+    rows = case["input_ids"]
+    if not dream:
+        return rows
+    return [[token for token in row if token != pad_id] for row in rows]
+
+
+def config_of(case, shape: Shape, dream: bool) -> SamplerConfig:
+    """Returns the config of a case, whose schedule and threshold are data."""
+    a = case["args"]
     stop = a.get("eot_token")
     if case["name"] == "all_pad_block_stops":
         stop = a["pad_token_id"]
-    cached = a.get("use_cache", False)
-    horizon = (
-        longest if horizon is None else min(horizon, longest)
-    )  # None: all that follows
-    cfg = SamplerConfig(
-        block=block,
+    cached, horizon = a.get("use_cache", False), a.get("further_horizon")
+    # None: all that follows.
+    horizon = shape.new if horizon is None else min(horizon, shape.new)
+    return SamplerConfig(
+        block=a.get("block_size") or a["block_length"],
         cache="prefix" if cached else "none",
         horizon=horizon if cached else 0,
         target=a.get("target", "confidence").removesuffix("_confidence"),
@@ -120,30 +144,35 @@ def answered(model, params, case, shape):
         top_p=a.get("top_p") or 1.0,
         tempered_threshold=dream,
         pad_penalty=a.get("pad_target_penalty", 1.0),
-        max_prompt=width,
-        max_new=longest,
+        max_prompt=shape.width,
+        max_new=shape.new,
         steps_per_block=1,
         stop_ids=() if stop is None else (stop,),
     )
-    prompt_BT = np.zeros((rows, width), np.int32)
-    len_B = np.zeros(rows, np.int32)
-    for row, prompt in enumerate(prompts):
-        prompt_BT[row, : len(prompt)], len_B[row] = prompt, len(prompt)
+
+
+def answered(model, params, case, shape: Shape):
+    """Returns (host state, prompts) of a case."""
+    a, dream = case["args"], model.shift == 1
+    cfg = config_of(case, shape, dream)
+    prompts = prompts_of(case, model.pad_id, dream)
+    counts, threshold = counts_of(a, cfg, dream), a.get("unmask_threshold")
+    prompt_BT, len_B = padded(prompts, shape.width, shape.rows)
     model = dataclasses.replace(model, pad_id=a.get("pad_token_id", model.pad_id))
     s = denoise.start(
         params,
         prompt_BT,
         len_B,
-        np.where(len_B > 0, len_B + new, 0).astype(np.int32),
-        np.zeros(rows, np.float32),
-        jax.random.split(jax.random.key(0), rows),
+        np.where(len_B > 0, len_B + length(a), 0).astype(np.int32),
+        np.zeros(shape.rows, np.float32),
+        jax.random.split(jax.random.key(0), shape.rows),
         model=model,
         cfg=cfg,
     )
     s = finish(
         params,
         s,
-        np.array(([*counts] + [counts[-1]] * longest)[:longest], np.int32),
+        np.array(([*counts] + [counts[-1]] * shape.new)[: shape.new], np.int32),
         np.float32(9 if threshold is None else threshold),
         np.bool_(threshold is not None),
         model=model,
@@ -165,12 +194,7 @@ def test_trajectories_of_the_reference(family, monkeypatch):
         if "raises" not in case and (family, case["name"]) not in DIFFERENT
     ]
     assert cases
-    rows = [row for case in cases for row in case["input_ids"]]
-    shape = (
-        max(len(case["input_ids"]) for case in cases),
-        max(map(len, rows)),
-        max(map(length, cases)),
-    )
+    shape = shape_of(cases)
     for case in cases:
         name = case["name"]
         s, prompts = answered(model, params, case, shape)

@@ -1,15 +1,20 @@
 """Flash attention under the range-or-group mask, for Hopper GPUs.
 
 Forward and backward of FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608). A block
-of three warpgroups owns a tile of one side: two warpgroups compute, 64 rows of it each,
-while the third copies the tiles of the other side that `tiles.schedule` names through a
-ring of buffers. Scores are in base 2, so that an exponential is one instruction. A
-lower-case letter is a tile's share of a dimension: r rows of the own side, c columns of
-the other; the side of the queries is axis 0 of a tile where it is the own, else axis 1.
+of three warpgroups keeps a tile of one side, the resident one: two warpgroups compute, 64
+rows of it each, while the third copies the tiles of the other side, the streamed one, that
+`tiles.schedule` names, through a ring of buffers. Scores are in base 2, so that an
+exponential is one instruction. A tile of scores has rows of the resident side (axis 0) and
+columns of the streamed one (axis 1): the queries are axis 0 of the forward pass and of dq,
+and axis 1 of dk and dv.
+
+Letters: r rows of one tile, c columns of it, i tiles of queries, j tiles of keys.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +25,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dllm_jax.pallas_kernels import tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 
-ROWS, OWN = 64, 128  # rows of a warpgroup's products; of the two that compute
-TILE, TILE_BACKWARD = 128, 64  # of the other side
-BUFFERS = 2
+ROWS, RESIDENT = 64, 128  # rows of a warpgroup's products; of the two that compute
+TILE, TILE_BACKWARD = 128, 64  # columns: of the streamed side
+BUFFERS = 2  # of streamed tiles
 LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWEST) = 0
 ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
 
 
-def run(body, dtype, outs, grid, scratch, name, *, interpret, wgs=2, approximate=True):
+def run(
+    body,
+    dtype,
+    out_type,
+    grid: dict[str, int],
+    scratch,
+    name: str,
+    *,
+    interpret,
+    wgs=2,
+    approximate=True,
+):
     """Returns plgpu.kernel of `wgs` warpgroups that compute and one that copies.
 
-    Raises ValueError for numbers that no product takes as they lie in memory. The
+    body: the kernel, called with the inputs, the outputs and the scratch; dtype: of what
+    it multiplies; grid: sizes by name; approximate: whether logarithms and exponentials may
+    be. What is returned takes the inputs and gives `out_type`'s arrays. Raises ValueError for numbers that no product takes as they lie in memory. The
     interpreter prints races.
     """
     if dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
@@ -40,7 +58,7 @@ def run(body, dtype, outs, grid, scratch, name, *, interpret, wgs=2, approximate
         )
     kernel = plgpu.kernel(
         body,
-        out_type=(outs,),
+        out_type=(out_type,),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=wgs + 1,
@@ -50,7 +68,7 @@ def run(body, dtype, outs, grid, scratch, name, *, interpret, wgs=2, approximate
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name=name,
     )
-    return lambda *args: kernel(*args)[0]
+    return lambda *inputs: kernel(*inputs)[0]
 
 
 def wide(x, axis: int, like):
@@ -65,7 +83,7 @@ def columns(like):
 
 
 def filled(value, *shape):
-    """Returns one value in the registers of an accumulator, or of one of its columns."""
+    """Returns a value in all registers of an accumulator, or of one of its columns."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else ALONG[0]
     return plgpu.layout_cast(jnp.full(shape, value, jnp.asarray(value).dtype), layout)
 
@@ -117,10 +135,15 @@ def forward_start(H: int):
     return filled(LOWEST, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
 
 
-def forward_step(carry, own, other, mask, _, scale, interpret):
-    """Adds a tile of keys to running (maximum, sum, sum of p · v)."""
+def forward_step(carry, resident, streamed, mask, vectors, scale, interpret):
+    """Adds a tile of keys to running (maximum, sum, sum of p · v).
+
+    resident: (q,), streamed: (k, v), in shared memory; mask: of scores, hides those of keys
+    that are not seen; vectors: none.
+    """
+    del vectors
     max_r, sum_r, acc_rH = carry
-    (q_rH,), (k_cH, v_cH) = own, other
+    (q_rH,), (k_cH, v_cH) = resident, streamed
     score_rc = mask(product(q_rH, k_cH) * (scale * math.log2(math.e)))
     new_r = jnp.maximum(max_r, score_rc.max(axis=1))
     prob_rc = jnp.exp2(score_rc - wide(new_r, 0, score_rc))
@@ -140,55 +163,84 @@ def forward_end(carry):
     return acc_rH / wide(sum_r, 0, acc_rH), lse_r
 
 
-def backward_step(carry, own, other, mask, vectors, scale, interpret, *, q_axis):
-    """Adds a tile to the own side's gradients: of q, or of (k, v).
+def backward_step(
+    carry, resident, streamed, mask, vectors, scale, interpret, *, q_axis: int
+):
+    """Adds a tile to the resident side's gradients: of (q,), or of (k, v).
 
-    own, other: (q, dout) and (k, v), or the other way round.
+    resident, streamed: (q, dout) and (k, v), or the other way round, in shared memory;
+    mask: as in `forward_step`; vectors: (lse, delta) of the tile's queries.
     """
     lse, delta = vectors
-    score_rc = mask(product(own[0], other[0]) * (scale * math.log2(math.e)))
+    score_rc = mask(product(resident[0], streamed[0]) * (scale * math.log2(math.e)))
     prob_rc = jnp.exp2(score_rc - wide(lse * math.log2(math.e), q_axis, score_rc))
-    dprob_rc = product(own[1], other[1])
+    dprob_rc = product(resident[1], streamed[1])
     dscore_rc = prob_rc * (dprob_rc - wide(delta, q_axis, score_rc))
-    grads = dscore_rc, prob_rc
-    pairs = zip(carry, grads, other, strict=False)
-    return tuple(add_product(acc, x, y, interpret) for acc, x, y in pairs)
+    # dq = dscore @ k, or, in tiles of [keys, queries], dk = dscore @ q, dv = prob @ dout.
+    factors = dscore_rc, prob_rc
+    return tuple(
+        add_product(acc_rH, factor_rc, y_cH, interpret)
+        for acc_rH, factor_rc, y_cH in zip(carry, factors, streamed, strict=False)
+    )
 
 
-def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
-    """Runs a step over the tiles that each tile sees: forward, or if `vectors` backward.
+class Pass(NamedTuple):
+    """What a run over the tiles computes."""
 
-    q_side: (q,) or (q, dout), k_side: (k, v); vectors: (lse, delta), [B, N, T]. Returns
-    (out, lse), or the gradients of the own side, whose tiles' axis is 0.
+    name: str
+    step: Callable  # adds a streamed tile to what the resident one sums
+    q_axis: int  # the queries' axis of a tile of scores; 0: they are resident
+    tile: int  # columns
+    results: int  # arrays like the resident side's
+
+
+FORWARD = Pass("attention", forward_step, 0, TILE, 1)
+GRADIENT_Q = Pass(
+    "attention_dq", functools.partial(backward_step, q_axis=0), 0, TILE_BACKWARD, 1
+)
+GRADIENT_KV = Pass(
+    "attention_dkv", functools.partial(backward_step, q_axis=1), 1, TILE_BACKWARD, 2
+)
+
+
+def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
+    """Runs a pass over the tiles that each resident tile sees.
+
+    q_side: [q] forward, [q, dout] backward; k_side: [k, v]; vectors: [] or [lse, delta],
+    each [B, N, T]. Returns [out, lse], or the gradients of the resident side.
     """
-    sizes, tile = [x[0].shape[1] for x in (q_side, k_side)], TILE
-    sides = [[tiles.pad(x, 1, OWN) for x in side] for side in (q_side, k_side)]
-    vectors = [tiles.pad(x, 2, OWN) for x in vectors]
-    masks = tiles.mask_arrays(mask, OWN, OWN)
-    own, other = sides[q_axis], sides[1 - q_axis]
-    (B, R, heads, H), dtype = own[0].shape, own[0].dtype
+    lengths = q_side[0].shape[1], k_side[0].shape[1]
+    sides = [[tiles.pad(x, 1, RESIDENT) for x in side] for side in (q_side, k_side)]
+    vectors = [tiles.pad(x_BNT, 2, RESIDENT) for x_BNT in vectors]
+    masks = tiles.mask_arrays(mask, RESIDENT, RESIDENT)
+    q_axis, tile = kind.q_axis, kind.tile
+    resident, streamed = sides[q_axis], sides[1 - q_axis]
+    (B, rows, heads, H), dtype = resident[0].shape, resident[0].dtype
     G, scale = q_side[0].shape[2] // k_side[0].shape[2], H**-0.5
-    if vectors:
-        tile, outs = TILE_BACKWARD, 1 + q_axis
-        name = ("attention_dq", "attention_dkv")[q_axis]
-        step = functools.partial(backward_step, q_axis=q_axis)
-    else:
-        outs, name, step = 1, "attention", forward_step
-    kinds_BIJ = tiles.kinds(*masks, *((OWN, tile) if q_axis == 0 else (tile, OWN)))
-    schedule = tiles.schedule(kinds_BIJ if q_axis == 0 else kinds_BIJ.swapaxes(1, 2))
+    schedule = schedule_of(kind, masks)
 
     def body(
-        schedule, own, other, vectors, masks, out_refs, own_smem, other_smem, *barriers
+        schedule,
+        resident,
+        streamed,
+        vectors,
+        masks,
+        out_refs,
+        resident_smem,
+        streamed_smem,
+        arrived,
+        ready,
+        free,
     ):
-        (visit_ref, count_ref), (arrived, ready, free) = schedule, barriers
+        visit_ref, count_ref = schedule
         b, h, i = (lax.axis_index(axis) for axis in ("row", "head", "tile"))
         wg = lax.axis_index("warpgroup")
-        row = i * OWN + wg * ROWS
+        row = i * RESIDENT + wg * ROWS
         count = count_ref[b, i]
         steps = count if q_axis == 0 else count * G
 
         def visited(n):
-            """Returns (first column, head of the other side, whether all is seen)."""
+            """Returns (first column, head of the streamed side, whether all is seen)."""
             g, j = (0, n) if q_axis == 0 else (lax.div(n, count), lax.rem(n, count))
             visit = visit_ref[b, i, j]
             head = lax.div(h, jnp.int32(G)) if q_axis == 0 else h * G + g
@@ -197,18 +249,18 @@ def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
         @pl.when(wg < 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            for x_ref, buffer in zip(own, own_smem, strict=True):
+            for x_ref, buffer in zip(resident, resident_smem, strict=True):
                 source = x_ref.at[b, pl.ds(row, ROWS), h]
                 plgpu.copy_gmem_to_smem(source, buffer.at[wg], arrived.at[wg])
             plgpu.barrier_wait(arrived.at[wg])
 
             def compute(n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
-                column, head, whole = visited(n)
+                column, head, all_seen = visited(n)
                 place = (row, ROWS), (column, tile)  # of axis 0, of axis 1
 
-                def load(ref, axis, *at):
-                    ref = ref.at[*at, pl.ds(*place[axis])]
+                def load(ref, axis, *index):
+                    ref = ref.at[*index, pl.ds(*place[axis])]
                     return plgpu.load(ref, layout=ALONG[axis], optimized=False)
 
                 def hide(score_rc):
@@ -221,26 +273,32 @@ def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
                     return jnp.where(sees_rc, score_rc, NEVER)
 
                 def mask(score_rc):
-                    return lax.cond(whole, lambda score_rc: score_rc, hide, score_rc)
+                    return lax.cond(all_seen, lambda score_rc: score_rc, hide, score_rc)
 
                 q_head = h if q_axis == 0 else head
                 plgpu.barrier_wait(ready.at[slot])
-                sides = [x.at[wg] for x in own_smem], [x.at[slot] for x in other_smem]
+                sides = (
+                    [x.at[wg] for x in resident_smem],
+                    [x.at[slot] for x in streamed_smem],
+                )
                 values = [load(x, q_axis, b, q_head) for x in vectors]
-                carry = step(carry, *sides, mask, values, scale, interpret)
+                carry = kind.step(carry, *sides, mask, values, scale, interpret)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
-            start = [filled(0.0, ROWS, H)] * outs if vectors else forward_start(H)
-            carry = lax.fori_loop(0, steps, compute, tuple(start))
-            if vectors:
-                results = carry[0] * scale, *carry[1:]
+            if kind is FORWARD:
+                start = forward_start(H)
             else:
+                start = (filled(0.0, ROWS, H),) * kind.results
+            carry = lax.fori_loop(0, steps, compute, start)
+            if kind is FORWARD:
                 *results, out_refs[-1][b, h, pl.ds(row, ROWS)] = forward_end(carry)
-            for x, buffer in zip(results, own_smem, strict=False):
+            else:
+                results = carry[0] * scale, *carry[1:]
+            for x, buffer in zip(results, resident_smem, strict=False):
                 buffer[wg] = x.astype(buffer.dtype)
             plgpu.commit_smem()
-            for x_ref, buffer, _ in zip(out_refs, own_smem, results, strict=False):
+            for x_ref, buffer, _ in zip(out_refs, resident_smem, results, strict=False):
                 target = x_ref.at[b, pl.ds(row, ROWS), h]
                 plgpu.copy_smem_to_gmem(buffer.at[wg], target)
             plgpu.wait_smem_to_gmem(0)
@@ -251,33 +309,44 @@ def launch(q_side, k_side, vectors, mask, q_axis: int, interpret: bool):
 
             def fetch(n, slot):
                 column, head, _ = visited(n)
-                for x_ref, buffer in zip(other, other_smem, strict=True):
+                for x_ref, buffer in zip(streamed, streamed_smem, strict=True):
                     source = x_ref.at[b, pl.ds(column, tile), head]
                     plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
             feed(fetch, steps, free, BUFFERS)
 
-    out_type = [jax.ShapeDtypeStruct(own[0].shape, dtype)] * outs
-    if not vectors:
-        out_type.append(jax.ShapeDtypeStruct((B, heads, R), jnp.float32))
+    out_type = [jax.ShapeDtypeStruct(resident[0].shape, dtype)] * kind.results
+    if kind is FORWARD:
+        out_type.append(jax.ShapeDtypeStruct((B, heads, rows), jnp.float32))
     scratch = [
-        [shared(dtype, 2, ROWS, H) for _ in own],
-        [shared(dtype, BUFFERS, tile, H) for _ in other],
-        plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
-        plgpu.Barrier(num_arrivals=len(other), num_barriers=BUFFERS),
+        [shared(dtype, 2, ROWS, H) for _ in resident],
+        [shared(dtype, BUFFERS, tile, H) for _ in streamed],
+        plgpu.Barrier(num_arrivals=len(resident), num_barriers=2),
+        plgpu.Barrier(num_arrivals=len(streamed), num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
     ]
-    grid = {"head": heads, "tile": R // OWN, "row": B}
-    kernel = run(body, dtype, out_type, grid, scratch, name, interpret=interpret)
-    results = kernel(schedule, own, other, vectors, masks)
-    return tuple(
-        x[:, : sizes[q_axis]] if x.ndim == 4 else x[..., : sizes[0]] for x in results
+    grid = {"head": heads, "tile": rows // RESIDENT, "row": B}
+    results = run(body, dtype, out_type, grid, scratch, kind.name, interpret=interpret)(
+        schedule, resident, streamed, vectors, masks
     )
+    return [
+        x[:, : lengths[q_axis]] if x.ndim == 4 else x[..., : lengths[0]]
+        for x in results
+    ]
+
+
+def schedule_of(kind: Pass, masks):
+    """Returns `tiles.schedule` of a pass: what each resident tile sees of the others."""
+    if kind.q_axis == 0:
+        return tiles.schedule(tiles.kinds(*masks, RESIDENT, kind.tile))
+    kinds_Bij = tiles.kinds(*masks, kind.tile, RESIDENT)
+    return tiles.schedule(kinds_Bij.swapaxes(1, 2))
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
-    return launch([q_BTNH], [k_BSKH, v_BSKH], [], mask, 0, interpret)
+    out_BTNH, lse_BNT = launch(FORWARD, [q_BTNH], [k_BSKH, v_BSKH], [], mask, interpret)
+    return out_BTNH, lse_BNT
 
 
 def backward(
@@ -288,8 +357,7 @@ def backward(
         "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
     )
     sides = [q_BTNH, dout_BTNH], [k_BSKH, v_BSKH]
-    (dq,), (dk, dv) = (
-        launch(*sides, [lse_BNT, delta_BNT], mask, q_axis, interpret)
-        for q_axis in (0, 1)
-    )
-    return dq, dk, dv
+    vectors = [lse_BNT, delta_BNT]
+    (dq_BTNH,) = launch(GRADIENT_Q, *sides, vectors, mask, interpret)
+    dk_BSKH, dv_BSKH = launch(GRADIENT_KV, *sides, vectors, mask, interpret)
+    return dq_BTNH, dk_BSKH, dv_BSKH

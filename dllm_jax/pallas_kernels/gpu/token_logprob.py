@@ -4,6 +4,8 @@ Logits x @ head exist a tile at a time, [r, v], in the registers of the two warp
 compute, 64 rows each, while a third copies what they multiply. Running maxima and sums
 make of them the softmax's statistics. A block walks over a part of the vocabulary, and the
 parts are joined after. `offset`, see `tpu.token_logprob`, whose names these are.
+
+Letters: r rows of one tile, v columns of it, p parts of the vocabulary.
 """
 
 import functools
@@ -16,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.pallas_kernels import noise, tiles
 from dllm_jax.pallas_kernels.gpu import attention
-from dllm_jax.pallas_kernels.gpu.attention import ALONG, OWN, ROWS, filled, wide
+from dllm_jax.pallas_kernels.gpu.attention import ALONG, RESIDENT, ROWS, filled, wide
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE_D = 64
@@ -41,8 +43,8 @@ def softmax_update(score_rv, stats):
 
 def pick_step(carry, score_rv, id_rv, counts_rv, token_r):
     """Adds a tile to the statistics and to the logit of `token`."""
-    own_rv = jnp.where(id_rv == wide(token_r, 0, id_rv), score_rv, 0.0)
-    return *softmax_update(score_rv, carry[:3]), carry[3] + own_rv.sum(axis=1)
+    token_score_rv = jnp.where(id_rv == wide(token_r, 0, id_rv), score_rv, 0.0)
+    return *softmax_update(score_rv, carry[:3]), carry[3] + token_score_rv.sum(axis=1)
 
 
 def softmax_result(stats):
@@ -52,38 +54,64 @@ def softmax_result(stats):
 
 
 def pick_end(carry):
+    """Returns (log of the sum, mean score, logit of `token`)."""
     return *softmax_result(carry[:3]), carry[3]
 
 
 def draw_step(
-    carry, score_rv, id_rv, counts_rv, first_r, second_r, slot_r, scale_r, warm_r, *, width
-):  # fmt: skip
-    """Adds a tile to both distributions' statistics and to the best of the noisy scores."""
+    carry,
+    score_rv,
+    id_rv,
+    counts_rv,
+    first_r,
+    second_r,
+    slot_r,
+    scale_r,
+    warm_r,
+    *,
+    width: int,
+):
+    """Adds a tile to both distributions' statistics and to the best of the noisy scores.
+
+    first, second, slot: as `words` of `draw`; scale: 1 / temperature; warm: 1, or 0 for
+    rows that draw without noise.
+    """
     across = functools.partial(wide, axis=0, like=score_rv)
     tempered_rv = jnp.where(counts_rv, score_rv * across(scale_r), NEVER)
     at_rv = across(slot_r * width) + id_rv
     noise_rv = noise.gumbel(across(first_r), across(second_r), at_rv)
     noisy_rv = tempered_rv + noise_rv * across(warm_r)
-    old_token_r, old_best_r, old_own_r = carry[6:]
+    old_token_r, old_best_r, old_logit_r = carry[6:]
     best_r = noisy_rv.max(axis=1)
     token_r = jnp.where(noisy_rv == across(best_r), id_rv, tiles.NOWHERE).min(axis=1)
-    own_r = jnp.where(id_rv == across(token_r), score_rv, 0.0).sum(axis=1)
+    logit_r = jnp.where(id_rv == across(token_r), score_rv, 0.0).sum(axis=1)
     better_r = best_r > old_best_r
     return (
         *softmax_update(score_rv, carry[:3]),
         *softmax_update(tempered_rv, carry[3:6]),
         jnp.where(better_r, token_r, old_token_r),
         jnp.where(better_r, best_r, old_best_r),
-        jnp.where(better_r, own_r, old_own_r),
+        jnp.where(better_r, logit_r, old_logit_r),
     )
 
 
 def draw_end(carry):
+    """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean)."""
     return *carry[6:], softmax_result(carry[:3])[0], *softmax_result(carry[3:6])
 
 
 def launch(
-    name, step, end, start, rows, x_RD, head_DV, offset, *, forbidden: int, interpret
+    name: str,
+    step,
+    end,
+    start,
+    rows,
+    x_RD,
+    head_DV,
+    offset,
+    *,
+    forbidden: int,
+    interpret,
 ):
     """Runs step(carry, logits, ids, which count, *rows) over tiles of the vocabulary.
 
@@ -92,19 +120,27 @@ def launch(
     """
     tile, approximate = TUNED[name]
     V = head_DV.shape[1]
-    x_RD = tiles.pad(tiles.pad(x_RD, 0, OWN), 1, TILE_D)
+    x_RD = tiles.pad(tiles.pad(x_RD, 0, RESIDENT), 1, TILE_D)
     head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
-    (R, D), J = x_RD.shape, pl.cdiv(V, tile)
-    share = pl.cdiv(J, pl.cdiv(BLOCKS, R // OWN))  # tiles of a block
-    parts, depth = pl.cdiv(J, share), D // TILE_D
-    row_of = tuple(tiles.pad(x, 0, OWN) for x in rows)
+    (R, D), tiles_of_V = x_RD.shape, pl.cdiv(V, tile)
+    share = pl.cdiv(tiles_of_V, pl.cdiv(BLOCKS, R // RESIDENT))  # tiles of a block
+    parts, depth = pl.cdiv(tiles_of_V, share), D // TILE_D
+    padded_rows = tuple(tiles.pad(x_R, 0, RESIDENT) for x_R in rows)
 
     def body(
-        x_ref, head_ref, offset_ref, row_refs, outs, x_smem, head_smem, ready, free
+        x_ref,
+        head_ref,
+        offset_ref,
+        row_refs,
+        out_refs,
+        x_smem,
+        head_smem,
+        ready,
+        free,
     ):
         i, part, wg = (lax.axis_index(axis) for axis in ("rows", "part", "warpgroup"))
         first = part * share
-        count = jnp.minimum(share, J - first)
+        count = jnp.minimum(share, tiles_of_V - first)
 
         def slot(n):
             return lax.rem(n, jnp.int32(BUFFERS))
@@ -112,9 +148,9 @@ def launch(
         @pl.when(wg < 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            own = pl.ds(i * OWN + wg * ROWS, ROWS)
+            place = pl.ds(i * RESIDENT + wg * ROWS, ROWS)
             load = functools.partial(plgpu.load, layout=ALONG[0], optimized=False)
-            row_r = [load(x.at[own]) for x in row_refs]
+            rows_r = [load(ref.at[place]) for ref in row_refs]
 
             def compute(j, carry):
                 def run(acc_ref):
@@ -139,12 +175,12 @@ def launch(
                 id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
                 counts_rv = (id_rv >= 0) & (id_rv != forbidden)
                 score_rv = jnp.where(counts_rv, score_rv, NEVER)
-                return step(carry, score_rv, id_rv, counts_rv, *row_r)
+                return step(carry, score_rv, id_rv, counts_rv, *rows_r)
 
             carry = tuple(filled(value, ROWS) for value in start)
             results = end(lax.fori_loop(0, count, compute, carry))
-            for out, x_r in zip(outs, results, strict=True):
-                out[part, own] = x_r
+            for out_ref, x_r in zip(out_refs, results, strict=True):
+                out_ref[part, place] = x_r
 
         @pl.when(wg == 2)
         def _():
@@ -153,7 +189,7 @@ def launch(
             def fetch(n, slot):
                 at_d = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE_D, TILE_D)
                 j = first + lax.div(n, jnp.int32(depth))
-                x = x_ref.at[pl.ds(i * OWN, OWN), at_d]
+                x = x_ref.at[pl.ds(i * RESIDENT, RESIDENT), at_d]
                 head = head_ref.at[at_d, pl.ds(j * tile, tile)]
                 for source, buffer in ((x, x_smem), (head, head_smem)):
                     plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
@@ -161,35 +197,49 @@ def launch(
             attention.feed(fetch, count * depth, free, BUFFERS)
 
     dtypes = (x.dtype for x in jax.eval_shape(end, start))
-    outs = [jax.ShapeDtypeStruct((parts, R), dtype) for dtype in dtypes]
+    out_type = [jax.ShapeDtypeStruct((parts, R), dtype) for dtype in dtypes]
     scratch = [
-        attention.shared(x_RD.dtype, BUFFERS, OWN, TILE_D),
+        attention.shared(x_RD.dtype, BUFFERS, RESIDENT, TILE_D),
         attention.shared(x_RD.dtype, BUFFERS, TILE_D, tile),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
     ]
-    grid = {"rows": R // OWN, "part": parts}
-    how = {"interpret": interpret, "approximate": approximate}
-    kernel = attention.run(body, x_RD.dtype, outs, grid, scratch, name, **how)
-    outs = kernel(x_RD, head_DV, jnp.asarray(offset, jnp.int32)[None], row_of)
-    return [x[:, : len(rows[0])] for x in outs]
+    kernel = attention.run(
+        body,
+        x_RD.dtype,
+        out_type,
+        {"rows": R // RESIDENT, "part": parts},
+        scratch,
+        name,
+        interpret=interpret,
+        approximate=approximate,
+    )
+    offset_1 = jnp.asarray(offset, jnp.int32)[None]
+    results = kernel(x_RD, head_DV, offset_1, padded_rows)
+    return [x_pR[:, : len(rows[0])] for x_pR in results]
 
 
-def joined(lse_PR, mean_PR):
+def joined(lse_pR, mean_pR):
     """Returns (log of the sum, mean) over the parts of the vocabulary."""
-    lse_R = jax.nn.logsumexp(lse_PR, axis=0)
-    return lse_R, jnp.sum(jnp.exp(lse_PR - lse_R[None]) * mean_PR, axis=0)
+    lse_R = jax.nn.logsumexp(lse_pR, axis=0)
+    return lse_R, jnp.sum(jnp.exp(lse_pR - lse_R[None]) * mean_pR, axis=0)
 
 
 def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
     """Returns (log of the sum of exponentials, mean logit, logit of `token`), [R] f32."""
-    run = functools.partial(launch, "token_logprob", pick_step, pick_end)
-    start, how = (
+    lse_pR, mean_pR, logit_pR = launch(
+        "token_logprob",
+        pick_step,
+        pick_end,
         (LOWEST, 0.0, 0.0, 0.0),
-        {"forbidden": forbidden, "interpret": interpret},
+        (token_R,),
+        x_RD,
+        head_DV,
+        offset,
+        forbidden=forbidden,
+        interpret=interpret,
     )
-    lse_PR, mean_PR, own_PR = run(start, (token_R,), x_RD, head_DV, offset, **how)
-    return *joined(lse_PR, mean_PR), own_PR.sum(axis=0)
+    return *joined(lse_pR, mean_pR), logit_pR.sum(axis=0)
 
 
 def pick_gradient(
@@ -203,48 +253,65 @@ def pick_gradient(
     """
     del interpret
     (R, _), V = x_RD.shape, head_DV.shape[1]
-    lse_R1, mean_R1, dlogp_R1, dentropy_R1 = (y[:, None] for y in saved_4R)
+    lse_R1, mean_R1, dlogp_R1, dentropy_R1 = (x_R[:, None] for x_R in saved_4R)
     tile = min(V, max(128, GRADIENT_BYTES // (2 * R) // 128 * 128))
 
-    def one(j, grads):
-        dx, dhead_DV = grads
+    def add_tile(j, gradients):
+        dx_RD, dhead_DV = gradients
         begin = jnp.minimum(j * tile, V - tile)  # the last overlaps the one before it
         head_Dv = lax.dynamic_slice_in_dim(head_DV, begin, tile, axis=1)
         at_1v = begin + jnp.arange(tile)[None]
         score_Rv = jnp.dot(x_RD, head_Dv, preferred_element_type=jnp.float32)
         prob_Rv = jnp.exp(score_Rv - lse_R1)
-        own_Rv = at_1v + offset == token_R[:, None]
-        grad_Rv = dlogp_R1 * (own_Rv - prob_Rv)
+        is_token_Rv = at_1v + offset == token_R[:, None]
+        grad_Rv = dlogp_R1 * (is_token_Rv - prob_Rv)
         grad_Rv -= dentropy_R1 * prob_Rv * (score_Rv - mean_R1)
         counts_1v = (at_1v >= j * tile) & (at_1v + offset != forbidden)
         grad_Rv = jnp.where(counts_1v, grad_Rv, 0).astype(x_RD.dtype)
-        dx += jnp.dot(grad_Rv, head_Dv.T, preferred_element_type=jnp.float32)
-        more_Dv = jnp.dot(x_RD.T, grad_Rv, preferred_element_type=jnp.float32)
+        dx_RD += jnp.dot(grad_Rv, head_Dv.T, preferred_element_type=jnp.float32)
+        added_Dv = jnp.dot(x_RD.T, grad_Rv, preferred_element_type=jnp.float32)
         old_Dv = lax.dynamic_slice_in_dim(dhead_DV, begin, tile, axis=1)
-        new_Dv = (old_Dv + more_Dv).astype(dhead_DV.dtype)
-        return dx, lax.dynamic_update_slice_in_dim(dhead_DV, new_Dv, begin, axis=1)
+        new_Dv = (old_Dv + added_Dv).astype(dhead_DV.dtype)
+        return dx_RD, lax.dynamic_update_slice_in_dim(dhead_DV, new_Dv, begin, axis=1)
 
     start = jnp.zeros(x_RD.shape, jnp.float32), jnp.zeros_like(head_DV)
-    dx_RD, dhead_DV = lax.fori_loop(0, pl.cdiv(V, tile), one, start)
+    dx_RD, dhead_DV = lax.fori_loop(0, pl.cdiv(V, tile), add_tile, start)
     return dx_RD.astype(x_RD.dtype), dhead_DV
 
 
 def draw(
-    x_RD, head_DV, words_R3, temperature_R, offset,
-    *, width: int, forbidden: int, interpret=False,
-):  # fmt: skip
-    """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R]."""
+    x_RD,
+    head_DV,
+    words_R3,
+    temperature_R,
+    offset,
+    *,
+    width: int,
+    forbidden: int,
+    interpret=False,
+):
+    """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R].
+
+    words: the key's two and the row's place in its draw, whose rows are `width` wide.
+    """
     greedy_R = temperature_R == 0
     scale_R = 1 / jnp.where(greedy_R, 1, temperature_R)
     rows = *words_R3.T, scale_R, 1.0 - greedy_R
-    step = functools.partial(draw_step, width=width)
-    run = functools.partial(launch, "token_draw", step, draw_end)
-    start = *(LOWEST, 0.0, 0.0) * 2, 0, LOWEST, 0.0
-    how = {"forbidden": forbidden, "interpret": interpret}
-    outs = run(start, rows, x_RD, head_DV, offset, **how)
-    token_PR, best_PR, own_PR, lse_PR, tempered_PR, mean_PR = outs
-    lse_R, _ = joined(lse_PR, mean_PR)
-    wins_PR = best_PR == best_PR.max(axis=0, keepdims=True)
-    token_R = jnp.where(wins_PR, token_PR, tiles.NOWHERE).min(axis=0)
-    own_R = jnp.where(token_PR == token_R[None], own_PR, 0).sum(axis=0)
-    return token_R, best_PR.max(axis=0), own_R, lse_R, *joined(tempered_PR, mean_PR)
+    token_pR, noisy_pR, logit_pR, lse_pR, tempered_pR, mean_pR = launch(
+        "token_draw",
+        functools.partial(draw_step, width=width),
+        draw_end,
+        (*(LOWEST, 0.0, 0.0) * 2, 0, LOWEST, 0.0),
+        rows,
+        x_RD,
+        head_DV,
+        offset,
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    lse_R, _ = joined(lse_pR, mean_pR)
+    wins_pR = noisy_pR == noisy_pR.max(axis=0, keepdims=True)
+    token_R = jnp.where(wins_pR, token_pR, tiles.NOWHERE).min(axis=0)
+    logit_R = jnp.where(token_pR == token_R[None], logit_pR, 0).sum(axis=0)
+    best_R = noisy_pR.max(axis=0)
+    return token_R, best_R, logit_R, lse_R, *joined(tempered_pR, mean_pR)

@@ -4,7 +4,10 @@ Forward and backward of FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2),
 tiles of scores held as [keys, queries]: a query's running maximum and sum are then rows,
 their reductions run over sublanes, and every product is one that the matrix unit takes
 without a transposition. The G query heads of a key head share its tiles and their mask.
-Only the tiles of `tiles.schedule` are visited. A lower-case letter is a tile's share.
+A kernel sums for a tile of one side, and walks over those of the other that
+`tiles.schedule` names.
+
+Letters: t queries of one tile, s keys of it, i tiles of the side summed for, j others.
 """
 
 import jax
@@ -32,15 +35,15 @@ def score(q_Ht, k_sH, sees_st):
 
 
 def visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref):
-    """Runs body(sees_st) if this step of the grid visits a tile."""
+    """Runs body(sees_st) if this step of the grid visits a tile; None: all are seen."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    live, whole = j < count_ref[b, i], visit_ref[b, i, j] % 2 == 1
+    visits, all_seen = j < count_ref[b, i], visit_ref[b, i, j] % 2 == 1
 
-    @pl.when(live & whole)
+    @pl.when(visits & all_seen)
     def _():
         body(None)
 
-    @pl.when(live & ~whole)
+    @pl.when(visits & ~all_seen)
     def _():
         begin_1t, end_1t, group_1t = (q_mask_ref[0, n : n + 1] for n in range(3))
         pos_s1, group_s1 = k_mask_ref[0, :, 0:1], k_mask_ref[0, :, 1:2]
@@ -48,9 +51,21 @@ def visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref):
 
 
 def forward_kernel(
-    visit_ref, count_ref, q_ref, k_ref, v_ref, q_mask_ref, k_mask_ref,
-    out_ref, lse_ref, max_ref, sum_ref, acc_ref,
-):  # fmt: skip
+    visit_ref,
+    count_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    q_mask_ref,
+    k_mask_ref,
+    out_ref,
+    lse_ref,
+    max_ref,
+    sum_ref,
+    acc_ref,
+):
+    """Sums a tile of queries' softmax over the tiles of keys that it visits."""
+
     @pl.when(pl.program_id(3) == 0)
     def _():
         max_ref[...] = jnp.full_like(max_ref, LOWEST)
@@ -91,9 +106,22 @@ def score_gradient(g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
 
 
 def dq_kernel(
-    visit_ref, count_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref,
-    q_mask_ref, k_mask_ref, k_Hs_ref, dq_ref, acc_ref,
-):  # fmt: skip
+    visit_ref,
+    count_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    q_mask_ref,
+    k_mask_ref,
+    k_Hs_ref,
+    dq_ref,
+    acc_ref,
+):
+    """Sums the gradient of a tile of queries over the tiles of keys that it visits."""
+
     @pl.when(pl.program_id(3) == 0)
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
@@ -113,9 +141,23 @@ def dq_kernel(
 
 
 def dkv_kernel(
-    visit_ref, count_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref,
-    q_mask_ref, k_mask_ref, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref,
-):  # fmt: skip
+    visit_ref,
+    count_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    q_mask_ref,
+    k_mask_ref,
+    dk_ref,
+    dv_ref,
+    dk_acc_ref,
+    dv_acc_ref,
+):
+    """Sums the gradients of a tile of keys and values over the tiles of queries."""
+
     @pl.when(pl.program_id(3) == 0)
     def _():
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
@@ -138,66 +180,75 @@ def dkv_kernel(
         dv_ref[0, 0] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
-def launch(kernel, inputs, outputs, scratch, kinds_BIJ, size, interpret):
+def launch(kernel, inputs, outputs, scratch, kinds_Bij, tile, interpret):
     """Runs a kernel over (row, key head, tile of one side, visited tiles of the other).
 
-    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. `size`:
-    how much of a letter is a tile, the one whose tiles are visited being last.
+    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. tile: how
+    much of a letter is a tile, the letter whose tiles are visited being last.
     """
-    major, minor = size
-    visit_BIJ, count_BI = tiles.schedule(kinds_BIJ)
-    full = {}
+    major, minor = tile
+    visit_Bij, count_Bi = tiles.schedule(kinds_Bij)
+    extent = {}
     for dims, x in inputs:
-        full |= dict(zip(dims, x.shape, strict=True))
+        extent |= dict(zip(dims, x.shape, strict=True))
 
     def spec(dims):
-        def at(b, k, i, j, visit_ref, count_ref):
+        def index_map(b, k, i, j, visit_ref, count_ref):
             index = {"B": b, "K": k, major: i, minor: visit_ref[b, i, j] // 2}
             return tuple(index.get(letter, 0) for letter in dims)
 
-        block = {"B": 1, "K": 1, **size}
-        return pl.BlockSpec([block.get(n, full[n]) for n in dims], at)
+        share = extent | {"B": 1, "K": 1} | tile
+        return pl.BlockSpec([share[letter] for letter in dims], index_map)
 
-    dtype = inputs[0][1].dtype
-    grid = (full["B"], full["K"], kinds_BIJ.shape[1], jnp.maximum(count_BI.max(), 1))
+    def output(dims):
+        dtype = inputs[0][1].dtype if "H" in dims else jnp.float32
+        return jax.ShapeDtypeStruct([extent[letter] for letter in dims], dtype)
+
+    def buffer(dims):
+        shape = [tile.get(letter, extent[letter]) for letter in dims]
+        return pltpu.VMEM(shape, jnp.float32)
+
+    grid = (
+        extent["B"],
+        extent["K"],
+        kinds_Bij.shape[1],
+        jnp.maximum(count_Bi.max(), 1),
+    )
     return pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct(
-                [full[n] for n in dims], dtype if "H" in dims else jnp.float32
-            )
-            for dims in outputs
-        ],
+        out_shape=[output(dims) for dims in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
             in_specs=[spec(dims) for dims, _ in inputs],
             out_specs=[spec(dims) for dims in outputs],
-            scratch_shapes=[
-                pltpu.VMEM([size.get(n, full[n]) for n in dims], jnp.float32)
-                for dims in scratch
-            ],
+            scratch_shapes=[buffer(dims) for dims in scratch],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name=kernel.__name__,
-    )(visit_BIJ, count_BI, *(x for _, x in inputs))
+    )(visit_Bij, count_Bi, *(x for _, x in inputs))
 
 
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
-    """Returns what the kernels read, padded to whole tiles, and the kinds of the tiles."""
+    """Returns what the kernels read, padded to whole tiles of T and of S.
+
+    (scaled q_BKGHT, k_BKSH, v_BKSH, the mask's two arrays as inputs of `launch`, the kinds
+    of the tiles, the tile of T and S by letter).
+    """
     T, H, K = q_BTNH.shape[1], q_BTNH.shape[3], k_BSKH.shape[2]
-    size = {"T": tiles.fit(TILE_T, T), "S": tiles.fit(TILE_S, k_BSKH.shape[1])}
-    k_BSKH, v_BSKH = (tiles.pad(x, 1, size["S"]) for x in (k_BSKH, v_BSKH))
-    q_mask, k_mask = tiles.mask_arrays(mask, **size)
+    t, s = tiles.fit(TILE_T, T), tiles.fit(TILE_S, k_BSKH.shape[1])
+    k_BSKH, v_BSKH = (tiles.pad(x_BSKH, 1, s) for x_BSKH in (k_BSKH, v_BSKH))
+    q_mask, k_mask = tiles.mask_arrays(mask, t, s)
     return (
-        queries(q_BTNH * H**-0.5, K, size["T"]),
-        (jnp.moveaxis(k_BSKH, 1, 2), jnp.moveaxis(v_BSKH, 1, 2)),
+        queries(q_BTNH * H**-0.5, K, t),
+        jnp.moveaxis(k_BSKH, 1, 2),
+        jnp.moveaxis(v_BSKH, 1, 2),
         [("B3T", jnp.stack(q_mask, axis=1)), ("BS2", jnp.stack(k_mask, axis=2))],
-        tiles.kinds(q_mask, k_mask, **size),
-        size,
+        tiles.kinds(q_mask, k_mask, t, s),
+        {"T": t, "S": s},
     )
 
 
@@ -216,55 +267,61 @@ def positions(x_BKGHT, T: int):
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
-    q, (k, v), masks, kinds_BIJ, size = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
-    out, lse = launch(
+    q_BKGHT, k_BKSH, v_BKSH, masks, kinds_Bij, tile = arranged(
+        q_BTNH, k_BSKH, v_BSKH, mask
+    )
+    out_BKGHT, lse_BKGT = launch(
         forward_kernel,
-        [("BKGHT", q), ("BKSH", k), ("BKHS", v.swapaxes(2, 3)), *masks],
+        [("BKGHT", q_BKGHT), ("BKSH", k_BKSH), ("BKHS", v_BKSH.swapaxes(2, 3)), *masks],
         outputs=["BKGHT", "BKGT"],
         scratch=["GT", "GT", "GHT"],
-        kinds_BIJ=kinds_BIJ,
-        size=size,
+        kinds_Bij=kinds_Bij,
+        tile=tile,
         interpret=interpret,
     )
     B, T, N, _ = q_BTNH.shape
-    return positions(out, T), lse.reshape(B, N, -1)[..., :T]
+    return positions(out_BKGHT, T), lse_BKGT.reshape(B, N, -1)[..., :T]
 
 
 def backward(
     q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
 ):
     """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
-    q, (k, v), masks, kinds_BIJ, size = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    q_BKGHT, k_BKSH, v_BKSH, masks, kinds_Bij, tile = arranged(
+        q_BTNH, k_BSKH, v_BSKH, mask
+    )
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    dout, out = (queries(x, k.shape[1], size["T"]) for x in (dout_BTNH, out_BTNH))
-    delta_BKGT = jnp.sum(dout.astype(jnp.float32) * out, axis=3)
-    lse_BNT = tiles.pad(lse_BNT, 2, size["T"])
+    dout_BKGHT, out_BKGHT = (
+        queries(x_BTNH, k_BSKH.shape[2], tile["T"]) for x_BTNH in (dout_BTNH, out_BTNH)
+    )
+    delta_BKGT = jnp.sum(dout_BKGHT.astype(jnp.float32) * out_BKGHT, axis=3)
+    lse_BNT = tiles.pad(lse_BNT, 2, tile["T"])
     inputs = [
-        ("BKGHT", q),
-        ("BKSH", k),
-        ("BKSH", v),
-        ("BKGHT", dout),
+        ("BKGHT", q_BKGHT),
+        ("BKSH", k_BKSH),
+        ("BKSH", v_BKSH),
+        ("BKGHT", dout_BKGHT),
         ("BKGT", lse_BNT.reshape(delta_BKGT.shape)),
         ("BKGT", delta_BKGT),
         *masks,
     ]
-    (dq,) = launch(
+    (dq_BKGHT,) = launch(
         dq_kernel,
-        [*inputs, ("BKHS", k.swapaxes(2, 3))],
+        [*inputs, ("BKHS", k_BKSH.swapaxes(2, 3))],
         outputs=["BKGHT"],
         scratch=["GHT"],
-        kinds_BIJ=kinds_BIJ,
-        size=size,
+        kinds_Bij=kinds_Bij,
+        tile=tile,
         interpret=interpret,
     )
-    dk, dv = launch(
+    gradients = launch(
         dkv_kernel,
         inputs,
         outputs=["BKHS", "BKHS"],
         scratch=["HS", "HS"],
-        kinds_BIJ=kinds_BIJ.swapaxes(1, 2),
-        size=dict(reversed(size.items())),
+        kinds_Bij=kinds_Bij.swapaxes(1, 2),
+        tile=dict(reversed(tile.items())),
         interpret=interpret,
     )
-    dk, dv = (jnp.moveaxis(x[..., :S], 3, 1) for x in (dk, dv))
-    return positions(dq, T) * H**-0.5, dk, dv
+    dk_BSKH, dv_BSKH = (jnp.moveaxis(x_BKHS[..., :S], 3, 1) for x_BKHS in gradients)
+    return positions(dq_BKGHT, T) * H**-0.5, dk_BSKH, dv_BSKH

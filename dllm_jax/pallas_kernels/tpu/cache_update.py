@@ -11,35 +11,51 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
-def kernel(layer_ref, table_ref, start_ref, row_ref, count_ref, *refs):
-    """refs: fresh k and v, the pools twice (in and out are one), and a semaphore."""
-    fresh_refs, pool_refs, done = refs[:2], refs[4:6], refs[6]
-    W, O = fresh_refs[0].shape[1], pool_refs[0].shape[2]
+def kernel(
+    layer_ref,
+    table_ref,
+    start_ref,
+    row_ref,
+    count_ref,
+    k_window,
+    v_window,
+    k_pool_before,
+    v_pool_before,
+    k_pool,
+    v_pool,
+    done,
+):
+    """Copies the `count` windows that are kept, of the rows in `row`.
+
+    The pools are inputs and outputs, and one memory; `done` is a semaphore.
+    """
+    del k_pool_before, v_pool_before
+    W, O = k_window.shape[1], k_pool.shape[2]
     A = table_ref.shape[0] // start_ref.shape[0]
 
     def copies(b, w, size):
-        """Returns the copies of a row's positions from `w` on."""
+        """Returns the copies of `size` of a row's positions from `w` on."""
         s = start_ref[b] + w
         page, slot = table_ref[b * A + s // O], s % O
         return [
             pltpu.make_async_copy(
-                fresh.at[b, pl.ds(w, size)],
+                window.at[b, pl.ds(w, size)],
                 pool.at[layer_ref[0], page, pl.ds(slot, size)],
                 done,
             )
-            for fresh, pool in zip(fresh_refs, pool_refs, strict=True)
+            for window, pool in ((k_window, k_pool), (v_window, v_pool))
         ]
 
     def begin(i, _):
         b = row_ref[i]
-        whole = start_ref[b] % O + W <= O
+        in_one_page = start_ref[b] % O + W <= O
 
-        @pl.when(whole)
+        @pl.when(in_one_page)
         def _():
             for copy in copies(b, 0, W):
                 copy.start()
 
-        @pl.when(~whole)
+        @pl.when(~in_one_page)
         def _():
             for w in range(W):
                 for copy in copies(b, w, 1):
@@ -55,8 +71,8 @@ def kernel(layer_ref, table_ref, start_ref, row_ref, count_ref, *refs):
 
 def update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret=False):
     """Returns `pages`, the same memory, with the kept windows written."""
-    here = pl.BlockSpec(memory_space=pl.ANY)
-    fresh = [x.astype(pages[0].dtype) for x in (k_BWKH, v_BWKH)]
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    windows = [x_BWKH.astype(pages[0].dtype) for x_BWKH in (k_BWKH, v_BWKH)]
     B = len(start_B)
     scalars = (
         jnp.reshape(layer, 1),
@@ -67,14 +83,14 @@ def update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret
     )
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pages],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[here] * 4,
-            out_specs=[here] * 2,
+            in_specs=[in_memory] * 4,
+            out_specs=[in_memory] * 2,
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         input_output_aliases={len(scalars) + 2: 0, len(scalars) + 3: 1},
         interpret=interpret,
         name="cache_update",
-    )(*(x.astype(jnp.int32) for x in scalars), *fresh, *pages)
+    )(*(x.astype(jnp.int32) for x in scalars), *windows, *pages)

@@ -1,10 +1,12 @@
 """Attention of a window over its row's pages and its own keys, for TPU.
 
-The pools stay in memory, whole. A step of the grid is a row; it reads its pages in chunks
-of C, the next chunk, of this row or the next that has any, on its way while one is in
+The pools stay in memory, whole. A step of the grid is a row; it reads its pages in
+chunks, the next chunk, of this row or the next that has any, on its way while one is in
 use, and folds them into a running softmax (arXiv 2205.14135, algorithm 1) that begins
 with the window's own keys. Pages at or beyond `start` are never touched. The W·G queries
-of a key head (R) fill a tile together. Chips with two cores halve the rows.
+of a key head fill a tile together. Chips with two cores halve the rows.
+
+Letters: f queries of one key head (W·G), s keys, c cores, b rows of one core, e b + 1.
 """
 
 import functools
@@ -19,40 +21,65 @@ from dllm_jax.pallas_kernels.reference import NEVER
 CHUNK = 2**19  # bytes of keys that are fetched together
 
 
-def heads(x_SKH, y_KRH, over: int):
-    """Returns each head's product in f32: of y with x, summed over x's S (0) or H (2)."""
-    dims = ((2,), (1 if over == 0 else 2,)), ((0,), (0,))
-    x_KSH = jnp.swapaxes(x_SKH, 0, 1)
-    return jax.lax.dot_general(y_KRH, x_KSH, dims, preferred_element_type=jnp.float32)
+def scores(q_KfH, k_sKH):
+    """Returns each head's scores [K, f, s], f32."""
+    dims = ((2,), (2,)), ((0,), (0,))
+    k_KsH = jnp.swapaxes(k_sKH, 0, 1)
+    return jax.lax.dot_general(q_KfH, k_KsH, dims, preferred_element_type=jnp.float32)
+
+
+def weighted(prob_Kfs, v_sKH):
+    """Returns each head's values summed by their probabilities, [K, f, H], f32."""
+    dims = ((2,), (1,)), ((0,), (0,))
+    prob_Kfs = prob_Kfs.astype(v_sKH.dtype)
+    v_KsH = jnp.swapaxes(v_sKH, 0, 1)
+    return jax.lax.dot_general(
+        prob_Kfs, v_KsH, dims, preferred_element_type=jnp.float32
+    )
 
 
 def kernel(
-    layer_ref, table_ref, start_ref, chunks_ref, turn_ref, ahead_ref,
-    q_ref, k_ref, v_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, arrived,
-    *, pages: int,
-):  # fmt: skip
+    layer_ref,
+    table_ref,
+    start_ref,
+    chunks_ref,
+    turn_ref,
+    ahead_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    k_pool,
+    v_pool,
+    out_ref,
+    k_buffer,
+    v_buffer,
+    arrived,
+    *,
+    chunk_pages: int,
+):
+    """Computes a row's attention; `plan` made chunks, turn and ahead."""
     i, rows = pl.program_id(1), pl.num_programs(1)
     b, B, O = pl.program_id(0) * rows + i, start_ref.shape[0], k_pool.shape[2]
-    A, S = table_ref.shape[0] // B, pages * O
+    A, positions = table_ref.shape[0] // B, chunk_pages * O
     ahead = pl.program_id(0) * (rows + 1) + i  # this row's place in `ahead`
 
     def copies(act, b, chunk, slot):
         """Does `act` with the copy of every page of a row's chunk."""
 
-        def page(j, _):
-            own = table_ref[b * A + chunk * pages + j]
-            to = pl.ds(pl.multiple_of(j * O, O), O)
+        def copy_page(j, _):
+            page = table_ref[b * A + chunk * chunk_pages + j]
+            target = pl.ds(pl.multiple_of(j * O, O), O)
             for pool, buffer in ((k_pool, k_buffer), (v_pool, v_buffer)):
                 act(
                     pltpu.make_async_copy(
-                        pool.at[layer_ref[0], own],
-                        buffer.at[slot, to],
+                        pool.at[layer_ref[0], page],
+                        buffer.at[slot, target],
                         arrived.at[slot],
                     )
                 )
 
-        held = (start_ref[b] + O - 1) // O - chunk * pages
-        jax.lax.fori_loop(0, jnp.minimum(held, pages), page, None)
+        pages_left = (start_ref[b] + O - 1) // O - chunk * chunk_pages
+        jax.lax.fori_loop(0, jnp.minimum(pages_left, chunk_pages), copy_page, None)
 
     def fetch(b, chunk, slot):
         @pl.when(b < B)
@@ -68,21 +95,21 @@ def kernel(
         )
         fetch(ahead_ref[ahead], 0, 0)
 
-    q_KRH = q_ref[0]
+    q_KfH = q_ref[0]
 
-    def fold(carry, k_SKH, v_SKH, seen=None):
-        """Returns (maximum, sum, weighted values) with more keys in them."""
-        max_KR1, sum_KR1, acc_KRH = carry
-        score_KRS = heads(k_SKH, q_KRH, 2)
+    def fold(carry, k_sKH, v_sKH, seen=None):
+        """Returns (maximum, sum, weighted values) with the first `seen` keys added."""
+        max_Kf1, sum_Kf1, acc_KfH = carry
+        score_Kfs = scores(q_KfH, k_sKH)
         if seen is not None:
-            at_11S = jax.lax.broadcasted_iota(jnp.int32, (1, 1, S), 2)
-            score_KRS = jnp.where(at_11S < seen, score_KRS, NEVER)
-        top_KR1 = jnp.maximum(max_KR1, score_KRS.max(axis=2, keepdims=True))
-        prob_KRS = jnp.exp(score_KRS - top_KR1)
-        fade_KR1 = jnp.exp(max_KR1 - top_KR1)
-        sum_KR1 = sum_KR1 * fade_KR1 + prob_KRS.sum(axis=2, keepdims=True)
-        more_KRH = heads(v_SKH, prob_KRS.astype(v_SKH.dtype), 0)
-        return top_KR1, sum_KR1, acc_KRH * fade_KR1 + more_KRH
+            at_11s = jax.lax.broadcasted_iota(jnp.int32, (1, 1, positions), 2)
+            score_Kfs = jnp.where(at_11s < seen, score_Kfs, NEVER)
+        top_Kf1 = jnp.maximum(max_Kf1, score_Kfs.max(axis=2, keepdims=True))
+        prob_Kfs = jnp.exp(score_Kfs - top_Kf1)
+        fade_Kf1 = jnp.exp(max_Kf1 - top_Kf1)
+        sum_Kf1 = sum_Kf1 * fade_Kf1 + prob_Kfs.sum(axis=2, keepdims=True)
+        added_KfH = weighted(prob_Kfs, v_sKH)
+        return top_Kf1, sum_Kf1, acc_KfH * fade_Kf1 + added_KfH
 
     def body(n, carry):
         slot = (turn_ref[b] + n) % 2
@@ -93,64 +120,64 @@ def kernel(
             1 - slot,
         )
         copies(lambda copy: copy.wait(), b, n, slot)
-        return fold(carry, k_buffer[slot], v_buffer[slot], start_ref[b] - n * S)
+        return fold(carry, k_buffer[slot], v_buffer[slot], start_ref[b] - n * positions)
 
-    zero_KRH = jnp.zeros(q_KRH.shape, jnp.float32)
-    zero_KR1 = zero_KRH[..., :1]
-    carry = fold((zero_KR1 + NEVER, zero_KR1, zero_KRH), k_ref[0], v_ref[0])
-    _, sum_KR1, acc_KRH = jax.lax.fori_loop(0, chunks_ref[b], body, carry)
-    out_ref[0] = (acc_KRH / sum_KR1).astype(out_ref.dtype)
+    zero_KfH = jnp.zeros(q_KfH.shape, jnp.float32)
+    zero_Kf1 = zero_KfH[..., :1]
+    carry = fold((zero_Kf1 + NEVER, zero_Kf1, zero_KfH), k_ref[0], v_ref[0])
+    _, sum_Kf1, acc_KfH = jax.lax.fori_loop(0, chunks_ref[b], body, carry)
+    out_ref[0] = (acc_KfH / sum_Kf1).astype(out_ref.dtype)
 
 
 def plan(start_B, size: int, cores: int):
-    """Returns (chunks, turn, ahead): what each row fetches, `size` positions a chunk.
+    """Returns [chunks, turn, ahead]: what each row fetches, `size` positions a chunk.
 
     turn: how many chunks its core fetches before it. ahead: for each row, and behind a
     core's last one, the first from there on that has a chunk; B for none.
     """
     B = len(start_B)
-    chunks_CB = (-(-start_B // size)).reshape(cores, -1)
-    turn_CB = jnp.cumsum(chunks_CB, axis=1) - chunks_CB
-    row_CB = jnp.where(chunks_CB > 0, jnp.arange(B).reshape(cores, -1), B)
-    row_CB = jnp.pad(row_CB, ((0, 0), (0, 1)), constant_values=B)
-    ahead_CB = jax.lax.cummin(row_CB, axis=1, reverse=True)
-    return [x.reshape(-1) for x in (chunks_CB, turn_CB, ahead_CB)]
+    chunks_cb = (-(-start_B // size)).reshape(cores, -1)
+    turn_cb = jnp.cumsum(chunks_cb, axis=1) - chunks_cb
+    row_cb = jnp.where(chunks_cb > 0, jnp.arange(B).reshape(cores, -1), B)
+    row_ce = jnp.pad(row_cb, ((0, 0), (0, 1)), constant_values=B)
+    ahead_ce = jax.lax.cummin(row_ce, axis=1, reverse=True)
+    return [x.reshape(-1) for x in (chunks_cb, turn_cb, ahead_ce)]
 
 
-def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H]."""
     B, W, _, H = q_BWNH.shape
-    _, _, O, K, _ = pools[0].shape
-    q_BKRH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
-    q_BKRH = q_BKRH.reshape(B, K, -1, H)
-    bytes_of_a_page = O * K * max(H, 128) * pools[0].dtype.itemsize
+    _, _, O, K, _ = pages[0].shape
+    q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
+    q_BKfH = q_BKWGH.reshape(B, K, -1, H)
+    bytes_of_a_page = O * K * max(H, 128) * pages[0].dtype.itemsize
     A = table_BA.shape[1]
-    pages = min(max(CHUNK // bytes_of_a_page, 1), A)
+    chunk_pages = min(max(CHUNK // bytes_of_a_page, 1), A)
     start_B = jnp.minimum(start_B, A * O)  # as many as there are pages
     cores = 2 if B % 2 == 0 else 1
     scalars = (
         jnp.reshape(layer, 1),
         table_BA.reshape(-1),
         start_B,
-        *plan(start_B, pages * O, cores),
+        *plan(start_B, chunk_pages * O, cores),
     )
 
     def row(x):
-        def at(c, i, *_):
-            return c * (B // cores) + i, 0, 0, 0
+        def index_map(core, i, *_):
+            return core * (B // cores) + i, 0, 0, 0
 
-        return pl.BlockSpec((1, *x.shape[1:]), at)
+        return pl.BlockSpec((1, *x.shape[1:]), index_map)
 
-    here = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((2, pages * O, K, H), pools[0].dtype)
-    out_BKRH = pl.pallas_call(
-        functools.partial(kernel, pages=pages),
-        out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BWNH.dtype),
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    buffer = pltpu.VMEM((2, chunk_pages * O, K, H), pages[0].dtype)
+    out_BKfH = pl.pallas_call(
+        functools.partial(kernel, chunk_pages=chunk_pages),
+        out_shape=jax.ShapeDtypeStruct(q_BKfH.shape, q_BWNH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, B // cores),
-            in_specs=[row(q_BKRH), row(k_BWKH), row(v_BWKH), here, here],
-            out_specs=row(q_BKRH),
+            in_specs=[row(q_BKfH), row(k_BWKH), row(v_BWKH), in_memory, in_memory],
+            out_specs=row(q_BKfH),
             scratch_shapes=[buffer, buffer, pltpu.SemaphoreType.DMA((2,))],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -159,5 +186,5 @@ def attend(q_BWNH, pools, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
         ),
         interpret=interpret,
         name="paged_attention",
-    )(*(x.astype(jnp.int32) for x in scalars), q_BKRH, k_BWKH, v_BWKH, *pools)
-    return jnp.swapaxes(out_BKRH.reshape(B, K, W, -1, H), 1, 2).reshape(q_BWNH.shape)
+    )(*(x.astype(jnp.int32) for x in scalars), q_BKfH, k_BWKH, v_BWKH, *pages)
+    return jnp.swapaxes(out_BKfH.reshape(B, K, W, -1, H), 1, 2).reshape(q_BWNH.shape)

@@ -4,7 +4,8 @@ Logits x @ head exist a tile at a time, [r, v]; running maxima and sums make of 
 softmax's statistics, as in flash attention. The gradient computes the tiles again (as in
 "Cut your losses", arXiv 2411.09009). A head that is split over devices is given with
 `offset`, the id of its first column, and the callers join what the parts say.
-A lower-case letter is a tile's share of a dimension.
+
+Letters: r rows of one tile, v columns of it.
 """
 
 import functools
@@ -29,7 +30,10 @@ def column(ref, n: int):
 
 
 def logits(offset_ref, x_ref, head_ref, tile, *, V: int, forbidden: int):
-    """Returns (logits [r, v] f32, their tokens' ids or -1, which of them count)."""
+    """Returns (logits [r, v] f32, their tokens' ids or -1, which of them count).
+
+    tile: which of the part's V columns; beyond the last and at `forbidden` none counts.
+    """
     score_rv = dot(x_ref[...], head_ref[...])
     at_rv = jax.lax.broadcasted_iota(jnp.int32, score_rv.shape, 1)
     at_rv += tile * score_rv.shape[1]
@@ -44,9 +48,9 @@ def softmax_update(score_rv, stats_ref, at: int):
     max_r1 = jnp.maximum(old_r1, score_rv.max(axis=1, keepdims=True))
     prob_rv, fade_r1 = jnp.exp(score_rv - max_r1), jnp.exp(old_r1 - max_r1)
     stats_ref[:, at : at + 1] = max_r1
-    for n, more_rv in ((1, prob_rv), (2, prob_rv * score_rv)):
+    for n, term_rv in ((1, prob_rv), (2, prob_rv * score_rv)):
         total_r1 = column(stats_ref, at + n) * fade_r1
-        total_r1 += more_rv.sum(axis=1, keepdims=True)
+        total_r1 += term_rv.sum(axis=1, keepdims=True)
         stats_ref[:, at + n : at + n + 1] = total_r1
 
 
@@ -63,17 +67,30 @@ def clear(stats_ref, *maxima):
     stats_ref[...] = jnp.where(is_max, LOWEST, 0.0)
 
 
-def pick_kernel(offset_ref, x_ref, head_ref, token_ref, out_ref, stats_ref, **static):
+def pick_kernel(
+    offset_ref,
+    x_ref,
+    head_ref,
+    token_ref,
+    out_ref,
+    stats_ref,
+    *,
+    V: int,
+    forbidden: int,
+):
+    """Writes `pick`'s three columns; stats: softmax's three and the token's logit."""
     j = pl.program_id(1)
 
     @pl.when(j == 0)
     def _():
         clear(stats_ref, 0)
 
-    score_rv, id_rv, _ = logits(offset_ref, x_ref, head_ref, j, **static)
+    score_rv, id_rv, _ = logits(
+        offset_ref, x_ref, head_ref, j, V=V, forbidden=forbidden
+    )
     softmax_update(score_rv, stats_ref, 0)
-    own_rv = jnp.where(id_rv == token_ref[...], score_rv, 0.0)
-    stats_ref[:, 3:4] += own_rv.sum(axis=1, keepdims=True)
+    token_score_rv = jnp.where(id_rv == token_ref[...], score_rv, 0.0)
+    stats_ref[:, 3:4] += token_score_rv.sum(axis=1, keepdims=True)
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
@@ -82,9 +99,24 @@ def pick_kernel(offset_ref, x_ref, head_ref, token_ref, out_ref, stats_ref, **st
 
 
 def draw_kernel(
-    offset_ref, x_ref, head_ref, words_ref, scale_ref, out_ref, id_ref, stats_ref,
-    *, width: int, **static,
-):  # fmt: skip
+    offset_ref,
+    x_ref,
+    head_ref,
+    words_ref,
+    scale_ref,
+    out_ref,
+    id_ref,
+    stats_ref,
+    *,
+    V: int,
+    forbidden: int,
+    width: int,
+):
+    """Writes the drawn id and `draw`'s five other columns.
+
+    stats: the softmax's three columns at temperature 1 and at the row's own, then the best
+    noisy score and its logit.
+    """
     j = pl.program_id(1)
 
     @pl.when(j == 0)
@@ -92,7 +124,9 @@ def draw_kernel(
         clear(stats_ref, 0, 3, 6)
         id_ref[...] = jnp.zeros_like(id_ref)
 
-    score_rv, id_rv, counts_rv = logits(offset_ref, x_ref, head_ref, j, **static)
+    score_rv, id_rv, counts_rv = logits(
+        offset_ref, x_ref, head_ref, j, V=V, forbidden=forbidden
+    )
     tempered_rv = jnp.where(counts_rv, score_rv * scale_ref[:, 0:1], NEVER)
     softmax_update(score_rv, stats_ref, 0)
     softmax_update(tempered_rv, stats_ref, 3)
@@ -116,24 +150,38 @@ def draw_kernel(
         out_ref[:, 3:5] = stats_ref[:, 6:8]
 
 
-def logit_gradient(offset_ref, x_ref, head_ref, token_ref, saved_ref, tile, **static):
+def logit_gradient(
+    offset_ref, x_ref, head_ref, token_ref, saved_ref, tile, *, V: int, forbidden: int
+):
     """Returns the gradient of a tile of logits, [r, v] f32.
 
     Of the log-prob: 1(token) - p. Of the entropy: -p (score - mean score).
     saved: (log of the sum, mean score, dlogp, dentropy) of each row.
     """
-    score_rv, id_rv, counts_rv = logits(offset_ref, x_ref, head_ref, tile, **static)
+    score_rv, id_rv, counts_rv = logits(
+        offset_ref, x_ref, head_ref, tile, V=V, forbidden=forbidden
+    )
     lse_r1, mean_r1, dlogp_r1, dentropy_r1 = (column(saved_ref, n) for n in range(4))
     prob_rv = jnp.exp(score_rv - lse_r1)
-    own_rv = (id_rv == token_ref[...]).astype(jnp.float32)
-    grad_rv = dlogp_r1 * (own_rv - prob_rv)
+    is_token_rv = (id_rv == token_ref[...]).astype(jnp.float32)
+    grad_rv = dlogp_r1 * (is_token_rv - prob_rv)
     grad_rv -= dentropy_r1 * prob_rv * (score_rv - mean_r1)
     return jnp.where(counts_rv, grad_rv, 0.0)
 
 
 def dx_kernel(
-    offset_ref, x_ref, head_ref, token_ref, saved_ref, dx_ref, acc_ref, *, V, **static
+    offset_ref,
+    x_ref,
+    head_ref,
+    token_ref,
+    saved_ref,
+    dx_ref,
+    acc_ref,
+    *,
+    V: int,
+    forbidden: int,
 ):
+    """Sums the gradient of a tile of rows over the tiles of the vocabulary."""
     j = pl.program_id(1)
 
     @pl.when(j == 0)
@@ -141,7 +189,7 @@ def dx_kernel(
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     grad_rv = logit_gradient(
-        offset_ref, x_ref, head_ref, token_ref, saved_ref, j, V=V, **static
+        offset_ref, x_ref, head_ref, token_ref, saved_ref, j, V=V, forbidden=forbidden
     )
     head_Dv = head_ref[...]
     if V % head_Dv.shape[1]:  # beyond the last column lies anything, even NaN
@@ -155,9 +203,19 @@ def dx_kernel(
 
 
 def dhead_kernel(
-    offset_ref, x_ref, x_Dr_ref, head_ref, token_ref, saved_ref, dhead_ref, acc_ref,
-    **static,
-):  # fmt: skip
+    offset_ref,
+    x_ref,
+    x_Dr_ref,
+    head_ref,
+    token_ref,
+    saved_ref,
+    dhead_ref,
+    acc_ref,
+    *,
+    V: int,
+    forbidden: int,
+):
+    """Sums the gradient of a tile of the vocabulary over the tiles of rows."""
     i = pl.program_id(1)
 
     @pl.when(i == 0)
@@ -165,7 +223,14 @@ def dhead_kernel(
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     grad_rv = logit_gradient(
-        offset_ref, x_ref, head_ref, token_ref, saved_ref, pl.program_id(0), **static
+        offset_ref,
+        x_ref,
+        head_ref,
+        token_ref,
+        saved_ref,
+        pl.program_id(0),
+        V=V,
+        forbidden=forbidden,
     )
     acc_ref[...] += dot(x_Dr_ref[...], grad_rv.astype(x_Dr_ref.dtype))
 
@@ -174,57 +239,70 @@ def dhead_kernel(
         dhead_ref[...] = acc_ref[...].astype(dhead_ref.dtype)
 
 
+def shape(dims: str, size: dict[str, int]) -> list[int]:
+    """Returns the shape of letters whose sizes are given; a digit is its own size."""
+    return [int(n) if n.isdigit() else size[n] for n in dims]
+
+
 def launch(
-    kernel, offset, inputs, outputs, scratch, *, major: str, interpret, **static
+    name: str,
+    kernel,
+    offset,
+    inputs,
+    outputs,
+    scratch,
+    *,
+    major: str,
+    forbidden: int,
+    interpret,
 ):
     """Runs a kernel over tiles of R and V, the sums running over the one not `major`.
 
     inputs: (dimension letters, array) pairs, a digit being a number of columns; outputs:
     (letters, dtype); scratch: shapes in letters.
     """
-    full = {}
+    extent = {}
     for dims, x in inputs:
-        full |= dict(zip(dims, x.shape, strict=True))
-    size = {"R": tiles.fit(TILE_R, full["R"], 16), "V": tiles.fit(TILE_V, full["V"])}
+        extent |= dict(zip(dims, x.shape, strict=True))
+    tile = {
+        "R": tiles.fit(TILE_R, extent["R"], 16),
+        "V": tiles.fit(TILE_V, extent["V"]),
+    }
+    share = extent | tile
     minor = "RV".replace(major, "")
 
-    def share(letter):
-        return int(letter) if letter.isdigit() else size.get(letter, full[letter])
-
     def spec(dims):
-        def at(i, j, offset_ref):
+        def index_map(i, j, offset_ref):
             return tuple({major: i, minor: j}.get(letter, 0) for letter in dims)
 
-        return pl.BlockSpec([share(n) for n in dims], at)
+        return pl.BlockSpec(shape(dims, share), index_map)
 
-    whole = full | {n: int(n) for dims, _ in outputs for n in dims if n.isdigit()}
     return pl.pallas_call(
-        functools.partial(kernel, V=full["V"], **static),
+        functools.partial(kernel, V=extent["V"], forbidden=forbidden),
         out_shape=[
-            jax.ShapeDtypeStruct([whole[n] for n in dims], dtype)
-            for dims, dtype in outputs
+            jax.ShapeDtypeStruct(shape(dims, extent), dtype) for dims, dtype in outputs
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=tuple(pl.cdiv(full[n], size[n]) for n in (major, minor)),
+            grid=tuple(pl.cdiv(extent[n], tile[n]) for n in (major, minor)),
             in_specs=[spec(dims) for dims, _ in inputs],
             out_specs=[spec(dims) for dims, _ in outputs],
             scratch_shapes=[
-                pltpu.VMEM([share(n) for n in dims], jnp.float32) for dims in scratch
+                pltpu.VMEM(shape(dims, share), jnp.float32) for dims in scratch
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         interpret=interpret,
-        name=kernel.__name__,
+        name=name,
     )(jnp.asarray(offset, jnp.int32)[None], *(x for _, x in inputs))
 
 
-def filled(*arrays_R):
-    """Returns [rows, columns] arrays with rows added, of zeros, to a whole tile."""
-    unit = tiles.fit(TILE_R, arrays_R[0].shape[0], 16)
-    return [tiles.pad(x, 0, unit) for x in arrays_R]
+def filled(*arrays):
+    """Returns arrays [R, columns] with rows added, of zeros, to a whole tile."""
+    unit = tiles.fit(TILE_R, arrays[0].shape[0], 16)
+    return [tiles.pad(x, 0, unit) for x in arrays]
 
 
 def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
@@ -232,67 +310,82 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
 
     The last is zero where this part of the head does not hold the token.
     """
-    x, token = filled(x_RD, token_R[:, None])
-    (out,) = launch(
+    R = len(x_RD)
+    x_RD, token_R1 = filled(x_RD, token_R[:, None])
+    (out_R3,) = launch(
+        "pick_kernel",
         pick_kernel,
         offset,
-        [("RD", x), ("DV", head_DV), ("R1", token)],
+        [("RD", x_RD), ("DV", head_DV), ("R1", token_R1)],
         outputs=[("R3", jnp.float32)],
         scratch=["R4"],
         major="R",
         forbidden=forbidden,
         interpret=interpret,
     )
-    return tuple(out[: x_RD.shape[0]].T)
+    return tuple(out_R3[:R].T)
 
 
 def pick_gradient(
     x_RD, head_DV, token_R, offset, saved_4R, *, forbidden: int, interpret=False
 ):
     """Returns (dx, dhead) of this part of the head; saved: see `logit_gradient`."""
-    x, token, saved = filled(x_RD, token_R[:, None], jnp.stack(saved_4R, axis=1))
+    R = len(x_RD)
+    x_RD, token_R1, saved_R4 = filled(
+        x_RD, token_R[:, None], jnp.stack(saved_4R, axis=1)
+    )
     run = functools.partial(launch, forbidden=forbidden, interpret=interpret)
-    rest = [("DV", head_DV), ("R1", token), ("R4", saved)]
-    (dx,) = run(
+    of_logits = [("DV", head_DV), ("R1", token_R1), ("R4", saved_R4)]
+    (dx_RD,) = run(
+        "dx_kernel",
         dx_kernel,
         offset,
-        [("RD", x), *rest],
-        outputs=[("RD", x.dtype)],
+        [("RD", x_RD), *of_logits],
+        outputs=[("RD", x_RD.dtype)],
         scratch=["RD"],
         major="R",
     )
-    (dhead,) = run(
+    (dhead_DV,) = run(
+        "dhead_kernel",
         dhead_kernel,
         offset,
-        [("RD", x), ("DR", x.T), *rest],
+        [("RD", x_RD), ("DR", x_RD.T), *of_logits],
         outputs=[("DV", head_DV.dtype)],
         scratch=["DV"],
         major="V",
     )
-    return dx[: x_RD.shape[0]], dhead
+    return dx_RD[:R], dhead_DV
 
 
 def draw(
-    x_RD, head_DV, words_R3, temperature_R, offset,
-    *, width: int, forbidden: int, interpret=False,
-):  # fmt: skip
+    x_RD,
+    head_DV,
+    words_R3,
+    temperature_R,
+    offset,
+    *,
+    width: int,
+    forbidden: int,
+    interpret=False,
+):
     """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R].
 
     words: the key's two and the row's place in its draw, whose rows are `width` wide.
     """
+    R = len(x_RD)
     greedy_R = temperature_R == 0
     scale_R2 = jnp.stack([1 / jnp.where(greedy_R, 1, temperature_R), ~greedy_R], axis=1)
-    x, words, scale = filled(x_RD, words_R3, scale_R2)
-    out, token = launch(
-        draw_kernel,
+    x_RD, words_R3, scale_R2 = filled(x_RD, words_R3, scale_R2)
+    out_R5, token_R1 = launch(
+        "draw_kernel",
+        functools.partial(draw_kernel, width=width),
         offset,
-        [("RD", x), ("DV", head_DV), ("R3", words), ("R2", scale)],
+        [("RD", x_RD), ("DV", head_DV), ("R3", words_R3), ("R2", scale_R2)],
         outputs=[("R5", jnp.float32), ("R1", jnp.int32)],
         scratch=["R8"],
         major="R",
-        width=width,
         forbidden=forbidden,
         interpret=interpret,
     )
-    lse, tempered_lse, mean, best, score = out[: x_RD.shape[0]].T
-    return token[: x_RD.shape[0], 0], best, score, lse, tempered_lse, mean
+    lse_R, tempered_lse_R, mean_R, noisy_R, logit_R = out_R5[:R].T
+    return token_R1[:R, 0], noisy_R, logit_R, lse_R, tempered_lse_R, mean_R

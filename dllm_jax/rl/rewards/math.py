@@ -9,30 +9,20 @@ merely occurs in it, and compares it with the gold answer in three stages:
 3. element by element for lists, sets, tuples and intervals, symbolically for the rest.
 
 Stage 3 runs math-verify, which can think for ever (`9^{9^{9^9}}`) and misreads what a
-policy could learn to write (`1=5` passes for 5). So it lives in a subprocess with a
-memory limit, killed when an answer takes too long, and sees nothing that it is known to
-misread. The subprocess runs this file as a script: it imports neither JAX nor the
-package, and nothing ever forks the parent.
+policy could learn to write (`1=5` passes for 5). So it lives in a subprocess (worker.py),
+killed when an answer takes too long, and sees nothing that it is known to misread. The
+subprocess imports this file, which therefore imports nothing of the package at its top.
 """
 
 import atexit
 import dataclasses
 import functools
 import importlib.util
-import json
 import re
-import resource
-import select
-import signal
-import subprocess
-import sys
-import threading
 from fractions import Fraction
 
 MAX_CHARS = 512  # an answer this much longer than the gold is wrong, whatever it says
-MEMORY_BYTES = 2**30  # of the worker
-START_S = 120.0  # sympy's import is slow on a busy machine
-ORPHAN_S = 60  # a worker whose parent was killed stops thinking after so long
+DEPTH = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)  # what a bracket adds to it
 
 
 def extract(text: str) -> str | None:
@@ -46,7 +36,7 @@ def extract(text: str) -> str | None:
     if boxes and boxes[-1].start() > tag:
         start, depth = boxes[-1].end(), 1
         for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)  # an escaped brace is text
+            depth += DEPTH.get(brace[0], 0)  # an escaped brace is text
             if depth == 0:
                 return text[start : start + brace.start()].strip()
         return None
@@ -198,7 +188,7 @@ def elements(text: str) -> list[str] | None:
     """Returns what commas, `and`, `or` separate outside brackets; None if unbalanced."""
     parts, depth = [""], 0
     for token in re.split(r"([(\[{]|[)\]}]|[,;]| (?:and|or) )", text):
-        depth += (token in tuple("([{")) - (token in tuple(")]}"))
+        depth += DEPTH.get(token, 0)
         if depth < 0:
             return None
         if depth == 0 and token in (",", ";", " and ", " or "):
@@ -279,120 +269,68 @@ def symbolic(answer: str, gold: str) -> bool:
     )
 
 
-def serve() -> None:
-    """Answers JSON lines `[answer, gold]` on stdin with `true` or `false` on stdout."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever sympy prints is no reply
-    symbolic("x", "y")  # pays for the imports and the first parse
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        signal.alarm(ORPHAN_S)
-        try:
-            verdict = same(*json.loads(line))
-        except MemoryError:
-            return  # what it still holds would fail the next answers too
-        except Exception:  # noqa: BLE001 (sympy raises anything)
-            verdict = False
-        signal.alarm(0)
-        print(json.dumps(verdict), file=replies, flush=True)
+def warm_up() -> None:
+    """Pays for the imports and the first parse."""
+    symbolic("x", "y")
+
+
+def reply(answer: str, gold: str) -> bool:
+    """Returns whether all stages together find two cleaned answers equal."""
+    try:
+        return same(answer, gold)
+    except MemoryError:  # the worker's affair
+        raise
+    except Exception:  # noqa: BLE001 (sympy raises anything)
+        return False
 
 
 # ---- the parent's side
 
 
-class Worker:
-    """The subprocess that runs `serve`: started when first asked, and after a kill."""
+@functools.cache
+def worker():
+    """Returns this process's Worker; raises ImportError without math-verify."""
+    # Not at the top: the worker itself imports this file, and must not import the package.
+    from dllm_jax.rl.rewards.worker import Worker
 
-    def __init__(self, limit_s: float = 3.0):
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("math rewards need math-verify: pip install math-verify")
-        self.limit_s = limit_s
-        self.process = None
-        self.ready = False
-        self.lock = threading.Lock()
-
-    def ask(self, answer: str, gold: str) -> bool:
-        """Returns the worker's verdict, False if it dies twice.
-
-        Raises TimeoutError after `limit_s`.
-        """
-        with self.lock:
-            for _ in range(2):  # it may have died of something else than this answer
-                reply = self._reply(json.dumps([answer, gold]) + "\n")
-                if reply:
-                    return json.loads(reply)
-                self._stop()
-                if reply is None:
-                    self._start()  # imports while the caller goes on
-                    raise TimeoutError
-            return False
-
-    def close(self) -> None:
-        """Kills the subprocess."""
-        with self.lock:
-            self._stop()
-
-    def _reply(self, request: str) -> str | None:
-        """Returns a line, "" if the worker has died, None if it takes too long."""
-        if self.process is None:
-            self._start()
-        if not self.ready and self._line(START_S) != "ready\n":
-            self._stop()
-            raise RuntimeError(f"the worker does not start: python -P {__file__}")
-        self.ready = True
-        try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._line(self.limit_s)
-
-    def _line(self, seconds: float) -> str | None:
-        poller = select.poll()
-        poller.register(self.process.stdout, select.POLLIN)
-        return self.process.stdout.readline() if poller.poll(1000 * seconds) else None
-
-    def _start(self) -> None:
-        # -P: this file's folder on sys.path would shadow the standard library's `math`.
-        # No preexec_fn: Popen would run it in a fork of this process.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of the run is not for the worker
-            text=True,
-        )
-
-    def _stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-        self.process, self.ready = None, False
-
-
-worker = functools.cache(Worker)  # this process's one
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError("math rewards need math-verify: pip install math-verify")
+    return Worker(__file__, limit_s=3.0)
 
 
 @functools.lru_cache(maxsize=2**16)
 def ask(answer: str, gold: str) -> bool:
-    """The worker's verdict, remembered: the answers of a group repeat.
+    """Returns the worker's verdict, and remembers it: the answers of a group repeat.
 
-    A time-out is not: it may be the machine's fault.
+    Of what kills the worker it is False. A time-out (TimeoutError) is not remembered: it
+    may be the machine's fault.
     """
-    return worker().ask(answer, gold)
+    return bool(worker().ask(answer, gold))
+
+
+def reference(gold: str) -> str:
+    """Returns what answers are compared with; `gold` may end in GSM8K's `#### N`.
+
+    Raises ValueError if it is empty or no string, ImportError without math-verify.
+    """
+    worker()  # a missing package shows at the first answer, not at the first hard one
+    cleaned = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
+    if not cleaned:
+        raise ValueError(f"the gold answer {gold!r} is empty or not a string")
+    return cleaned
+
+
+def check(gold: str) -> None:
+    """Raises as `reference` does for a gold that nobody can judge by."""
+    reference(gold)
 
 
 def equal(answer: str, gold: str) -> bool | None:
-    """Returns whether an extracted answer is right; `gold` may end in GSM8K's `#### N`.
+    """Returns whether an extracted answer is right, None where that took too long.
 
-    None where that took too long. Raises ValueError if the gold is empty or no string,
-    ImportError without math-verify.
+    Raises as `reference` does.
     """
-    worker()  # a missing package shows at the first answer, not at the first hard one
-    target = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
-    if not target:
-        raise ValueError(f"the gold answer {gold!r} is empty or not a string")
+    target = reference(gold)
     if not answer or len(answer) > MAX_CHARS + len(target):
         return False
     answer, target = unname(clean(answer), target)
@@ -403,13 +341,13 @@ def equal(answer: str, gold: str) -> bool | None:
         return None
 
 
-def grade(completions: list[str], golds: list[str]) -> list[float]:
-    """Returns 1.0 or 0.0 for each completion: whether its extracted answer is right.
+def grade(texts: list[str], golds: list[str]) -> list[float]:
+    """Returns 1.0 or 0.0 for each text: whether the answer extracted from it is right.
 
-    NaN where that took too long. Raises as `equal` does, also for completions without an
+    NaN where that took too long. Raises as `reference` does, also for texts without an
     answer.
     """
-    answers = [extract(completion) or "" for completion in completions]
+    answers = [extract(text) or "" for text in texts]
     judge = functools.cache(equal)  # what takes too long does so once
     verdicts = [judge(a, g) for a, g in zip(answers, golds, strict=True)]
     return [float("nan") if v is None else float(v) for v in verdicts]
@@ -422,6 +360,3 @@ def close() -> None:
 
 
 atexit.register(close)
-
-if __name__ == "__main__":
-    serve()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_jax.rl.rewards import GRADERS, math
+from dllm_jax.rl.rewards import GRADERS, math, worker
 from tests.goldens import reader
 
 
@@ -307,7 +307,7 @@ def test_a_time_out_is_not_remembered(monkeypatch):
 
 def test_the_worker_imports_neither_jax_nor_the_package():
     run = subprocess.run(
-        [sys.executable, "-P", "-X", "importtime", math.__file__],
+        [sys.executable, "-P", "-X", "importtime", worker.__file__, math.__file__],
         input="",
         capture_output=True,
         text=True,
@@ -321,7 +321,7 @@ def test_the_worker_imports_neither_jax_nor_the_package():
 def test_math_verify_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install math-verify"):
-        math.Worker()
+        math.worker.__wrapped__()
 
 
 # ---- the grader
@@ -329,7 +329,7 @@ def test_math_verify_is_asked_for_by_name(monkeypatch):
 
 def test_grade():
     completions = [r"\boxed{72}", "72", r"\boxed{71}", "<answer>72.0</answer>", ""]
-    assert GRADERS["math"](completions, ["so ... #### 72"] * 5) == [
+    assert GRADERS["math"].grade(completions, ["so ... #### 72"] * 5) == [
         1.0,
         0.0,
         0.0,
@@ -341,9 +341,15 @@ def test_grade():
 
 @pytest.mark.parametrize("gold", ["", "  ", "$$", "####", None, 72])
 def test_a_bad_gold_is_named(gold):
-    with pytest.raises(ValueError, match="gold answer") as error:
-        math.grade(["no answer"], [gold])
-    assert repr(gold) in str(error.value)
+    for refuses in (math.check, lambda gold: math.grade(["no answer"], [gold])):
+        with pytest.raises(ValueError, match="gold answer") as error:
+            refuses(gold)
+        assert repr(gold) in str(error.value)
+
+
+@pytest.mark.parametrize("gold", ["72", "so ... #### 72", r"\frac{1}{2}", "east"])
+def test_a_good_gold_passes_the_check(gold):
+    assert math.check(gold) is None
 
 
 def test_every_completion_has_a_gold():

@@ -9,10 +9,10 @@ import types
 import pytest
 import yaml
 
-from configs import tracerl
-from dllm_jax import config, from_yaml
+from configs import from_yaml, tracerl
+from dllm_jax import config
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def but(base: dict, text: str) -> dict:
@@ -275,7 +275,7 @@ def frozen(text: str) -> config.Config:
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_becomes_a_config_file(name, tmp_path):
     path = written(tmp_path, name)
-    text = config.ported(path)
+    text = from_yaml.ported(path)
     cfg = frozen(text)
     assert cfg.model.path == "/some/model"
     raw = from_yaml.read(path)
@@ -288,7 +288,7 @@ def test_every_file_becomes_a_config_file(name, tmp_path):
 
 
 def test_rl_on_a_block_model(tmp_path):
-    cfg = frozen(config.ported(written(tmp_path, "rl_trado")))
+    cfg = frozen(from_yaml.ported(written(tmp_path, "rl_trado")))
     assert (cfg.method, cfg.seed, cfg.run.folder) == ("rl", 10086, "runs/rl_trado")
     assert (cfg.rl.steps, cfg.rl.prompts, cfg.rl.group) == (80, 64, 16)
     assert (cfg.rl.value, cfg.rl.advantage) == ("none", "zscore")
@@ -306,7 +306,7 @@ def test_rl_on_a_block_model(tmp_path):
 
 def test_rl_with_a_value_model(tmp_path):
     path = written(tmp_path, "rl_trado_process_reward_rlhf_with_value")
-    cfg = frozen(config.ported(path))
+    cfg = frozen(from_yaml.ported(path))
     assert (cfg.rl.value, cfg.rl.gamma, cfg.rl.lam) == ("own", 0.99, 1.0)
     assert (cfg.policy_optim.lr, cfg.value_optim.lr) == (1e-6, 5e-6)
     _, unused = from_yaml.translate(from_yaml.read(path))
@@ -315,7 +315,7 @@ def test_rl_with_a_value_model(tmp_path):
 
 
 def test_rl_on_a_full_attention_model(tmp_path):
-    cfg = frozen(config.ported(written(tmp_path, "rl_dream")))
+    cfg = frozen(from_yaml.ported(written(tmp_path, "rl_dream")))
     s = cfg.sampler
     assert (s.block, s.steps_per_block, s.max_new, s.rows) == (32, 32, 1024, 2)
     assert (s.strategy, s.top_k, s.top_p, s.temperature) == ("static", 50, 0.9, 0.8)
@@ -323,12 +323,12 @@ def test_rl_on_a_full_attention_model(tmp_path):
     assert (cfg.noise.kind, cfg.noise.shrink, cfg.noise.draws) == ("trace", 8, 1)
     assert cfg.objective.aggregate == "step"
     half = but(FILES["rl_dream"], "rollout.steps: 512")
-    cfg = frozen(config.ported(written(tmp_path, "half", half)))
+    cfg = frozen(from_yaml.ported(written(tmp_path, "half", half)))
     assert cfg.sampler.steps_per_block == 16
 
 
 def test_sft(tmp_path):
-    cfg = frozen(config.ported(written(tmp_path, "sft_dream")))
+    cfg = frozen(from_yaml.ported(written(tmp_path, "sft_dream")))
     assert (cfg.method, cfg.data.train) == ("sft", "data/openr1.json")
     # So that `prompt` is taken as it is: their files hold rendered conversations.
     assert cfg.data.question != "prompt"
@@ -337,7 +337,7 @@ def test_sft(tmp_path):
     assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("semi_ar", 0.1, 0.9)
     assert (cfg.policy_optim.lr, cfg.policy_optim.schedule) == (1e-5, "cosine")
     random = but(FILES["sft_llada"], "training.mask_times_per_sample: 5")
-    assert frozen(config.ported(written(tmp_path, "x", random))).noise.draws == 5
+    assert frozen(from_yaml.ported(written(tmp_path, "x", random))).noise.draws == 5
 
 
 OTHER = "NOT THE SAME: "
@@ -379,13 +379,13 @@ def test_what_is_not_the_same_says_so(name, change, key, differs, tmp_path):
     path = written(tmp_path, name, but(FILES[name], change))
     _, unused = from_yaml.translate(from_yaml.read(path))
     assert unused[key].startswith(OTHER) == differs, unused[key]
-    assert (OTHER in config.ported(path)) >= differs
+    assert (OTHER in from_yaml.ported(path)) >= differs
 
 
 def test_prompts_losses_and_scores_are_theirs(tmp_path):
     def cfg(name, change=""):
         path = written(tmp_path, name, but(FILES[name], change))
-        return frozen(config.ported(path))
+        return frozen(from_yaml.ported(path))
 
     assert cfg("rl_trado").data.template == tracerl.get_config("trado-4b").data.template
     assert cfg("rl_dream").data.template == tracerl.get_config("dream-7b").data.template
@@ -398,7 +398,7 @@ def test_prompts_losses_and_scores_are_theirs(tmp_path):
     assert (
         cfg("rl_dream", "rollout.target: margin_confidence").sampler.target == "margin"
     )
-    assert "training.beta" not in from_yaml.translate(from_yaml.flat(trado))[1]
+    assert "training.beta" not in from_yaml.translate(config.flat(trado))[1]
     assert (
         cfg("rl_trado").rl.truncated_wrong and not cfg("dream_eval").rl.truncated_wrong
     )
@@ -412,13 +412,13 @@ def test_prompts_losses_and_scores_are_theirs(tmp_path):
 
 
 def test_evaluation(tmp_path):
-    text = config.ported(written(tmp_path, "trado_longcot_eval"))
+    text = from_yaml.ported(written(tmp_path, "trado_longcot_eval"))
     assert "python -m dllm_jax.eval --config=FILE" in text
     cfg = frozen(text)
     assert (cfg.eval.temperature, cfg.sampler.max_new) == (1.0, 30000)
     assert cfg.batch.tokens >= cfg.sampler.slots + cfg.sampler.block
     for name, differs in (("trado_longcot_eval", True), ("trado_eval", False)):
-        _, unused = from_yaml.translate(from_yaml.flat(FILES[name]))
+        _, unused = from_yaml.translate(config.flat(FILES[name]))
         reason = unused["rollout.start_with_think"]
         assert reason.startswith("NOT THE SAME: ") == differs
 
@@ -438,7 +438,7 @@ def test_evaluation(tmp_path):
 def test_what_cannot_be_read_is_named(change, message, tmp_path):
     path = written(tmp_path, "x", but(trado, change))
     with pytest.raises(ValueError, match=message):
-        config.ported(path)
+        from_yaml.ported(path)
 
 
 @pytest.mark.parametrize(
@@ -458,13 +458,14 @@ def test_presets_sample_as_the_files_do(name, preset, tmp_path):
 def test_steps_that_blocks_cannot_share_are_named(tmp_path):
     path = written(tmp_path, "x", but(dream, "rollout.steps: 1000"))
     with pytest.raises(ValueError, match="rollout.steps=1000 cannot be .* a multiple"):
-        config.ported(path)
+        from_yaml.ported(path)
 
 
-def test_the_command(tmp_path):
+@pytest.mark.parametrize("module", ["configs.from_yaml", "dllm_jax.config"])
+def test_the_command(module, tmp_path):
     def run(path):
         return subprocess.run(
-            [sys.executable, "-m", "dllm_jax.config", path],
+            [sys.executable, "-m", module, path],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -479,3 +480,11 @@ def test_the_command(tmp_path):
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: ") and message in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_without_the_repository_its_file_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "configs", None)  # as where a wheel is installed
+    with pytest.raises(
+        ValueError, match="the translator is configs/from_yaml.py of the"
+    ):
+        config.main()

@@ -1,0 +1,166 @@
+"""curves.png: the metrics of a run, drawn.
+
+One panel for each row of PANELS that has data, the first one large, and one of the seconds
+of each phase of a step. A metric of every step is drawn faintly, with its running mean over
+it; a metric that repeats another of its panel point by point is left out.
+"""
+
+import math
+import pathlib
+
+PANELS = {  # title -> the metrics drawn in it
+    "accuracy": ("heldout_accuracy", "accuracy", "reward"),
+    "training loss": ("loss",),
+    "tokens per forward": ("heldout_tokens_per_forward", "tokens_per_forward"),
+    "answer length, tokens": ("heldout_response_length", "response_length"),
+    "KL to the rollout policy": ("kl",),
+    "KL to the first policy": ("reference_kl",),
+    "clip fraction": ("clip_fraction",),
+    "entropy, nats": ("entropy",),
+    "value loss": ("value_loss",),
+    "explained variance of the value": ("explained_variance",),
+    "advantage spread": ("advantage_std",),
+    "log-prob gap, sampling to training": ("logprob_gap_max", "logprob_gap_mean"),
+    "gradient norm": ("grad_norm", "value_grad_norm"),
+    "learning rate": ("learning_rate", "value_learning_rate"),
+}
+LOG = ("logprob_gap_max", "logprob_gap_mean")  # drawn on a logarithmic scale
+PHASES = ("rollout", "reward", "score", "update", "checkpoint", "eval")
+COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a")
+STYLE = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "font.size": 8,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+}
+WIDE = 4  # panels side by side
+FEW = 30  # points that are drawn one by one
+
+
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Draws the rows of a metrics.jsonl to a PNG file; writes none without data."""
+    import matplotlib as mpl  # slow to import, and only wanted here
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure = figure_of(plt, rows)
+    if figure is not None:
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def figure_of(plt, rows: list[dict]):
+    """Returns the figure, or None where there is nothing to draw."""
+    panels = panels_of(rows)
+    timed = [row for row in rows if row["step"] > 0 and phases_of(row)]
+    count = len(panels) + (1 if timed else 0)
+    if not count:
+        return None
+    figure, axes = grid(plt, count)
+    for axis, (title, lines) in zip(axes, panels, strict=False):
+        draw_panel(axis, title, lines, 10 if axis is axes[0] else 7)
+    if timed:
+        draw_seconds(axes[-1], timed)
+    axes[0].title.set_fontsize(12)
+    axes[0].set_xlabel("step", fontsize=9)
+    return figure
+
+
+def panels_of(rows: list[dict]) -> list[tuple[str, dict]]:
+    """Returns (title, {metric: its points (step, value)}) of every panel with data."""
+    panels = []
+    for title, metrics in PANELS.items():
+        lines = {}
+        for metric in metrics:
+            points = points_of(rows, metric)
+            if points and points not in lines.values():
+                lines[metric] = points
+        if lines:
+            panels.append((title, lines))
+    return panels
+
+
+def points_of(rows: list[dict], metric: str) -> list[tuple[int, float]]:
+    """Returns a metric's points; a logarithmic scale has no place for those at 0."""
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    return [(step, y) for step, y in points if y > 0 or metric not in LOG]
+
+
+def phases_of(row: dict) -> list[str]:
+    """Returns the phases that a row tells the seconds of."""
+    return [phase for phase in PHASES if f"seconds/{phase}" in row]
+
+
+def grid(plt, count: int):
+    """Returns (figure, axes): a first one of 2 x 2 cells, and the others in reading order.
+
+    They lie beside it and below it; the last one takes what is left of its row.
+    """
+    high = max(math.ceil((count + 3) / WIDE), 2)
+    figure = plt.figure(figsize=(3.3 * WIDE, 2.3 * high), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    cells = figure.add_gridspec(high, WIDE)
+    single = [(i, j) for i in range(high) for j in range(WIDE) if i > 1 or j > 1]
+    single = single[: count - 1]
+    places = [cells[:2, :2]] + [cells[i, j] for i, j in single]
+    if single:
+        i, j = single[-1]
+        places[-1] = cells[i, j:]
+    return figure, [figure.add_subplot(place) for place in places]
+
+
+def draw_panel(axis, title: str, lines: dict, legend_size: int):
+    """Draws the metrics of one panel."""
+    for color, (metric, points) in zip(COLORS, lines.items(), strict=False):
+        draw_line(axis, points, color, label_of(metric, lines))
+    if lines.keys() & set(LOG):
+        axis.set_yscale("log")
+    else:
+        axis.ticklabel_format(axis="y", scilimits=(-2, 4))
+    axis.set_title(title)
+    if len(lines) > 1 or any(metric.startswith("heldout_") for metric in lines):
+        axis.legend(fontsize=legend_size)
+
+
+def label_of(metric: str, lines: dict) -> str:
+    """Returns what the legend calls a metric; lines: all of its panel."""
+    if metric.startswith("heldout_"):
+        return "held-out problems"
+    if f"heldout_{metric}" in lines:
+        return "rollouts"
+    return metric.replace("_", " ")
+
+
+def draw_line(axis, points, color: str, label: str):
+    """Draws one metric: few points as they are, many with their running mean."""
+    steps, values = zip(*points, strict=True)
+    if len(points) <= FEW:
+        axis.plot(steps, values, color=color, marker="o", ms=3.5, lw=1.6, label=label)
+        return
+    half = min(len(values) // 20 + 1, 8)
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    means = [sum(window) / len(window) for window in windows]
+    axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
+    axis.plot(steps, means, color=color, lw=1.8, label=label)
+
+
+def draw_seconds(axis, rows: list[dict]):
+    """Draws the seconds of each step, its phases on top of each other."""
+    timed = {phase for row in rows for phase in phases_of(row)}
+    phases = [phase for phase in PHASES if phase in timed]
+    stack = [[row.get(f"seconds/{phase}") or 0.0 for row in rows] for phase in phases]
+    colors = [COLORS[PHASES.index(phase)] for phase in phases]
+    steps = [row["step"] for row in rows]
+    axis.stackplot(steps, stack, labels=phases, colors=colors, alpha=0.85)
+    # The first step compiles, and would hide the others.
+    totals = sorted(sum(column) for column in zip(*stack, strict=True))
+    axis.set_ylim(0, 1.5 * totals[int(0.97 * (len(totals) - 1))] or 1)
+    axis.set_title("seconds per step")
+    axis.legend(ncols=3, loc="upper right", handlelength=1, columnspacing=1)

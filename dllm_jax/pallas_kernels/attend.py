@@ -1,0 +1,171 @@
+"""Attention over keys and values, in rows and in pages, and the update of pages.
+
+Each op runs on every device's part of its arrays: rows are split, and heads where the
+mesh's `model` divides them. What one part computes is a module of `choice.KERNELS`, or
+the specification.
+
+Letters: f queries that share one key head, folded into one dimension.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax import sharding
+from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels.choice import kernel
+
+FEW = 64  # queries below which a key head's queries fill a tile together
+
+
+def attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None, implementation="auto", interpret=False
+):
+    """Returns the grouped-query attention of q over k, v: [B, T, N, H] in q's dtype.
+
+    mask: `models.mask.Mask`, whose ranges and groups say who sees whom. cached: (k, v) of
+    earlier positions, each [B, S', K, H], to which the mask's first keys belong. Who gets
+    what: `reference.attention`; a query that sees nothing gets zero of the kernels.
+    Differentiable in q, k and v, and split over rows and key heads of the mesh.
+    """
+    module = kernel("attention", implementation, q_BTNH.shape[3])
+    if module is None:
+        return reference.attention(q_BTNH, k_BSKH, v_BSKH, mask, cached=cached)
+    if cached is not None:
+        pairs = zip(cached, (k_BSKH, v_BSKH), strict=True)
+        k_BSKH, v_BSKH = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    if q_BTNH.shape[1] > FEW:
+        return flash(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
+    return flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
+    """Returns `flash`, a key head's G query heads having become queries of one head.
+
+    Few queries leave a tile of queries half empty; G times as many fill it.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BGTKH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 3, 1)
+    folds = 1, N // K
+    folded = mask.replace(
+        q_begin_BT=jnp.tile(mask.q_begin_BT, folds),
+        q_end_BT=jnp.tile(mask.q_end_BT, folds),
+        q_group_BT=jnp.tile(mask.q_group_BT, folds),
+    )
+    q_BfKH = q_BGTKH.reshape(B, -1, K, H)
+    out_BfKH = flash(module, interpret, q_BfKH, k_BSKH, v_BSKH, folded)
+    return jnp.moveaxis(out_BfKH.reshape(q_BGTKH.shape), 1, 3).reshape(B, T, N, H)
+
+
+def head_letters(heads: int, kv_heads: int) -> str:
+    """Returns the letters of query and key heads: "NK", or "nk" where they stay whole.
+
+    Where `model` divides only one of the two, the parts' heads would not belong together:
+    no rule of `sharding.ACT` splits small letters.
+    """
+    parts = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    return "NK" if heads % parts == 0 and kv_heads % parts == 0 else "nk"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def flash(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
+    """Returns the attention that a module of KERNELS computes, [B, T, N, H]."""
+    return flash_forward(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)[0]
+
+
+def flash_dims(q_BTNH, k_BSKH, mask):
+    """Returns the letters of q, of k and v, of the mask and of the queries' sums."""
+    N, K = head_letters(q_BTNH.shape[2], k_BSKH.shape[2])
+    mask_dims = mask.replace(
+        q_begin_BT="BT", q_end_BT="BT", q_group_BT="BT", k_pos_BS="BS", k_group_BS="BS"
+    )
+    return f"BT{N}H", f"BS{K}H", mask_dims, f"B{N}T"
+
+
+def flash_forward(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
+    q_dims, k_dims, mask_dims, lse_dims = flash_dims(q_BTNH, k_BSKH, mask)
+    run = functools.partial(module.forward, interpret=interpret)
+    dims_in, dims_out = (q_dims, k_dims, k_dims, mask_dims), (q_dims, lse_dims)
+    out_BTNH, lse_BNT = sharding.per_device(
+        run, dims_in, dims_out, q_BTNH, k_BSKH, v_BSKH, mask
+    )
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT)
+
+
+def flash_backward(module, interpret, saved, dout_BTNH):
+    q_BTNH, k_BSKH, _, mask, _, _ = saved
+    q_dims, k_dims, mask_dims, lse_dims = flash_dims(q_BTNH, k_BSKH, mask)
+    run = functools.partial(module.backward, interpret=interpret)
+    dims_in = q_dims, k_dims, k_dims, mask_dims, q_dims, lse_dims, q_dims
+    gradients = sharding.per_device(
+        run, dims_in, (q_dims, k_dims, k_dims), *saved, dout_BTNH
+    )
+    return *gradients, None  # a mask has none
+
+
+flash.defvjp(flash_forward, flash_backward)
+
+
+def paged_attention(
+    q_BWNH,
+    pages,
+    layer,
+    table_BA,
+    start_B,
+    k_BWKH,
+    v_BWKH,
+    *,
+    implementation="auto",
+    interpret=False,
+):
+    """Returns the attention of each row's window: [B, W, N, H] in q's dtype.
+
+    q_BWNH, k_BWKH, v_BWKH: the windows' queries and own keys and values, all of which the
+    window sees; pages: pools (k, v), each [L, P, O, K, H]; layer: a scalar; table_BA: the
+    pages of each row, in order; start_B: the positions before the window, all seen. See
+    `reference.paged_attention`. On a mesh, rows and pages are split alike: a table names
+    pages of its own device.
+    """
+    run = reference.paged_attention
+    if module := kernel("paged_attention", implementation, q_BWNH.shape[3]):
+        run = functools.partial(module.attend, interpret=interpret)
+    N, K = head_letters(q_BWNH.shape[2], k_BWKH.shape[2])
+    q_dims, k_dims, pool_dims = f"BW{N}H", f"BW{K}H", f"LPO{K}H"
+    dims_in = q_dims, (pool_dims, pool_dims), "", "BA", "B", k_dims, k_dims
+    return sharding.per_device(
+        run, dims_in, q_dims, q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH
+    )
+
+
+def cache_update(
+    pages,
+    layer,
+    table_BA,
+    start_B,
+    keep_B,
+    k_BWKH,
+    v_BWKH,
+    *,
+    implementation="auto",
+    interpret=False,
+):
+    """Returns `pages` with the windows of the rows that `keep` written at `start`.
+
+    pages: pools (k, v), each [L, P, O, K, H]; layer: a scalar; table_BA: the pages of each
+    row, in order; k_BWKH, v_BWKH: the windows. See `reference.cache_update`. The kernel
+    writes in place: no copy is made of pages that nobody else holds. On GPU the
+    specification does so too, as XLA scatters into what is donated. On a mesh, rows and
+    pages are split alike.
+    """
+    run = reference.cache_update
+    if module := kernel("cache_update", implementation, k_BWKH.shape[3]):
+        run = functools.partial(module.update, interpret=interpret)
+    _, K = head_letters(k_BWKH.shape[2], k_BWKH.shape[2])
+    k_dims, pool_dims = f"BW{K}H", f"LPO{K}H"
+    pair_dims = pool_dims, pool_dims
+    dims_in = pair_dims, "", "BA", "B", "B", k_dims, k_dims
+    return sharding.per_device(
+        run, dims_in, pair_dims, pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH
+    )

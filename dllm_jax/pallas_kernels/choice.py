@@ -1,0 +1,111 @@
+"""Which module computes an op: the table of kernels, their contract, and the choice.
+
+The contract of a module in KERNELS, by op. Every array is one device's part (attend.py
+and head.py cut them out and join what comes back); `interpret=True` runs the kernel by
+Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
+
+    attention
+        forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret)
+            -> (out_BTNH in q's dtype, lse_BNT f32: the log of each query's sum)
+        backward(q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret)
+            -> (dq_BTNH, dk_BSKH, dv_BSKH), each in its input's dtype
+        A query that sees nothing gets zero, and gives no gradient: its lse is 1e30.
+        (`reference` gives it a mean of all values; nobody may read either.)
+    paged_attention
+        attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret)
+            -> out_BWNH in q's dtype
+        pages: (k, v), each [L, P, O, K, H]; layer: a scalar. A query sees its own window,
+        if nothing else. Pages that begin at `start` or beyond are never read and may hold
+        NaN; the row's pages before them are finite to their ends.
+    cache_update
+        update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
+            -> pages, the same memory, written where `keep`
+    token_logprob
+        pick(x_RD, head_DV, token_R, offset, *, forbidden, interpret)
+            -> (lse_R, mean_R, logit_R), f32: the log of the sum of exponentials, the mean
+               logit under the softmax, and the token's logit
+        pick_gradient(x_RD, head_DV, token_R, offset, saved_4R, *, forbidden, interpret)
+            -> (dx_RD, dhead_DV), in the inputs' dtypes
+        The head's V columns are some of the vocabulary, from the id `offset` on; tokens and
+        `forbidden` are ids of all of it. The logit is 0 where the token is elsewhere. saved:
+        lse and mean over the whole vocabulary, the gradients of log-prob and entropy.
+    token_draw
+        draw(x_RD, head_DV, words_R3, temperature_R, offset, *, width, forbidden, interpret)
+            -> (token_R i32, noisy_R, logit_R, lse_R, tempered_lse_R, tempered_mean_R), f32:
+               the drawn id, the score it won by (with noise), its logit, and of the
+               distributions at temperature 1 and at the row's own what `pick` gives
+        words: the two of the key and the row's place in its draw, whose rows of noise are
+        `width` ids wide (`noise.gumbel`). Temperature 0 draws without noise, at 1.
+    grouped_matmul
+        multiply(x_RD, w_EDF, sizes_E) -> y_RF in x's dtype
+        Rows are sorted by group, sizes_E to each; rows after the last group give 0. Made of
+        XLA's operations: JAX differentiates it, and nothing is to be interpreted.
+"""
+
+import jax
+
+from dllm_jax.pallas_kernels import tiled_matmul
+from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
+from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
+from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
+from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
+from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
+from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
+from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
+from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
+
+# (op, platform): module. "any" is of XLA's own operations, for platforms without a kernel
+# of that op; it needs no trust.
+KERNELS = {
+    ("attention", "gpu"): gpu_attention,
+    ("attention", "tpu"): tpu_attention,
+    ("cache_update", "tpu"): tpu_cache_update,
+    ("grouped_matmul", "any"): tiled_matmul,
+    ("grouped_matmul", "tpu"): tpu_grouped_matmul,
+    ("paged_attention", "gpu"): gpu_paged_attention,
+    ("paged_attention", "tpu"): tpu_paged_attention,
+    ("token_draw", "gpu"): gpu_token_logprob,
+    ("token_draw", "tpu"): tpu_token_logprob,
+    ("token_logprob", "gpu"): gpu_token_logprob,
+    ("token_logprob", "tpu"): tpu_token_logprob,
+}
+# Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but
+# have not been run on one: they are to be asked for.
+TRUSTED = ("tpu",)
+CHOICES = ("auto", "reference", "platform")  # of a whole run
+HEAD_SIZES = (64, 128)  # of the kernels that have heads
+
+
+def platform() -> str:
+    """Returns the platform that is compiled for: the mesh's in force, or the default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def kernel(op: str, implementation: str, head_size: int | None = None):
+    """Returns the module that computes `op`, or None for the specification.
+
+    implementation: "reference", "auto" or "platform" (see the package), or a platform of
+    KERNELS. head_size: H, for ops that have heads. Raises ValueError for an implementation
+    that the op, or its head size, does not have.
+    """
+    if implementation == "reference":
+        return None
+    fits = head_size is None or head_size in HEAD_SIZES
+    if implementation in CHOICES:
+        here = platform()
+        trusted = implementation == "platform" or here in TRUSTED
+        anywhere = KERNELS.get((op, "any"))
+        return KERNELS.get((op, here), anywhere) if fits and trusted else anywhere
+    if (op, implementation) not in KERNELS:
+        platforms = [name for name_of_op, name in KERNELS if name_of_op == op]
+        raise ValueError(
+            f"pallas_kernels.{op}: implementation={implementation!r} does not exist; "
+            f"choose from {[*CHOICES, *platforms]}"
+        )
+    if not fits:
+        raise ValueError(
+            f"pallas_kernels.{op}: implementation={implementation!r} takes heads of "
+            f"size {HEAD_SIZES}, not {head_size}; use 'reference'"
+        )
+    return KERNELS[op, implementation]

@@ -1,0 +1,227 @@
+"""The head and what is asked of it: a token's log-prob and entropy, or a draw.
+
+A part of the vocabulary, on each device along the mesh's axis `model`, gives the softmax's
+statistics over its own columns, and `join` makes of them those of all. With z the logits
+and p = softmax(z), a part's are lse = log sum exp z and mean = sum p z; then
+
+    log-prob of a token = z_token - lse,    entropy = lse - mean.
+
+Letters: u positions of one tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax import sharding
+from dllm_jax.pallas_kernels import noise, reference
+from dllm_jax.pallas_kernels.choice import kernel
+
+HEAD_TILE = 512  # positions of a row whose logits are alive at once
+
+
+# ---- The log-prob of a token ---------------------------------------------------------
+
+
+def token_logprob(
+    x_BUD, head_DV, token_BU, *, forbidden: int, implementation="auto", interpret=False
+):
+    """Returns (log-prob of `token`, entropy), each [B, U], nats, f32.
+
+    No more than a tile of logits is alive, forward and backward: [B, tile, V] of the
+    specification, which walks over U, and less in a kernel, which also walks over V. The
+    column `forbidden` (the mask id) has probability zero. Differentiable in x and head;
+    split over rows and the vocabulary of the mesh.
+    """
+    module = kernel("token_logprob", implementation)
+    if module is None:
+        return tiled_logprob(x_BUD, head_DV, token_BU, forbidden)
+    return fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU)
+
+
+def tiled_logprob(x_BUD, head_DV, token_BU, forbidden: int):
+    """Returns the specification's answer, a tile of U at a time."""
+    B, U, D = x_BUD.shape
+    tile = min(HEAD_TILE, U)
+    pad = -U % tile
+    x_BUD = jnp.pad(x_BUD, ((0, 0), (0, pad), (0, 0)))
+    token_BU = jnp.pad(token_BU, ((0, 0), (0, pad)))
+
+    @jax.checkpoint  # so that the gradient computes a tile's logits again
+    def logprob_of_tile(_, tile_inputs):
+        x_BuD, token_Bu = tile_inputs
+        logp_R, entropy_R = reference.token_logprob(
+            x_BuD.reshape(-1, D), head_DV, token_Bu.reshape(-1), forbidden
+        )
+        return None, (logp_R.reshape(B, -1), entropy_R.reshape(B, -1))
+
+    def tiles(x):  # [B, U, ...] -> [U / tile, B, tile, ...]: rows stay where they are
+        return jnp.moveaxis(x.reshape(B, -1, tile, *x.shape[2:]), 1, 0)
+
+    _, out = jax.lax.scan(logprob_of_tile, None, (tiles(x_BUD), tiles(token_BU)))
+    return tuple(jnp.moveaxis(y, 0, 1).reshape(B, -1)[:, :U] for y in out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU):
+    """Returns (log-prob, entropy) as a module of KERNELS computes them, each [B, U]."""
+    return fused_forward(module, forbidden, interpret, x_BUD, head_DV, token_BU)[0]
+
+
+def fused_forward(module, forbidden, interpret, x_BUD, head_DV, token_BU):
+    V = head_DV.shape[1]
+
+    def run(x_BUD, head_DV, token_BU):
+        axis, offset = vocabulary_part(head_DV, V)
+        lse_R, mean_R, logit_R = module.pick(
+            x_BUD.reshape(-1, x_BUD.shape[2]),
+            head_DV,
+            token_BU.reshape(-1),
+            offset,
+            forbidden=forbidden,
+            interpret=interpret,
+        )
+        lse_R, mean_R = join(lse_R, mean_R, axis)
+        logit_R = logit_R if axis is None else jax.lax.psum(logit_R, axis)
+        out = logit_R - lse_R, lse_R - mean_R, lse_R, mean_R
+        return tuple(y_R.reshape(token_BU.shape) for y_R in out)
+
+    logp_BU, entropy_BU, lse_BU, mean_BU = sharding.per_device(
+        run, ("BUD", "DV", "BU"), ("BU",) * 4, x_BUD, head_DV, token_BU
+    )
+    return (logp_BU, entropy_BU), (x_BUD, head_DV, token_BU, lse_BU, mean_BU)
+
+
+def fused_backward(module, forbidden, interpret, saved, gradients):
+    B, V = saved[0].shape[0], saved[1].shape[1]
+
+    def run(x_BUD, head_DV, token_BU, lse_BU, mean_BU, dlogp_BU, dentropy_BU):
+        axis, offset = vocabulary_part(head_DV, V)
+        dx_RD, dhead_DV = module.pick_gradient(
+            x_BUD.reshape(-1, x_BUD.shape[2]),
+            head_DV,
+            token_BU.reshape(-1),
+            offset,
+            [y_BU.reshape(-1) for y_BU in (lse_BU, mean_BU, dlogp_BU, dentropy_BU)],
+            forbidden=forbidden,
+            interpret=interpret,
+        )
+        if axis is not None:
+            dx_RD = jax.lax.psum(dx_RD, axis)
+        if x_BUD.shape[0] < B:
+            dhead_DV = jax.lax.psum(dhead_DV, sharding.ACT["B"])
+        return dx_RD.reshape(x_BUD.shape), dhead_DV
+
+    dims_in = ("BUD", "DV", *["BU"] * 5)
+    dx_BUD, dhead_DV = sharding.per_device(
+        run, dims_in, ("BUD", "DV"), *saved, *gradients
+    )
+    return dx_BUD, dhead_DV, None  # a token has none
+
+
+fused_logprob.defvjp(fused_forward, fused_backward)
+
+
+# ---- The draw of a token -------------------------------------------------------------
+
+
+def token_draw(
+    x_BWD,
+    head_DV,
+    key_B,
+    temperature_B,
+    *,
+    forbidden: int,
+    implementation="auto",
+    interpret=False,
+):
+    """Returns (token, its log-prob at temperature 1, its probability, entropy), [B, W].
+
+    See `reference.token_draw`. The noise is that of the specification, number for number,
+    on every platform: kernels compute the same generator. Top-k and top-p need the sorted
+    vocabulary and are not here: a caller that filters takes the logits. Split as
+    `token_logprob` is.
+    """
+    module = kernel("token_draw", implementation)
+    if module is None:
+        return reference.token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden)
+    run = functools.partial(
+        draw_on_device,
+        module=module,
+        V=head_DV.shape[1],
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    inputs = x_BWD, head_DV, noise.words(key_B), temperature_B
+    return sharding.per_device(run, ("BWD", "DV", "B2", "B"), ("BW",) * 4, *inputs)
+
+
+def draw_on_device(
+    x_BWD,
+    head_DV,
+    words_B2,
+    temperature_B,
+    *,
+    module,
+    V: int,
+    forbidden: int,
+    interpret,
+):
+    """Returns `token_draw` of a device's rows, joined with the vocabulary's other parts.
+
+    head_DV: the device's part, of `V` columns in all; words_B2: the words of each key.
+    """
+    B, W, D = x_BWD.shape
+    axis, offset = vocabulary_part(head_DV, V)
+    slot_BW = jnp.broadcast_to(jnp.arange(W)[None], (B, W))
+    token_R, noisy_R, logit_R, lse_R, tempered_lse_R, tempered_mean_R = module.draw(
+        x_BWD.reshape(-1, D),
+        head_DV,
+        jnp.column_stack([words_B2.repeat(W, axis=0), slot_BW.reshape(-1)]),
+        temperature_B.repeat(W),
+        offset,
+        width=V,
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    lse_R, _ = join(lse_R, tempered_mean_R, axis)
+    tempered_lse_R, tempered_mean_R = join(tempered_lse_R, tempered_mean_R, axis)
+    if axis is not None:
+        token_R, logit_R = best(token_R, noisy_R, logit_R, axis, V)
+    scale_R = jnp.where(temperature_B == 0, 1, temperature_B).repeat(W)
+    conf_R = jnp.exp(logit_R / scale_R - tempered_lse_R)
+    out = token_R, logit_R - lse_R, conf_R, tempered_lse_R - tempered_mean_R
+    return tuple(y_R.reshape(B, W) for y_R in out)
+
+
+# ---- The parts of the vocabulary -----------------------------------------------------
+
+
+def vocabulary_part(head_DV, V: int):
+    """Returns (mesh axis that splits the vocabulary or None, first id of this part)."""
+    if head_DV.shape[1] == V:
+        return None, 0
+    return "model", jax.lax.axis_index("model") * head_DV.shape[1]
+
+
+def join(lse_R, mean_R, axis):
+    """Returns (log of the sum, mean) over all parts of the vocabulary."""
+    if axis is None:
+        return lse_R, mean_R
+    top_R = jax.lax.pmax(lse_R, axis)
+    weight_R = jnp.exp(lse_R - top_R)
+    total_R = jax.lax.psum(weight_R, axis)
+    return top_R + jnp.log(total_R), jax.lax.psum(weight_R * mean_R, axis) / total_R
+
+
+def best(token_R, noisy_R, logit_R, axis, V: int):
+    """Returns (token, logit) of the part whose noisy score is the largest.
+
+    Of parts that tie it is the smallest id, as in an arg-max over the whole vocabulary.
+    """
+    wins_R = noisy_R == jax.lax.pmax(noisy_R, axis)
+    candidate_R = jnp.where(wins_R, token_R, V)
+    first_R = jax.lax.pmin(candidate_R, axis)
+    logit_R = jax.lax.psum(jnp.where(candidate_R == first_R, logit_R, 0), axis)
+    return first_R, logit_R

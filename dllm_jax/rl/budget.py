@@ -1,0 +1,122 @@
+"""What a run takes of a device's memory, told before its first step.
+
+A run's programs are compiled before they are called, from shapes alone: nothing of the
+size is there yet. When they are called they are found compiled. So a run that cannot fit
+is refused, with the settings to change, before its weights are loaded.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from dllm_jax import memory
+from dllm_jax.models import lora, transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl.learner import TrainState
+
+REMEDIES = {  # by phase
+    "rollout": "lower sampler.rows or sampler.pages, or raise mesh.model or mesh.fsdp",
+    "update": "set model.remat='full', lower batch.rows or batch.tokens, or raise "
+    "mesh.fsdp or mesh.model",
+}
+
+
+class Budget(NamedTuple):
+    """Bytes on one device, by what they hold."""
+
+    always: dict[str, int]  # there from the first step to the last
+    phases: dict[str, dict[str, int]]  # what each phase of a step adds to them
+
+
+def plan(
+    source,
+    *,
+    states: dict[str, TrainState],
+    model: ModelConfig,
+    mesh,
+    answerer,
+    update,
+    seed: int,
+) -> Budget:
+    """Returns the Budget of a run; compiles its two large programs.
+
+    source: its source (rl/sources.py), for `blank`, `updates` and `reference`.
+    states: by name, as shapes with shardings.
+    answerer: the one that samples (sampling/answers.py); None where nothing samples.
+    update: learner.update, jitted as the run calls it.
+    Raises ValueError, with the settings to change, where a program does not even compile.
+    """
+    checkpoint = transformer.abstract(
+        dataclasses.replace(model, lora=None), mesh, model.dtype
+    )
+    base = checkpoint if model.lora else None
+    stays_frozen = checkpoint if model.lora or source.reference else ()
+    always = {
+        "parameters": memory.array_bytes([state.params for state in states.values()]),
+        "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
+        "frozen": memory.array_bytes(stays_frozen),
+    }
+    phases = {}
+    if answerer is not None:
+        policy = states["policy"].params
+        policy = jax.tree.map(lambda x: x.update(dtype=model.dtype), policy)
+        acting = lora.join(base, policy, model.lora)
+        lowered, between_calls = answerer.lower(acting, jax.random.key(seed))
+        always["rows and pages"] = memory.array_bytes(between_calls)
+        phases["rollout"] = {
+            "weights": memory.array_bytes(policy),
+            "activations": program_bytes(lowered, "rollout"),
+        }
+    batch = source.blank()
+    gradients = max(memory.array_bytes(state.params) for state in states.values())
+    needs = program_bytes(update.lower(states, batch, base), "update")
+    phases["update"] = {
+        "batches": memory.array_bytes(batch) * source.updates,
+        "gradients": gradients,
+        "activations": needs - gradients,
+    }
+    return Budget(always, phases)
+
+
+def program_bytes(lowered, phase: str) -> int:
+    """Compiles a program; returns the bytes that it needs beside its arguments.
+
+    Raises ValueError, with the settings to change, where not even that fits a device.
+    """
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"{phase} does not fit a device; {REMEDIES[phase]}: {error}"
+        ) from error
+    return memory.program_bytes(compiled)
+
+
+def table(budget: Budget) -> str:
+    """Returns the lines to print, in GiB: always, and what each phase adds."""
+    lines = ["memory of a device, GiB:", line("always", budget.always)]
+    lines += [line(f"+{phase}", sizes) for phase, sizes in budget.phases.items()]
+    return "\n".join(lines)
+
+
+def line(title: str, sizes: dict[str, int]) -> str:
+    """Returns one line of the table: the sum, and what it is of."""
+    parts = ", ".join(f"{name} {n / memory.GIB:.3f}" for name, n in sizes.items() if n)
+    return f"  {title:8} {sum(sizes.values()) / memory.GIB:8.3f}  {parts}"
+
+
+def check(budget: Budget, limit: int | None):
+    """Raises ValueError, with the settings to change, where a phase exceeds `limit`.
+
+    limit: bytes of a device, or None where it does not say.
+    """
+    for phase, sizes in budget.phases.items():
+        need = sum(budget.always.values()) + sum(sizes.values())
+        if limit is not None and need > limit:
+            raise ValueError(
+                f"{phase} needs {need / memory.GIB:.2f} GiB of a device's "
+                f"{limit / memory.GIB:.2f}; {REMEDIES[phase]}\n{table(budget)}"
+            )

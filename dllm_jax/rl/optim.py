@@ -1,0 +1,64 @@
+"""The optimizer of every network: AdamW behind a clip, and one schedule over the run.
+
+`cfg` is an OptimConfig throughout; rl/config.py imports this module for the names of the
+schedules that a configuration may choose.
+"""
+
+import optax
+
+
+def constant(cfg, updates: int) -> optax.Schedule:
+    """The rate stays."""
+    return optax.constant_schedule(cfg.lr)
+
+
+def linear(cfg, updates: int) -> optax.Schedule:
+    """The rate falls on a line to its final fraction, and stays there."""
+    return optax.linear_schedule(cfg.lr, cfg.lr * cfg.final, updates)
+
+
+def cosine(cfg, updates: int) -> optax.Schedule:
+    """The rate falls on half a cosine to its final fraction, and stays there."""
+    return optax.cosine_decay_schedule(cfg.lr, updates, alpha=cfg.final)
+
+
+# What follows the warm-up: (an OptimConfig, updates left for it) -> rate by update.
+SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+
+
+def schedule(cfg, updates: int) -> optax.Schedule:
+    """Returns the learning rate by update: linear warm-up, then the named decay.
+
+    updates: of the whole run, warm-up included; a `horizon` takes their place.
+    """
+    after_warmup = max((cfg.horizon or updates) - cfg.warmup, 1)
+    decay = SCHEDULES[cfg.schedule](cfg, after_warmup)
+    if not cfg.warmup:
+        return decay
+    warmup = optax.linear_schedule(0.0, cfg.lr, cfg.warmup)
+    return optax.join_schedules([warmup, decay], [cfg.warmup])
+
+
+def optimizer(
+    cfg, updates: int, head_rate: float = 1.0
+) -> optax.GradientTransformation:
+    """Returns AdamW behind a clip of the gradient's global norm.
+
+    head_rate: a value head's learning rate divided by that of the other parameters. The
+    head starts at zero; at the rate of a policy beside it, it would stay there.
+    """
+
+    def is_value_head(params):
+        return {name: name == "value" for name in params}
+
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.max_grad_norm),
+        optax.adamw(
+            schedule(cfg, updates),
+            b1=cfg.b1,
+            b2=cfg.b2,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+        ),
+        optax.masked(optax.scale(head_rate), is_value_head),
+    )

@@ -1,0 +1,140 @@
+"""A killable subprocess in which a reward judges what it does not trust.
+
+Some judgements never end, take all memory or crash the interpreter: symbolic algebra on
+what a policy wrote, for example. They are made in a process of their own, with a memory
+limit, that is killed when one takes too long.
+
+The subprocess is `python -P worker.py FILE`, where FILE is the reward's module. It imports
+neither JAX nor the package, so FILE must not import the package at its top, and nothing ever
+forks the parent. FILE has
+
+    warm_up()         pays for slow imports before the first request
+    reply(*args)      returns what the parent's `ask(*args)` returns: anything but null
+
+The two talk in lines of JSON: a list of arguments there, a reply back.
+"""
+
+import importlib.util
+import json
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+MEMORY_BYTES = 2**30  # of the subprocess
+START_S = 120.0  # sympy's import is slow on a busy machine
+ORPHAN_S = 60  # a worker whose parent was killed stops thinking after so long
+
+
+class Worker:
+    """The parent's side: started when first asked, and again after a kill.
+
+    file: the reward's module. limit_s: what a reply may take.
+    """
+
+    def __init__(self, file: str, limit_s: float):
+        self.file = file
+        self.limit_s = limit_s
+        self.process = None
+        self.ready = False
+        self.lock = threading.Lock()
+
+    def ask(self, *args):
+        """Returns the file's reply to the arguments, None if it dies of them twice.
+
+        Raises TimeoutError after `limit_s`, RuntimeError if the worker cannot start.
+        """
+        with self.lock:
+            for _ in range(2):  # it may have died of something else than this question
+                reply = self._reply(json.dumps(args) + "\n")
+                if reply:
+                    return json.loads(reply)
+                self._stop()
+                if reply is None:
+                    self._start()  # imports while the caller goes on
+                    raise TimeoutError
+            return None
+
+    def close(self) -> None:
+        """Kills the subprocess; the next question starts another."""
+        with self.lock:
+            self._stop()
+
+    def _reply(self, request: str) -> str | None:
+        """Returns a line, "" if the worker has died, None if it takes too long."""
+        if self.process is None:
+            self._start()
+        if not self.ready and self._line(START_S) != "ready\n":
+            self._stop()
+            raise RuntimeError(
+                f"the worker does not start: python -P {__file__} {self.file}"
+            )
+        self.ready = True
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._line(self.limit_s)
+
+    def _line(self, seconds: float) -> str | None:
+        """Returns the worker's next line, "" at its end, None where none comes in time."""
+        poller = select.poll()
+        poller.register(self.process.stdout, select.POLLIN)
+        return self.process.stdout.readline() if poller.poll(1000 * seconds) else None
+
+    def _start(self) -> None:
+        # -P: this file's folder on sys.path would shadow the standard library's `math`.
+        # No preexec_fn: Popen would run it in a fork of this process.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__, self.file],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt of the run is not for the worker
+            text=True,
+        )
+
+    def _stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+        self.process, self.ready = None, False
+
+
+# ---- the subprocess's side
+
+
+def load(file: str):
+    """Returns a file as a module, without its package."""
+    spec = importlib.util.spec_from_file_location("reward", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve(file: str) -> None:
+    """Answers each line of stdin with the file's reply on stdout.
+
+    It ends with its input, and where memory is used up: what is still held then would fail
+    the next replies too.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    replies, sys.stdout = sys.stdout, sys.stderr  # what the file prints is no reply
+    reward = load(file)
+    reward.warm_up()
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        signal.alarm(ORPHAN_S)
+        try:
+            reply = reward.reply(*json.loads(line))
+        except MemoryError:
+            return
+        signal.alarm(0)
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,427 @@
+"""Where the batches of a step come from: answers of the policy, examples, or pairs.
+
+A row of SOURCES is a class, a method of training. A fourth method is a row with these
+members, and the loop in train.py knows no others:
+
+    plans(settings)     static: the networks it trains, name -> learner.Plan
+    Source(settings, tools)
+                        reads its data, and says what it leaves out; raises ValueError for
+                        files and records that it refuses
+    steps               how many steps its run has
+    taken_per_step      items of its data that a step uses up: a checkpoint remembers how
+                        many are gone, `taken`, and that is its place in the data
+    updates             the most batches of a step, an optimizer update each
+    samples             whether a step samples answers
+    reference           whether the policy of the start is scored, too
+    objective           the ObjectiveConfig of the update
+    blank()             a TrainBatch on the mesh that holds nothing, of the shape of all
+    batches(step, taken, weights, score)
+                        returns StepBatches, or None where a signal came meanwhile.
+                        weights: networks.Weights; score: learner.score, jitted
+
+A step is a function of (settings, step, taken, weights) alone, so that a resumed run goes
+on as if it had not stopped. The same in every process.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dllm_jax import data
+from dllm_jax.metrics import Timer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl import batches, learner, networks, noise, rollout, views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl.config import (
+    BatchConfig,
+    NoiseConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RLConfig,
+)
+from dllm_jax.rl.networks import Weights
+from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rollout import Rollouts
+from dllm_jax.rl.views import TrainBatch
+from dllm_jax.sampling import answers, state
+from dllm_jax.sampling.config import SamplerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The parts of a run's configuration that sources read, all complete."""
+
+    seed: int
+    data: data.DataConfig
+    sampler: SamplerConfig
+    noise: NoiseConfig
+    objective: ObjectiveConfig
+    rl: RLConfig
+    sft_steps: int
+    sft_examples: int  # of one update; pairs of them for DPO
+    batch: BatchConfig
+    policy_optim: OptimConfig
+    value_optim: OptimConfig
+    heldout_problems: int  # of data.heldout, from its start; 0: all
+    heldout_temperature: float
+    model: ModelConfig
+
+    @property
+    def layout(self) -> layouts.Layout:
+        """How noised trajectories are shown to the model."""
+        return layouts.Layout(
+            attention=self.model.attention,
+            shift=self.model.shift,
+            block=self.sampler.block,
+            grid=self.noise.grid,
+            longest=self.sampler.max_new,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What a run lends its source."""
+
+    mesh: jax.sharding.Mesh
+    tok: object  # the checkpoint's tokenizer
+    grader: Grader
+    truncated_wrong: bool  # an answer cut at its limit earns nothing
+    answerer: answers.Batches | answers.Engine
+    timer: Timer
+    stop: Callable[
+        [], bool
+    ]  # whether a signal came; every process asks it equally often
+    say: Callable[[str], None]
+    folder: pathlib.Path
+    samples: int  # rollouts of a step to write there
+
+    def answered(
+        self, params, problems, group_n, key, *, temperature: float, timer, stop=None
+    ) -> Rollouts | None:
+        """Returns rollout.answered with the run's sampler, tokenizer and grader."""
+        return rollout.answered(
+            self.answerer,
+            params,
+            problems,
+            group_n,
+            key,
+            temperature=temperature,
+            tok=self.tok,
+            timer=timer,
+            grader=self.grader,
+            truncated_wrong=self.truncated_wrong,
+            stop=stop,
+        )
+
+
+class StepBatches(NamedTuple):
+    """What a step trains on."""
+
+    metrics: dict[str, float]
+    batches: list[TrainBatch]  # on the mesh, one for each update; []: nothing to learn
+    sampled: int | None = None  # tokens; None where a step samples nothing
+
+    def rates(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Returns the sampled tokens per second of each phase; {} without sampling.
+
+        seconds: by phase. Where there was nothing to learn, sampling and grading count.
+        """
+        if self.sampled is None:
+            return {}
+        phases = tuple(seconds) if self.batches else ("rollout", "reward")
+        return {f"tokens_per_second/{p}": self.sampled / seconds[p] for p in phases}
+
+
+class RL:
+    """Reinforcement learning: groups of answers to problems, graded and weighed."""
+
+    samples = True
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the Plans of the policy and, unless it is a head, of a value network."""
+        return networks.plans(
+            settings.objective.loss,
+            settings.rl.value,
+            settings.policy_optim,
+            settings.value_optim,
+            updates=settings.rl.steps * settings.rl.updates,
+        )
+
+    def __init__(self, settings: Settings, tools: Tools):
+        rl, sampler = settings.rl, settings.sampler
+        self.settings, self.tools = settings, tools
+        self.steps, self.taken_per_step, self.updates = rl.steps, rl.prompts, rl.updates
+        self.objective = settings.objective
+        self.reference = bool(settings.objective.reference_beta)
+        self.problems = data.problems(
+            settings.data.train, tools.tok, settings.data, tools.grader
+        )
+        rollout.report_long(self.problems, sampler.max_prompt, tools.say)
+        self.pack = packer(
+            settings,
+            trajectories=-(-rl.prompts * rl.group // rl.updates),
+            longest=sampler.max_new,
+            most_steps=sampler.max_new,
+        )
+
+    def blank(self) -> TrainBatch:
+        """Returns a batch that holds nothing."""
+        return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+
+    def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:
+        """Samples, grades, filters and weighs; leaves some answers in the run's folder."""
+        settings, tools = self.settings, self.tools
+        rng = np.random.default_rng([settings.seed, step])
+        problems = self.asked(taken)
+        rollouts = self.rollouts(step, problems, weights)
+        if rollouts is None:
+            return None
+        metrics = rollout.summary(rollouts)
+        if tools.samples:
+            rollout.write(tools.folder, step, rollouts, problems, tools.samples)
+        if tools.stop():
+            return None
+        with tools.timer("score"):
+            learned, complete = batches.of_rollouts(
+                rollouts,
+                rng,
+                rl=settings.rl,
+                noised=noise.noised(
+                    rollouts.trace, settings.noise, settings.layout, rng
+                ),
+                as_sampled=settings.noise.kind == "trace",
+                objective=settings.objective,
+                params=weights.scoring(),
+                pack=self.pack,
+                score=score,
+                mesh=tools.mesh,
+            )
+        sampled = int(rollouts.trace.len_B.sum())
+        if not complete:
+            reason = self.nothing_learned(sampled)
+            tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
+        return StepBatches(metrics | learned, complete, sampled)
+
+    def asked(self, taken: int) -> list[data.Problem]:
+        """Returns the problems of a step, each as often as its group has rollouts."""
+        chosen = in_order(self.settings, len(self.problems), taken, self.taken_per_step)
+        group = range(self.settings.rl.group)
+        return [self.problems[i] for i in chosen for _ in group]
+
+    def rollouts(self, step, problems, weights: Weights) -> Rollouts | None:
+        """Returns the policy's graded answers, or None where a signal came.
+
+        They depend on (seed, step, problems, weights) alone: other hosts, or a thread that
+        is a step ahead, may make them.
+        """
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), step)
+        rl = self.settings.rl
+        with self.tools.timer("rollout"):
+            return self.tools.answered(
+                weights.acting(),
+                problems,
+                np.repeat(np.arange(rl.prompts), rl.group),
+                key,
+                temperature=self.settings.sampler.temperature,
+                timer=self.tools.timer,
+                stop=self.tools.stop,
+            )
+
+    def nothing_learned(self, sampled: int) -> str:
+        """Returns why a step has no batches; sampled: its tokens."""
+        rl = self.settings.rl
+        if not sampled:
+            return "all its prompts are longer than sampler.max_prompt"
+        if rl.filter == "solvable":
+            return f"no group is solvable in [{rl.min_solved}, {rl.max_solved}]"
+        return f"no group is {rl.filter}"
+
+
+class SFT:
+    """Supervised fine-tuning: prompts with the answers to learn."""
+
+    samples, reference, updates = False, False, 1
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the policy's Plan."""
+        return plans_of_examples(settings, "nll")
+
+    def __init__(self, settings: Settings, tools: Tools):
+        self.settings, self.tools = settings, tools
+        self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
+        self.objective = settings.objective
+        self.examples = read_examples(settings, tools, pairs=False)
+        self.pack = packer(
+            settings,
+            trajectories=settings.sft_examples,
+            longest=int(self.examples.len_B.max()),
+            most_steps=most_steps(self.examples, settings),
+        )
+
+    def blank(self) -> TrainBatch:
+        """Returns a batch that holds nothing."""
+        return blank(self.settings, self.tools, self.pack, ())
+
+    def batches(self, step, taken, weights: Weights, score) -> StepBatches:
+        """Draws new noise for the examples that come next."""
+        size = len(self.examples.len_B)
+        chosen = in_order(self.settings, size, taken, self.taken_per_step)
+        examples = batches.take(self.examples, chosen)
+        return noised_batch(self, step, examples, score=None)
+
+
+class DPO:
+    """Direct preference optimization on evidence bounds (VRPO): pairs of answers.
+
+    A pair is two neighbouring rows of the examples: the chosen answer, then the rejected.
+    """
+
+    samples, reference, updates = False, True, 1
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the policy's Plan."""
+        return plans_of_examples(settings, "dpo")
+
+    def __init__(self, settings: Settings, tools: Tools):
+        self.settings, self.tools = settings, tools
+        self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
+        # The reference is in the factors of the gradient, not in its objective.
+        self.objective = dataclasses.replace(settings.objective, reference_beta=0.0)
+        self.examples = read_examples(settings, tools, pairs=True)
+        self.pack = packer(
+            settings,
+            trajectories=2 * settings.sft_examples,
+            longest=int(self.examples.len_B.max()),
+            most_steps=most_steps(self.examples, settings),
+        )
+
+    def blank(self) -> TrainBatch:
+        """Returns a batch that holds nothing."""
+        return blank(self.settings, self.tools, self.pack, batches.PAIR_FIELDS)
+
+    def batches(self, step, taken, weights: Weights, score) -> StepBatches:
+        """Draws new noise for the pairs that come next; policy and reference score it."""
+        size = len(self.examples.len_B) // 2
+        chosen = in_order(self.settings, size, taken, self.taken_per_step)
+        examples = batches.take(self.examples, batches.rows_of(chosen, 2))
+        both = functools.partial(score, weights.scoring())
+        return noised_batch(self, step, examples, score=both)
+
+
+SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO}
+
+
+# ---- What they share -----------------------------------------------------------------
+
+
+def plans_of_examples(settings: Settings, term: str) -> dict[str, learner.Plan]:
+    """Returns the Plan of a policy that learns from examples by one objective."""
+    return networks.plans(
+        term,
+        "none",
+        settings.policy_optim,
+        settings.value_optim,
+        updates=settings.sft_steps,
+    )
+
+
+def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Examples:
+    """Reads data.train, and says how much of it is left out."""
+    examples, dropped = data.examples(
+        settings.data.train,
+        tools.tok,
+        settings.data,
+        end=settings.sampler.stop_ids[0],
+        pad=settings.model.pad_id,
+        vocab=settings.model.vocab,
+        block=settings.sampler.block,
+        slots=settings.sampler.slots,
+        pairs=pairs,
+        traced=settings.noise.kind == "trace",
+    )
+    tools.say(
+        f"{len(examples.len_B)} examples, {dropped} empty or too long and left out"
+    )
+    return examples
+
+
+def most_steps(examples: data.Examples, settings: Settings) -> int:
+    """Returns the most steps that an example has; where it has no trace, its tokens."""
+    if settings.noise.kind != "trace":
+        return int(examples.len_B.max())
+    return max(np.unique(step_T[step_T > 0]).size for step_T in examples.step_BT)
+
+
+def in_order(settings: Settings, size: int, taken: int, count: int) -> np.ndarray:
+    """Returns the indices of the `count` items that come after `taken` others."""
+    cfg = settings.data
+    return data.order(size, taken, count, seed=cfg.seed, shuffle=cfg.shuffle)
+
+
+def packer(settings: Settings, *, trajectories: int, longest: int, most_steps: int):
+    """Returns views.pack, bound to the microbatches that always suffice for an update.
+
+    trajectories: the most of an update; longest: tokens of the longest answer; most_steps:
+    of an answer, as its trace has them.
+    """
+    layout = settings.layout
+    most = layouts.microbatches(
+        trajectories=trajectories,
+        slots=settings.sampler.slots,
+        answer=longest,
+        rounds=noise.rounds(settings.noise, layout, longest, most_steps),
+        copies=settings.noise.copies,
+        layout=layout,
+        cfg=settings.batch,
+    )
+    return functools.partial(
+        views.pack,
+        mask_id=settings.model.mask_id,
+        layout=layout,
+        cfg=settings.batch,
+        most=most,
+        aggregate=settings.objective.aggregate,
+        copies=settings.noise.copies,
+        draws=settings.noise.draws,
+    )
+
+
+def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
+    """Returns a TrainBatch that holds nothing, with these optional fields."""
+    return batches.blank(
+        trace=state.stacked([state.no_answer(settings.sampler.slots)]),
+        cfg=settings.noise,
+        layout=settings.layout,
+        pack=pack,
+        mesh=tools.mesh,
+        fields=fields,
+    )
+
+
+def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatches:
+    """Returns the batch of a source's examples with noise of this step's own.
+
+    score: learner.score, bound to the weights of policy and reference, where the examples
+    are pairs; None where they are not.
+    """
+    settings = source.settings
+    rng = np.random.default_rng([settings.seed, step])
+    metrics, complete = batches.of_examples(
+        examples,
+        noised=noise.noised(examples, settings.noise, settings.layout, rng),
+        copies=settings.noise.copies,
+        draws=settings.noise.draws,
+        beta=settings.objective.reference_beta,
+        pack=source.pack,
+        score=score,
+        mesh=source.tools.mesh,
+    )
+    return StepBatches(metrics, complete)

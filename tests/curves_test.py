@@ -1,0 +1,60 @@
+"""Curves: a picture from any run, of what has data."""
+
+import matplotlib.pyplot as plt
+import pytest
+
+from dllm_jax import curves
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 40])
+def test_curves_are_drawn_from_any_number_of_steps(tmp_path, count):
+    rows = [{"step": 0, "heldout_accuracy": 0.2, "seconds/eval": 1.0}] * (count > 0)
+    for step in range(1, count):
+        rows.append(
+            {
+                "step": step,
+                "reward": step / count,
+                "accuracy": step / count,
+                "kl": None,
+                "value_loss": 1 / step,
+                "logprob_gap_max": 0.0,
+                "seconds/rollout": 1.0,
+                "seconds/update": 2.0,
+            }
+        )
+    picture = tmp_path / "curves.png"
+    curves.draw(rows, picture)
+    assert picture.exists() == (count > 0)
+    if count:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_has_no_data_or_repeats_another_is_left_out():
+    rows = [
+        {"step": step, "reward": 0.1 * step, "accuracy": 0.1 * step, "kl": None}
+        | {"logprob_gap_max": 0.0, "logprob_gap_mean": 0.1}
+        for step in range(3)
+    ]
+    panels = dict(curves.panels_of(rows))
+    assert {title: list(lines) for title, lines in panels.items()} == {
+        "accuracy": ["accuracy"],
+        "log-prob gap, sampling to training": ["logprob_gap_mean"],
+    }
+
+
+@pytest.mark.parametrize("count", range(1, 16))
+def test_the_grid_is_full(count):
+    """Every cell belongs to one panel; the second row's are all there or none below it."""
+    figure, axes = curves.grid(plt, count)
+    assert len(axes) == count
+    cells = set()
+    for axis in axes:
+        place = axis.get_subplotspec()
+        covered = {(i, j) for i in place.rowspan for j in place.colspan}
+        assert not covered & cells
+        cells |= covered
+    plt.close(figure)
+    assert {(0, 0), (0, 1), (1, 0), (1, 1)} <= cells
+    high = axes[0].get_gridspec().nrows
+    if count > 3:  # until then the second row may be empty beside the large panel
+        assert len(cells) == high * curves.WIDE

@@ -1,0 +1,126 @@
+"""Which module computes an op, and that the modules of two chips are called alike."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import pallas_kernels
+from dllm_jax.models import mask
+from dllm_jax.pallas_kernels import choice, reference, tiled_matmul
+from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
+
+B, T, N, H = 2, 16, 4, 64
+FUNCTIONS = {  # of the contract
+    "attention": ["forward", "backward"],
+    "cache_update": ["update"],
+    "grouped_matmul": ["multiply"],
+    "paged_attention": ["attend"],
+    "token_draw": ["draw"],
+    "token_logprob": ["pick", "pick_gradient"],
+}
+
+
+def normal(*shape, dtype=jnp.float32):
+    """Returns standard normal numbers."""
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def attention_inputs(B, T, N, H, dtype=jnp.float32):
+    """Returns (q, k, v, mask) of causal attention."""
+    x = normal(B, T, N, H, dtype=dtype)
+    return x, x, x, mask.causal(jnp.broadcast_to(jnp.arange(T), (B, T)))
+
+
+def page_inputs(B, W, K, H, O=8):
+    """Returns (pages, layer, table, start) and (k, v), as paged_attention takes them."""
+    pages = normal(2, 5 * B, O, K, H), normal(2, 5 * B, O, K, H)
+    table_BA = jnp.arange(5 * B).reshape(B, 5)
+    fresh = normal(B, W, K, H), normal(B, W, K, H)
+    return (pages, jnp.int32(1), table_BA, jnp.arange(B)), fresh
+
+
+def test_modules_of_an_op_are_called_alike():
+    assert set(FUNCTIONS) == {op for op, _ in choice.KERNELS}
+    for op, names in FUNCTIONS.items():
+        modules = [module for (of, _), module in choice.KERNELS.items() if of == op]
+        for name in names:
+            ways = {str(inspect.signature(getattr(m, name))) for m in modules}
+            assert len(ways) == 1, (op, name, ways)
+
+
+def test_auto_is_the_specification_where_there_is_no_kernel():
+    inputs = attention_inputs(B, 12, N, 8)
+    jaxpr = str(jax.make_jaxpr(pallas_kernels.attention)(*inputs))
+    assert jaxpr == str(jax.make_jaxpr(reference.attention)(*inputs))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "platform"])
+@pytest.mark.parametrize(
+    "platform, module",
+    [("tpu", tpu_grouped_matmul), ("gpu", tiled_matmul), ("cpu", tiled_matmul)],
+)
+def test_an_op_for_any_platform_serves_those_without_a_kernel(
+    monkeypatch, implementation, platform, module
+):
+    monkeypatch.setattr(choice, "platform", lambda: platform)
+    assert choice.kernel("grouped_matmul", implementation) is module
+
+
+@pytest.mark.parametrize(
+    "implementation, platform, size, kernel",
+    [
+        ("auto", "tpu", H, True),
+        ("auto", "tpu", 8, False),
+        ("auto", "gpu", H, False),
+        ("platform", "gpu", H, True),
+        ("platform", "gpu", 8, False),
+        ("platform", "cpu", H, False),
+        ("reference", "tpu", H, False),
+    ],
+)
+def test_which_kernel_is_taken(monkeypatch, implementation, platform, size, kernel):
+    monkeypatch.setattr(choice, "platform", lambda: platform)
+    inputs = attention_inputs(B, 280, N, size, jnp.bfloat16)
+    f = functools.partial(pallas_kernels.attention, implementation=implementation)
+    assert ("flash_forward" in str(jax.make_jaxpr(f)(*inputs))) == kernel
+
+
+def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):
+    monkeypatch.setattr(choice, "platform", lambda: "tpu")
+    for size, kernel in ((64, True), (8, False)):
+        (pages, *at), fresh = page_inputs(2, 4, 1, size)
+        q, keep_B = normal(2, 4, 2, size), at[2] > 0
+        read = jax.make_jaxpr(pallas_kernels.paged_attention)(q, pages, *at, *fresh)
+        write = jax.make_jaxpr(pallas_kernels.cache_update)(pages, *at, keep_B, *fresh)
+        assert ("pallas_call" in str(read)) == ("pallas_call" in str(write)) == kernel
+
+
+def test_what_does_not_exist_is_said():
+    (pages, *at), fresh = page_inputs(1, 4, 1, 8)
+    inputs = {
+        "attention": attention_inputs(1, 4, 2, 8),
+        "paged_attention": (normal(1, 4, 2, 8), pages, *at, *fresh),
+        "cache_update": (pages, *at, at[2] > 0, *fresh),
+    }
+    for op, args in inputs.items():
+        run = getattr(pallas_kernels, op)
+        missing = f"{op}: implementation='triton'.*'reference'.*'tpu'"
+        with pytest.raises(ValueError, match=missing):
+            run(*args, implementation="triton")
+        with pytest.raises(ValueError, match=f"{op}.*heads of size.*not 8"):
+            run(*args, implementation="tpu")
+
+
+def test_numbers_and_pages_that_gpus_do_not_take_are_said():
+    with pytest.raises(ValueError, match="bfloat16.*not float32"):
+        pallas_kernels.attention(*attention_inputs(1, 4, 2, H), implementation="gpu")
+    for O, message in ((8, "bfloat16.*not float32"), (6, "pages of 8.*not 6")):
+        at, fresh = page_inputs(1, 4, 1, H, O)
+        with pytest.raises(ValueError, match=message):
+            pallas_kernels.paged_attention(
+                normal(1, 4, 2, H), *at, *fresh, implementation="gpu"
+            )

@@ -1,0 +1,136 @@
+"""What a run takes: the compiler's figures, no second compilation, what is refused."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import compile_8b
+from dllm_jax import memory, sharding
+from dllm_jax.models import transformer
+from dllm_jax.rl import budget, learner, networks
+from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
+from dllm_jax.sampling import answers
+from dllm_jax.sampling.config import SamplerConfig
+
+GIB = 2**30
+NEEDS = budget.Budget(
+    always={"parameters": GIB, "optimizer": 2 * GIB, "frozen": 0},
+    phases={"update": {"gradients": GIB, "activations": GIB // 2}},
+)
+
+
+def near(lowered, phase, *arguments):
+    """Asserts that what we say of a program is the compiler's figure, within 10 %."""
+    ours = memory.array_bytes(arguments) + budget.program_bytes(lowered, phase)
+    plan = lowered.compile().memory_analysis()
+    fresh = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    planned = plan.argument_size_in_bytes + plan.temp_size_in_bytes + fresh
+    assert 0.9 < ours / planned < 1.1
+
+
+@pytest.mark.parametrize("value", ["own", "head"])
+def test_the_update_is_what_the_compiler_plans(tiny, monkeypatch, value):
+    monkeypatch.setattr(compile_8b, "TOKENS", 64)
+    model, mesh = tiny[0], sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    plans = networks.plans("policy", value, OptimConfig(), OptimConfig(), updates=9)
+    update = functools.partial(
+        learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
+    )
+    with jax.set_mesh(mesh):
+        states = {name: networks.abstract(model, plans[name], mesh) for name in plans}
+        batch = compile_8b.batch(mesh, 4)
+        jitted = jax.jit(update, donate_argnums=0)
+        near(jitted.lower(states, batch, None), "update", states, batch)
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
+    model, params = tiny
+    cfg = SamplerConfig(max_prompt=4, max_new=4, rows=4, page=4, prefill=4, cache=cache)
+    mesh = sharding.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    with jax.set_mesh(mesh), jax.log_compiles():
+        shapes = transformer.abstract(model, mesh, jnp.float32)
+        answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
+        lowered, rows = answerer.lower(shapes, jax.random.key(0))
+        assert not rows or answerer.rows is None  # nothing is there yet
+        near(lowered, "rollout", shapes, rows)
+        params = jax.tree.map(
+            lambda x, shape: jax.device_put(x, shape.sharding), params, shapes
+        )
+        prompts, key = [[5, 6]] * 5, jax.random.key(1)
+        trace = answers.collect(answerer.stream(params, prompts, key, temperature=1.0))
+    assert (trace.len_B > 0).all()
+    program = "advance" if cache == "auto" else "generate"
+    compiled = f"Finished XLA compilation of jit({program})"
+    assert sum(compiled in line for line in caplog.messages) == 1
+    if cache == "auto":
+        assert memory.array_bytes(rows) > memory.array_bytes(rows.s.cache) > 0
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, reference):
+    monkeypatch.setattr(compile_8b, "TOKENS", 64)
+    model, mesh = tiny[0], sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    plans = networks.plans("policy", "own", OptimConfig(), OptimConfig(), updates=9)
+    update = functools.partial(
+        learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
+    )
+    cfg = SamplerConfig(max_prompt=4, max_new=4, rows=4, page=4, prefill=4)
+    with jax.set_mesh(mesh):
+        states = {name: networks.abstract(model, plans[name], mesh) for name in plans}
+        source = types.SimpleNamespace(
+            blank=lambda: compile_8b.batch(mesh, 4), updates=2, reference=reference
+        )
+        plan = functools.partial(
+            budget.plan,
+            source,
+            states=states,
+            model=model,
+            mesh=mesh,
+            update=jax.jit(update, donate_argnums=0),
+            seed=0,
+        )
+        sampled = plan(
+            answerer=answers.answerer(model=model, cfg=cfg, mesh=mesh),
+        )
+        given = plan(answerer=None)
+    assert list(sampled.phases) == ["rollout", "update"]
+    assert list(given.phases) == ["update"]
+    assert given.phases["update"] == sampled.phases["update"]
+    params = [state.params for state in states.values()]
+    assert given.always == {
+        "parameters": memory.array_bytes(params),
+        "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
+        "frozen": memory.array_bytes(params[0]) if reference else 0,
+    }
+    pages = {"rows and pages": sampled.always["rows and pages"]}
+    assert sampled.always == given.always | pages and pages["rows and pages"] > 0
+
+
+def test_the_table_sums_what_it_lists():
+    assert budget.table(NEEDS).splitlines() == [
+        "memory of a device, GiB:",
+        "  always      3.000  parameters 1.000, optimizer 2.000",
+        "  +update     1.500  gradients 1.000, activations 0.500",
+    ]
+
+
+def test_what_does_not_fit_is_refused_with_the_settings_to_change():
+    budget.check(NEEDS, None)
+    budget.check(NEEDS, 4.5 * GIB)
+    words = r"update needs 4.50 GiB of a device's 4.00; set model.remat='full'"
+    with pytest.raises(ValueError, match=words):
+        budget.check(NEEDS, 4 * GIB)
+
+
+def test_what_the_compiler_refuses_says_what_to_change():
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: hbm")
+
+    with pytest.raises(ValueError, match="rollout does not fit.*lower sampler.rows"):
+        budget.program_bytes(Lowered(), "rollout")

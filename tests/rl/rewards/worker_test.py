@@ -1,0 +1,95 @@
+"""The killable subprocess, with a reward that does what it is told."""
+
+import sys
+import threading
+
+import pytest
+
+from dllm_jax.rl.rewards.worker import Worker
+
+REWARD = """
+import os
+import time
+
+def warm_up():
+    print("slow imports talk")
+
+def reply(told, value):
+    if told == "sleep":
+        time.sleep(value)
+    if told == "die":
+        os._exit(1)
+    if told == "memory":
+        bytearray(2**31)
+    if told == "once" and not os.path.exists(value):
+        open(value, "w").close()
+        os._exit(1)
+    print("no reply")
+    return [told, value]
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A worker that is given a second for each reply."""
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
+    worker = Worker(str(file), limit_s=1.0)
+    yield worker
+    worker.close()
+
+
+def test_it_starts_when_it_is_first_asked_and_stays(worker):
+    assert worker.process is None
+    assert worker.ask("say", "a\nb\u2028c") == ["say", "a\nb\u2028c"]
+    first = worker.process
+    assert worker.ask("say", None) == ["say", None]
+    assert worker.process is first
+
+
+def test_what_takes_too_long_is_killed_and_the_next_is_answered(worker):
+    assert worker.ask("say", 1) == ["say", 1]
+    first = worker.process
+    with pytest.raises(TimeoutError):
+        worker.ask("sleep", 60)
+    assert first.poll() is not None
+    assert worker.ask("say", 2) == ["say", 2]
+
+
+@pytest.mark.parametrize("how", ["die", "memory"])
+def test_what_kills_it_twice_has_no_reply(worker, how):
+    assert worker.ask(how, 0) is None
+    assert worker.ask("say", 3) == ["say", 3]
+
+
+def test_what_it_survives_at_the_second_try_is_answered(worker, tmp_path):
+    mark = str(tmp_path / "mark")
+    assert worker.ask("once", mark) == ["once", mark]
+
+
+def test_after_close_it_starts_again(worker):
+    worker.ask("say", 4)
+    worker.close()
+    assert worker.process is None
+    assert worker.ask("say", 5) == ["say", 5]
+
+
+def test_threads_share_it(worker):
+    replies = {}
+
+    def ask(i):
+        replies[i] = worker.ask("say", i)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies == {i: ["say", i] for i in range(8)}
+
+
+def test_one_that_cannot_start_says_how_it_is_started(worker, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="does not start: python -P .*reward.py$"):
+        worker.ask("say", 6)
+    assert worker.process is None

@@ -1,0 +1,30 @@
+"""What tests of the sampler share."""
+
+import jax
+import numpy as np
+
+from dllm_jax.models.mask import FAR
+
+# For programs that run a few steps: compiling them is what takes the time.
+HASTY = {"xla_backend_optimization_level": 0}
+
+row_keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+
+
+def padded(prompts, width: int, rows: int | None = None):
+    """Returns (prompt_BT, prompt_len_B); rows beyond the prompts are fillers."""
+    rows = len(prompts) if rows is None else rows
+    prompt_BT, len_B = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+    for row, prompt in enumerate(prompts):
+        prompt_BT[row, : len(prompt)], len_B[row] = prompt, len(prompt)
+    return prompt_BT, len_B
+
+
+def end_of(tokens_T, step_T, first: int, limit: int, stop_ids) -> int | None:
+    """Returns where an answer that begins at `first` ends; None: it is not done."""
+    for end in range(first + 1, limit + 1):
+        if step_T[end - 1] == FAR:
+            return None
+        if end == limit or tokens_T[end - 1] in stop_ids:
+            return end
+    return None
