@@ -68,9 +68,12 @@ def test_imports_go_down_or_stay_in_the_room(path):
 
 def test_the_package_imports_neither_torch_nor_what_stands_around_it():
     outside = {"torch", "configs", "benchmarks", "tests", "launch", "examples"}
+    doors = {
+        ("config.py", "configs")
+    }  # `python -m dllm_jax.config` is its translator's
     for path in FILES:
         tops = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
-        assert not tops & outside, path
+        assert {(path.name, top) for top in tops & outside} <= doors
 
 
 # ---- Sizes ---------------------------------------------------------------------------
@@ -135,14 +138,12 @@ LINES, LOCALS = 50, 20  # without the docstring; without the parameters
 # A kernel's body is one program for a chip: its pipeline, barriers and tiles share what
 # they name. Cut apart, each half would take the other's twenty names as arguments.
 KERNEL = "a kernel, and what launches it"
-EXEMPT = {
+EXEMPT = {  # with what stands inside
     "train.train": "the loop: a run is told from top to bottom",
     "pallas_kernels.gpu.attention.launch": KERNEL,
-    "pallas_kernels.gpu.attention.launch.body": KERNEL,
     "pallas_kernels.gpu.paged_attention.attend": KERNEL,
-    "pallas_kernels.gpu.paged_attention.attend.body": KERNEL,
     "pallas_kernels.gpu.token_logprob.launch": KERNEL,
-    "pallas_kernels.gpu.token_logprob.launch.body": KERNEL,
+    "pallas_kernels.tpu.cache_update.kernel": KERNEL,
     "pallas_kernels.tpu.paged_attention.kernel": KERNEL,
 }
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
@@ -150,12 +151,13 @@ QUIET = ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
 def functions(tree: ast.AST, stem: str):
-    """Yields (dotted name, function) of all functions, the inner ones too."""
+    """Yields (dotted name, function) of all functions, also of those inside others."""
     for node in ast.iter_child_nodes(tree):
         name = f"{stem}.{node.name}" if isinstance(node, SCOPES) else stem
         if isinstance(node, SCOPES[:2]):
             yield name, node
-        yield from functions(node, name)
+        if name not in EXEMPT:
+            yield from functions(node, name)
 
 
 def length(function: ast.FunctionDef) -> int:

@@ -21,7 +21,7 @@ import safetensors.numpy
 HERE = pathlib.Path(__file__).parent
 AT = 1  # the layer that does nothing
 UNITS = 5  # more in each feed-forward layer and expert
-TINY = 1e-30  # of weights that are multiplied at least twice: nothing of them is left
+TINY = 1e-30  # of weights of which two are multiplied at least: nothing is left of them
 IDS = {"prompt", "prompts", "response", "response_ids", "output", "completions"}
 IDS |= {"sequences", "generated", "input_ids", "labels", "extended_input_ids"}
 IDS |= {"stop_words", "stopping_criteria_idx", "eot_token", "draws"}
@@ -43,11 +43,17 @@ class Family:
 
     def __init__(self, folder: pathlib.Path):
         path = folder / "checkpoint/config.json"
-        self.config = json.loads(path.read_text()) if path.exists() else {}
-        self.new = renamed(self.config.get("vocab_size", 320))  # of tables: SDAR's
+        path = path if path.exists() else HERE / "sdar/checkpoint/config.json"
+        self.config = json.loads(path.read_text())
+        self.new = renamed(self.config["vocab_size"])
         # In a fused projection the new rows would have to stand in between.
-        self.grows = "llada2" not in self.config.get("model_type", "")
-        self.deeper = self.grows and "num_experts" not in self.config
+        self.grows = self.config["model_type"] != "llada2_moe"
+        # A router would count the new layer's tokens, and a bias have a gradient.
+        self.deeper = self.config["model_type"] not in (
+            "sdar_moe",
+            "llada2_moe",
+            "Dream",
+        )
         self.more_heads = self.grows and "head_dim" in self.config
 
     def name(self, name: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.sampling import rows
+from tests.properties import examples
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def test_windows_by_hand(due, take):
     assert sorted(windows) == [(b, i) for b in range(4) for i in range(take[b])]
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@examples(5)
 @hypothesis.given(
     due=st.lists(st.integers(0, 12), min_size=5, max_size=5),
     clean_count=st.sampled_from([2, 5, 11]),

@@ -188,7 +188,6 @@ def test_trajectories_of_the_reference(family, monkeypatch):
     model, params = hf.load(reader.checkpoint(family))
     model = dataclasses.replace(model, dtype="float32")
     cases = reader.read(f"{family}/sample.json")["cases"]
-    assert {name for x, name in DIFFERENT if x == family} <= {c["name"] for c in cases}
     cases = [
         case
         for case in cases
