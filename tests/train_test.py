@@ -19,7 +19,8 @@ from dllm_jax import convert, metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
-FAKE = "--xla_force_host_platform_device_count={}"
+# Compiling takes most of a short run's time.
+FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def command(tmp_path_factory):
             cwd=ROOT,
             env=env
             | {
-                "XLA_FLAGS": FAKE.format(devices),
+                "XLA_FLAGS": FLAGS.format(devices),
                 "JAX_LOG_COMPILES": str(int(logged)),
             },
             stdout=subprocess.PIPE,
