@@ -4,7 +4,6 @@
     python -m dllm_jax.eval --config=configs/eval.py:trado-4b --config.model.path=DIR \\
         --config.data.heldout=MATH500.json
 
-The first, of the bundled model, takes seconds on a CPU: accuracy 0.62 or so.
 Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
 dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b: three answers to each problem, at
 the temperature, and by the sampler, with which dLLM-RL evaluates. An answer that was cut at
@@ -15,6 +14,10 @@ which only a checkpoint's chat template can do. With such a template, it is trad
 
     --config.model.path=Gen-Verse/TraDo-8B-Thinking --config.eval.answers=1 \\
         --config.sampler.max_new=30000 --config.batch.tokens=32768
+
+Result to expect. arithmetic, in half a minute on a CPU: accuracy (pass@1) 0.621, pass@2
+0.793, pass@3 0.875, 2.28 tokens per forward (256 problems, three answers to each; twelve to
+each say 0.605). The other presets are unrun.
 """
 
 from configs import tracerl

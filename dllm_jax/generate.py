@@ -11,81 +11,135 @@ each token was unmasked, from 1), logprobs (nats), confidence, forwards, finishe
 "length") and text.
 """
 
-import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import re
 import sys
 
 import jax
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
 from tqdm import tqdm
 
-from dllm_jax import config, data, pallas_kernels, sharding
+from dllm_jax import config, data, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import answers, state
-from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.config import SamplerConfig
-from dllm_jax.sampling.policy import POLICIES
-from dllm_jax.sampling.strategy import STRATEGIES
 
-SAMPLER = {  # a field of SamplerConfig: what its flag says
-    "block": "0: the checkpoint's",
-    "steps_per_block": "0: a token a step",
-    "strategy": "which tokens a step unmasks",
-    "threshold": "of --strategy=dynamic",
-    "tempered_threshold": "it is of what is drawn from, as dLLM-RL compares",
-    "entropy_bound": "nats, of --strategy=entropy_bounded",
-    "target": "the score that tokens are ranked by",
-    "rank_temperature": "of drawing by score what is unmasked; 0: the best",
-    "pad_penalty": "what the scores of padding are divided by",
-    "cache": "which keys stay; auto: what the model allows",
-    "horizon": "of --cache=prefix",
-    "temperature": "0: arg-max",
-    "top_k": "0: all tokens",
-    "top_p": "1: all tokens",
-    "rows": "prompts sampled together",
+# A flag that people type daily: the key that it stands for, and what is said of it.
+SHORT = {
+    "model": ("model.path", "a Hugging Face folder"),
+    "max-new-tokens": ("sampler.max_new", "of each answer"),
+    "block": ("sampler.block", "tokens denoised together; 0: the checkpoint's"),
+    "steps-per-block": ("sampler.steps_per_block", "0: a token a step"),
+    "strategy": ("sampler.strategy", "which tokens a step unmasks"),
+    "threshold": ("sampler.threshold", "of --strategy=dynamic"),
+    "temperature": ("sampler.temperature", "0: arg-max"),
+    "cache": ("sampler.cache", "which keys stay; auto: what the model allows"),
+    "rows": ("sampler.rows", "prompts sampled together"),
+    "seed": ("seed", "of all that is drawn"),
+    "dtype": ("model.dtype", "of computation: bfloat16 or float32"),
 }
-CHOICES = {
-    "strategy": sorted(STRATEGIES),
-    "target": sorted(TARGETS),
-    "cache": ["auto", *POLICIES],
+PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
+CONFIG = "a file of configs/: its keys in place of these"
+# A flag of former times: the key that took its place.
+MOVED = {
+    "tempered-threshold": "sampler.tempered_threshold",
+    "entropy-bound": "sampler.entropy_bound",
+    "target": "sampler.target",
+    "rank-temperature": "sampler.rank_temperature",
+    "pad-penalty": "sampler.pad_penalty",
+    "horizon": "sampler.horizon",
+    "top-k": "sampler.top_k",
+    "top-p": "sampler.top_p",
+    "stop-ids": "sampler.stop_ids, which adds to the checkpoint's",
+    "kernels": "model.kernels",
+    "model-parallel": "mesh.model",
 }
+# How the keys begin that have an effect here, and those among them that have none.
+USED = ("seed", "model.", "sampler.", "mesh.", "run.compile_cache")
+UNUSED = ("model.remat", "model.lora", "sampler.max_prompt")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m dllm_jax.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument(
-        "prompt", nargs="?", help="one prompt, on a terminal shown as it is unmasked"
-    )
-    p.add_argument("--model", required=True, help="a Hugging Face folder")
-    p.add_argument("--prompts", help="a .jsonl file of prompts")
-    p.add_argument("--out", help="where to write the answers; default: the terminal")
-    p.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
-    usual = SamplerConfig(block=0)
-    for name, text in SAMPLER.items():
-        flag, default = f"--{name.replace('_', '-')}", getattr(usual, name)
-        how = {"type": type(default), "default": default, "choices": CHOICES.get(name)}
-        how = {"action": "store_true"} if default is False else how
-        p.add_argument(flag, help=f"{text} (default: %(default)s)", **how)
-    p.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    p.add_argument(
-        "--stop-ids",
-        type=lambda text: tuple(int(t) for t in text.split(",") if t),
-        help="token ids, comma-separated; default: the model's",
-    )
-    kinds = ["bfloat16", "float32"]
-    p.add_argument("--dtype", choices=kinds, default=kinds[0], help="of computation")
-    kinds = pallas_kernels.CHOICES
-    p.add_argument("--kernels", choices=kinds, default="auto", help="docs/kernels.md")
-    p.add_argument("--model-parallel", type=int, default=1, help="devices per copy")
-    return p
+def defaults() -> ml_collections.ConfigDict:
+    """Returns the configuration where no file is named: every device has all weights."""
+    tree = config.default()
+    tree.sampler.max_new = 256
+    tree.mesh.update({"data": -1, "fsdp": 1})
+    return tree
+
+
+def help_text() -> str:
+    """Returns what --help prints."""
+    leaves = config.flat(dataclasses.asdict(config.freeze(defaults())))
+    options = {"PROMPT": "one prompt, on a terminal shown as it is unmasked"}
+    for name, (key, text) in SHORT.items():
+        default = "DIR" if name == "model" else leaves[key]
+        options[f"--{name}={default}"] = f"{text} (--config.{key})"
+    options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT}
+    options["--config=FILE[:PRESET]"] = CONFIG
+    used = {
+        key: value
+        for key, value in leaves.items()
+        if key.startswith(USED) and not key.startswith(UNUSED)
+    }
+    heading = "Every key that has an effect here, and its default:"
+    return config.usage(__doc__, options, heading, used)
+
+
+# ---- The command line --------------------------------------------------------------------
+
+
+def spelled_out(argv: list[str]) -> list[str]:
+    """Returns the arguments with each short flag as the key that it stands for.
+
+    Raises ValueError for a flag of former times, naming its key.
+    """
+    words = []
+    for i, arg in enumerate(argv):
+        if arg == "--":  # what follows is no flag
+            return words + argv[i:]
+        name, equals, value = arg.partition("=")
+        name = name.removeprefix("--") if arg.startswith("--") else ""
+        if name in MOVED:
+            raise ValueError(f"--{name} is now --config.{MOVED[name]}")
+        if name in SHORT:
+            arg = f"--config.{SHORT[name][0]}{equals}{value}"
+        words.append(arg)
+    # A file is read before its keys are changed, wherever it stands.
+    return sorted(words, key=lambda word: not word.startswith("--config="))
+
+
+def parsed(argv: list[str]):
+    """Returns (the prompt or None, absl's flags: prompts, out and config).
+
+    Raises ValueError as `config.parse` does, and for no or two sources of prompts.
+    """
+    words = ["generate", *spelled_out(argv)]
+    config.check_overrides(words)  # before they are defined as flags
+    values = (
+        flags.FlagValues()
+    )  # not absl's global ones: tests call this again and again
+    values.set_gnu_getopt()  # flags may follow the prompt
+    flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
+    flags.DEFINE_string("out", None, OUT, flag_values=values)
+    given = {"help_string": CONFIG, "flag_values": values, "sys_argv": words}
+    if any(re.match("--?config(=|$)", word) for word in words):
+        config_flags.DEFINE_config_file("config", None, **given)
+    else:
+        config_flags.DEFINE_config_dict("config", defaults(), **given)
+    prompts = config.parse(words, values, arguments=1)
+    if bool(prompts) == (values.prompts is not None):
+        raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    return (prompts[0] if prompts else None), values
+
+
+# ---- Prompts in --------------------------------------------------------------------------
 
 
 def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
@@ -94,56 +148,64 @@ def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
     Raises ValueError naming the record that has none of these fields, and the one
     whose ids are not a list of ids below `vocab`.
     """
-    rows = data.records(path)
-
-    def ids(row):
-        if "prompt_ids" in row:
-            given = row["prompt_ids"]
-            given = given if isinstance(given, list) else []
-            if not given or not all(t in range(vocab) for t in given):
-                raise ValueError(
-                    f"prompt_ids must be one or more ids in 0..{vocab - 1}"
-                )
-            return given
-        if tok is None:
-            raise ValueError("the model has no tokenizer, so each needs prompt_ids")
-        if "messages" in row:
-            return data.render(tok, row["messages"])
-        if asked := {"prompt", "question"} & row.keys():
-            return data.render(tok, [{"role": "user", "content": row[min(asked)]}])
-        raise ValueError(
-            f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
-        )
-
-    out = []
+    rows, prompts = data.records(path), []
     for number, row in enumerate(rows, 1):
         with data.of_record(path, number):
-            out.append(ids(row))
-    return out, rows
+            prompts.append(prompt_ids(row, tok, vocab))
+    return prompts, rows
+
+
+def prompt_ids(row: dict, tok, vocab: int) -> list[int]:
+    """Returns the ids of a line's prompt; raises ValueError where there is none."""
+    if "prompt_ids" in row:
+        given = row["prompt_ids"]
+        given = given if isinstance(given, list) else []
+        if not given or not all(t in range(vocab) for t in given):
+            raise ValueError(f"prompt_ids must be one or more ids in 0..{vocab - 1}")
+        return given
+    if tok is None:
+        raise ValueError("the model has no tokenizer, so each needs prompt_ids")
+    if "messages" in row:
+        return data.render(tok, row["messages"])
+    if asked := {"prompt", "question"} & row.keys():
+        return turn(tok, row[min(asked)])
+    raise ValueError(
+        f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
+    )
+
+
+def turn(tok, text: str) -> list[int]:
+    """Returns the ids of a conversation of one turn, the user's."""
+    return data.render(tok, [{"role": "user", "content": text}])
 
 
 def load_tokenizer(path: str):
     """Returns the folder's tokenizer, or None where it has none."""
+    if not os.path.isdir(path):
+        return None
     if any(name.startswith("tokenizer") for name in os.listdir(path)):
         return data.tokenizer(path)
     return None
 
 
-def stream(answerer, params, prompt: list[int], args, *, cfg, tok):
-    """Prints one canvas as it fills, then its answer."""
+# ---- Answers out -------------------------------------------------------------------------
+
+
+def show(stream, prompt: list[int], cfg: SamplerConfig, tok):
+    """Prints one canvas as it fills, then its answer.
+
+    stream: an answerer's, but for the prompts and `watch`.
+    """
     first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
 
-    def show(_, start, answer):
+    def watch(_, start, answer):
         text = "".join(
             "░" if answer.step_T[i] == FAR else tok.decode([answer.tokens_T[i]])
             for i in range(first, min(start + cfg.block, first + cfg.max_new))
         )
         print(clear + text, flush=True)
 
-    key, watch = jax.random.key(args.seed), show if clear else None
-    ((_, answer),) = answerer.stream(
-        params, [prompt], key, temperature=args.temperature, watch=watch
-    )
+    ((_, answer),) = stream([prompt], watch=watch if clear else None)
     tokens = answer.tokens_T[first : first + answer.len]
     print(clear + tok.decode(tokens, skip_special_tokens=True))
     print(
@@ -153,70 +215,82 @@ def stream(answerer, params, prompt: list[int], args, *, cfg, tok):
     )
 
 
-def main(argv=None):
+def in_order(stream):
+    """Yields a stream's (i, Answer i) in the order of the prompts, each when it can."""
+    waiting, due = {}, 0
+    for i, answer in stream:
+        waiting[i] = answer
+        while due in waiting:
+            yield due, waiting.pop(due)
+            due += 1
+
+
+def write(answered, prompts: list[list[int]], rows: list[dict], out: str | None, tok):
+    """Writes a line for each prompt as soon as it and those before it are answered.
+
+    answered: a stream of them. rows: the lines of the prompts file.
+    """
+    quiet = not sys.stderr.isatty()
+    shown = tqdm(answered, total=len(prompts), unit="prompt", disable=quiet)
+    with open(out, "w") if out else contextlib.nullcontext(sys.stdout) as file:
+        for i, answer in in_order(shown):
+            text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
+            line = {**answers.record(answer, prompts[i]), "text": text}
+            if "id" in rows[i]:
+                line["id"] = rows[i]["id"]
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+
+
+def main(argv: list[str] | None = None):
     """Parses the command line and answers."""
-    args = parser().parse_args(argv)
-    if (args.prompt is None) == (args.prompts is None):
-        raise ValueError("give either one prompt or --prompts=FILE.jsonl")
-    if args.out:
+    prompt, options = parsed(sys.argv[1:] if argv is None else argv)
+    tree, path = options.config, options.config.model.path
+    model_args = config.frozen(config.ModelArgs, tree.model, "model.")
+    axes = config.frozen(config.MeshConfig, tree.mesh, "mesh.")
+    cfg = config.frozen(SamplerConfig, tree.sampler, "sampler.")
+    if not path:
+        raise ValueError("--model=DIR is required: a Hugging Face folder")
+    if options.out:
         try:
-            open(args.out, "a").close()
+            open(options.out, "a").close()
         except OSError as error:
-            raise ValueError(f"--out={args.out}: {error.strerror}") from None
-    sharding.keep_compiled(config.RunConfig().compile_cache)
-    mesh = sharding.make_mesh(fsdp=1, data=-1, model=args.model_parallel)
+            raise ValueError(f"--out={options.out}: {error.strerror}") from None
+
+    # ---- The model, and the prompts as its tokens ----------------------------------------
+    sharding.keep_compiled(tree.run.compile_cache)
+    mesh = sharding.make_mesh(**dataclasses.asdict(axes))
     jax.set_mesh(mesh)
-    tok = load_tokenizer(args.model) if os.path.isdir(args.model) else None
-    model, params = hf.load(args.model, mesh=mesh, dtype=args.dtype, heads=("lm",))
-    block = args.block or model.block
-    model = dataclasses.replace(
-        model, dtype=args.dtype, block=block, kernels=args.kernels
-    )
-    stops = args.stop_ids
-    if stops is None:
-        stops = data.stop_ids(tok, model.eos_id)
-    told = {name: getattr(args, name) for name in SAMPLER} | {"block": block}
-    cfg = SamplerConfig(**told, max_new=args.max_new_tokens, stop_ids=stops)
-    if args.prompt is not None:
-        if tok is None:
-            raise ValueError(f"{args.model!r} has no tokenizer; use --prompts with ids")
-        prompts = [data.render(tok, [{"role": "user", "content": args.prompt}])]
+    tok = load_tokenizer(path)
+    model, params = hf.load(path, mesh=mesh, dtype=model_args.dtype, heads=("lm",))
+    block = cfg.block or model.block
+    model = dataclasses.replace(model_args.adapted(model), block=block, lora=None)
+    if prompt is None:
+        prompts, rows = read(options.prompts, tok, model.vocab)
+    elif tok is None:
+        raise ValueError(f"{path!r} has no tokenizer; use --prompts with ids")
     else:
-        prompts, rows = read(args.prompts, tok, model.vocab)
-    longest = max(map(len, prompts))
-    share = mesh.size // args.model_parallel
+        prompts = [turn(tok, prompt)]
+
+    # ---- A sampler as wide as they need --------------------------------------------------
+    longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
     cfg = dataclasses.replace(
         cfg,
+        block=block,
+        stop_ids=data.stop_ids(tok, model.eos_id, *cfg.stop_ids),
         max_prompt=-(-longest // block) * block,
-        rows=-(-min(args.rows, len(prompts)) // share) * share,
+        rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-    if args.prompt is not None:
-        stream(answerer, params, prompts[0], args, cfg=cfg, tok=tok)
-        return
-    quiet = not sys.stderr.isatty()
-    key, done, written = jax.random.key(args.seed), {}, 0
-    with (
-        open(args.out, "w") if args.out else contextlib.nullcontext(sys.stdout) as out,
-        tqdm(total=len(prompts), unit="prompt", disable=quiet) as bar,
-    ):
-        stream_of = answerer.stream(params, prompts, key, temperature=args.temperature)
-        for i, answer in stream_of:
-            done[i] = answer
-            bar.update(1)
-            while written in done:  # in the order of the input
-                answer = done.pop(written)
-                text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
-                line = {**answers.record(answer, prompts[written]), "text": text}
-                if "id" in rows[written]:
-                    line["id"] = rows[written]["id"]
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
-                out.flush()
-                written += 1
+    key = jax.random.key(tree.seed)
+    stream = functools.partial(
+        answerer.stream, params, key=key, temperature=cfg.temperature
+    )
+    if prompt is None:
+        write(stream(prompts), prompts, rows, options.out, tok)
+    else:
+        show(stream, prompts[0], cfg, tok)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        config.fail(error)
+    config.entry(main, help_text())

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from dllm_jax import checks, config, data, generate, train
+from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOT_CONFIGS = {"from_yaml.py", "released.py"}  # one writes them, one is what they share
@@ -256,21 +257,28 @@ def test_help_of_train_lists_every_key():
     assert "--distributed" in told
 
 
-def test_help_of_generate_explains_every_flag():
-    for action in generate.parser()._actions:
-        assert action.help, action.dest
-    assert "terminal shown as it is unmasked" in generate.parser().format_help()
+def test_help_of_generate_lists_its_flags_and_keys():
+    told = generate.help_text()
+    for flag in (*generate.SHORT, "prompts", "out", "config"):
+        assert f"\n  --{flag}" in told
+    assert "terminal shown as it is unmasked" in told
+    for field in dataclasses.fields(SamplerConfig):
+        effect = field.name != "max_prompt"  # which is as long as the longest prompt
+        assert (f"\n  --config.sampler.{field.name}=" in told) == effect
+    assert "--config.rl." not in told
 
 
-def test_help_of_generate_runs():
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_help_runs(command):
     told = subprocess.run(
-        [sys.executable, "-m", "dllm_jax.generate", "--help"],
+        [sys.executable, "-m", f"dllm_jax.{command}", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert "--steps-per-block" in told
+    assert "\nFlags:\n" in told
+    assert "\n  --config.sampler.steps_per_block=0\n" in told
 
 
 def test_errors_of_the_user_end_in_one_line(capsys):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import generate, sharding
+from dllm_jax import config, generate, sharding
+from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROMPTS = [
@@ -49,10 +50,11 @@ def model(tmp_path_factory, make):
         head_dim=8,
         vocab_size=107,
     )
-    config = {"model_type": "sdar", "block_size": 4, "mask_token_id": 106}
-    config |= {"eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-6}
-    config |= {"rope_theta": 10000, "tie_word_embeddings": False} | make.SHAPE
-    (folder / "config.json").write_text(json.dumps(config))
+    raw = {"model_type": "sdar", "block_size": 4, "mask_token_id": 106}
+    # The mask token is never an answer: one ends by sampler.stop_ids alone.
+    raw |= {"eos_token_id": 106, "pad_token_id": 0, "rms_norm_eps": 1e-6}
+    raw |= {"rope_theta": 10000, "tie_word_embeddings": False} | make.SHAPE
+    (folder / "config.json").write_text(json.dumps(raw))
     weights = make.weights(np.random.default_rng(0))
     for name, x in weights.items():
         weights[name] = x if "norm" in name else 20 * x
@@ -82,7 +84,7 @@ def answers(lines) -> list:
 
 
 def test_lines_hold_the_answer_and_its_trace(ask):
-    lines = ask("--stop-ids=")
+    lines = ask()
     assert [line.get("id") for line in lines] == ["first", None, None]
     for line, row in zip(lines, PROMPTS, strict=True):
         assert line.keys() - {"id"} == {
@@ -117,20 +119,20 @@ def test_temperature_0_is_the_arg_max(ask):
 
 
 def test_stop_ids_end_an_answer(ask):
-    long = ask("--temperature=0", "--stop-ids=")[0]["response_ids"]
+    long = ask("--temperature=0")[0]["response_ids"]
     stop = long[3]
-    line = ask("--temperature=0", f"--stop-ids=0,{stop}")[0]
+    line = ask("--temperature=0", f"--config.sampler.stop_ids=0,{stop}")[0]
     assert line["response_ids"] == long[: long.index(stop) + 1]
     assert line["finished"] == "stop"
 
 
 def test_max_new_tokens(ask):
-    lines = ask("--stop-ids=", "--max-new-tokens=1")
+    lines = ask("--max-new-tokens=1")
     assert {len(line["response_ids"]) for line in lines} == {1}
 
 
 def test_strategies_and_steps(ask):
-    flags = ("--stop-ids=", "--temperature=0", "--max-new-tokens=9")
+    flags = ("--temperature=0", "--max-new-tokens=9")
     order = ask(*flags, "--strategy=sequential")[0]["step_map"]
     assert order == list(range(1, 10))
     order = ask(*flags, "--strategy=static", "--steps-per-block=2")[0]["step_map"]
@@ -139,7 +141,9 @@ def test_strategies_and_steps(ask):
     assert sorted(order[1:]) == [2, 2, 3, 3, 4, 4, 5, 5]
     dynamic = ask(*flags, "--strategy=dynamic", "--threshold=0.01")[0]
     assert max(dynamic["step_map"]) < 9
-    bounded = ask(*flags, "--strategy=entropy_bounded", "--entropy-bound=100")[0]
+    bounded = ask(
+        *flags, "--strategy=entropy_bounded", "--config.sampler.entropy_bound=100"
+    )[0]
     assert max(bounded["step_map"]) == 3  # a block at a step
     wide = ask(*flags, "--strategy=sequential", "--block=8", "--steps-per-block=4")[0]
     assert wide["step_map"] == [1, 1, 2, 2, 3, 4, 4, 5, 5]  # blocks begin at 8
@@ -148,40 +152,75 @@ def test_strategies_and_steps(ask):
 def test_every_flag_reaches_the_sampler(ask, monkeypatch):
     seen = {}
 
-    def sampler(*, model, cfg, mesh):
+    class Nobody:
+        def stream(self, params, prompts, **_):
+            return iter(())
+
+    def answerer(*, model, cfg, mesh):
         seen.update(dataclasses.asdict(cfg), dtype=model.dtype, mesh=dict(mesh.shape))
         seen["kernels"] = model.kernels
-        return lambda *args, **kwargs: iter(())
+        return Nobody()
 
-    monkeypatch.setattr(generate.rollout, "sampler", sampler)
+    monkeypatch.setattr(generate.answers, "answerer", answerer)
     ask("--dtype=bfloat16")
     defaults = dict(seen)
-    assert generate.parser().parse_args(["--model=x"]).block == 0  # the checkpoint's
+    assert defaults["block"] == 4  # the checkpoint's
     flags = {
         "--max-new-tokens=7": ("max_new", 7),
         "--block=8": ("block", 8),
         "--steps-per-block=3": ("steps_per_block", 3),
         "--strategy=static": ("strategy", "static"),
         "--threshold=0.7": ("threshold", 0.7),
-        "--entropy-bound=0.2": ("entropy_bound", 0.2),
         "--cache=prefix": ("cache", "prefix"),
-        "--horizon=5": ("horizon", 5),
-        "--target=random": ("target", "random"),
-        "--rank-temperature=0.3": ("rank_temperature", 0.3),
-        "--pad-penalty=2.5": ("pad_penalty", 2.5),
-        "--tempered-threshold": ("tempered_threshold", True),
         "--temperature=0.6": ("temperature", 0.6),
-        "--top-k=9": ("top_k", 9),
-        "--top-p=0.8": ("top_p", 0.8),
-        "--stop-ids=3,4": ("stop_ids", (3, 4)),
-        "--kernels=platform": ("kernels", "platform"),
         "--rows=4": ("rows", 4),  # 3 prompts on 4 devices
         "--dtype=float32": ("dtype", "float32"),
-        "--model-parallel=2": ("mesh", {"data": 4, "fsdp": 1, "model": 2}),
+        "--config.sampler.entropy_bound=0.2": ("entropy_bound", 0.2),
+        "--config.sampler.horizon=5": ("horizon", 5),
+        "--config.sampler.target=random": ("target", "random"),
+        "--config.sampler.rank_temperature=0.3": ("rank_temperature", 0.3),
+        "--config.sampler.pad_penalty=2.5": ("pad_penalty", 2.5),
+        "--config.sampler.tempered_threshold": ("tempered_threshold", True),
+        "--config.sampler.top_k=9": ("top_k", 9),
+        "--config.sampler.top_p=0.8": ("top_p", 0.8),
+        "--config.sampler.stop_ids=3,4": ("stop_ids", (106, 3, 4)),
+        "--config.model.kernels=platform": ("kernels", "platform"),
+        "--config.mesh.model=2": ("mesh", {"data": 4, "fsdp": 1, "model": 2}),
     }
     ask(*flags)
     for name, value in flags.values():
         assert seen[name] == value != defaults[name], name
+    seen.clear()
+    ask(*" ".join(flags).replace("=", " ").split())  # --flag value
+    for name, value in flags.values():
+        assert seen[name] == value, name
+
+
+def test_the_defaults_of_the_short_flags():
+    prompt, options = generate.parsed(["hello", "--model=DIR"])
+    assert prompt == "hello"
+    assert (options.prompts, options.out) == (None, None)
+    assert options.config.model.path == "DIR"
+    assert options.config.model.dtype == "bfloat16"
+    assert options.config.seed == 0
+    usual = dataclasses.replace(SamplerConfig(block=0), max_new=256)
+    assert config.frozen(SamplerConfig, options.config.sampler) == usual
+
+
+def test_a_config_file_may_be_named_anywhere_and_keys_go_behind_it():
+    file = f"--config={ROOT}/configs/smoke.py"
+    _, options = generate.parsed(["--rows=3", "1+2", file])
+    assert options.config.model.path == "examples/arithmetic/model"
+    assert (options.config.sampler.rows, options.config.sampler.max_new) == (3, 32)
+
+
+@pytest.mark.parametrize(("flag", "key"), generate.MOVED.items())
+def test_a_flag_of_former_times_is_refused_with_its_key(flag, key):
+    name = key.split(",")[0]
+    assert name in config.keys(config.default().to_dict())
+    for arg in (f"--{flag}", f"--{flag}=1"):
+        with pytest.raises(ValueError, match=f"^--{flag} is now --config.{key}$"):
+            generate.parsed(["--model=DIR", arg, "hello"])
 
 
 @pytest.mark.parametrize("cache", ["block", "none", "prefix", "dual"])
@@ -195,7 +234,7 @@ def test_a_prompt_is_shown_while_it_unmasks(
     (tmp_path / "config.json").write_text(json.dumps(told))
     make.tokenizer().save_pretrained(tmp_path)
     flags = [f"--model={tmp_path}", "--strategy=static", "--steps-per-block=2"]
-    flags += ["--temperature=0", f"--cache={cache}", "--stop-ids="]
+    flags += ["--temperature=0", f"--cache={cache}"]
     (line,) = ask(*flags, prompts=[{"prompt": "1+2"}])
     # Blocks of 4, 4 and 2 tokens, of which each step unmasks two; on the grid the prompt
     # ends one short of a block, and they are of 1, 4, 4 and 1 and what is not shown.
@@ -249,7 +288,7 @@ def test_bad_lines_are_named(ask, row, message):
         ask(prompts=[{"prompt_ids": [5]}, row])
 
 
-def test_bad_flags_are_named(ask, model, tmp_path, capsys):
+def test_bad_flags_are_named(ask, model, tmp_path):
     with pytest.raises(ValueError, match="either one prompt or --prompts"):
         generate.main([f"--model={model}"])
     with pytest.raises(ValueError, match="either one prompt or --prompts"):
@@ -267,7 +306,16 @@ def test_bad_flags_are_named(ask, model, tmp_path, capsys):
         ask("--temperature=-1")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         generate.main([f"--model={tmp_path}", "hello"])
-    for flag in ("--stop-ids=a", "--strategy=greedy", "--unknown=1"):
-        with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="^--model=DIR is required"):
+        generate.main(["hello"])
+    for flag, message in {
+        "--strategy=greedy": "sampler.strategy='greedy': choose from",
+        "--dtype=int8": "model.dtype='int8': choose from",
+        "--rows=many": "--config.sampler.rows=many",
+        "--unknown=1": "'unknown'",
+        "--config.sampler.treshold=1": "the nearest is 'sampler.threshold'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
             ask(flag)
-        assert flag.split("=")[0] in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown argument 'two'"):
+        ask("one", "two")
