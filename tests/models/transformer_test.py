@@ -296,6 +296,35 @@ def test_bfloat16_computes_near_its_f32_masters(tiny):
     assert np.abs(x - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_the_embeddings_gradient_is_summed_in_f32(tiny, master):
+    """Thousands of masks are one row's addends, of which bfloat16 soon adds no more."""
+    cfg, params = tiny
+    low = dataclasses.replace(cfg, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random((8, 1024)) < 0.9, cfg.mask_id, rng.integers(60, 65))
+    cotangent = jnp.asarray(1 + rng.normal(size=(8, 1024, cfg.d_model)), jnp.bfloat16)
+    params = params | {"embed": params["embed"].astype(master)}
+    rows, backward = jax.vjp(lambda p: transformer.embed(p, tokens, low), params)
+    assert rows.dtype == jnp.bfloat16
+    found = backward(cotangent)[0]["embed"]
+    assert found.dtype == master
+    exact = np.zeros(found.shape)
+    np.add.at(exact, tokens, np.asarray(cotangent, np.float64))
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=0.01)
+
+
+def test_in_f32_the_embeddings_gradient_is_the_plain_one(tiny):
+    cfg, params = tiny
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(60, 65, (8, 64))
+    cotangent = jnp.asarray(rng.normal(size=(8, 64, cfg.d_model)), jnp.float32)
+    rows, plain = jax.vjp(lambda table: table[tokens], params["embed"])
+    again, summed = jax.vjp(lambda p: transformer.embed(p, tokens, cfg), params)
+    np.testing.assert_array_equal(again, rows)
+    np.testing.assert_array_equal(summed(cotangent)[0]["embed"], plain(cotangent)[0])
+
+
 def test_frequencies_of_llama_3_1(tiny):
     scaling = 8.0, 1.0, 4.0, 64.0
     cfg = dataclasses.replace(tiny[0], head_dim=32, rope_theta=1e4)
