@@ -339,9 +339,15 @@ class Scheduler:
         if not rerun and 0 < request.prefix - filled < size:
             ragged = pool.share(request.page_names[-1])
         # One page or more: the answer's first block lies behind what can be shared.
-        fresh = pool.take(self.pages_due(request, request.prefix) - len(shared))
+        due = self.pages_due(request, request.prefix) - len(shared)
+        fresh = pool.take(due)
+        if fresh is None and ragged is not None:
+            # The page to copy may be the very one that is missing: then its blocks are
+            # run again.
+            pool.release([ragged])
+            ragged, fresh = None, pool.take(due)
         if fresh is None:
-            pool.release(shared if ragged is None else [*shared, ragged])
+            pool.release(shared)
             return None
         if ragged is not None:
             filled = request.prefix

@@ -263,11 +263,29 @@ sizes = st.fixed_dictionaries(
     sizes=sizes,
     shards=st.integers(1, 2),
     shift=st.integers(0, 1),
-    spare=st.integers(1, 12),
+    spare=st.integers(0, 12),
     seed=st.integers(0, 2**32 - 1),
     arrive=st.lists(st.integers(0, 4), min_size=ASKED, max_size=ASKED),
     cancelled=st.dictionaries(st.integers(1, 8), st.integers(0, ASKED - 1), max_size=4),
     watched=st.booleans(),
+)
+# The page to copy is the only one that could be given.
+@hypothesis.example(
+    sizes={
+        "block": 1,
+        "page": 2,
+        "prefill": 1,
+        "rows": 1,
+        "max_prompt": 1,
+        "max_new": 1,
+    },
+    shards=1,
+    shift=0,
+    spare=0,
+    seed=0,
+    arrive=[0] * ASKED,
+    cancelled={},
+    watched=False,
 )
 def test_every_row_reads_its_own_keys_and_every_request_is_answered_once(
     sizes, shards, shift, spare, seed, arrive, cancelled, watched

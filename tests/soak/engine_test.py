@@ -69,7 +69,7 @@ def defined(params, asked, key, *, model, cfg):
     settings=settings,
     shift=st.integers(0, 1),
     shards=st.sampled_from([1, 2]),
-    spare=st.integers(1, 20),
+    spare=st.integers(0, 20),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_engine_is_the_definition_under_any_settings(
