@@ -54,6 +54,7 @@ class ModelConfig:
     expert_ffw: int = 0  # an expert's inner width
     shared_experts: int = 0  # that every token visits: one feed-forward, as wide as all
     dense_layers: int = 0  # layers without experts, which come first
+    sparse_step: int = 1  # layer i has experts only where (i + 1) % sparse_step is 0
     router: str = "softmax"  # scores of the experts: softmax, sigmoid (moe.route)
     router_bias: bool = False  # added to the scores for the choice alone
     router_norm: bool = True  # a token's weights sum to one, before the scale
@@ -69,14 +70,31 @@ class ModelConfig:
     kernels: str = "auto"  # one of pallas_kernels.CHOICES
     lora: Lora | None = None  # then only its adapters (and value heads) are parameters
 
+    def __post_init__(self):
+        if self.dense_layers and self.sparse_step > 1:
+            raise ValueError("dense layers come first, or between others, but not both")
+
+    @property
+    def layer_numbers(self) -> dict[str, tuple[int, ...]]:
+        """Letter of a stack of layers -> the place of each in the tower, counted from 0.
+
+        Y are the dense layers of a tower with experts; L are all others.
+        """
+        step = self.sparse_step
+        last_of_step = range(self.dense_layers + step - 1, self.layers, step)
+        return {
+            "L": tuple(last_of_step),
+            "Y": tuple(i for i in range(self.layers) if i not in last_of_step),
+        }
+
     @property
     def sizes(self) -> dict[str, int]:
-        """Dimension letter of a parameter -> size; L counts the layers after the first."""
+        """Dimension letter of a parameter -> size; see `layer_numbers` for L and Y."""
         return {
             "V": self.vocab,
             "D": self.d_model,
-            "L": self.layers - self.dense_layers,
-            "Y": self.dense_layers,
+            "L": len(self.layer_numbers["L"]),
+            "Y": len(self.layer_numbers["Y"]),
             "N": self.heads,
             "K": self.kv_heads,
             "H": self.head_dim,

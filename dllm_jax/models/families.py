@@ -41,7 +41,12 @@ EXPERT_NAMES = {  # in the layers that have experts
     "layers.e_up": "model.layers.{}.mlp.experts.{}.up_proj.weight",
     "layers.e_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
-QWEN_MOE_NAMES = LLAMA_NAMES | EXPERT_NAMES
+DENSE_NAMES = {  # in the layers of the same tower that have none
+    key.replace("layers.", "first."): name
+    for key, name in LLAMA_NAMES.items()
+    if key.startswith("layers.")
+}
+QWEN_MOE_NAMES = LLAMA_NAMES | EXPERT_NAMES | DENSE_NAMES
 LLADA_NAMES = {  # those of OLMo, from whose code LLaDA's is made
     "embed": "model.transformer.wte.weight",
     "layers.attn_norm": "model.transformer.blocks.{}.attn_norm.weight",
@@ -110,13 +115,14 @@ LLAMA_FIELDS = DIFFUSION_FIELDS | {
     "tied": "tie_word_embeddings",
 }
 FAST_DLLM_FIELDS = LLAMA_FIELDS | {"block": "bd_size"}
-QWEN_MOE_FIELDS = LLAMA_FIELDS | {
+EXPERT_FIELDS = LLAMA_FIELDS | {
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
     "expert_ffw": "moe_intermediate_size",
     "router_norm": "norm_topk_prob",
 }
-LLADA2_FIELDS = QWEN_MOE_FIELDS | {
+QWEN_MOE_FIELDS = EXPERT_FIELDS | {"sparse_step": "decoder_sparse_step"}
+LLADA2_FIELDS = EXPERT_FIELDS | {
     "rotary": "partial_rotary_factor",
     "dense_layers": "first_k_dense_replace",
     "shared_experts": "num_shared_experts",
@@ -149,10 +155,7 @@ NEEDED = {
 # ---- Plain keys of config.json: absent, or the one value that we compute ---------------
 
 LLAMA_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-QWEN_MOE_PLAIN = LLAMA_PLAIN | {  # experts in every layer
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+QWEN_MOE_PLAIN = LLAMA_PLAIN | {"mlp_only_layers": []}
 LLADA2_PLAIN = LLAMA_PLAIN | {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -209,9 +212,9 @@ LLADA2 = Family(
 # assumed  values of fields of ModelConfig, for what config.json does not tell; what it
 #          tells comes first.
 # names    a name for every parameter that transformer.specs declares for such a model,
-#          and perhaps for more. Each {} stands for a leading dimension: a layer, counted
-#          through "first" and "layers", then an expert. Parameters that share a name
-#          follow each other in that tensor, in the order of the table.
+#          and perhaps for more. Each {} stands for a leading dimension: a layer, by its
+#          place in the tower, then an expert. Parameters that share a name follow each
+#          other in that tensor, in the order of the table.
 # fields   what config.json tells. An export writes DIFFUSION_FIELDS under these keys.
 # plain    keys that are refused when they say anything else.
 FAMILIES = {
@@ -387,6 +390,7 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
         ("router_groups", "experts", groups > 1 and cfg.experts % groups),
         ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
         ("router_best_groups", "router_groups", best_groups > groups),
+        ("sparse_step", "layers", not 1 <= cfg.sparse_step <= cfg.layers),
     ):
         if refused:
             raise ValueError(

@@ -125,12 +125,13 @@ def parameters(cfg: ModelConfig, heads):
     Parameters that share a name (q, k and v in one) follow each other in that tensor.
     """
     rows = collections.Counter()  # of each tensor, that parameters before have taken
+    layer_numbers = cfg.layer_numbers
     for path, spec, name in leaves(cfg, heads):
-        # Layers with experts are numbered after the dense ones.
-        offset = cfg.dense_layers if spec.dims[0] == "L" else 0
         stored = {}
         for index in np.ndindex(transformer.shape(spec, cfg)[: name.count("{}")]):
-            numbers = [i + offset if n == 0 else i for n, i in enumerate(index)]
+            numbers = list(index)
+            if numbers:
+                numbers[0] = layer_numbers[spec.dims[0]][index[0]]
             tensor = name.format(*numbers)
             stored[index] = Stored(tensor, rows[tensor])
             rows[tensor] += tensor_shape(spec, cfg, len(index))[0]

@@ -4,11 +4,12 @@ Pre-norm decoder of the Qwen3 / Llama line:
 
     x += Attn(RMSNorm(x))    x += SwiGLU(RMSNorm(x))
 
-The second half of a layer is one feed-forward, or many experts (moe.py), from the first
-layer on or after some dense ones. Positions are rotary, in the rotate-half convention;
-attention has grouped queries, and an optional RMS norm on each query and key head. Who
-sees whom is the `Mask`; nothing here is causal. The stored parameters may be f32 while
-computation is in `cfg.dtype`; norms' statistics and logits are f32.
+The second half of a layer is one feed-forward, or many experts (moe.py): from the first
+layer on, after some dense ones, or in the last of each group of layers. Positions are
+rotary, in the rotate-half convention; attention has grouped queries, and an optional RMS
+norm on each query and key head. Who sees whom is the `Mask`; nothing here is causal. The
+stored parameters may be f32 while computation is in `cfg.dtype`; norms' statistics and
+logits are f32.
 
 A named scope ("embed", "attention", "feed_forward", "experts", "final_norm", "head",
 "value_head") marks each part, so that a profile can be read. Scopes cost nothing: they
@@ -50,13 +51,13 @@ class Spec:
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
 
-    Keys: embed, norm, layers and, where the model has them, first (dense layers before
-    those with experts), head, value. With `cfg.lora` it is the tree of what is trained:
-    `lora.join` adds the frozen weights.
+    Keys: embed, norm, layers and, where the model has them, first (dense layers, which
+    come first in a tower with experts or in each group of its layers), head, value. With
+    `cfg.lora` it is the tree of what is trained: `lora.join` adds the frozen weights.
     """
     tree = {"embed": Spec("VD"), "norm": Spec("D", "ones")}
     tree["layers"] = stack(cfg, "L", experts=cfg.experts > 0)
-    if cfg.dense_layers:
+    if cfg.sizes["Y"]:
         tree["first"] = stack(cfg, "Y", experts=False)
     if "lm" in heads and not cfg.tied:
         tree["head"] = Spec("DV")
@@ -269,6 +270,22 @@ def trunk(
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     carry = x_BTD, (cache.k_LPOKH, cache.v_LPOKH) if paged else None
+    if cfg.sparse_step > 1:
+        carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
+    else:
+        carry, fresh, load = scan_stacks(layer, carry, params)
+    x_BTD, pages = carry
+    with jax.named_scope("final_norm"):
+        x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
+    return x_BTD, PagedKVCache(*pages) if paged else KVCache(*fresh), load
+
+
+def scan_stacks(layer, carry, params: Params):
+    """Returns (carry, keys and values of all layers, the load), one stack after the other.
+
+    layer: a function of lax.scan, from (carry, (a layer's parameters, its number)) to
+    (carry, (its keys and values or None, its load or None)).
+    """
     fresh, depth = [], 0
     for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
@@ -278,13 +295,45 @@ def trunk(
                 layer, carry, (params[name], numbers_L)
             )
             fresh.append(fresh_of_stack)
-    x_BTD, pages = carry
-    with jax.named_scope("final_norm"):
-        x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
-    if paged:
-        return x_BTD, PagedKVCache(*pages), load
-    k, v = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*fresh))
-    return x_BTD, KVCache(k, v), load
+    return carry, stacked(fresh), load
+
+
+def scan_groups(layer, carry, params: Params, step: int):
+    """Does what `scan_stacks` does, group after group: step - 1 dense layers, a sparse one.
+
+    Dense layers that fill no group come last. A group is compiled once, whatever the depth.
+    Only where there are such layers are the weights of `first` copied, to be divided.
+    """
+    groups = len(params["layers"]["attn_norm"])
+    dense = groups * (step - 1)  # of the dense layers, those in groups
+    depth = groups * step  # where the dense layers behind the groups begin
+
+    def group(carry, inputs):
+        first, last, numbers = inputs
+        carry, (fresh, _) = jax.lax.scan(layer, carry, (first, numbers[:-1]))
+        carry, (fresh_of_last, load) = layer(carry, (last, numbers[-1]))
+        fresh_of_last = jax.tree.map(lambda x: x[None], fresh_of_last)
+        return carry, (stacked([fresh, fresh_of_last]), load)
+
+    grouped = jax.tree.map(
+        lambda x: x[:dense].reshape(groups, step - 1, *x.shape[1:]), params["first"]
+    )
+    numbers = jnp.arange(depth).reshape(groups, step)
+    carry, (fresh, load) = jax.lax.scan(
+        group, carry, (grouped, params["layers"], numbers)
+    )
+    fresh = [jax.tree.map(lambda x: x.reshape(depth, *x.shape[2:]), fresh)]
+    behind = jax.tree.map(lambda x: x[dense:], params["first"])
+    if count := len(behind["attn_norm"]):
+        numbers = jnp.arange(depth, depth + count)
+        carry, (fresh_behind, _) = jax.lax.scan(layer, carry, (behind, numbers))
+        fresh.append(fresh_behind)
+    return carry, stacked(fresh), load
+
+
+def stacked(fresh: list):
+    """Returns keys and values of several stacks of layers as those of one, or None."""
+    return jax.tree.map(lambda *x: x[0] if len(x) == 1 else jnp.concatenate(x), *fresh)
 
 
 def layer_of(cache: KVCache | None, number):

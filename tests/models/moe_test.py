@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from dllm_jax import sharding
 from dllm_jax.models import hf, mask, moe, transformer
@@ -40,6 +42,7 @@ SIGMOID = dataclasses.replace(
     dense_layers=1,
     rotary=0.5,
 )
+STEPPED = dataclasses.replace(SOFTMAX, layers=5, sparse_step=2)  # d e d e d
 EITHER = pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=lambda cfg: cfg.router)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -239,3 +242,148 @@ def test_only_the_first_dimensions_of_a_head_turn():
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
     np.testing.assert_allclose(turned[..., :4], transformer.rope(x[..., :4], angle))
     assert np.abs(turned - x)[..., :4].min() > 0
+
+
+# ---- Experts in every other layer ----------------------------------------------------
+
+STEPS = pytest.mark.parametrize("step, layers", [(2, 4), (3, 5), (3, 3)])
+
+
+def qwen_moe(folder, step: int, layers: int) -> dict[str, np.ndarray]:
+    """Writes a checkpoint of SDAR-MoE's names with random numbers; returns its tensors."""
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 28}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    told = {"model_type": "sdar_moe", "num_hidden_layers": layers, "mask_token_id": 36}
+    told |= {"decoder_sparse_step": step, "block_size": 4, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(sizes | told))
+    shapes = {"model.embed_tokens": (37, 16), "lm_head": (37, 16), "model.norm": (16,)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        shapes |= {
+            at + "input_layernorm": (16,),
+            at + "post_attention_layernorm": (16,),
+        }
+        shapes |= {at + f"self_attn.{x}_norm": (8,) for x in "qk"}
+        shapes |= {at + "self_attn.q_proj": (32, 16), at + "self_attn.o_proj": (16, 32)}
+        shapes |= {at + f"self_attn.{x}_proj": (16, 16) for x in "kv"}
+        width, parts = 28, [at + "mlp."]
+        if (i + 1) % step == 0:
+            width, parts = 12, [f"{at}mlp.experts.{e}." for e in range(6)]
+            shapes |= {at + "mlp.gate": (6, 16)}
+        for part in parts:
+            shapes |= {part + f"{x}_proj": (width, 16) for x in ("gate", "up")}
+            shapes |= {part + "down_proj": (16, width)}
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"{name}.weight": (len(shape) == 1) + rng.normal(0, 0.3, shape).astype("f4")
+        for name, shape in shapes.items()
+    }
+    safetensors.numpy.save_file(tensors, folder / hf.SINGLE, metadata={"format": "pt"})
+    return tensors
+
+
+def by_layers(tensors, tokens_T, step: int, layers: int) -> np.ndarray:
+    """Returns the logits [T, V] of `qwen_moe`, layer by layer and token by token."""
+    T = len(tokens_T)
+    angle = np.arange(T)[:, None, None] / 1e4 ** (np.arange(4) / 4)
+    sees = np.arange(T)[:, None] // 4 >= np.arange(T) // 4
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * tensors[name]
+
+    def turn(x):
+        a, b = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def softmax(x):
+        x = np.exp(x - x.max(-1, keepdims=True))
+        return x / x.sum(-1, keepdims=True)
+
+    def ffw(h, at):
+        gate, up, down = (
+            tensors[f"{at}{x}_proj.weight"] for x in ("gate", "up", "down")
+        )
+        return (gate @ h / (1 + np.exp(-gate @ h)) * (up @ h)) @ down.T
+
+    x = tensors["model.embed_tokens.weight"][tokens_T].astype(np.float64)
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        attn, h = at + "self_attn.", norm(x, at + "input_layernorm.weight")
+        q, k, v = (
+            (h @ tensors[f"{attn}{name}_proj.weight"].T).reshape(T, -1, 8)
+            for name in "qkv"
+        )
+        q = turn(norm(q, attn + "q_norm.weight"))
+        k = turn(norm(k, attn + "k_norm.weight"))
+        k, v = (np.repeat(y, 2, axis=1) for y in (k, v))
+        scores = np.where(sees, np.einsum("tnh,snh->nts", q, k) / np.sqrt(8), -np.inf)
+        mixed = np.einsum("nts,snh->tnh", softmax(scores), v).reshape(T, -1)
+        x = x + mixed @ tensors[attn + "o_proj.weight"].T
+        h = norm(x, at + "post_attention_layernorm.weight")
+        for t in range(T):
+            if (i + 1) % step:
+                x[t] += ffw(h[t], at + "mlp.")
+                continue
+            score = softmax(tensors[at + "mlp.gate.weight"] @ h[t])
+            best = np.argsort(score)[-2:]
+            for e in best:
+                y = ffw(h[t], f"{at}mlp.experts.{e}.")
+                x[t] += score[e] / score[best].sum() * y
+    return norm(x, "model.norm.weight") @ tensors["lm_head.weight"].T
+
+
+@STEPS
+def test_experts_in_every_so_many_layers(step, layers, tmp_path):
+    """In, through the tower against a loop over layers, and out."""
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    tensors = qwen_moe(origin, step, layers)
+    cfg, params = hf.load(origin)
+    sparse = layers // step
+    assert params["layers"]["e_up"].shape == (sparse, 6, 16, 12)
+    assert params["first"]["w_up"].shape == (layers - sparse, 16, 28)
+    assert cfg.sizes["L"] == sparse and cfg.sizes["Y"] == layers - sparse
+    tokens = np.arange(12) * 7 % 36
+    found, load, grads = run(params, tokens[None], cfg)
+    want = by_layers(tensors, tokens, step, layers)
+    np.testing.assert_allclose(found[0][:, :36], want[:, :36], **NEAR)
+    assert load.count_E.shape == (sparse, 6)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
+
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    again = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)
+    assert again.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(again[name], x)
+
+
+def test_the_cache_of_groups_is_in_the_order_of_the_layers():
+    params = weights(STEPPED)
+    x = transformer.embed(params, np.arange(16)[None], STEPPED)
+    pos = jnp.arange(16)[None]
+    trunk = jit(transformer.trunk, static_argnums=4)
+    whole, *_ = trunk(params, x, pos, mask.block(pos, 8), STEPPED)
+    seen = mask.block(pos[:, :8], 8)
+    _, kept, _ = trunk(params, x[:, :8], pos[:, :8], seen, STEPPED)
+    assert kept.k_LBSKH.shape == (5, 1, 8, 2, 8)
+    seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
+    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, STEPPED, kept)
+    np.testing.assert_allclose(again, whole[:, 8:], atol=2e-5)
+
+
+def test_a_program_of_groups_does_not_grow_with_the_depth():
+    def equations(layers):
+        cfg = dataclasses.replace(STEPPED, layers=layers)
+        pos = jnp.arange(4)[None]
+        shapes = jax.tree.map(
+            lambda spec: jnp.zeros(transformer.shape(spec, cfg)), transformer.specs(cfg)
+        )
+        x = jnp.zeros((1, 4, cfg.d_model))
+        traced = jax.make_jaxpr(transformer.trunk, static_argnums=4)(
+            shapes, x, pos, mask.block(pos, 4), cfg
+        )
+        return str(traced).count(" = ")
+
+    assert equations(5) == equations(11)

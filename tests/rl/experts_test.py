@@ -74,3 +74,23 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
         assert float(metrics[name]) == pytest.approx(float(x), rel=1e-4)
     assert metrics["expert_max_load"] > 1
     assert metrics.keys() > {"value_expert_aux_loss", "value_expert_max_load"}
+
+
+def test_an_update_where_some_layers_are_dense_is_the_same_on_a_mesh(sampled):
+    _, trace = sampled
+    cfg = dataclasses.replace(moe_test.STEPPED, kv_heads=4, block=common.BLOCK)
+    cfg = dataclasses.replace(cfg, remat="full")
+    value = jnp.linspace(-1, 1, cfg.d_model)
+    params = moe_test.weights(cfg) | {"value": value}
+    # The answers are another model's: their log-probs are made this one's.
+    batch, source = common.cut(trace, cfg, common.CUT)
+    plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+    out = common.score({"policy": params}, batch, model=cfg, plans=plans)["policy"]
+    trace = trace.replace(logp_BT=source.scatter(out["logp"], trace.step_BT.shape))
+    alone, *_ = common.on_mesh((1, 1, 1), cfg, params, trace)
+    spread, states, _ = common.on_mesh((2, 2, 2), cfg, params, trace)
+    for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
+        common.check_equal(ours, single)
+    for name in ("first", "layers"):
+        moved = states["policy"].params[name]["wq"] - params[name]["wq"]
+        assert (np.abs(moved).max(axis=(1, 2, 3)) > 0).all()  # of every layer

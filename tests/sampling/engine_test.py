@@ -177,6 +177,19 @@ def test_the_engine_is_the_definition(
     empty_again(made)
 
 
+def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
+    sparse = {"experts": 4, "experts_per_token": 2, "expert_ffw": 12}
+    model = dataclasses.replace(tiny[0], layers=3, sparse_step=2, **sparse)
+    params = jax.tree.map(
+        lambda x: x if (x == 1).all() else 8 * x,  # norms stay
+        transformer.init(KEY, model),
+    )
+    want = defined((model, params), CFG, ASKED[:6])
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, ASKED[:6])
+    answers_as(made, params, want)
+
+
 def test_too_few_pages_for_one_row_are_refused(tiny):
     cfg = dataclasses.replace(CFG, pages=4)
     with pytest.raises(ValueError, match=r"sampler.pages=4 .*set it to 5 or more"):
