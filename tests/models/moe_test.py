@@ -15,48 +15,10 @@ from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
+from tests.models.common import SIGMOID, SOFTMAX, STEPPED, jit, weights
 
 NEAR = {"atol": 1e-4, "rtol": 0}
-SOFTMAX = ModelConfig(
-    vocab=37,
-    d_model=16,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffw=28,
-    experts=8,
-    experts_per_token=3,
-    expert_ffw=12,
-    mask_id=36,
-    dtype="float32",
-)
-SIGMOID = dataclasses.replace(
-    SOFTMAX,
-    router="sigmoid",
-    router_bias=True,
-    router_scale=2.5,
-    router_groups=4,
-    router_best_groups=2,
-    shared_experts=2,
-    dense_layers=1,
-    rotary=0.5,
-)
-STEPPED = dataclasses.replace(SOFTMAX, layers=5, sparse_step=2)  # d e d e d
 EITHER = pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=lambda cfg: cfg.router)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.cache
-def weights(cfg: ModelConfig) -> dict:
-    """Returns random parameters, in which biases are not zero either."""
-    rng = np.random.default_rng(0)
-
-    def one(spec):
-        noise = rng.normal(size=transformer.shape(spec, cfg))
-        return jnp.asarray(1 + 0.2 * noise if spec.init == "ones" else 0.4 * noise)
-
-    return jax.tree.map(one, transformer.specs(cfg))
 
 
 def first(cfg: ModelConfig) -> dict:
@@ -91,7 +53,7 @@ def test_experts_are_a_loop_over_tokens(cfg, norm):
     p = jax.tree.map(np.asarray, first(cfg))
     h = np.random.default_rng(1).normal(size=(2, 9, cfg.d_model)).astype(np.float32)
     real = np.arange(9) < np.array([[9], [4]])
-    found, load = ffw(h, p, real, cfg=cfg)
+    y, load = ffw(h, p, real, cfg=cfg)
     count = np.zeros(cfg.experts)
     for b, t in np.ndindex(2, 9):
         bias = p.get("router_bias", np.zeros(cfg.experts))
@@ -101,7 +63,7 @@ def test_experts_are_a_loop_over_tokens(cfg, norm):
             gate, up = h[b, t] @ p["e_gate"][i], h[b, t] @ p["e_up"][i]
             want += w * ((gate / (1 + np.exp(-gate)) * up) @ p["e_down"][i])
             count[i] += real[b, t]
-        np.testing.assert_allclose(found[b, t], want, **NEAR)
+        np.testing.assert_allclose(y[b, t], want, **NEAR)
     np.testing.assert_array_equal(load.count_E, count)
     assert load.tokens == real.sum()
     assert float(load.prob_E.sum()) == pytest.approx(real.sum(), rel=1e-5)
@@ -122,10 +84,10 @@ def test_balance_by_hand():
         prob_E=jnp.array([[1.0, 1, 1, 1], [2, 1, 0.5, 0.5]]),
         tokens=jnp.array([4.0, 4.0]),
     )
-    told = moe.balance(load, experts_per_token=2)
+    metrics = moe.balance(load, experts_per_token=2)
     # f = (1/2, ...), P = (1/4, ...): 4 x 4/8 = 2.  f = (1, 1, 0, 0): 4 x (1/2 + 1/4) = 3.
-    assert float(told["expert_aux_loss"]) == pytest.approx((2 + 3) / 2)
-    assert float(told["expert_max_load"]) == pytest.approx((1 + 2) / 2)
+    assert float(metrics["expert_aux_loss"]) == pytest.approx((2 + 3) / 2)
+    assert float(metrics["expert_max_load"]) == pytest.approx((1 + 2) / 2)
 
 
 # ---- In the tower --------------------------------------------------------------------
@@ -153,11 +115,11 @@ def test_logits_and_routing_of_the_reference(block):
     cfg, params = hf.load(reader.checkpoint("sdar_moe"))
     g = reader.tensors("sdar_moe/forward/goldens.safetensors")
     tokens = g["input_ids"][None]
-    found, load, _ = run(params, tokens, dataclasses.replace(cfg, block=block))
+    logits, load, _ = run(params, tokens, dataclasses.replace(cfg, block=block))
     keep = np.arange(cfg.vocab) != cfg.mask_id
     want = g[f"logits_bs{block}"]
-    np.testing.assert_allclose(found[0][:, keep], want[:, keep], **NEAR)
-    assert (np.asarray(found)[..., cfg.mask_id] == NEVER).all()
+    np.testing.assert_allclose(logits[0][:, keep], want[:, keep], **NEAR)
+    assert (np.asarray(logits)[..., cfg.mask_id] == NEVER).all()
     router = g[f"router_logits_bs{block}"]
     prob = np.asarray(jax.nn.softmax(router, axis=-1)).sum(axis=1)
     np.testing.assert_allclose(load.prob_E, prob, **NEAR)
@@ -171,10 +133,10 @@ def test_logits_and_routing_of_the_reference(block):
 def test_logits_of_llada2(block):
     cfg, params = hf.load(reader.checkpoint("llada2"))
     g = reader.tensors("llada2/forward/goldens.safetensors")
-    found, _, _ = run(params, g["input_ids"], dataclasses.replace(cfg, block=block))
+    logits, _, _ = run(params, g["input_ids"], dataclasses.replace(cfg, block=block))
     keep = np.arange(cfg.vocab) != cfg.mask_id
     want = g[f"logits_bs{block}"]
-    np.testing.assert_allclose(found[..., keep], want[..., keep], **NEAR)
+    np.testing.assert_allclose(logits[..., keep], want[..., keep], **NEAR)
 
 
 MESHES = [  # what `model` splits: the experts, their width, nothing
@@ -226,13 +188,13 @@ def test_dense_layers_come_first_and_share_the_cache():
     x = transformer.embed(params, np.arange(16)[None], SIGMOID)
     pos = jnp.arange(16)[None]
     trunk = jit(transformer.trunk, static_argnums=4)
-    whole, *_ = trunk(params, x, pos, mask.block(pos, 8), SIGMOID)
+    at_once, *_ = trunk(params, x, pos, mask.block(pos, 8), SIGMOID)
     seen = mask.block(pos[:, :8], 8)
-    _, kept, _ = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
-    assert kept.k_LBSKH.shape == (3, 1, 8, 2, 8)
+    _, cache, _ = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
+    assert cache.k_LBSKH.shape == (3, 1, 8, 2, 8)
     seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
-    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, kept)
-    np.testing.assert_allclose(again, whole[:, 8:], atol=2e-5)
+    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, cache)
+    np.testing.assert_allclose(again, at_once[:, 8:], atol=2e-5)
 
 
 def test_only_the_first_dimensions_of_a_head_turn():

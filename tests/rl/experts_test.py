@@ -12,16 +12,16 @@ from dllm_jax.models import mask, moe, transformer
 from dllm_jax.rl import learner, views
 from dllm_jax.rl.config import OptimConfig
 from dllm_jax.sampling import denoise
-from tests.models import moe_test
+from tests.models import common as small
 from tests.rl import common
 
-CFG = dataclasses.replace(moe_test.SIGMOID, kv_heads=4, block=common.BLOCK)
+CFG = dataclasses.replace(small.SIGMOID, kv_heads=4, block=common.BLOCK)
 
 
 @pytest.fixture(scope="module")
 def sampled():
     """Returns (params with a value head, a host trace)."""
-    weights = moe_test.weights(CFG)
+    weights = small.weights(CFG)
     params = weights | {"value": jnp.linspace(-1, 1, CFG.d_model)}
     prompt_BT = jax.random.randint(jax.random.key(6), (common.N, 10), 7, CFG.mask_id)
     len_B = jnp.arange(common.N) % 10 + 1
@@ -63,7 +63,7 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
         micro = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, batch)
         seen = mask.packed(micro.begin_BT, micro.end_BT, micro.group_BT)
         x_BTD = transformer.embed(params, micro.tokens_BT, CFG)
-        load = moe_test.jit(transformer.trunk, static_argnums=4)(
+        load = small.jit(transformer.trunk, static_argnums=4)(
             params, x_BTD, micro.pos_BT, seen, CFG
         )[2]
         assert load.tokens[0] == np.sum(
@@ -78,10 +78,10 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
 
 def test_an_update_where_some_layers_are_dense_is_the_same_on_a_mesh(sampled):
     _, trace = sampled
-    cfg = dataclasses.replace(moe_test.STEPPED, kv_heads=4, block=common.BLOCK)
+    cfg = dataclasses.replace(small.STEPPED, kv_heads=4, block=common.BLOCK)
     cfg = dataclasses.replace(cfg, remat="full")
     value = jnp.linspace(-1, 1, cfg.d_model)
-    params = moe_test.weights(cfg) | {"value": value}
+    params = small.weights(cfg) | {"value": value}
     # The answers are another model's: their log-probs are made this one's.
     batch, source = common.cut(trace, cfg, common.CUT)
     plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
