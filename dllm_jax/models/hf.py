@@ -288,7 +288,7 @@ def read_parameter(
     )
 
     @functools.cache  # a part that several devices hold is read once
-    def part(index):
+    def values_at(index):
         ranges = [range(size)[i] for size, i in zip(shape, index, strict=True)]
         values = np.zeros([len(numbers) for numbers in ranges], dtype)
         if missing:
@@ -303,7 +303,7 @@ def read_parameter(
         return values
 
     placed = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
-    return jax.make_array_from_callback(shape, placed, part)
+    return jax.make_array_from_callback(shape, placed, values_at)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -425,7 +425,7 @@ def tensor_of(name: str, sources, tensors: Tensors, cfg: ModelConfig) -> np.ndar
     x = np.concatenate(
         [
             to_file(
-                np.asarray(sharding.fetch(pick(leaf, index) if index else leaf)),
+                np.asarray(sharding.fetch(unstacked(leaf, index) if index else leaf)),
                 spec,
                 cfg,
             )
@@ -436,7 +436,7 @@ def tensor_of(name: str, sources, tensors: Tensors, cfg: ModelConfig) -> np.ndar
 
 
 @jax.jit
-def pick(leaf, index):
+def unstacked(leaf, index):
     """Returns one tensor's worth of a parameter."""
     return leaf[index]
 

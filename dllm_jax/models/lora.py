@@ -89,16 +89,18 @@ def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:
 def merge(params: dict) -> dict:
     """Returns parameters with every adapter added to its weight; sums are f32."""
 
-    @jax.jit
-    def one(x):
-        delta = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
-            x.a.astype(jnp.float32), x.b.astype(jnp.float32)
-        )
-        return (x.w.astype(jnp.float32) + x.scale * delta).astype(x.w.dtype)
-
     def is_adapted(x):
         return isinstance(x, Adapted)
 
     return jax.tree.map(
-        lambda x: one(x) if is_adapted(x) else x, params, is_leaf=is_adapted
+        lambda x: merged(x) if is_adapted(x) else x, params, is_leaf=is_adapted
     )
+
+
+@jax.jit
+def merged(x: Adapted):
+    """Returns W + scale A B of every layer, in the dtype of W."""
+    delta = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
+        x.a.astype(jnp.float32), x.b.astype(jnp.float32)
+    )
+    return (x.w.astype(jnp.float32) + x.scale * delta).astype(x.w.dtype)
