@@ -35,8 +35,8 @@ FIRST_SHARD, *_, LAST_SHARD = sorted(set(SHARDS.values()))
 
 def files(folder: pathlib.Path) -> dict[str, bytes]:
     """Returns every file below a folder."""
-    found = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+    every_file = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in every_file}
 
 
 def same(a, b) -> bool:
@@ -50,11 +50,11 @@ def variant(folder, *, origin=TIED, config=(), tensors=(), drop=()) -> pathlib.P
     """Writes a copy of a one-file checkpoint with other fields and tensors."""
     shutil.copytree(origin, folder)
     raw = json.loads((folder / "config.json").read_text()) | dict(config)
-    told = {name: value for name, value in raw.items() if name not in drop}
-    (folder / "config.json").write_text(json.dumps(told))
-    held = safetensors.numpy.load_file(folder / hf.SINGLE) | dict(tensors)
-    held = {name: x for name, x in held.items() if name not in drop}
-    safetensors.numpy.save_file(held, folder / hf.SINGLE, metadata={"format": "pt"})
+    raw = {name: value for name, value in raw.items() if name not in drop}
+    (folder / "config.json").write_text(json.dumps(raw))
+    stored = safetensors.numpy.load_file(folder / hf.SINGLE) | dict(tensors)
+    stored = {name: x for name, x in stored.items() if name not in drop}
+    safetensors.numpy.save_file(stored, folder / hf.SINGLE, metadata={"format": "pt"})
     return folder
 
 
@@ -97,8 +97,8 @@ def test_everything_but_weights_is_copied(tmp_path):
 
 
 def test_f32_masters_of_bfloat16_weights(tmp_path):
-    held = safetensors.numpy.load_file(TIED / hf.SINGLE)
-    low = {name: x.astype(ml_dtypes.bfloat16) for name, x in held.items()}
+    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    low = {name: x.astype(ml_dtypes.bfloat16) for name, x in stored.items()}
     origin = variant(tmp_path / "origin", tensors=low)
     cfg, params = hf.load(origin)
     assert cfg.dtype == "bfloat16"
@@ -112,8 +112,8 @@ def test_f32_masters_of_bfloat16_weights(tmp_path):
 
 def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
-    held = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
-    low = {name: held.astype(ml_dtypes.bfloat16)}
+    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
+    low = {name: stored.astype(ml_dtypes.bfloat16)}
     origin = variant(tmp_path / "origin", tensors=low)
     cfg, params = hf.load(origin)
     assert params["layers"]["w_up"].dtype == jnp.float32
@@ -124,8 +124,8 @@ def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
 def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
     embed = safetensors.numpy.load_file(TIED / hf.SINGLE)["model.embed_tokens.weight"]
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
-    more = {"lm_head.weight": embed} | tables
-    origin = variant(tmp_path / "origin", tensors=more)
+    both = {"lm_head.weight": embed} | tables
+    origin = variant(tmp_path / "origin", tensors=both)
     cfg, params = hf.load(origin)
     assert "head" not in params
     params["embed"] = params["embed"] + 1
@@ -138,7 +138,7 @@ def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
 
 def test_merged_experts_are_the_same_model(tmp_path):
     plain = ORIGINS["llada2"]
-    held = safetensors.numpy.load_file(plain / hf.SINGLE)
+    stored = safetensors.numpy.load_file(plain / hf.SINGLE)
     cfg = hf.read_config(plain)
     merged, parts = {}, []
     for layer, kind in itertools.product(
@@ -146,7 +146,7 @@ def test_merged_experts_are_the_same_model(tmp_path):
     ):
         stem = f"model.layers.{layer}.mlp.experts"
         names = [f"{stem}.{i}.{kind}_proj.weight" for i in range(cfg.experts)]
-        merged[f"{stem}.{kind}_proj"] = np.stack([held[name] for name in names])
+        merged[f"{stem}.{kind}_proj"] = np.stack([stored[name] for name in names])
         parts += names
     kind = {"model_type": "llada2_moe_veomni"}
     origin = variant(
@@ -159,17 +159,17 @@ def test_merged_experts_are_the_same_model(tmp_path):
 
 
 def test_a_fused_projection_is_query_key_value_in_this_order():
-    held = safetensors.numpy.load_file(ORIGINS["llada2"] / hf.SINGLE)
+    stored = safetensors.numpy.load_file(ORIGINS["llada2"] / hf.SINGLE)
     cfg, params = hf.load(ORIGINS["llada2"])
     stacks = {"first": cfg.dense_layers, "layers": cfg.layers - cfg.dense_layers}
     places = [(stack, i) for stack, count in stacks.items() for i in range(count)]
     for layer, (stack, i) in enumerate(places):
         name = f"model.layers.{layer}.attention.query_key_value.weight"
-        rows = held[name].reshape(-1, cfg.head_dim, cfg.d_model)
+        rows = stored[name].reshape(-1, cfg.head_dim, cfg.d_model)
         q, k, v = np.split(rows, [cfg.heads, cfg.heads + cfg.kv_heads])
-        for part, want in zip(("wq", "wk", "wv"), (q, k, v), strict=True):
-            found = params[stack][part][i]
-            np.testing.assert_array_equal(found, want.transpose(2, 0, 1))
+        for weight, want in zip(("wq", "wk", "wv"), (q, k, v), strict=True):
+            loaded = params[stack][weight][i]
+            np.testing.assert_array_equal(loaded, want.transpose(2, 0, 1))
 
 
 # ---- Heads ---------------------------------------------------------------------------
@@ -308,21 +308,21 @@ hf.save(out, cfg, params, like=origin)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    rest = [str(SDAR), str(tmp_path / "out")]
+    folders = [str(SDAR), str(tmp_path / "out")]
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", script, port, str(me), *rest],
+            [sys.executable, "-c", script, port, str(me), *folders],
             stderr=subprocess.PIPE,
             text=True,
         )
         for me in range(2)
     ]
     try:
-        told = [run.communicate(timeout=120)[1] for run in runs]
+        errors = [run.communicate(timeout=120)[1] for run in runs]
     finally:
         for run in runs:
             run.kill()
-    assert [run.returncode for run in runs] == [0, 0], told
+    assert [run.returncode for run in runs] == [0, 0], errors
     assert files(tmp_path / "out") == files(SDAR)
 
 
@@ -378,7 +378,7 @@ def test_export_refuses_to_destroy(tmp_path):
 
 def test_fields_of_the_reference():
     cfg, _ = hf.load(SDAR)
-    told = TOLD["sdar"]
+    raw = TOLD["sdar"]
     keys = {
         "d_model": "hidden_size",
         "head_dim": "head_dim",
@@ -390,8 +390,8 @@ def test_fields_of_the_reference():
         "norm_eps": "rms_norm_eps",
         "tied": "tie_word_embeddings",
     }
-    assert "pad_token_id" not in told
-    assert {x: getattr(cfg, x) for x in keys} == {x: told[keys[x]] for x in keys}
+    assert "pad_token_id" not in raw
+    assert {x: getattr(cfg, x) for x in keys} == {x: raw[keys[x]] for x in keys}
     assert cfg.qk_norm
     assert not cfg.qkv_bias
 
@@ -429,8 +429,8 @@ def test_released_configs(name, tmp_path):
 
 
 def test_every_family_is_documented():
-    told = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [name for name in families.FAMILIES if f"`{name}`" not in told] == []
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in families.FAMILIES if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -442,15 +442,15 @@ def test_every_family_is_documented():
     ],
 )
 def test_fields_of_full_attention(family, dream, kv_heads, layers):
-    cfg, told = hf.read_config(ORIGINS[family]), TOLD[family]
+    cfg, raw = hf.read_config(ORIGINS[family]), TOLD[family]
     wanted = {
-        "vocab": told["embedding_size" if "embedding_size" in told else "vocab_size"],
-        "mask_id": told["mask_token_id"],
-        "pad_id": told["pad_token_id"],
-        "rope_theta": told["rope_theta"],
-        "norm_eps": told["rms_norm_eps"],
-        "kv_heads": told[kv_heads],
-        "layers": told[layers],
+        "vocab": raw["embedding_size" if "embedding_size" in raw else "vocab_size"],
+        "mask_id": raw["mask_token_id"],
+        "pad_id": raw["pad_token_id"],
+        "rope_theta": raw["rope_theta"],
+        "norm_eps": raw["rms_norm_eps"],
+        "kv_heads": raw[kv_heads],
+        "layers": raw[layers],
         "qkv_bias": dream,
         "shift": int(dream),
         "attention": "full",
@@ -528,8 +528,8 @@ def test_fast_dllm_is_a_qwen_that_fills_blocks(tmp_path, config, block):
 
 
 def test_a_llama_that_fills_blocks(tmp_path):
-    held = safetensors.numpy.load_file(TIED / hf.SINGLE)
-    norms = [name for name in held if "q_norm" in name or "k_norm" in name]
+    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    norms = [name for name in stored if "q_norm" in name or "k_norm" in name]
     origin = variant(tmp_path / "origin", config={"model_type": "llama"}, drop=norms)
     cfg, params = hf.load(origin)
     assert not {"q_norm", "k_norm"} & params["layers"].keys()
@@ -570,9 +570,9 @@ def test_an_export_tells_what_training_made_of_a_model(family, tmp_path):
     hf.save(tmp_path / "out", made, params, like=origin)
     assert hf.load(tmp_path / "out")[0] == made != cfg
     was = json.loads((origin / "config.json").read_text())
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
     keys = {"attention_pattern", "logit_shift", "block_size", "mask_token_id"}
-    assert {key: x for key, x in told.items() if key not in keys} == {
+    assert {key: x for key, x in raw.items() if key not in keys} == {
         key: x for key, x in was.items() if key not in keys
     }
     hf.save(tmp_path / "again", made, params, like=tmp_path / "out")
@@ -618,7 +618,7 @@ def test_adaptations_refused(kind, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, held",
+    "name, content",
     [
         ("added_tokens.json", {"<|MASK|>": 77}),
         ("tokenizer.json", {"added_tokens": [{"content": "[MASK]", "id": 77}]}),
@@ -628,9 +628,9 @@ def test_adaptations_refused(kind, message, tmp_path):
         ),
     ],
 )
-def test_mask_token_of_the_tokenizer(tmp_path, name, held):
+def test_mask_token_of_the_tokenizer(tmp_path, name, content):
     folder = variant(tmp_path / "model", drop=["mask_token_id"])
-    (folder / name).write_text(json.dumps(held))
+    (folder / name).write_text(json.dumps(content))
     assert hf.read_config(folder).mask_id == 77
 
 
@@ -708,6 +708,11 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group"
         ("llada2", {"use_qkv_bias": True}, "use_qkv_bias=True is not supported"),
         ("llada2", GROUPS | {"topk_group": 5}, "topk_group=5 .* with n_group=4"),
         ("llada2", GROUPS | {"n_group": 3}, "n_group=3 does not go with num_experts=8"),
+        (
+            "llada2",
+            GROUPS | {"n_group": None},
+            "topk_group=2 does not go with n_group=1",
+        ),
         (
             "dream",
             FOUR_HEADS | {"num_key_value_heads": 3},

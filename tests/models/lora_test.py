@@ -112,13 +112,13 @@ def one_update(cfg, base, trained, batch, mesh):
             learner.update, model=cfg, plans=plans, cfg=ObjectiveConfig()
         )
         batch = sharding.place_rows(batch, mesh, axis=1)
-        step, told = jit(step), []
+        step, losses = jit(step), []
         new, metrics = step({"policy": state}, batch, base)
         states = new
         for _ in range(8):
-            states, more = step(states, batch, base)
-            told.append(float(more["loss"]))
-    return state, new["policy"], jax.device_get(metrics) | {"later": told}
+            states, metrics_of_step = step(states, batch, base)
+            losses.append(float(metrics_of_step["loss"]))
+    return state, new["policy"], jax.device_get(metrics) | {"later": losses}
 
 
 def test_an_update_trains_the_adapters_alone_on_every_mesh(adapted):
