@@ -166,7 +166,14 @@ def steps(value, key, raw) -> Row:
             f"{key}={value} cannot be shared out among the blocks of rollout.block_size="
             f"{block} in rollout.max_gen_length={new}; set it to a multiple of their number"
         )
-    return Row(leaves={"sampler.steps_per_block": each})
+    leaves = {"sampler.steps_per_block": each}
+    if raw.get("model.model_base", raw.get("model_base")) != "dream":
+        return Row(leaves=leaves)
+    why = (
+        "their Dream unmasks a block's first token alone and shares the others out by a "
+        "time grid; here every step takes its share of the block"
+    )
+    return Row(leaves=leaves, why=why, same=False)
 
 
 def as_trained(value, key, raw) -> Row:

@@ -455,6 +455,14 @@ def test_presets_sample_as_the_files_do(name, preset, tmp_path):
         assert sampler[key] == told[key], key
 
 
+@pytest.mark.parametrize(("base", "same"), [("dream", False), ("llada", True)])
+def test_dreams_steps_are_shared_out_by_another_rule(base, same, tmp_path):
+    content = but(FILES["rl_dream"], f"model.model_base: {base}")
+    raw = from_yaml.read(written(tmp_path, "x", content))
+    reason = from_yaml.translate(raw)[1].get("rollout.steps", "")
+    assert reason.startswith("NOT THE SAME: their Dream") == (not same)
+
+
 def test_steps_that_blocks_cannot_share_are_named(tmp_path):
     path = written(tmp_path, "x", but(dream, "rollout.steps: 1000"))
     with pytest.raises(ValueError, match="rollout.steps=1000 cannot be .* a multiple"):
