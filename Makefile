@@ -43,10 +43,11 @@ train: $(INSTALLED) ## Train with TraceRL; the default runs on two CPU cores
 	.venv/bin/python -m dllm_jax.train --config=configs/tracerl.py $(ARGS)
 
 test: $(INSTALLED) ## Run the tests; needs no accelerator
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	    $(ARGS)
 
 soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short takes ten minutes
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile -m property \
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m property \
 	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) tests tests/soak $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware

@@ -31,6 +31,21 @@ def pytest_configure(config):
     config.pluginmanager.register(properties, "properties")
 
 
+# The files that take longest, in that order: with two workers, one that begins last
+# leaves the other idle.
+LONG = ("train", "policy", "learner", "engine", "attention", "denoise", "reference")
+
+
+def pytest_collection_modifyitems(items):
+    """Lets the long files begin first."""
+
+    def rank(item):
+        name = item.path.stem.removesuffix("_test")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Drops a file's programs with it: each maps memory, of which Linux limits the count.
