@@ -15,7 +15,8 @@ from dllm_jax import checks, config, data, generate, train
 from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOT_CONFIGS = {"from_yaml.py", "released.py"}  # one writes them, one is what they share
+# The translator, its keys, and what presets share.
+NOT_CONFIGS = {"from_yaml.py", "dllm_rl.py", "released.py"}
 FILES = [
     p for p in sorted((ROOT / "configs").glob("*.py")) if p.name not in NOT_CONFIGS
 ]
@@ -150,17 +151,17 @@ def test_an_unknown_flag_is_named_with_the_nearest(arg, nearest):
 
 
 def test_known_flags_pass():
-    config.check_overrides(
-        [
-            "train",
-            "--config=configs/tracerl.py:trado-4b",
-            "--config.rl.group=8",
-            "--config.mesh.fsdp",
-            "-1",
-            "--noconfig.data.shuffle",
-            "--distributed",
-        ]
-    )
+    flags = [
+        "--config=configs/tracerl.py:trado-4b",
+        "--config.rl.group=8",
+        "--config.mesh.fsdp",
+        "-1",
+        "--noconfig.data.shuffle",
+        "--distributed",
+    ]
+    assert config.check_overrides(["train", *flags]) is None
+    with pytest.raises(ValueError, match="unknown config key 'rl.groups'"):
+        config.check_overrides(["train", *flags, "--config.rl.groups=8"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,10 @@ def test_the_block_is_the_checkpoints_own_unless_told(told, block, steps, tmp_pa
 
 
 def test_a_group_of_one_is_fine_without_the_z_score():
-    config.freeze(changed(rl__group=1, rl__advantage="none", rl__prompts=4))
+    cfg = config.freeze(changed(rl__group=1, rl__advantage="none", rl__prompts=4))
+    assert (cfg.rl.group, cfg.rl.advantage) == (1, "none")
+    with pytest.raises(ValueError, match="compares at least"):
+        config.freeze(changed(rl__group=1, rl__prompts=4))
 
 
 def test_help_of_train_lists_every_key():
