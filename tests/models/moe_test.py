@@ -185,15 +185,20 @@ def test_dense_layers_come_first_and_share_the_cache():
     assert params["first"]["w_up"].shape == (1, 16, 28)
     assert params["layers"]["w_up"].shape == (2, 16, 24)
     assert not {"router", "e_up"} & params["first"].keys()
-    x = transformer.embed(params, np.arange(16)[None], SIGMOID)
+    check_cache(params, SIGMOID)
+
+
+def check_cache(params, cfg):
+    """Asserts that half a row beside the other half's cache is what it is in the whole."""
+    x = transformer.embed(params, np.arange(16)[None], cfg)
     pos = jnp.arange(16)[None]
     trunk = jit(transformer.trunk, static_argnums=4)
-    at_once, *_ = trunk(params, x, pos, mask.block(pos, 8), SIGMOID)
+    at_once, *_ = trunk(params, x, pos, mask.block(pos, 8), cfg)
     seen = mask.block(pos[:, :8], 8)
-    _, cache, _ = trunk(params, x[:, :8], pos[:, :8], seen, SIGMOID)
-    assert cache.k_LBSKH.shape == (3, 1, 8, 2, 8)
+    _, cache, _ = trunk(params, x[:, :8], pos[:, :8], seen, cfg)
+    assert cache.k_LBSKH.shape == (cfg.layers, 1, 8, cfg.kv_heads, cfg.head_dim)
     seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
-    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, SIGMOID, cache)
+    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, cfg, cache)
     np.testing.assert_allclose(again, at_once[:, 8:], atol=2e-5)
 
 
@@ -322,17 +327,7 @@ def test_experts_in_every_so_many_layers(step, layers, tmp_path):
 
 
 def test_the_cache_of_groups_is_in_the_order_of_the_layers():
-    params = weights(STEPPED)
-    x = transformer.embed(params, np.arange(16)[None], STEPPED)
-    pos = jnp.arange(16)[None]
-    trunk = jit(transformer.trunk, static_argnums=4)
-    whole, *_ = trunk(params, x, pos, mask.block(pos, 8), STEPPED)
-    seen = mask.block(pos[:, :8], 8)
-    _, kept, _ = trunk(params, x[:, :8], pos[:, :8], seen, STEPPED)
-    assert kept.k_LBSKH.shape == (5, 1, 8, 2, 8)
-    seen = mask.beside(mask.block(pos[:, 8:], 8), jnp.ones((1, 8), bool))
-    again, *_ = trunk(params, x[:, 8:], pos[:, 8:], seen, STEPPED, kept)
-    np.testing.assert_allclose(again, whole[:, 8:], atol=2e-5)
+    check_cache(weights(STEPPED), STEPPED)
 
 
 def test_a_program_of_groups_does_not_grow_with_the_depth():

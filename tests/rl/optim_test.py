@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import optim
 from dllm_jax.rl.config import OptimConfig
 from tests.rl import dllm_rl
@@ -105,3 +107,18 @@ def test_without_decay_the_state_is_as_it_was():
         optax.masked(optax.scale(1.0), lambda params: {"norm": False}),
     ).init(params)
     assert jax.tree.structure(bare) == jax.tree.structure(plain)
+
+
+def test_every_bias_and_norm_of_a_tower_is_known_by_name():
+    cfg = ModelConfig(
+        qkv_bias=True, qk_norm=True, experts=4, dense_layers=1, router_bias=True
+    )
+    tree = transformer.specs(cfg, ("lm",))
+    names = {
+        path[-1].key: spec.init
+        for path, spec in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    assert {n for n, init in names.items() if init == "zeros"} == set(optim.BIASES)
+    assert {n for n, init in names.items() if init == "ones"} == {
+        n for n in names if "norm" in n
+    }
