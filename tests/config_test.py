@@ -6,13 +6,12 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from dllm_jax import checks, config, data, generate, train
 from dllm_jax.sampling.config import SamplerConfig
+from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The translator, its keys, and what presets share.
@@ -274,13 +273,9 @@ def test_help_of_generate_lists_its_flags_and_keys():
 
 @pytest.mark.parametrize("command", ["train", "eval", "generate"])
 def test_help_runs(command):
-    told = subprocess.run(
-        [sys.executable, "-m", f"dllm_jax.{command}", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    run = served.run(f"dllm_jax.{command}", ["--help"])
+    assert run.returncode == 0
+    told = run.stdout
     assert "\nFlags:\n" in told
     assert "\n  --config.sampler.steps_per_block=0\n" in told
 

@@ -3,8 +3,6 @@
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from dllm_jax import convert, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import hf
 from dllm_jax.rl.learner import TrainState
+from tests import served
 from tests.goldens import reader
 
 SDAR, TIED, VALUE = map(reader.checkpoint, ("sdar", "sdar_tied", "sdar_value"))
@@ -163,8 +162,7 @@ def test_what_is_refused(orbax, run, tmp_path):
 
 def test_command_line(tmp_path):
     def call(*argv):
-        command = [sys.executable, "-m", "dllm_jax.convert", *map(str, argv)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return served.run("dllm_jax.convert", [*map(str, argv)])
 
     told = call("to-hf", "--help")
     assert told.returncode == 0

@@ -1,28 +1,17 @@
 """Evaluation of the bundled model, as its command runs it."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from dllm_jax.rl import rollout
-
-ROOT = pathlib.Path(__file__).parents[1]
+from tests import served
 
 
 def run(*args, program="eval"):
     """Returns the finished command."""
-    return subprocess.run(
-        [sys.executable, "-m", f"dllm_jax.{program}", *args],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return served.run(f"dllm_jax.{program}", [*args])
 
 
 def test_pass_at_k_by_hand():

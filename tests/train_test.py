@@ -2,13 +2,10 @@
 
 import functools
 import json
-import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import convert, metrics
+from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
@@ -26,15 +24,11 @@ FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_le
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
     """Returns a function that starts a run; all runs share what one has compiled."""
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-    }
     cache = tmp_path_factory.getbasetemp() / "compiled"
 
     def start(
         folder, *overrides, file="smoke.py", devices=1, logged=False
-    ) -> subprocess.Popen:
+    ) -> served.Run:
         keys = [
             f"run.folder={folder}",
             f"rl.steps={STEPS}",
@@ -42,31 +36,26 @@ def command(tmp_path_factory):
             f"run.compile_cache={cache}",
             *overrides,
         ]
-        return subprocess.Popen(
-            [sys.executable, "-m", "dllm_jax.train", f"--config=configs/{file}"]
-            + [key if key.startswith("--") else f"--config.{key}" for key in keys],
-            cwd=ROOT,
-            env=env
-            | {
-                "XLA_FLAGS": FLAGS.format(devices),
-                "JAX_LOG_COMPILES": str(int(logged)),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        flags = [key if key.startswith("--") else f"--config.{key}" for key in keys]
+        return served.start(
+            "dllm_jax.train",
+            [f"--config=configs/{file}", *flags],
+            env={"XLA_FLAGS": FLAGS.format(devices)},
+            jax_enable_compilation_cache=True,
+            jax_log_compiles=logged,
         )
 
     return start
 
 
-def end(run: subprocess.Popen, code: int = 0) -> str:
+def end(run: served.Run, code: int = 0) -> str:
     """Returns what a run printed, once it has ended as it should."""
     told, _ = run.communicate(timeout=900)
     assert run.returncode == code, told
     return told
 
 
-def until(run: subprocess.Popen, *paths: pathlib.Path):
+def until(run: served.Run, *paths: pathlib.Path):
     """Waits for a run to write some files."""
     while not all(path.exists() for path in paths):
         if run.poll() is not None:
@@ -392,15 +381,10 @@ def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_pa
 
 
 def test_help_lists_every_key():
-    told = subprocess.run(
-        [sys.executable, "-m", "dllm_jax.train", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    run = served.run("dllm_jax.train", ["--help"])
+    assert run.returncode == 0
     for name in ("--config=FILE", "--config.rl.group=16", "--config.mesh.fsdp=-1"):
-        assert name in told
+        assert name in run.stdout
 
 
 @pytest.mark.parametrize(
@@ -416,13 +400,7 @@ def test_help_lists_every_key():
     ],
 )
 def test_bad_flags_end_in_one_line(args, message):
-    run = subprocess.run(
-        [sys.executable, "-m", "dllm_jax.train", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = served.run("dllm_jax.train", args)
     assert run.returncode == 2
     assert run.stdout == ""
     (line,) = run.stderr.strip().splitlines()

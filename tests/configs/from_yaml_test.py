@@ -1,8 +1,6 @@
 """dLLM-RL's YAML files, written from the facts about them, and what they become."""
 
 import copy
-import pathlib
-import subprocess
 import sys
 import types
 
@@ -11,8 +9,7 @@ import yaml
 
 from configs import from_yaml, tracerl
 from dllm_jax import config
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import served
 
 
 def but(base: dict, text: str) -> dict:
@@ -471,20 +468,11 @@ def test_steps_that_blocks_cannot_share_are_named(tmp_path):
 
 @pytest.mark.parametrize("module", ["configs.from_yaml", "dllm_jax.config"])
 def test_the_command(module, tmp_path):
-    def run(path):
-        return subprocess.run(
-            [sys.executable, "-m", module, path],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    done = run(written(tmp_path, "sft_trado"))
+    done = served.run(module, [written(tmp_path, "sft_trado")])
     assert frozen(done.stdout).method == "sft" and not done.stderr
     (tmp_path / "broken.yaml").write_text("a: ''b")
     for name, message in (("broken", "not YAML"), ("none", "there is no such file")):
-        done = run(str(tmp_path / f"{name}.yaml"))
+        done = served.run(module, [str(tmp_path / f"{name}.yaml")])
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: ") and message in done.stderr
         assert done.stderr.count("\n") == 1

@@ -1,0 +1,104 @@
+"""Commands run in processes forked from one that has imported what they import.
+
+Imports take longer than most of these commands. The server imports everything but the
+entries themselves and starts no backend, so that each command chooses its devices, and ends
+as a process of its own: with an exit code, by a signal, with what it wrote.
+"""
+
+import atexit
+import multiprocessing
+import os
+import pathlib
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+PRELOAD = [
+    *("dllm_jax.checkpoint", "dllm_jax.curves", "dllm_jax.metrics", "dllm_jax.config"),
+    *("dllm_jax.rl.budget", "dllm_jax.rl.heldout", "dllm_jax.rl.sources"),
+    *("matplotlib.pyplot", "orbax.checkpoint", "tests.served"),
+]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(PRELOAD)
+
+
+class Run:
+    """A command under way; its methods are those of subprocess.Popen."""
+
+    def __init__(
+        self, module: str, arguments: list[str], *, env, options, joined: bool
+    ):
+        self.folder = tempfile.TemporaryDirectory()
+        self.files = [pathlib.Path(self.folder.name, name) for name in ("out", "err")]
+        self.process = SERVER.Process(
+            target=command,
+            args=(module, arguments, env, options, *map(str, self.files), joined),
+        )
+        self.process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, minus the signal that ended it, or None."""
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None while it runs."""
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Returns what it has written, once it has ended: (out, err)."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.process), timeout)
+        return tuple(file.read_text() if file.exists() else "" for file in self.files)
+
+    def send_signal(self, number: int):
+        """Sends it a signal."""
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(module: str, arguments: list[str], env=None, joined=True, **options) -> Run:
+    """Returns `python -m module arguments...` under way.
+
+    env: changes to the environment, read when JAX starts its backend. options: of
+    jax.config, which is past reading the environment. joined: errors go where output goes.
+    """
+    return Run(module, arguments, env=env or {}, options=options, joined=joined)
+
+
+def run(module: str, arguments: list[str], env=None) -> subprocess.CompletedProcess:
+    """Returns the ended command, as subprocess.run does: returncode, stdout, stderr."""
+    ran = start(module, arguments, env, joined=False)
+    out, err = ran.communicate()
+    return subprocess.CompletedProcess(arguments, ran.returncode, out, err)
+
+
+def command(module, arguments, env, options, out: str, err: str, joined: bool):
+    """Runs the command in this process, as if the interpreter had begun with it."""
+    import jax
+
+    for number, path in ((1, out), (2, out if joined else err)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(ROOT)
+    os.environ.update(env)
+    for name, value in options.items():
+        jax.config.update(name, value)
+    sys.path.insert(0, str(ROOT))
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # what is imported and run is warned about
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()  # a fork ends without them
