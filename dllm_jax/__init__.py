@@ -42,12 +42,13 @@ that file's docstring says so, as in
 The floors. A room imports from its own and from lower floors; an entry also imports
 `config`, which assembles the configurations that the floors below declare:
 
-    5  config, train, eval, generate, convert
-    4  rl
-    3  sampling
-    2  models
-    1  pallas_kernels
-    0  checks, sharding, data, metrics, curves, memory, checkpoint
+    6  config, train, eval, generate, convert
+    5  rl
+    4  sampling
+    3  models
+    2  pallas_kernels
+    1  sharding, data, metrics, curves, memory, checkpoint
+    0  checks, exits
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 

@@ -22,7 +22,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import pallas_kernels
+from dllm_jax import exits, pallas_kernels
 from dllm_jax.checks import at_least, one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
@@ -293,7 +293,7 @@ EVERY_KEY = (
 
 
 def entry(main, help_text: str = "") -> None:
-    """Runs a command: --help, or `main`, of which a refusal ends in one line.
+    """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
 
     help_text: what --help prints; "" where `main` has a help of its own.
     """
@@ -304,6 +304,13 @@ def entry(main, help_text: str = "") -> None:
         main()
     except ValueError as error:
         fail(error)
+    except exits.CannotGoOn as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(exits.STUCK)
+    except exits.Stopped as stop:
+        if jax.process_index() == 0:
+            print(stop)
+        sys.exit(exits.STOPPED)
 
 
 def usage(
@@ -387,7 +394,7 @@ def fail(error: ValueError):
     if not {package, package.parent / "configs"} & set(raised_in.parents):
         raise error
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(exits.REFUSED)
 
 
 def main():

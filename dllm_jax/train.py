@@ -12,14 +12,12 @@ import dataclasses
 import functools
 import json
 import pathlib
-import signal
 import sys
 
 import jax
-import numpy as np
 from absl import flags, logging
 
-from dllm_jax import config, curves, memory, metrics, sharding
+from dllm_jax import config, curves, exits, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, heldout, learner, networks, noise, rollout, sources
@@ -32,13 +30,13 @@ RESUME = (
 
 
 def train(cfg: config.Config, resume: str = "auto") -> None:
-    """Runs to the last step, to SIGTERM, or to the first error of the user's.
+    """Runs to the last step, or to the first error of the user's.
 
     resume: as the flag says it. The same in every process; the first one alone writes and
-    prints.
+    prints. Raises exits.Stopped where SIGTERM or SIGINT came, once all is saved.
     """
     # ---- Where it runs ---------------------------------------------------------------
-    stopping = StopSignal()
+    stopping = exits.StopSignal(sharding.anywhere)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
@@ -174,8 +172,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     if main:
         curves.draw(metrics.history(folder), folder / "curves.png")
     if stopping():
-        say(f"stopped by a signal; start the same command again to go on in {folder}")
-        return
+        raise exits.Stopped(
+            f"stopped by a signal; start the same command again to go on in {folder}"
+        )
     if cfg.run.export:
         del base, reference, weights  # the export loads weights as precise as stored
         policy = states["policy"].params
@@ -223,27 +222,6 @@ def settings_of(cfg: config.Config, model: ModelConfig) -> sources.Settings:
         heldout_temperature=cfg.eval.temperature,
         model=model,
     )
-
-
-class StopSignal:
-    """True once SIGTERM or SIGINT has come; every process learns it at the same call."""
-
-    def __init__(self):
-        self.seen = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note)
-
-    def note(self, *_):
-        """Remembers the signal; a second one ends the program at once."""
-        if self.seen:
-            sys.exit(1)
-        self.seen = True
-
-    def __call__(self) -> bool:
-        """Returns whether to stop now."""
-        if jax.process_count() == 1:
-            return self.seen
-        return bool(np.any(sharding.everywhere(np.array([self.seen]))))
 
 
 def main():

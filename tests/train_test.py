@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import convert, metrics
+from dllm_jax import convert, exits, metrics
 from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -186,7 +186,7 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     run = command(folder, every)
     until(run, folder / "samples" / "step_000004.jsonl")  # in the middle of a step
     run.send_signal(signal.SIGTERM)
-    told = end(run)
+    told = end(run, exits.STOPPED)
     assert "stopped by a signal" in told
     newest = rows(folder)[-1]["step"]
     assert newest in (3, 4)
