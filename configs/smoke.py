@@ -16,7 +16,8 @@ def get_config():
     c.model.dtype = "float32"
     c.data.train = "examples/arithmetic/train.jsonl"
     c.data.heldout = "examples/arithmetic/heldout.jsonl"
-    c.sampler.update(max_prompt=16, max_new=32, rows=16)
+    # A small prefill: fewer programs to compile.
+    c.sampler.update(max_prompt=16, max_new=32, rows=16, prefill=4)
     c.batch.update(rows=8, tokens=128)
     c.rl.update(
         steps=4,

@@ -94,9 +94,11 @@ class SamplerConfig:
     def clean_windows(self, rows: int) -> tuple[int, ...]:
         """Returns how many clean windows beside `rows` rows a forward may be made for.
 
-        What half of the rows have just filled, what all have, and parts of prompts.
+        What half of the rows have just filled, what all have, and parts of prompts; of
+        these no more than all rows can wait for. Each number is a program to compile.
         """
-        prefill = -(-self.prefill // self.block)  # windows of prompts, at most
+        longest = self.max_prompt // self.block
+        prefill = min(-(-self.prefill // self.block), rows * longest)  # windows
         prompts = (prefill // 16, prefill // 4, prefill)
         return tuple(sorted({rows // 2, rows, *(rows + count for count in prompts)}))
 

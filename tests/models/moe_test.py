@@ -139,10 +139,9 @@ def test_logits_of_llada2(block):
     np.testing.assert_allclose(logits[..., keep], want[..., keep], **NEAR)
 
 
-MESHES = [  # what `model` splits: the experts, their width, nothing
-    ({"model": 2, "data": 4}, 8, ("model", None)),
+MESHES = [  # what `model` splits: the experts, or their width
+    ({"model": 2, "data": 2, "fsdp": 2}, 8, ("model", None)),
     ({"fsdp": 2, "model": 4}, 6, (None, "model")),
-    ({"fsdp": 8}, 8, (None, None)),
 ]
 
 

@@ -581,7 +581,7 @@ def on_mesh(tiny):
     return sample
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)], ids=str)
 def test_a_mesh_changes_nothing(on_mesh, sizes):
     alone, *_ = on_mesh((1, 1, 1))
     trace, params, arrays, program = on_mesh(sizes)

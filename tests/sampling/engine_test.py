@@ -222,9 +222,7 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     made.submit(**good)  # its index is free again
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)], ids=str
-)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
 def test_on_a_mesh(tiny, shape):
     model, params = tiny
     size = np.prod(shape)
