@@ -76,7 +76,7 @@ def room(folder, wanted: int = 0, *, first: bool = False):
 def free(folder) -> int:
     """Returns the bytes that are free where a folder is, or is to be."""
     place = pathlib.Path(folder).absolute()
-    while not place.exists():
+    while not place.is_dir():
         place = place.parent
     return shutil.disk_usage(place).free
 

@@ -139,6 +139,8 @@ def parsed(argv: list[str]):
     prompts = config.parse(words, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    if prompts and values.out:
+        raise ValueError("--out=FILE goes with --prompts=FILE.jsonl")
     return (prompts[0] if prompts else None), values
 
 
@@ -265,6 +267,7 @@ class Terminal:
     lines = ()
 
     def __init__(self, out: str | None):
+        self.path = out or "the terminal"
         self.file = open(out, "a") if out else sys.stdout  # noqa: SIM115
 
     def begin(self, total: int) -> None:
@@ -272,7 +275,9 @@ class Terminal:
 
     def add(self, line: dict) -> None:
         """Writes an answer."""
-        print(json.dumps(line, ensure_ascii=False), file=self.file, flush=True)
+        text = json.dumps(line, ensure_ascii=False)
+        with exits.room(self.path, len(text)):
+            print(text, file=self.file, flush=True)
 
 
 def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
@@ -281,11 +286,8 @@ def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
     Raises ValueError for a line that does not answer the prompt of its number.
     """
     for number, line in enumerate(sink.lines, 1):
-        asked = (
-            prompts[number - 1 : number],
-            [x.get("id") for x in rows[:number]][-1:],
-        )
-        if asked != ([line.get("prompt_ids")], [line.get("id")]) or number > len(rows):
+        known = number <= len(rows) and line.get("id") == rows[number - 1].get("id")
+        if not known or line.get("prompt_ids") != prompts[number - 1]:
             raise sink.foreign(number, f"it does not answer prompt {number}")
     return len(sink.lines)
 
@@ -313,10 +315,10 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
             line["id"] = rows[i]["id"]
         sink.add(line)
         done = i + 1
-    if done < len(prompts):
+    if done < len(prompts) and stop():
         raise exits.Stopped(
-            f"stopped by a signal after {done} of {len(prompts)} answers; with --out=FILE, "
-            "the same command goes on"
+            f"stopped by a signal after {done} of {len(prompts)} answers, which are in "
+            f"{sink.path}; with --out=FILE the same command goes on behind them"
         )
 
 
@@ -350,10 +352,11 @@ def answer(prompt: str | None, options, stop):
     tok = load_tokenizer(path)
     home = hf.find(path)
     hf.read_config(home)
-    sink = Terminal(options.out)
     if again(options.out):
         job = job_of(tree, home)
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
+    else:
+        sink = Terminal(options.out)
     model, params = hf.load(path, mesh=mesh, dtype=model_args.dtype, heads=("lm",))
     block = cfg.block or model.block
     model = dataclasses.replace(model_args.adapted(model), block=block, lora=None)

@@ -139,7 +139,7 @@ def test_a_job_goes_on_behind_its_last_answer(ask, tmp_path, cache, capsys):
 
 def test_a_finished_job_samples_nothing(ask, monkeypatch):
     whole = ask("--seed=1")
-    monkeypatch.setattr(generate.answers.Engine, "stream", None)
+    monkeypatch.setattr(generate.answers.Engine, "stream", lambda *_, **__: 1 / 0)
     assert ask("--seed=1", again="--nooverwrite") == whole
 
 
@@ -418,6 +418,8 @@ def test_bad_flags_are_named(ask, model, tmp_path):
         generate.main([f"--model={model}"])
     with pytest.raises(ValueError, match="either one prompt or --prompts"):
         ask("and a prompt")
+    with pytest.raises(ValueError, match="--out=FILE goes with --prompts=FILE"):
+        generate.main([f"--model={model}", "hello", "--out=x.jsonl"])
     with pytest.raises(ValueError, match="has no tokenizer; use --prompts"):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):
