@@ -43,13 +43,12 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
     cfg, model, tok = config.completed(cfg)
-    job = job_of(cfg, hf.marks(hf.find(cfg.model.path)))
-    sink = Answers(run.path / "eval.jsonl", job, overwrite=overwrite)
-    grader, answers_each = GRADERS[cfg.rl.reward], cfg.eval.answers
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
-    problems = problems[: cfg.eval.problems or None]
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
-    asked = [problem for problem in problems for _ in range(answers_each)]
+    sink = Answers(
+        run.path / "eval.jsonl",
+        job_of(cfg, hf.marks(hf.find(cfg.model.path))),
+        overwrite=overwrite,
+    )
+    asked = asked_of(cfg, tok, say)
     check_same(sink, asked)
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
@@ -67,32 +66,38 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         temperature=cfg.eval.temperature,
     )
     grade = functools.partial(
-        graded, grader=grader, truncated_wrong=cfg.rl.truncated_wrong, tok=tok
+        graded,
+        grader=GRADERS[cfg.rl.reward],
+        truncated_wrong=cfg.rl.truncated_wrong,
+        tok=tok,
     )
+    each = cfg.eval.answers
     with timer("eval"):
-        groups = missing(stream, asked, len(sink.lines), answers_each, stop)
-        records = list(sink.lines)
-        for first, trace in groups:
-            with timer("reward"):
-                more = grade(trace, asked, first, answers_each)
-            records += more
-            for record in more if run.writes else ():
-                sink.add(record)
-    if len(records) < len(asked):
-        raise exits.Stopped(
-            f"stopped by a signal after {len(records)} of {len(asked)} answers; start the "
-            f"same command again to go on in {run.path}"
-        )
+        groups = missing(stream, asked, len(sink.lines), each, stop)
+        records = grown(groups, sink, asked, each, grade, timer, writes=run.writes)
 
     # ---- What came out -----------------------------------------------------------------
-    rollouts = rollout.of_records(records)
-    scores = rollout.summary(rollouts) | rollout.passed(rollouts, answers_each)
-    scores |= {"problems": len(problems), "answers": answers_each, **timer.pop()}
+    scores = scores_of(records, each) | timer.pop()
     if run.writes:
         write(run.path / "eval.json", json.dumps(scores, indent=2) + "\n")
     for name, value in scores.items():
         say(f"{name:24s} {value:.4g}")
     return scores
+
+
+def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:
+    """Returns the problem of each answer; says how many of them are too long."""
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, GRADERS[cfg.rl.reward])
+    problems = problems[: cfg.eval.problems or None]
+    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    return [problem for problem in problems for _ in range(cfg.eval.answers)]
+
+
+def scores_of(records: list[dict], each: int) -> dict[str, float]:
+    """Returns what all answers say, `each` of them to a problem."""
+    rollouts = rollout.of_records(records)
+    scores = rollout.summary(rollouts) | rollout.passed(rollouts, each)
+    return scores | {"problems": len(records) // each, "answers": each}
 
 
 def job_of(cfg: config.Config, marks: dict) -> dict:
@@ -131,6 +136,27 @@ def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
             waiting = []
             if stop():
                 return
+
+
+def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool):
+    """Returns the records of all answers: those there, and what `missing` yields, graded.
+
+    writes: whether this process adds them to the file. Raises exits.Stopped where some are
+    missing still.
+    """
+    records = list(sink.lines)
+    for first, trace in groups:
+        with timer("reward"):
+            more = grade(trace, asked, first, each)
+        records += more
+        for record in more if writes else ():
+            sink.add(record)
+    if len(records) < len(asked):
+        raise exits.Stopped(
+            f"stopped by a signal after {len(records)} of {len(asked)} answers; start the "
+            f"same command again to go on in {sink.path.parent}"
+        )
+    return records
 
 
 def graded(
