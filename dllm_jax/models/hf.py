@@ -392,6 +392,8 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
                 partial / file if writing else None, names, sources, tensors, cfg
             )
         if writing:
+            for file in names_in:  # safetensors' are for the owner alone
+                shutil.copymode(partial / "config.json", partial / file)
             extend_index(partial, last_file, {name: sizes[name] for name in added})
             swap(partial, target)
 
@@ -487,8 +489,6 @@ def write_shard(
             shard[name] = x
     if file is not None:
         safetensors.numpy.save_file(shard, file, metadata={"format": "pt"})
-        # Its temporary file is for the owner alone; an export is for whom its config is.
-        shutil.copymode(file.with_name("config.json"), file)
     return sizes
 
 
