@@ -69,7 +69,7 @@ class Checkpoints:
         # Orbax tells every file that it touches, and of a save that fails 600 lines more;
         # what counts of these is raised.
         logging.set_verbosity(logging.FATAL)
-        sys.excepthook = report
+        sys.unraisablehook = report
         self.saving, self.wanted = None, 0  # the step, and its bytes
         self.manager = ocp.CheckpointManager(
             self.folder,
@@ -240,13 +240,13 @@ class Checkpoints:
         self.manager.close()
 
 
-def report(kind, error, trace, known=sys.excepthook) -> None:
+def report(unraisable, known=sys.unraisablehook) -> None:
     """Tells an error as before, but for what a failed save leaves behind in its threads.
 
     known: what told errors when this module was imported.
     """
-    if str(error) != "Event loop is closed":
-        known(kind, error, trace)
+    if str(unraisable.exc_value) != "Event loop is closed":
+        known(unraisable)
 
 
 def dotted(path) -> str:

@@ -306,7 +306,7 @@ noise = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)
 checkpoints.save(1, {"w": noise[:1000]}, {})
 checkpoints.wait()
 try:
-    checkpoints.save(2, {"w": noise}, {})
+    checkpoints.save(2, {str(i): noise for i in range(16)}, {})
     checkpoints.close()
 except exits.CannotGoOn as error:
     print(error)
@@ -320,7 +320,7 @@ def test_a_save_without_room_is_one_line_and_what_was_whole_stays(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     (line,) = run.stdout.splitlines()
-    assert line.startswith(f"{tmp_path}: no room: {4 * 2**20} bytes are wanted, ")
+    assert line.startswith(f"{tmp_path}: no room: {64 * 2**20} bytes are wanted, ")
     assert run.stderr == ""
     assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
     assert Checkpoints(tmp_path).restore(None)[2] == 1

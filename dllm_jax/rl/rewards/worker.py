@@ -29,6 +29,7 @@ import time
 MEMORY_BYTES = 2**30  # of the subprocess
 START_S = 120.0  # sympy's import is slow on a busy machine
 TRIES = 3  # of a start, and of a question in which the machine is at fault
+IDLE = 0.1  # of the time: who has thought less was stopped, or starved
 ORPHAN_S = 60  # a worker whose parent was killed stops thinking after so long
 
 
@@ -60,7 +61,7 @@ class Worker:
                 if reply:
                     return json.loads(reply)
                 self._stop()
-                if reply is None and thought > self.limit_s / 2:
+                if reply is None and thought > IDLE * self.limit_s:
                     self._start()  # imports while the caller goes on
                     raise TimeoutError
             if reply is None:
