@@ -9,23 +9,40 @@ stay out.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import pathlib
+import shutil
 import sys
 import zlib
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 from jax.experimental import multihost_utils
 
+from dllm_jax.exits import CannotGoOn, room, warn
+
 SUMS = "checksums.json"
+META = "meta/metadata"  # where Orbax puts the JSON
+# What a step's meta says of how its state and meta are laid out. A change of either is a
+# new number, and a row of MIGRATIONS.
+FORMAT = 1
 
 
-def check_resume(folder: pathlib.Path, resume: str):
-    """Raises ValueError where a run's folder of checkpoints is not what --resume asks for.
+def from_0(meta: dict) -> dict:
+    """Returns format 1 of a meta without a number: nothing else has changed."""
+    return meta | {"format": 1}
 
-    Makes nothing there: a folder is only made for a run that is known to fit.
+
+MIGRATIONS = {0: from_0}  # format: what makes the next one of its meta
+
+
+def check_resume(folder: pathlib.Path, resume: str) -> bool:
+    """Returns whether a run's folder of checkpoints holds any.
+
+    Makes nothing there. Raises ValueError where that is not what --resume asks for.
     """
     has_step = any(item.name.isdigit() for item in folder.glob("*"))
     if resume == "never" and has_step:
@@ -35,6 +52,7 @@ def check_resume(folder: pathlib.Path, resume: str):
         )
     if resume == "must" and not has_step:
         raise ValueError(f"--resume=must, but {folder.parent} has no checkpoint")
+    return has_step
 
 
 class Checkpoints:
@@ -48,7 +66,11 @@ class Checkpoints:
         self, folder, keep: int | None = 2, keep_every: int | None = None
     ) -> None:
         self.folder = pathlib.Path(folder).absolute()
-        self.saving = None
+        # Orbax tells every file that it touches, and of a save that fails 600 lines more;
+        # what counts of these is raised.
+        logging.set_verbosity(logging.FATAL)
+        sys.unraisablehook = report
+        self.saving, self.wanted = None, 0  # the step, and its bytes
         self.manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -90,12 +112,15 @@ class Checkpoints:
             warn(f"checkpoint {self.folder / str(later)} makes way for step {step}")
             self.manager.delete(later)
         self.saving = step
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave(meta)
-            ),
-        )
+        self.wanted = sum(x.nbytes for x in jax.tree.leaves(tree))
+        with self.written():
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(tree),
+                    meta=ocp.args.JsonSave(meta | {"format": FORMAT}),
+                ),
+            )
 
     def seal(self) -> None:
         """Writes the checksums of the step being saved; Orbax calls it in process 0.
@@ -112,7 +137,23 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Blocks until the last save is committed; raises what went wrong with it."""
-        self.manager.wait_until_finished()
+        with self.written():
+            self.manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def written(self):
+        """Raises exits.CannotGoOn where the step being saved finds no room on the disk.
+
+        What it has written goes: the steps before it are whole.
+        """
+        try:
+            with room(self.folder, self.wanted):
+                yield
+        except CannotGoOn:
+            if jax.process_index() == 0:
+                for folder in self.folder.glob(f"{self.saving}.*"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def restore(self, target, step: int | None = None):
         """Returns (tree, meta, step) of the newest whole checkpoint, or None without any.
@@ -123,8 +164,8 @@ class Checkpoints:
         step: that one and no other. A damaged checkpoint is reported and the one before
         it is taken.
 
-        Raises ValueError when none is whole, and when a tree does not have the target's
-        structure and shapes.
+        Raises CannotGoOn when none is whole, and ValueError when a tree does not have the
+        target's structure and shapes, or is of a newer format.
         """
         self.wait()
         steps = self.steps()
@@ -134,14 +175,48 @@ class Checkpoints:
         for number in candidates:
             if self.damaged(number):
                 continue
+            meta = self.meta(number)
             if target is not None:
                 stored = self.manager.item_metadata(number).state
                 path = self.folder / str(number)
                 alike(stored, target, f"{path} does not fit this configuration")
-            return *self.load(number, target), number
+            return self.load(number, target), meta, number
         if candidates:
-            raise ValueError(f"{self.folder}: no checkpoint of {candidates} is whole")
+            raise CannotGoOn(
+                f"{self.folder}: no checkpoint of {candidates} is whole; put a copy of one "
+                "back, or begin again with --resume=never and another run.folder"
+            )
         return None
+
+    def meta(self, step: int) -> dict:
+        """Returns a step's meta, as this version of the program writes it.
+
+        Raises ValueError where a newer one has written it.
+        """
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        meta = self.manager.restore(step, args=args).meta
+        if (number := meta.get("format", 0)) > FORMAT:
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} is of format {number}, which a newer "
+                f"dllm_jax has written; this one reads formats up to {FORMAT}"
+            )
+        while number < FORMAT:
+            meta = MIGRATIONS[number](meta)
+            number = meta["format"]
+        return {name: x for name, x in meta.items() if name != "format"}
+
+    def rows(self, last: int) -> dict[int, dict]:
+        """Returns the metrics of the steps up to `last`, as far as their metas tell."""
+        rows = {}
+        for folder in self.folder.iterdir():
+            if folder.name.isdigit() and int(folder.name) <= last:
+                # Not by Orbax, which fails for what is damaged.
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    sums = json.loads((folder / SUMS).read_text())
+                    if crc32(folder / META) == sums[META]:
+                        row = json.loads((folder / META).read_text())["row"]
+                        rows[int(folder.name)] = dict(row)
+        return rows
 
     def damaged(self, step: int) -> bool:
         """Returns whether a step is not what was saved, and reports what differs.
@@ -155,14 +230,9 @@ class Checkpoints:
         return bool(multihost_utils.broadcast_one_to_all(np.bool_(reason is not None)))
 
     def load(self, step: int, target):
-        """Returns (tree, meta) of one step; see `restore`."""
-        items = self.manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
-            ),
-        )
-        return items.state, items.meta
+        """Returns the tree of one step; see `restore`."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        return self.manager.restore(step, args=args).state
 
     def close(self) -> None:
         """Finishes what is being written."""
@@ -170,10 +240,13 @@ class Checkpoints:
         self.manager.close()
 
 
-def warn(text: str) -> None:
-    """Tells the terminal, once for all processes."""
-    if jax.process_index() == 0:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+def report(unraisable, known=sys.unraisablehook) -> None:
+    """Tells an error as before, but for what a failed save leaves behind in its threads.
+
+    known: what told errors when this module was imported.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        known(unraisable)
 
 
 def dotted(path) -> str:

@@ -11,6 +11,7 @@ prints the config file that does what a YAML file of dLLM-RL does: configs/from_
 
 import dataclasses
 import difflib
+import functools
 import json
 import pathlib
 import re
@@ -252,11 +253,33 @@ def unknown(name: str, known: list[str]) -> str:
     return f"unknown config key {name!r}; the nearest is {near[0]!r}"
 
 
+def keeping(cfg: Config, defaults: dict | None) -> tuple[Config, list[str]]:
+    """Returns (cfg with the defaults that its run began with, a line for each that differs).
+
+    defaults: those of that time, None where they are not known. A key keeps its old default
+    where it has today's, which nobody can tell from a value that was set to the same.
+    """
+    begun, today = flat(defaults or {}), leaves_of(Config())
+    tree, lines = json.loads(json.dumps(dataclasses.asdict(cfg))), []
+    for key, value in leaves_of(cfg).items():
+        if value == today[key] != begun.get(key, value):
+            *path, name = key.split(".")
+            functools.reduce(dict.get, path, tree)[name] = begun[key]
+            lines.append(
+                f"config.{key} stays {begun[key]!r}, its default when the run began; by now "
+                f"it is {value!r}"
+            )
+    return freeze(tree) if lines else cfg, lines
+
+
+def leaves_of(cfg: Config) -> dict:
+    """Returns the keys' values, flat and as JSON has them: there a tuple is a list."""
+    return flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+
+
 def changes(old: dict, cfg: Config) -> list[str]:
     """Returns which keys differ from those of a run that began with `old`, a line each."""
-    # Through JSON, as `old` came: there a tuple is a list.
-    new = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
-    old = flat(old)
+    new, old = leaves_of(cfg), flat(old)
     return [
         f"config.{key} was {old.get(key)!r}, is now {value!r}"
         for key, value in new.items()
@@ -309,7 +332,7 @@ def entry(main, help_text: str = "") -> None:
         sys.exit(exits.STUCK)
     except exits.Stopped as stop:
         if jax.process_index() == 0:
-            print(stop)
+            print(stop, file=sys.stderr)
         sys.exit(exits.STOPPED)
 
 

@@ -17,7 +17,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from absl import logging
 
 from dllm_jax import config, sharding
 from dllm_jax.checkpoint import Checkpoints, alike
@@ -115,10 +114,7 @@ def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
 
 def as_trained(original: ModelConfig, checkpoints: Checkpoints, step: int):
     """Returns what a run made of the original: its ModelConfig, as the run's step tells."""
-    meta = checkpoints.manager.restore(
-        step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-    ).meta
-    run = meta.get("config", {})  # none where `to-orbax` wrote
+    run = checkpoints.meta(step).get("config", {})  # none where `to-orbax` wrote
     cfg = config.ModelArgs(**run.get("model", {})).adapted(original)
     block = run.get("sampler", {}).get("block") or cfg.block
     return dataclasses.replace(cfg, block=block)
@@ -173,7 +169,6 @@ def read_network(
 
 def main(argv=None):
     """Parses the command line and converts."""
-    logging.set_verbosity(logging.ERROR)  # Orbax tells every file it touches
     args = parser().parse_args(argv)
     if args.command == "to-orbax":
         to_orbax(args.source, args.out, args.dtype)

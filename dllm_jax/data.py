@@ -20,6 +20,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from dllm_jax.exits import warn
+
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 # How dLLM-RL asks problems of models that attend by blocks, and of the others.
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -166,7 +168,26 @@ def render(tok, messages: list[dict]) -> list[int]:
     if not tok.chat_template:
         raise ValueError(f"tokenizer {tok.name_or_path!r} has no chat template")
     text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tok(text, add_special_tokens=False)["input_ids"]
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    if tok.unk_token_id is not None and tok.unk_token_id in ids:
+        warn_unknown(tok, text)
+    return ids
+
+
+def warn_unknown(tok, text: str) -> None:
+    """Says, once for a tokenizer, which characters of a prompt the model does not know."""
+    if getattr(tok, "unknown_said", False):
+        return
+    tok.unknown_said = True
+    unknown = [
+        char
+        for char in dict.fromkeys(text)
+        if tok.unk_token_id in tok(char, add_special_tokens=False)["input_ids"]
+    ]
+    warn(
+        f"the tokenizer does not know {''.join(unknown)!r}, such as in the prompt "
+        f"{text[:200]!r}: the model reads {tok.unk_token!r} instead"
+    )
 
 
 def ask(tok, cfg: DataConfig, question: str) -> list[int]:

@@ -4,87 +4,191 @@
 
 It answers data.heldout (the first eval.problems of it) eval.answers times and grades the
 answers as training does. In run.folder it leaves eval.json, what it prints, and
-eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT.
+eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
+there as soon as it is graded; started again, it goes on behind the last.
 """
 
 import dataclasses
+import functools
 import json
-import pathlib
 import sys
 
 import jax
 import numpy as np
+from absl import flags
 
-from dllm_jax import config, data, metrics, sharding
+from dllm_jax import config, data, exits, metrics, sharding
+from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
-from dllm_jax.sampling import answers
+from dllm_jax.sampling import answers, state
+
+OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
 
-def evaluate(cfg: config.Config) -> dict[str, float]:
-    """Returns the metrics, and writes them and the answers.
+def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
+    """Returns the metrics by name, and writes them and the answers.
 
-    Raises ValueError when there are no problems.
+    run: the folder `cfg.run.folder`. overwrite: what is there is not to stay. Raises
+    ValueError when there are no problems, or the folder holds another evaluation, and
+    exits.Stopped where a signal came.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     # ---- The problems and the model ----------------------------------------------------
+    stop = exits.StopSignal(sharding.anywhere)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
-    main = jax.process_index() == 0
-    say = print if main else lambda *args: None
+    say = print if run.writes else lambda *args: None
     cfg, model, tok = config.completed(cfg)
-    grader = GRADERS[cfg.rl.reward]
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
-    problems = problems[: cfg.eval.problems or None]
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    sink = Answers(
+        run.path / "eval.jsonl",
+        job_of(cfg, hf.marks(hf.find(cfg.model.path))),
+        overwrite=overwrite,
+    )
+    asked = asked_of(cfg, tok, say)
+    check_same(sink, asked)
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
 
     # ---- Each problem, answered so many times ------------------------------------------
-    timer, samples = metrics.Timer(), cfg.eval.answers
+    sharding.anywhere(False)  # all have read what is there
+    run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
+    if run.writes:
+        sink.begin(len(asked))
+    timer = metrics.Timer()
+    stream = functools.partial(
+        answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh).stream,
+        params,
+        key=jax.random.key(cfg.seed),
+        temperature=cfg.eval.temperature,
+    )
+    grade = functools.partial(
+        graded,
+        grader=GRADERS[cfg.rl.reward],
+        truncated_wrong=cfg.rl.truncated_wrong,
+        tok=tok,
+    )
+    each = cfg.eval.answers
     with timer("eval"):
-        rollouts = rollout.answered(
-            answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
-            params,
-            [problem for problem in problems for _ in range(samples)],
-            np.repeat(np.arange(len(problems)), samples),
-            jax.random.key(cfg.seed),
-            tok=tok,
-            temperature=cfg.eval.temperature,
-            timer=timer,
-            grader=grader,
-            truncated_wrong=cfg.rl.truncated_wrong,
-        )
+        groups = missing(stream, asked, len(sink.lines), each, stop)
+        records = grown(groups, sink, asked, each, grade, timer, writes=run.writes)
 
     # ---- What came out -----------------------------------------------------------------
-    scores = rollout.summary(rollouts) | rollout.passed(rollouts, samples)
-    scores |= {"problems": len(problems), "answers": samples, **timer.pop()}
-    if main:
-        write(pathlib.Path(cfg.run.folder), scores, rollouts, problems)
-        for name, value in scores.items():
-            say(f"{name:24s} {value:.4g}")
+    scores = scores_of(records, each) | timer.pop()
+    if run.writes:
+        write(run.path / "eval.json", json.dumps(scores, indent=2) + "\n")
+    for name, value in scores.items():
+        say(f"{name:24s} {value:.4g}")
     return scores
 
 
-def write(folder: pathlib.Path, scores, rollouts: rollout.Rollouts, problems):
-    """Writes eval.json, the scores, and eval.jsonl, a line for each answer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
-    prompts = [problems[group].prompt_ids for group in rollouts.group_n]
-    with (folder / "eval.jsonl").open("w") as file:
-        for line in rollout.as_records(rollouts, prompts):
-            problem = problems[line["group"]]
-            line |= {"question": problem.text, "answer": problem.answer}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:
+    """Returns the problem of each answer; says how many of them are too long."""
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, GRADERS[cfg.rl.reward])
+    problems = problems[: cfg.eval.problems or None]
+    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    return [problem for problem in problems for _ in range(cfg.eval.answers)]
+
+
+def scores_of(records: list[dict], each: int) -> dict[str, float]:
+    """Returns what all answers say, `each` of them to a problem."""
+    rollouts = rollout.of_records(records)
+    scores = rollout.summary(rollouts) | rollout.passed(rollouts, each)
+    return scores | {"problems": len(records) // each, "answers": each}
+
+
+def job_of(cfg: config.Config, marks: dict) -> dict:
+    """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
+    leaves = config.flat(dataclasses.asdict(cfg))
+    idle = ("run.", "mesh.", "sampler.rows", "sampler.pages")
+    return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
+
+
+def check_same(sink: Answers, asked: list[data.Problem]):
+    """Raises ValueError where a line that is there does not answer the problem asked."""
+    for number, line in enumerate(sink.lines, 1):
+        if (
+            number > len(asked)
+            or line.get("prompt_ids") != asked[number - 1].prompt_ids
+        ):
+            raise sink.foreign(number, f"it does not answer problem {number}")
+
+
+def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
+    """Yields (the number of the first, a Trace) of the answers to each problem, in order.
+
+    stream: an answerer's, but for the prompts. asked: the problem of each answer. done: how
+    many are there. each: answers to a problem. It ends where `stop` says so.
+    """
+    if done == len(asked):
+        return
+    # An answer depends on its number: what is there leaves a gap, which costs nothing.
+    prompts = [[]] * done + [problem.prompt_ids for problem in asked[done:]]
+    waiting = []
+    for i, answer in answers.in_order(stream(prompts)):
+        if i >= done:
+            waiting.append(answer)
+        if waiting and (i + 1) % each == 0:
+            yield i + 1 - len(waiting), state.stacked(waiting)
+            waiting = []
+            if stop():
+                return
+
+
+def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool):
+    """Returns the records of all answers: those there, and what `missing` yields, graded.
+
+    writes: whether this process adds them to the file. Raises exits.Stopped where some are
+    missing still.
+    """
+    records = list(sink.lines)
+    for first, trace in groups:
+        with timer("reward"):
+            more = grade(trace, asked, first, each)
+        records += more
+        for record in more if writes else ():
+            sink.add(record)
+    if len(records) < len(asked):
+        raise exits.Stopped(
+            f"stopped by a signal after {len(records)} of {len(asked)} answers; start the "
+            f"same command again to go on in {sink.path.parent}"
+        )
+    return records
+
+
+def graded(
+    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, tok
+) -> list[dict]:
+    """Returns the records of answers from the number `first` on, graded.
+
+    The further arguments are those of `missing` and `rollout.graded`.
+    """
+    numbers = np.arange(first, first + len(trace.len_B))
+    problems = [asked[i] for i in numbers]
+    rollouts = rollout.graded(
+        trace,
+        answers.decode(trace, tok),
+        [problem.answer for problem in problems],
+        numbers // each,
+        grader,
+        truncated_wrong=truncated_wrong,
+    )
+    return rollout.as_records(rollouts, problems)
 
 
 def main():
     """Parses the command line and evaluates."""
-    evaluate(config.from_command_line(sys.argv, example="configs/eval.py"))
+    overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
+    cfg = config.from_command_line(sys.argv, example="configs/eval.py")
+    with Folder(
+        cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
+    ) as run:
+        evaluate(cfg, run, overwrite.value)
 
 
 if __name__ == "__main__":
-    config.entry(main, config.usage(__doc__, config.OPTIONS))
+    options = config.OPTIONS | {"--overwrite": OVERWRITE}
+    config.entry(main, config.usage(__doc__, options))

@@ -11,9 +11,15 @@ A launcher starts a command again after 75 and after nothing else. ValueError is
 error that refuses, where this package raises it (config.entry).
 """
 
+import contextlib
+import errno
+import pathlib
+import shutil
 import signal
 import sys
 from collections.abc import Callable
+
+import jax
 
 REFUSED, STUCK, STOPPED = 2, 3, 75
 
@@ -24,6 +30,55 @@ class CannotGoOn(Exception):
 
 class Stopped(Exception):
     """The command was told to stop; the message says how it goes on."""
+
+
+def warn(text: str) -> None:
+    """Tells the terminal, once for all processes."""
+    if jax.process_index() == 0:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What libraries make of them: Orbax a ValueError, safetensors an error of its own.
+FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+
+
+@contextlib.contextmanager
+def room(folder, wanted: int = 0, *, first: bool = False):
+    """Raises CannotGoOn where what is inside finds no room on a disk, or no disk.
+
+    folder: where it writes. wanted: the bytes of all that it writes, 0 for little. first:
+    nothing was written there before; but for a full disk, it is a ValueError that the
+    folder does not take it.
+    """
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in FULL
+        if full or any(words in str(error) for words in FULL_WORDS):
+            reason = (
+                f"no room: {wanted or 'some'} bytes are wanted, {free(folder)} free"
+            )
+        elif isinstance(error, OSError) and first:
+            raise ValueError(
+                f"{folder} cannot be written to: {error.strerror}; name another folder"
+            ) from None
+        elif isinstance(error, OSError) and error.errno is not None:
+            reason = f"cannot be written to: {error.strerror}"
+        else:
+            raise
+        raise CannotGoOn(
+            f"{folder}: {reason}; what was whole is whole: mend that, and start the same "
+            "command again"
+        ) from None
+
+
+def free(folder) -> int:
+    """Returns the bytes that are free where a folder is, or is to be."""
+    place = pathlib.Path(folder).absolute()
+    while not place.is_dir():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 class StopSignal:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import re
 import sys
 
@@ -25,7 +26,7 @@ from absl import flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from dllm_jax import config, data, sharding
+from dllm_jax import config, data, exits, folder, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import answers, state
@@ -46,6 +47,7 @@ SHORT = {
     "dtype": ("model.dtype", "of computation: bfloat16 or float32"),
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
+OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
 CONFIG = "a file of configs/: its keys in place of these"
 # A flag of former times: the key that took its place.
 MOVED = {
@@ -81,7 +83,7 @@ def help_text() -> str:
     for name, (key, text) in SHORT.items():
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
-    options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT}
+    options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
     options["--config=FILE[:PRESET]"] = CONFIG
     used = {
         key: value
@@ -128,6 +130,7 @@ def parsed(argv: list[str]):
     values.set_gnu_getopt()  # flags may follow the prompt
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
+    flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
     given = {"help_string": CONFIG, "flag_values": values, "sys_argv": words}
     if any(re.match("--?config(=|$)", word) for word in words):
         config_flags.DEFINE_config_file("config", None, **given)
@@ -136,6 +139,8 @@ def parsed(argv: list[str]):
     prompts = config.parse(words, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    if prompts and values.out:
+        raise ValueError("--out=FILE goes with --prompts=FILE.jsonl")
     return (prompts[0] if prompts else None), values
 
 
@@ -191,21 +196,26 @@ def load_tokenizer(path: str):
 # ---- Answers out -------------------------------------------------------------------------
 
 
-def show(stream, prompt: list[int], cfg: SamplerConfig, tok):
+def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     """Prints one canvas as it fills, then its answer.
 
-    stream: an answerer's, but for the prompts and `watch`.
+    stream: an answerer's, but for the prompts and `watch`. stop: whether a signal came.
+    Raises exits.Stopped after one.
     """
     first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
 
     def watch(_, start, answer):
+        if stop():
+            raise exits.Stopped("stopped by a signal, before the answer was whole")
+        if not clear:
+            return
         text = "".join(
             "░" if answer.step_T[i] == FAR else tok.decode([answer.tokens_T[i]])
             for i in range(first, min(start + cfg.block, first + cfg.max_new))
         )
         print(clear + text, flush=True)
 
-    ((_, answer),) = stream([prompt], watch=watch if clear else None)
+    ((_, answer),) = stream([prompt], watch=watch)
     tokens = answer.tokens_T[first : first + answer.len]
     print(clear + tok.decode(tokens, skip_special_tokens=True))
     print(
@@ -215,53 +225,138 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok):
     )
 
 
-def in_order(stream):
-    """Yields a stream's (i, Answer i) in the order of the prompts, each when it can."""
-    waiting, due = {}, 0
-    for i, answer in stream:
-        waiting[i] = answer
-        while due in waiting:
-            yield due, waiting.pop(due)
-            due += 1
+def again(out: str | None) -> bool:
+    """Returns whether what is written to `out` can be read again: it is no pipe."""
+    return bool(out) and (os.path.isfile(out) or not os.path.exists(out))
 
 
-def write(answered, prompts: list[list[int]], rows: list[dict], out: str | None, tok):
+def check_out(out: str, prompts: str | None):
+    """Raises ValueError where answers cannot go to `out`, or would replace the prompts."""
+    for file in (out, folder.note_of(out)):
+        there = prompts and os.path.exists(prompts) and os.path.exists(file)
+        if there and os.path.samefile(prompts, file):
+            raise ValueError(f"--out={out}: these are the prompts; name another file")
+    there = os.path.exists(out)
+    try:
+        open(out, "a").close()
+    except OSError as error:
+        raise ValueError(f"--out={out}: {error.strerror}") from None
+    if not there:
+        os.unlink(out)
+
+
+def job_of(tree: ml_collections.ConfigDict, home: pathlib.Path) -> dict:
+    """Returns what the answer to a prompt depends on, flat.
+
+    home: the checkpoint's folder.
+    """
+    leaves = config.flat(tree.to_dict())
+    job = {"model.path": leaves["model.path"], **hf.marks(home)}
+    deciding = ("seed", "model.", "sampler.")
+    idle = (*UNUSED, "model.path", "sampler.rows", "sampler.pages")
+    return job | {
+        key: value
+        for key, value in leaves.items()
+        if key.startswith(deciding) and not key.startswith(idle)
+    }
+
+
+class Terminal:
+    """What stands for folder.Answers where nothing can be read again."""
+
+    lines = ()
+
+    def __init__(self, out: str | None):
+        self.path = out or "the terminal"
+        self.file = open(out, "a") if out else sys.stdout  # noqa: SIM115
+
+    def begin(self, total: int) -> None:
+        """Does nothing: all are answered."""
+
+    def add(self, line: dict) -> None:
+        """Writes an answer."""
+        text = json.dumps(line, ensure_ascii=False)
+        with exits.room(self.path, len(text)):
+            print(text, file=self.file, flush=True)
+
+
+def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
+    """Returns how many of the prompts' answers are there, which are the first.
+
+    Raises ValueError for a line that does not answer the prompt of its number.
+    """
+    for number, line in enumerate(sink.lines, 1):
+        known = number <= len(rows) and line.get("id") == rows[number - 1].get("id")
+        if not known or line.get("prompt_ids") != prompts[number - 1]:
+            raise sink.foreign(number, f"it does not answer prompt {number}")
+    return len(sink.lines)
+
+
+def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
     """Writes a line for each prompt as soon as it and those before it are answered.
 
-    answered: a stream of them. rows: the lines of the prompts file.
+    stream: an answerer's, but for the prompts. rows: the lines of the prompts file. stop:
+    whether a signal came. Raises exits.Stopped after one.
     """
+    done = kept(sink, prompts, rows)
+    sink.begin(len(prompts))
+    # An answer depends on its number: what is there leaves a gap, which costs nothing.
+    answered = stream([[]] * done + prompts[done:]) if done < len(prompts) else ()
     quiet = not sys.stderr.isatty()
     shown = tqdm(answered, total=len(prompts), unit="prompt", disable=quiet)
-    with open(out, "w") if out else contextlib.nullcontext(sys.stdout) as file:
-        for i, answer in in_order(shown):
-            text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
-            line = {**answers.record(answer, prompts[i]), "text": text}
-            if "id" in rows[i]:
-                line["id"] = rows[i]["id"]
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
+    for i, answer in answers.in_order(shown):
+        if stop():
+            break
+        if i < done:
+            continue
+        text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
+        line = {**answers.record(answer, prompts[i]), "text": text}
+        if "id" in rows[i]:
+            line["id"] = rows[i]["id"]
+        sink.add(line)
+        done = i + 1
+    if done < len(prompts) and stop():
+        raise exits.Stopped(
+            f"stopped by a signal after {done} of {len(prompts)} answers, which are in "
+            f"{sink.path}; with --out=FILE the same command goes on behind them"
+        )
 
 
 def main(argv: list[str] | None = None):
     """Parses the command line and answers."""
     prompt, options = parsed(sys.argv[1:] if argv is None else argv)
+    with contextlib.ExitStack() as stack:
+        if options.out:
+            check_out(options.out, options.prompts)
+        if again(options.out):
+            lock = folder.Lock(pathlib.Path(f"{options.out}.lock"), of=options.out)
+            stack.enter_context(contextlib.closing(lock))
+        answer(prompt, options, exits.StopSignal())
+
+
+def answer(prompt: str | None, options, stop):
+    """Answers the prompt, or those of the file.
+
+    options: see `parsed`. stop: whether a signal came.
+    """
     tree, path = options.config, options.config.model.path
     model_args = config.frozen(config.ModelArgs, tree.model, "model.")
     axes = config.frozen(config.MeshConfig, tree.mesh, "mesh.")
     cfg = config.frozen(SamplerConfig, tree.sampler, "sampler.")
     if not path:
         raise ValueError("--model=DIR is required: a Hugging Face folder")
-    if options.out:
-        try:
-            open(options.out, "a").close()
-        except OSError as error:
-            raise ValueError(f"--out={options.out}: {error.strerror}") from None
-
     # ---- The model, and the prompts as its tokens ----------------------------------------
     sharding.keep_compiled(tree.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(axes))
     jax.set_mesh(mesh)
     tok = load_tokenizer(path)
+    home = hf.find(path)
+    hf.read_config(home)
+    if again(options.out):
+        job = job_of(tree, home)
+        sink = folder.Answers(options.out, job, overwrite=options.overwrite)
+    else:
+        sink = Terminal(options.out)
     model, params = hf.load(path, mesh=mesh, dtype=model_args.dtype, heads=("lm",))
     block = cfg.block or model.block
     model = dataclasses.replace(model_args.adapted(model), block=block, lora=None)
@@ -287,9 +382,9 @@ def main(argv: list[str] | None = None):
         answerer.stream, params, key=key, temperature=cfg.temperature
     )
     if prompt is None:
-        write(stream(prompts), prompts, rows, options.out, tok)
+        write(stream, prompts, rows, sink, tok, stop)
     else:
-        show(stream, prompts[0], cfg, tok)
+        show(stream, prompts[0], cfg, tok, stop)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from dllm_jax.exits import room, warn
+
 # The console line: metric, its short name and format.
 CONSOLE = (
     ("loss", "loss", ".4f"),
@@ -65,15 +67,16 @@ class Writer:
         folder,
         total: int,
         step: int,
-        last_row: dict | None = None,
+        saved_rows: dict[int, dict] | None = None,
         *,
         enabled: bool = True,
     ):
         """Opens the files of a run of `total` steps, of which `step` was the last done.
 
-        What a killed run wrote beyond that step is cut off. last_row: the metrics of that
-        step, which are written if the run was killed before it wrote them. enabled: whether
-        to write at all; one process of a run does.
+        What a killed run wrote beyond that step is cut off. saved_rows: the metrics of
+        steps, as checkpoints tell them: they take the place of rows that are lost, and of
+        the last one, if the run was killed before it wrote it. enabled: whether to write at
+        all; one process of a run does.
         """
         self.enabled = enabled
         if not enabled:
@@ -82,11 +85,17 @@ class Writer:
         self.path = pathlib.Path(folder) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         next_step = step + 1 if step else 0  # a run that begins writes step 0 itself
-        past = [row for row in history(folder) if row["step"] < next_step]
+        past = {row["step"]: row for row in history(folder) if row["step"] < next_step}
+        saved = {n: x for n, x in (saved_rows or {}).items() if n not in past}
+        last_row = saved.pop(step, None)
+        past |= {n: row_of(n, x) for n, x in saved.items() if n < step}
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in past))
-        os.replace(partial, self.path)
-        self.file = self.path.open("a")
+        with room(folder):
+            partial.write_text(
+                "".join(json.dumps(past[n]) + "\n" for n in sorted(past))
+            )
+            os.replace(partial, self.path)
+            self.file = self.path.open("a")
         self.board = SummaryWriter(
             str(self.path.parent / "tensorboard"), purge_step=next_step
         )
@@ -99,7 +108,7 @@ class Writer:
         )
         self.first_step, self.last_time = step, time.perf_counter()
         self.paces = collections.deque(maxlen=10)  # seconds of the last steps
-        if last_row is not None and step not in [row["step"] for row in past]:
+        if last_row is not None:
             self.write(step, last_row)
 
     def write(self, step: int, metrics: dict) -> None:
@@ -108,10 +117,10 @@ class Writer:
             return
         values = {name: float(x) for name, x in metrics.items()}
         bad = sorted(name for name, x in values.items() if not math.isfinite(x))
-        row = {"step": step} | {k: None if k in bad else x for k, x in values.items()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with room(self.path.parent):
+            self.file.write(json.dumps(row_of(step, values)) + "\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())
         now = time.perf_counter()
         if step > self.first_step:
             self.paces.append(now - self.last_time)
@@ -147,16 +156,37 @@ class Writer:
             self.board.close()
 
 
+def row_of(step: int, values: dict[str, float]) -> dict:
+    """Returns the row of a step; numbers that are not finite are null."""
+    finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+    return {"step": step} | finite
+
+
 def history(folder) -> list[dict]:
-    """Returns the rows of metrics.jsonl; a last line that was cut short is left out."""
-    path = pathlib.Path(folder) / "metrics.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    """Returns the rows of metrics.jsonl by their steps.
+
+    A line that is damaged is left out and said, and of two of one step the last one counts.
+    """
+    path, rows, damaged = pathlib.Path(folder) / "metrics.jsonl", {}, []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+            row = json.loads(line)
+            if not is_row(row):
+                raise ValueError
+            rows[row["step"]] = row
+        except (ValueError, RecursionError):  # not UTF-8, not JSON, or no row
+            damaged += [str(number)] if line.strip() else []
+    if damaged:
+        warn(f"{path}: left out as damaged: line {', '.join(damaged)}")
+    return [rows[step] for step in sorted(rows)]
+
+
+def is_row(row) -> bool:
+    """Returns whether a line's JSON is a step's metrics: numbers by name, and null."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return False
+    return all(x is None or type(x) in (int, float) for x in row.values())
 
 
 def mean(rows: list[dict]) -> dict[str, float]:

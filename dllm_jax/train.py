@@ -10,15 +10,16 @@ lives in one folder and goes on from its newest checkpoint when started again.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 
 import jax
-from absl import flags, logging
+from absl import flags
 
 from dllm_jax import config, curves, exits, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints, check_resume
+from dllm_jax.folder import Folder
+from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, heldout, learner, networks, noise, rollout, sources
 from dllm_jax.rl.rewards import GRADERS
@@ -29,24 +30,30 @@ RESUME = (
 )
 
 
-def train(cfg: config.Config, resume: str = "auto") -> None:
+def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     """Runs to the last step, or to the first error of the user's.
 
-    resume: as the flag says it. The same in every process; the first one alone writes and
+    run: the folder `cfg.run.folder`. resume: as the flag says it. The same in every process; the first one alone writes and
     prints. Raises exits.Stopped where SIGTERM or SIGINT came, once all is saved.
     """
     # ---- Where it runs ---------------------------------------------------------------
     stopping = exits.StopSignal(sharding.anywhere)
+    folder = run.path
+    has_steps = check_resume(folder / "checkpoints", resume)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    folder = pathlib.Path(cfg.run.folder)  # made only once the run is known to fit
-    check_resume(folder / "checkpoints", resume)
 
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
+    defaults = run.defaults() if has_steps else None
+    cfg, kept = config.keeping(cfg, defaults)
+    for line in kept:
+        say(line)
     cfg, model, tok = config.completed(cfg)
+    if cfg.run.export:
+        hf.check_target(folder / "export", cfg.model.path)
     settings = settings_of(cfg, model)
     noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]
@@ -111,9 +118,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         restored, cfg=cfg, model=model, plans=plans, places=places, mesh=mesh, say=say
     )
     resolved = dataclasses.asdict(cfg)
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+    run.begin(resolved, defaults or dataclasses.asdict(config.Config()), mesh)
     reference = None
     if source.reference:
         reference = networks.reference(cfg.model.path, model, mesh, base)
@@ -127,7 +132,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
 
     # ---- The loop --------------------------------------------------------------------
     timer, taken = tools.timer, meta["taken"]
-    writer = metrics.Writer(folder, source.steps, start, meta.get("row"), enabled=main)
+    rows = checkpoints.rows(start) if start else {}
+    writer = metrics.Writer(folder, source.steps, start, rows, enabled=main)
     if start == 0 and problems:
         row = heldout.evaluate(0, weights(states), problems, settings, tools)
         writer.write(0, row | timer.pop())
@@ -170,7 +176,8 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     checkpoints.close()
     writer.close()
     if main:
-        curves.draw(metrics.history(folder), folder / "curves.png")
+        with exits.room(folder):
+            curves.draw(metrics.history(folder), folder / "curves.png")
     if stopping():
         raise exits.Stopped(
             f"stopped by a signal; start the same command again to go on in {folder}"
@@ -227,9 +234,11 @@ def settings_of(cfg: config.Config, model: ModelConfig) -> sources.Settings:
 def main():
     """Parses the command line and trains."""
     resume = flags.DEFINE_enum("resume", "auto", ["auto", "must", "never"], RESUME)
-    logging.set_verbosity(logging.ERROR)  # Orbax tells every file it touches
     cfg = config.from_command_line(sys.argv, example="configs/tracerl.py")
-    train(cfg, resume.value)
+    with Folder(
+        cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
+    ) as run:
+        train(cfg, run, resume.value)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dllm_jax import checkpoint, sharding
+from dllm_jax import checkpoint, exits, sharding
 from dllm_jax.checkpoint import SUMS, Checkpoints
 
 # Large enough that Orbax's own checksums do not cover it: those of small arrays do.
@@ -254,14 +254,82 @@ def test_none_whole_is_an_error(tmp_path):
     checkpoints = fill(tmp_path, [1, 2])
     for step in (1, 2):
         flip(largest(tmp_path / str(step)))
-    with pytest.raises(ValueError, match=r"no checkpoint of \[2, 1\] is whole"):
+    way_out = "put a copy of one back, or begin again with --resume=never and another"
+    with pytest.raises(
+        exits.CannotGoOn, match=rf"no checkpoint of \[2, 1\] is whole; {way_out}"
+    ):
         checkpoints.restore(target(tree(0)))
+
+
+def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
+    with monkeypatch.context() as newer:
+        newer.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+        fill(tmp_path, [1]).close()
+    with pytest.raises(ValueError, match=r"/1 is of format 2, which a newer dllm_jax"):
+        Checkpoints(tmp_path).restore(target(tree(0)))
+
+
+def test_what_older_formats_lack_is_made_up_step_by_step(tmp_path, monkeypatch):
+    fill(tmp_path, [1]).close()
+    now = checkpoint.FORMAT
+    more = {
+        now: lambda meta: meta | {"new": meta["taken"], "format": now + 1},
+        now + 1: lambda meta: meta | {"new": 2 * meta["new"], "format": now + 2},
+    }
+    monkeypatch.setattr(checkpoint, "MIGRATIONS", checkpoint.MIGRATIONS | more)
+    monkeypatch.setattr(checkpoint, "FORMAT", now + 2)
+    assert Checkpoints(tmp_path).restore(None)[1] == {"taken": 10, "new": 20}
+
+
+def test_rows_are_those_of_the_steps_that_are_there(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=2)
+    for step in (1, 2, 3, 5):
+        meta = {"row": {"reward": step / 4}} if step != 3 else {}
+        checkpoints.save(step, tree(step), meta)
+    checkpoints.wait()
+    assert checkpoints.rows(5) == {2: {"reward": 0.5}, 5: {"reward": 1.25}}
+    assert checkpoints.rows(4) == {2: {"reward": 0.5}}
+
+
+FULL = """
+import pathlib, resource, sys
+import numpy as np
+from dllm_jax import exits
+from dllm_jax.checkpoint import Checkpoints
+
+# A file larger than this is refused, as a disk is that has no room left.
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+checkpoints = Checkpoints(sys.argv[1])
+noise = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)
+checkpoints.save(1, {"w": noise[:1000]}, {})
+checkpoints.wait()
+try:
+    checkpoints.save(2, {str(i): noise for i in range(16)}, {})
+    checkpoints.close()
+except exits.CannotGoOn as error:
+    print(error)
+"""
+
+
+def test_a_save_without_room_is_one_line_and_what_was_whole_stays(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    run = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    assert line.startswith(f"{tmp_path}: no room: {64 * 2**20} bytes are wanted, ")
+    assert run.stderr == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+    assert Checkpoints(tmp_path).restore(None)[2] == 1
 
 
 def test_a_damaged_step_that_was_asked_for_is_an_error(tmp_path):
     checkpoints = fill(tmp_path, [1, 2])
     flip(largest(tmp_path / "2"))
-    with pytest.raises(ValueError, match=r"no checkpoint of \[2\] is whole"):
+    with pytest.raises(exits.CannotGoOn, match=r"no checkpoint of \[2\] is whole"):
         checkpoints.restore(target(tree(0)), step=2)
 
 

@@ -280,6 +280,24 @@ def test_help_runs(command):
     assert "\n  --config.sampler.steps_per_block=0\n" in told
 
 
+def test_a_run_keeps_the_defaults_that_it_began_with():
+    begun = json.loads(json.dumps(dataclasses.asdict(config.Config())))
+    assert config.keeping(config.Config(), begun) == (config.Config(), [])
+    assert config.keeping(config.Config(), None) == (config.Config(), [])
+    begun["rl"]["lam"], begun["policy_optim"]["lr"] = 0.5, 0.25
+    begun["sampler"]["stop_ids"] = [7]
+    begun["gone"] = 1
+    del begun["eval"]
+    cfg = config.freeze(changed(policy_optim__lr=1e-3))
+    kept, lines = config.keeping(cfg, begun)
+    assert (kept.rl.lam, kept.policy_optim.lr) == (0.5, 1e-3)
+    assert kept.sampler.stop_ids == (7,)
+    assert sorted(lines) == [
+        "config.rl.lam stays 0.5, its default when the run began; by now it is 1.0",
+        "config.sampler.stop_ids stays [7], its default when the run began; by now it is []",
+    ]
+
+
 def test_errors_of_the_user_end_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         try:

@@ -1,5 +1,6 @@
 """Data: files in, ids out, and an order that is a function of the position alone."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -178,6 +179,17 @@ def test_render_uses_the_chat_template(tok):
     )
     assert ids[0] == tok.convert_tokens_to_ids("<|im_start|>")
     assert tok.unk_token_id not in ids
+
+
+def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
+    fresh = copy.deepcopy(tok)
+    for text in ("1+2", "1+é2ñ", "ü"):
+        data.render(fresh, [{"role": "user", "content": text}])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "warning: the tokenizer does not know 'éñ', such as in the p"
+    )
+    assert "1+é2ñ" in line and "'<unk>'" in line
 
 
 def test_render_without_a_template_is_an_error(tok):

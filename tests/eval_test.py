@@ -1,10 +1,13 @@
 """Evaluation of the bundled model, as its command runs it."""
 
 import json
+import signal
+import time
 
 import numpy as np
 import pytest
 
+from dllm_jax import exits
 from dllm_jax.rl import rollout
 from tests import served
 
@@ -45,6 +48,83 @@ def test_the_bundled_model(tmp_path):
     assert f"accuracy {told['accuracy']:>19.4g}".split() in [
         x.split() for x in done.stdout.splitlines()
     ]
+
+
+SMALL = (
+    "--config.eval.problems=4",
+    "--config.eval.answers=2",
+    "--config.sampler.rows=4",
+)
+
+
+def evaluated(folder, *flags):
+    """Returns a small evaluation that has ended."""
+    return run(
+        "--config=configs/eval.py", f"--config.run.folder={folder}", *SMALL, *flags
+    )
+
+
+def scores(folder) -> dict:
+    """Returns the scores of a folder, without those that a clock decides."""
+    told = json.loads((folder / "eval.json").read_text())
+    return {name: x for name, x in told.items() if not name.startswith("seconds/")}
+
+
+def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_path):
+    assert evaluated(tmp_path).returncode == 0
+    whole, file = scores(tmp_path), tmp_path / "eval.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    for kept in (5, 2):  # in the middle of a problem, and between two
+        (tmp_path / "eval.json").unlink()
+        file.write_bytes(b"".join(lines[:kept]) + lines[kept][:30])
+        done = evaluated(tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"{kept} of 8 answers are there, and stay" in done.stderr
+        assert scores(tmp_path) == whole
+        for line, want in zip(file.read_bytes().splitlines(), lines, strict=True):
+            line, want = json.loads(line), json.loads(want)
+            for name in ("logprobs", "confidence"):
+                assert line.pop(name) == pytest.approx(want.pop(name), abs=1e-4)
+            assert line == want
+
+    other = evaluated(tmp_path, "--config.eval.temperature=0.5")
+    assert other.returncode == 2
+    assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
+    assert len(file.read_bytes().splitlines()) == 8
+    fewer = evaluated(tmp_path, "--overwrite", "--config.eval.problems=2")
+    assert fewer.returncode == 0, fewer.stderr
+    assert scores(tmp_path)["problems"] == 2
+    assert len(file.read_bytes().splitlines()) == 4
+    told = json.loads((tmp_path / "run.json").read_text())["attempts"]
+    assert [x["ended"][:7] for x in told] == ["done"] * 4
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
+    flags = [f"--config.run.folder={tmp_path}", "--config.sampler.rows=4"]
+    flags += ["--config=configs/eval.py", "--config.eval.problems=96"]
+    under_way = served.start("dllm_jax.eval", flags)
+    file = tmp_path / "eval.jsonl"
+    while not (file.exists() and file.stat().st_size):
+        assert under_way.poll() is None, under_way.communicate()
+        time.sleep(0.01)
+    under_way.send_signal(signal.SIGTERM)
+    told, _ = under_way.communicate(timeout=300)
+    assert under_way.returncode == exits.STOPPED, told
+    assert "stopped by a signal after " in told.splitlines()[-1]
+    assert f"start the same command again to go on in {tmp_path}" in told
+    kept = len(file.read_text().splitlines())
+    assert 0 < kept < 288
+    done = served.run("dllm_jax.eval", flags)
+    assert f"{kept} of 288 answers are there, and stay" in done.stderr
+    assert len(file.read_text().splitlines()) == 288
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_a_minute_is_spent():
+    done = evaluated("README.md")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: README.md cannot be written to: ")
 
 
 @pytest.mark.parametrize("program", ["eval", "train"])

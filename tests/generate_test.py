@@ -3,7 +3,10 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
+import shutil
+import signal
 import sys
 
 import jax
@@ -11,10 +14,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, generate, sharding
+from dllm_jax import config, exits, generate, sharding
 from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
+STOPS = (signal.SIGTERM, signal.SIGINT)
 PROMPTS = [
     {"prompt_ids": [5, 6, 7], "id": "first"},
     {"prompt_ids": [8] * 9},
@@ -24,9 +28,12 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def no_mesh_left_behind():
-    """Puts the mesh in force back: the command sets its own for the whole process."""
+    """Puts mesh and signals back: the command sets its own for the whole process."""
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     with jax.set_mesh(sharding.make_mesh()):
         yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +73,11 @@ def model(tmp_path_factory, make):
 def ask(model, tmp_path):
     """Returns a function that runs the command and reads what it wrote."""
 
-    def run(*flags, prompts=PROMPTS) -> list[dict]:
+    def run(*flags, prompts=PROMPTS, again="--overwrite") -> list[dict]:
         file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
         generate.main(
-            [f"--model={model}", f"--prompts={file}", f"--out={out}"]
+            [f"--model={model}", f"--prompts={file}", f"--out={out}", again]
             + ["--dtype=float32", "--max-new-tokens=10", *flags]
         )
         return [json.loads(line) for line in out.read_text().splitlines()]
@@ -111,6 +118,124 @@ def test_answers_follow_from_the_seed_alone(ask):
     few = ask("--seed=1", "--rows=64", prompts=PROMPTS[:1] * 8 + PROMPTS)
     assert answers(many) == answers(few)
     assert answers(many)[:1] == answers(first)[:1]
+
+
+@pytest.mark.parametrize("cache", ["block", "none"])
+def test_a_job_goes_on_behind_its_last_answer(ask, tmp_path, cache, capsys):
+    flags = ("--seed=1", f"--cache={cache}", "--rows=2")
+    whole, out = ask(*flags), tmp_path / "out.jsonl"
+    text = out.read_bytes()
+    first = text.index(b"\n") + 1
+    for cut in (first, first + 40, 10, 0):
+        out.write_bytes(text[:cut])
+        # The overwrite that is not asked for.
+        assert answers(ask(*flags, again="--nooverwrite")) == answers(whole)
+        assert out.read_bytes()[:first] == text[:first]
+    assert "1 of 3 answers are there, and stay" in capsys.readouterr().err
+    for file in (out, tmp_path / "out.job.json"):
+        assert "partial" not in file.name and file.exists()
+    assert not (tmp_path / "out.jsonl.lock").exists()
+
+
+def test_a_finished_job_samples_nothing(ask, monkeypatch):
+    whole = ask("--seed=1")
+    monkeypatch.setattr(generate.answers.Engine, "stream", lambda *_, **__: 1 / 0)
+    assert ask("--seed=1", again="--nooverwrite") == whole
+
+
+def test_answers_of_another_job_are_refused_and_stay(ask, tmp_path):
+    whole = ask("--seed=1")
+    go_on = {"again": "--nooverwrite"}
+    with pytest.raises(
+        ValueError, match="another job: seed was 1, is now 2; name anoth"
+    ):
+        ask("--seed=2", **go_on)
+    with pytest.raises(
+        ValueError, match="another job: sampler.temperature was 1.0, is n"
+    ):
+        ask("--seed=1", "--temperature=0.5", **go_on)
+    other = [PROMPTS[0], {"prompt_ids": [8]}]
+    with pytest.raises(
+        ValueError, match="line 2: it does not answer prompt 2; name an"
+    ):
+        ask("--seed=1", prompts=other, **go_on)
+    with pytest.raises(
+        ValueError, match="line 3: it does not answer prompt 3; name an"
+    ):
+        ask("--seed=1", prompts=PROMPTS[:2], **go_on)
+    with pytest.raises(
+        ValueError, match="line 1: it does not answer prompt 1; name an"
+    ):
+        ask("--seed=1", prompts=[PROMPTS[0] | {"id": 1}, *PROMPTS[1:]], **go_on)
+    assert (tmp_path / "out.jsonl").read_text().count("\n") == 3
+    more = ask("--seed=1", prompts=[*PROMPTS, {"prompt_ids": [3]}], **go_on)
+    assert more[:3] == whole and len(more) == 4
+
+
+def test_answers_of_other_weights_are_refused(ask, model, tmp_path):
+    copied = shutil.copytree(model, tmp_path / "model")
+    ask(f"--model={copied}")
+    file = copied / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="another job: model.safetensors was"):
+        ask(f"--model={copied}", again="--nooverwrite")
+
+
+@pytest.mark.parametrize("link", ["", "symbolic", "hard"])
+def test_the_prompts_are_never_replaced(model, tmp_path, link):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [5]}\n')
+    out = tmp_path / "out.jsonl" if link else prompts
+    if link == "symbolic":
+        out.symlink_to(prompts)
+    if link == "hard":
+        out.hardlink_to(prompts)
+    for flag in ("--overwrite", "--nooverwrite"):
+        with pytest.raises(
+            ValueError, match="--out=.*: these are the prompts; name an"
+        ):
+            generate.main(
+                [f"--model={model}", f"--prompts={prompts}", f"--out={out}", flag]
+            )
+    assert prompts.read_text() == '{"prompt_ids": [5]}\n'
+
+
+def test_a_refusal_leaves_no_file(model, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt_ids": [500]}\n')
+    with pytest.raises(
+        ValueError, match="prompt_ids must be one or more ids in 0..106"
+    ):
+        generate.main([f"--model={model}", f"--prompts={prompts}", f"--out={out}"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_a_signal_ends_a_job_between_answers_and_it_goes_on(ask, monkeypatch, tmp_path):
+    whole = ask("--seed=1")
+    (tmp_path / "out.jsonl").unlink()
+    add = generate.folder.Answers.add
+
+    def told(sink, line):
+        add(sink, line)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(generate.folder.Answers, "add", told)
+        with pytest.raises(exits.Stopped, match="after 1 of 3 answers"):
+            ask("--seed=1", again="--nooverwrite")
+    assert (tmp_path / "out.jsonl").read_text().count("\n") == 1
+    assert ask("--seed=1", again="--nooverwrite") == whole
+
+
+def test_a_signal_ends_an_answer_that_is_shown(make, model, tmp_path, monkeypatch):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(model / file)
+    make.tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(exits.StopSignal, "__call__", lambda stop: True)
+    with pytest.raises(exits.Stopped, match="before the answer was whole"):
+        generate.main([f"--model={tmp_path}", "--max-new-tokens=10", "1+2"])
 
 
 def test_temperature_0_is_the_arg_max(ask):
@@ -293,6 +418,8 @@ def test_bad_flags_are_named(ask, model, tmp_path):
         generate.main([f"--model={model}"])
     with pytest.raises(ValueError, match="either one prompt or --prompts"):
         ask("and a prompt")
+    with pytest.raises(ValueError, match="--out=FILE goes with --prompts=FILE"):
+        generate.main([f"--model={model}", "hello", "--out=x.jsonl"])
     with pytest.raises(ValueError, match="has no tokenizer; use --prompts"):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):

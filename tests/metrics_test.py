@@ -1,11 +1,12 @@
 """Metrics: what is kept on resume, what is called out, and whose time it is."""
 
+import io
 import json
 import math
 
 import pytest
 
-from dllm_jax import metrics
+from dllm_jax import exits, metrics
 
 
 @pytest.fixture
@@ -60,6 +61,64 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
     writer.write(4, {"reward": 1.0})
     writer.close()
     assert steps(tmp_path) == [1, 2, 4]
+
+
+DAMAGE = [b'{"step": 3, "rew', b"null", b"[3]", b"\xff\xfe", b"\0" * 40, b"3"]
+DAMAGE += [b'{"reward": 1.0}', b'{"step": "3"}', b'{"step": true}', b'{"step": -1}']
+DAMAGE += [b'{"step": 3, "reward": "high"}', b"[" * 100_000, b'{"step": 1.5}']
+
+
+@pytest.mark.parametrize("line", DAMAGE, ids=range(len(DAMAGE)))
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_a_damaged_line_costs_itself_alone_and_is_said(tmp_path, line, number, capsys):
+    fill(tmp_path, 5)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines))
+    kept = [step for step in range(1, 6) if step != number]
+    assert steps(tmp_path) == kept
+    assert (
+        f"metrics.jsonl: left out as damaged: line {number}\n"
+        in capsys.readouterr().err
+    )
+    writer = metrics.Writer(tmp_path, 10, 5)
+    writer.close()
+    capsys.readouterr()
+    assert steps(tmp_path) == kept
+    assert capsys.readouterr().err == ""  # it is gone
+
+
+def test_of_two_rows_of_a_step_the_last_counts(tmp_path):
+    fill(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward": 9.0}\n')
+    assert [row["reward"] for row in metrics.history(tmp_path)] == [0.1, 9.0, 0.1 * 3]
+
+
+def test_rows_that_are_lost_come_from_what_checkpoints_tell(tmp_path, capsys):
+    fill(tmp_path, 6)
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + "null\n" + lines[4])
+    saved = {step: {"reward": 0.1 * step} for step in (2, 3, 4, 5, 6, 7)}
+    saved[4] = {"reward": math.nan}
+    capsys.readouterr()
+    metrics.Writer(tmp_path, 10, 6, saved).close()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        "6/10"
+    ]
+    lines[3] = '{"step": 4, "reward": null}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
+
+
+def test_a_row_that_finds_no_room_ends_the_run_with_a_line(tmp_path):
+    writer = metrics.Writer(tmp_path, 10, 0)
+    writer.file.close()
+    full = pytest.raises(exits.CannotGoOn, match=f"{tmp_path}: no room: ")
+    with open("/dev/full", "ab", buffering=0) as file, full:
+        writer.file = io.TextIOWrapper(file, write_through=True)
+        writer.write(1, {"reward": 1.0})
 
 
 def test_numbers_that_are_not_finite_become_null_and_are_called_out(tmp_path, capsys):

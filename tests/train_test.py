@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import signal
+import tarfile
 import time
 
 import numpy as np
@@ -74,6 +75,11 @@ def rows(folder) -> list[dict]:
     ]
 
 
+def attempts(folder) -> list[dict]:
+    """Returns what run.json says of each attempt."""
+    return json.loads((folder / "run.json").read_text())["attempts"]
+
+
 def saved(folder) -> list[int]:
     """Returns the steps that have a committed checkpoint."""
     path = folder / "checkpoints"
@@ -125,11 +131,20 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
     ):
         assert np.isfinite(last[name]), name
     assert last["logprob_gap_max"] < 1e-4
-    first = json.loads(
-        (whole / "samples" / "step_000001.jsonl").read_text().split("\n")[0]
-    )
-    assert first["response_ids"]
-    assert len(first["step_map"]) == len(first["response_ids"])
+    text = (whole / "samples" / "step_000001.jsonl").read_text()
+    samples = [json.loads(line) for line in text.splitlines()]
+    assert [sample["group"] for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({sample["question"] for sample in samples}) == 4
+    for sample in samples:
+        assert sample["response_ids"] and sample["answer"]
+        assert len(sample["step_map"]) == len(sample["response_ids"])
+        assert sample["reward"] in (0, 1)
+    (attempt,) = attempts(whole)
+    assert attempt["ended"] == "done"
+    assert attempt["config"] == json.loads((whole / "config.json").read_text())
+    assert not (whole / "lock").exists()
+    log = (whole / "run.log").read_text()
+    assert "step 4/4" in log and "exported to" in log
     start = safetensors.numpy.load_file(
         ROOT / "examples/arithmetic/model/model.safetensors"
     )
@@ -171,13 +186,27 @@ def test_killed_between_a_checkpoint_and_its_row(command, whole, tmp_path):
 def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
     folder = tmp_path / "run"
     run = command(folder)
-    until(run, folder / "checkpoints" / "1", folder / "samples" / "step_000003.jsonl")
+    until(run, folder / "checkpoints" / "1")
+    second = command(folder)  # while the first one is there
+    assert f"error: {folder} is in use by pid {run.process.pid} on" in end(second, 2)
+    until(run, folder / "samples" / "step_000003.jsonl")
     run.kill()
     end(run, -signal.SIGKILL)
     assert rows(folder)[-1]["step"] in (2, 3)
+    # A line in the middle is lost, too; its checkpoint is gone.
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([b"\xff", *lines[1:]]))
     told = end(command(folder))
     assert f"resuming {folder} after step" in told
+    assert f"taken over from pid {run.process.pid} on" in told
+    assert "metrics.jsonl: left out as damaged: line 1\n" in told
+    text = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(lines[0] + b"\n" + text)
     same(folder, whole)
+    assert [x["ended"] for x in attempts(folder)] == [
+        "killed, or its machine was lost",
+        "done",
+    ]
 
 
 def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
@@ -191,6 +220,9 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     newest = rows(folder)[-1]["step"]
     assert newest in (3, 4)
     assert saved(folder) == [2, newest]  # also what was not yet due
+    assert attempts(folder)[0]["ended"].startswith(
+        "stopped: stopped by a signal; start"
+    )
 
     state = folder / "checkpoints" / str(newest) / "state"
     file = max(
@@ -418,6 +450,48 @@ def test_never_resume_refuses_a_folder_in_use(command, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     told = end(command(tmp_path / "run", "--resume=never"), 2)
     assert "already holds a run" in told
+
+
+OLD = ROOT / "tests" / "goldens" / "checkpoints"
+OLD_KEYS = ("model.lora_rank=1", "rl.value=none", "rl.advantage=center", "rl.prompts=2")
+OLD_KEYS += ("rl.updates=1", "data.heldout=", "run.export=false", "sampler.max_new=8")
+OLD_KEYS += ("batch.tokens=64", "rl.steps=2")
+
+
+def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path):
+    folder = tmp_path / "run"
+    with tarfile.open(OLD / "format_0.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    told = end(command(folder, *OLD_KEYS))
+    assert f"resuming {folder} after step 1" in told
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert np.isfinite(rows(folder)[-1]["grad_norm"])
+
+
+def test_a_run_keeps_the_defaults_that_it_began_with(command, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    run["defaults"]["rl"]["lam"] = 0.5
+    run["defaults"]["policy_optim"]["lr"] = 0.5  # which the config file sets
+    (folder / "run.json").write_text(json.dumps(run))
+    told = end(command(folder, "run.export=false"))
+    said = "config.rl.lam stays 0.5, its default when the run began; by now it is 1.0"
+    assert said in told
+    assert told.count(" stays ") == 1
+    kept = json.loads((folder / "config.json").read_text())
+    assert (kept["rl"]["lam"], kept["policy_optim"]["lr"]) == (0.5, 1e-4)
+
+
+def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(
+    command, tmp_path
+):
+    start = shutil.copytree(
+        ROOT / "examples" / "arithmetic" / "model", tmp_path / "run" / "export"
+    )
+    before = {file.name: file.read_bytes() for file in start.iterdir()}
+    told = end(command(tmp_path / "run", f"model.path={start}"), 2)
+    assert f"error: cannot export to {start}: the original" in told
+    assert {file.name: file.read_bytes() for file in start.iterdir()} == before
 
 
 def test_must_resume_wants_a_checkpoint(command, tmp_path):

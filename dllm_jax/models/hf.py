@@ -7,6 +7,7 @@ the tensors, and an index over these says which tensor.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,6 +15,7 @@ import math
 import os
 import pathlib
 import shutil
+import zlib
 
 import huggingface_hub
 import jax
@@ -23,7 +25,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from dllm_jax import sharding
+from dllm_jax import exits, sharding
+from dllm_jax.exits import warn
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import FAMILIES, changes, read_config, read_json
@@ -55,6 +58,25 @@ def find(path) -> pathlib.Path:
         ) from None
 
 
+def marks(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Returns size and CRC-32 of a checkpoint's files of weights and config.
+
+    Other weights by the same path have others. Of a large file the CRC is of 256 pieces.
+    """
+    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
+    return {file.name: mark(file) for file in files}
+
+
+def mark(file: pathlib.Path) -> list[int]:
+    """Returns a file's size and CRC-32."""
+    piece, size, crc = 2**14, file.stat().st_size, 0
+    with file.open("rb") as data:
+        for start in range(0, size, max(piece, size // 256)):
+            data.seek(start)
+            crc = zlib.crc32(data.read(piece), crc)
+    return [size, crc]
+
+
 # ---- Where a parameter is stored --------------------------------------------------------
 
 
@@ -65,9 +87,7 @@ class Tensors:
         if (folder / SINGLE).is_file():
             files = [SINGLE]
         elif (folder / INDEX).is_file():
-            files = sorted(
-                set(read_json(folder / INDEX).get("weight_map", {}).values())
-            )
+            files = files_of(folder / INDEX)
         else:
             raise ValueError(
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
@@ -94,6 +114,26 @@ class Tensors:
         if kind not in DTYPES:
             raise ValueError(f"tensor {name!r}: dtype {kind} is not supported")
         return jnp.dtype(DTYPES[kind])
+
+
+def files_of(index: pathlib.Path) -> list[str]:
+    """Returns the names of an index's files.
+
+    Raises ValueError where it names none, or anything but a file beside it: an export
+    writes the same names.
+    """
+    raw = read_json(index)
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not names or not isinstance(names, dict):
+        raise ValueError(f"{index}: it has no weight_map of tensor names to file names")
+    for tensor, name in names.items():
+        plain = isinstance(name, str) and "\0" not in name
+        if not plain or name in ("", ".", "..") or name != os.path.basename(name):
+            raise ValueError(
+                f"{index}: {tensor!r} is in {name!r}, which is not the name of a file in "
+                "this folder"
+            )
+    return sorted(set(names.values()))
 
 
 def leaves(cfg: ModelConfig, heads):
@@ -327,14 +367,9 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     written one at a time into a temporary folder which then takes the name `path`, so a
     crash never leaves half a checkpoint. Every process must call it; process 0 writes.
 
-    Raises ValueError when `like` is another model, and when `path` is in its way or holds
-    something else than a checkpoint.
+    Raises ValueError when `like` is another model, and as `check_target` does.
     """
-    target, origin = pathlib.Path(path).resolve(), find(like).resolve()
-    if target == origin or target in origin.parents or origin in target.parents:
-        raise ValueError(f"cannot export to {path}: the original {like} is there")
-    if not replaceable(target):
-        raise ValueError(f"cannot export to {path}: it is there and not an export")
+    target, origin = check_target(path, like)
     tensors = Tensors(origin)
     check_tensors(tensors, cfg, (), origin)
     sources = sources_of(cfg, params, tensors)
@@ -348,16 +383,58 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
 
     writing = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
-    if writing:
-        begin_export(partial, origin, cfg)
     sizes = {}  # bytes of each tensor
-    for file, names in names_in.items():
-        sizes |= write_shard(
-            partial / file if writing else None, names, sources, tensors, cfg
-        )
-    if writing:
-        extend_index(partial, last_file, {name: sizes[name] for name in added})
-        swap(partial, target)
+    with written(partial if writing else None, tensors):
+        if writing:
+            begin_export(partial, origin, cfg)
+        for file, names in names_in.items():
+            sizes |= write_shard(
+                partial / file if writing else None, names, sources, tensors, cfg
+            )
+        if writing:
+            for file in names_in:  # safetensors' are for the owner alone
+                shutil.copymode(partial / "config.json", partial / file)
+            extend_index(partial, last_file, {name: sizes[name] for name in added})
+            swap(partial, target)
+
+
+def check_target(path, like) -> tuple[pathlib.Path, pathlib.Path]:
+    """Returns the folders of an export and of its original, without symbolic links.
+
+    Raises ValueError where the export would write over the original, or over files that
+    the original's are links to, or over something else than a checkpoint.
+    """
+    target, origin = pathlib.Path(path).resolve(), find(like).resolve()
+    homes = {origin} | {item.resolve().parent for item in origin.iterdir()}
+    if origin in target.parents or any(
+        target == home or target in home.parents for home in homes
+    ):
+        raise ValueError(f"cannot export to {path}: the original {like} is there")
+    if not replaceable(target):
+        raise ValueError(f"cannot export to {path}: it is there and not an export")
+    return target, origin
+
+
+@contextlib.contextmanager
+def written(partial: pathlib.Path | None, tensors: Tensors):
+    """Leaves no half-written folder behind where what is inside fails.
+
+    partial: None in processes that write nothing. Raises exits.CannotGoOn where the disk
+    is full.
+    """
+    if partial is None:
+        yield
+        return
+    wanted = sum(
+        math.prod(tensors.shape(name)) * tensors.dtype(name).itemsize
+        for name in tensors.file_of
+    )
+    try:
+        with exits.room(partial.parent, wanted):
+            yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def replaceable(target: pathlib.Path) -> bool:
@@ -466,10 +543,24 @@ def swap(partial: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies what is not weights: tokenizer, configs, remote code, model card."""
+    """Copies what is not weights: tokenizer, configs, remote code, model card.
+
+    A link that leads out of the folder is not followed, as what it leads to may be no part
+    of the model. Two are: a hub snapshot's into its repository's blobs, and config.json,
+    which was read as the model's.
+    """
+    homes = [origin]
+    if origin.parent.name == "snapshots":
+        homes.append(origin.parents[1] / "blobs")
     for item in origin.rglob("*"):
         name = item.relative_to(origin)
         hidden = any(folder.startswith(".") for folder in name.parts[:-1])
-        if item.is_file() and not hidden and not any(map(item.match, WEIGHTS)):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(item, target / name)
+        if not item.is_file() or hidden or any(map(item.match, WEIGHTS)):
+            continue
+        source = item.resolve()
+        inside = any(home in source.parents for home in homes)
+        if not inside and name != pathlib.Path("config.json"):
+            warn(f"{item} leads out of its folder, to {source}: it is not exported")
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(item, target / name)

@@ -6,6 +6,7 @@ a run in two.
 Letters: s answers to one problem.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -16,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dllm_jax.data import Problem
+from dllm_jax.exits import room
 from dllm_jax.rl.rewards import Grader
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.state import Trace
@@ -29,7 +31,7 @@ class Rollouts:
     group_n: np.ndarray
     text: list[str]  # decoded once, for graders and people
     reward_n: np.ndarray
-    timeouts: int = 0  # answers that earn 0 since grading them took too long
+    late_n: np.ndarray  # whether it earns 0 since grading it took too long
 
 
 def graded(
@@ -54,8 +56,8 @@ def graded(
             reward_n[~trace.stopped_B] = 0
     if jax.process_count() > 1:
         reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
-    timeouts = int(np.isnan(reward_n).sum())
-    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), timeouts)
+    late_n = np.isnan(reward_n)
+    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n)
 
 
 def answered(
@@ -145,7 +147,7 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     return {
         "reward": float(rollouts.reward_n.mean()),
         "accuracy": float((rollouts.reward_n >= 1).mean()),
-        "graded_timeouts": rollouts.timeouts,
+        "graded_timeouts": int(rollouts.late_n.sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float(cut_B.mean()),
@@ -159,21 +161,61 @@ def write(
     problems: list[Problem],
     count: int,
 ):
-    """Writes the first `count` of a step's rollouts with their traces."""
+    """Writes `count` of a step's rollouts with their traces, spread over its problems."""
     path = folder / "samples" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    records = as_records(rollouts, [p.prompt_ids for p in problems[:count]])
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = as_records(rollouts, problems)
+    lines = [json.dumps(records[i]) + "\n" for i in spread(rollouts.group_n, count)]
+    with room(path.parent):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(lines))
 
 
-def as_records(rollouts: Rollouts, prompts: list[list[int]]) -> list[dict]:
-    """Returns JSON-able records of the prompts' rollouts, as `generate` writes them."""
+def spread(group_n, count: int) -> list[int]:
+    """Returns `count` indices in order: the first of each group, then the second of each."""
+    seen = collections.Counter()
+    ranks = []
+    for i, group in enumerate(np.asarray(group_n).tolist()):
+        ranks.append((seen[group], i))
+        seen[group] += 1
+    return sorted(i for _, i in sorted(ranks)[:count])
+
+
+def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
+    """Returns JSON-able records of all rollouts, as `generate` writes them.
+
+    problems: what each of them answers.
+    """
     return [
         {
-            **answers.record(state.answer(rollouts.trace, i), prompt),
+            **answers.record(state.answer(rollouts.trace, i), problem.prompt_ids),
             "text": rollouts.text[i],
             "reward": float(rollouts.reward_n[i]),
             "group": int(rollouts.group_n[i]),
+            "question": problem.text,
+            "answer": problem.answer,
         }
-        for i, prompt in enumerate(prompts)
+        | ({"graded": False} if rollouts.late_n[i] else {})
+        for i, problem in enumerate(problems)
     ]
+
+
+def of_records(records: list[dict]) -> Rollouts:
+    """Returns Rollouts of which `summary` and `passed` say what they say of the records'.
+
+    Their traces hold lengths alone.
+    """
+    rows = [
+        state.no_answer(0)._replace(
+            len=np.int32(len(record["response_ids"])),
+            forwards=np.int32(record["forwards"]),
+            stopped=np.bool_(record["finished"] == "stop"),
+        )
+        for record in records
+    ]
+    return Rollouts(
+        trace=state.stacked(rows),
+        group_n=np.array([record["group"] for record in records]),
+        text=[record["text"] for record in records],
+        reward_n=np.array([record["reward"] for record in records], np.float32),
+        late_n=np.array([not record.get("graded", True) for record in records]),
+    )

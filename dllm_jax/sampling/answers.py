@@ -129,6 +129,16 @@ def collect(stream, stop=None) -> Trace | None:
     return state.stacked([answers[i] for i in range(len(answers))])
 
 
+def in_order(stream):
+    """Yields a stream's (i, Answer i) in the order of the prompts, each when it can."""
+    waiting, due = {}, 0
+    for i, answer in stream:
+        waiting[i] = answer
+        while due in waiting:
+            yield due, waiting.pop(due)
+            due += 1
+
+
 def decode(trace: Trace, tok) -> list[str]:
     """Returns the answers' texts, without special tokens."""
     rows = zip(trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import sharding
+from dllm_jax import exits, sharding
 from dllm_jax.models import families, hf, transformer
 from tests.goldens import reader
 
@@ -341,7 +341,7 @@ def test_a_crash_leaves_the_old_export_or_none(tmp_path, monkeypatch):
         patched.setattr(hf.safetensors.numpy, "save_file", crash)
         with pytest.raises(KeyboardInterrupt):
             hf.save(out, cfg, params, like=SDAR)
-        assert not out.exists()
+        assert not list(tmp_path.iterdir())
     hf.save(out, cfg, params, like=SDAR)
     params["norm"] = 2 * params["norm"]
     with monkeypatch.context() as patched:
@@ -371,6 +371,124 @@ def test_export_refuses_to_destroy(tmp_path):
         hf.save(tmp_path / "other", cfg, params, like=SDAR)
     assert files(full) == {"config.json": b"of a run"}
     assert files(origin) == files(TIED)
+
+
+INDICES = [None, [], {}, {"weight_map": None}, {"weight_map": []}, {"weight_map": {}}]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=range(len(INDICES)))
+def test_an_index_without_names_is_refused(tmp_path, index):
+    folder = shutil.copytree(SDAR, tmp_path / "model")
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{hf.INDEX}: it has no weight_map of tensor"):
+        hf.load(folder)
+
+
+NAMES = ["../base.safetensors", "sub/base.safetensors", "{}/base.safetensors", ".."]
+NAMES += [".", "", "a\0b", 7, None, ["base.safetensors"], "./base.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_name_in_an_index_never_leaves_the_folder(tmp_path, name):
+    cfg, params = hf.load(TIED)
+    folder = shutil.copytree(TIED, tmp_path / "model")
+    name = name.format(tmp_path) if isinstance(name, str) else name
+    for place in (tmp_path, folder, folder / "sub"):
+        place.mkdir(exist_ok=True)
+        shutil.copy(folder / hf.SINGLE, place / "base.safetensors")
+    (folder / hf.SINGLE).unlink()
+    names = dict.fromkeys(hf.Tensors(TIED).file_of, name)
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": names}))
+    before = files(tmp_path)
+    for go in (
+        lambda: hf.load(folder),
+        lambda: hf.save(tmp_path / "out", cfg, params, like=folder),
+    ):
+        with pytest.raises(
+            ValueError, match="is not the name of a file in this folder"
+        ):
+            go()
+    assert files(tmp_path) == before
+
+
+def snapshot(root: pathlib.Path) -> pathlib.Path:
+    """Returns a copy of SDAR as the hub's cache lays it out: links into blobs."""
+    folder, blobs = root / "snapshots" / "a1", root / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(SDAR.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (folder / file.name).symlink_to(f"../../blobs/{number}")
+    return folder
+
+
+def test_a_hub_snapshot_is_exported_as_files_of_its_own(tmp_path):
+    folder = snapshot(tmp_path / "models--org--name")
+    cfg, params = hf.load(folder)
+    before = files(tmp_path)
+    hf.save(tmp_path / "out", cfg, params, like=folder)
+    assert files(tmp_path / "out") == files(SDAR)
+    assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+    blobs = tmp_path / "models--org--name" / "blobs"
+    for path in (blobs, blobs.parent, folder):
+        with pytest.raises(ValueError, match=f"cannot export to {path}: the original"):
+            hf.save(path, cfg, params, like=folder)
+    shutil.rmtree(tmp_path / "out")
+    assert files(tmp_path) == before
+
+
+def test_a_link_out_of_the_folder_is_not_exported_and_this_is_said(tmp_path, capsys):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key.txt").write_text("of mine")
+    folder = shutil.copytree(TIED, tmp_path / "model")
+    (folder / "key.txt").symlink_to(secret / "key.txt")
+    (folder / "all").symlink_to(secret)
+    (folder / "again.json").symlink_to("config.json")
+    cfg, params = hf.load(folder)
+    hf.save(tmp_path / "out", cfg, params, like=folder)
+    again = {"again.json": (TIED / "config.json").read_bytes()}
+    assert files(tmp_path / "out") == files(TIED) | again
+    assert f"{folder / 'key.txt'} leads out of its folder" in capsys.readouterr().err
+
+
+def test_an_export_never_replaces_what_its_source_is_a_link_to(tmp_path):
+    home = shutil.copytree(TIED, tmp_path / "home")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in home.iterdir():
+        (folder / file.name).symlink_to(file)
+    (tmp_path / "door").symlink_to(home)
+    cfg, params = hf.load(folder)
+    for path in (home, tmp_path / "door"):
+        with pytest.raises(ValueError, match=f"cannot export to {path}: the original"):
+            hf.save(path, cfg, params, like=folder)
+    assert files(home) == files(TIED)
+    hf.save(tmp_path / "out", cfg, params, like=folder)
+    assert files(tmp_path / "out") == files(TIED)
+
+
+def test_an_export_is_for_whom_the_umask_says(tmp_path):
+    cfg, params = hf.load(SDAR)
+    hf.save(tmp_path / "out", cfg, params, like=SDAR)
+    (tmp_path / "mine").write_text("")
+    mode = (tmp_path / "mine").stat().st_mode
+    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {mode}
+
+
+def test_an_export_without_room_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    cfg, params = hf.load(SDAR)
+
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os err")
+
+    monkeypatch.setattr(hf.safetensors.numpy, "save_file", full)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    with pytest.raises(
+        exits.CannotGoOn, match=f"{tmp_path}: no room: {size} bytes are"
+    ):
+        hf.save(tmp_path / "out", cfg, params, like=SDAR)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- config.json ---------------------------------------------------------------------

@@ -285,4 +285,5 @@ def rollouts() -> Rollouts:
         group_n=np.repeat([0, 1], 4),
         text=[""] * 8,
         reward_n=np.array([1, 0, 0, 0, 1, 1, 1, 0], np.float32),
+        late_n=np.zeros(8, bool),
     )

@@ -229,8 +229,9 @@ def test_records_hold_the_answer_and_its_trace(mesh):
         grader(lambda texts, golds: [0.5] * 6),
         truncated_wrong=False,
     )
-    records = rollout.as_records(got, PROMPTS[:4])
-    assert len(records) == 4
+    problems = [data.Problem(p, f"of {len(p)}", "7") for p in PROMPTS]
+    records = rollout.as_records(got, problems)
+    assert len(records) == len(PROMPTS)
     assert json.loads(json.dumps(records)) == records
     assert records[1] == {
         "prompt_ids": [2, 3],
@@ -243,8 +244,36 @@ def test_records_hold_the_answer_and_its_trace(mesh):
         "text": "b",
         "reward": 0.5,
         "group": 0,
+        "question": "of 2",
+        "answer": "7",
     }
     assert records[0]["finished"] == "length"
     assert records[3]["finished"] == "skipped"
     assert records[3]["prompt_ids"] == PROMPTS[3]
     assert records[3]["response_ids"] == records[3]["step_map"] == []
+
+
+def test_samples_are_spread_over_the_problems():
+    groups = np.repeat([0, 1, 2], 4)
+    assert rollout.spread(groups, 0) == []
+    assert rollout.spread(groups, 2) == [0, 4]
+    assert rollout.spread(groups, 3) == [0, 4, 8]
+    assert rollout.spread(groups, 5) == [0, 1, 4, 5, 8]
+    assert rollout.spread(groups, 99) == list(range(12))
+
+
+def test_records_tell_of_rollouts_what_these_tell_themselves(mesh):
+    grades = [1.0, 0.25, float("nan"), 0.0, 1.0, 1.0]
+    got = rollout.graded(
+        sample(Fake(mesh)),
+        list("abcdef"),
+        [""] * 6,
+        np.arange(6) // 2,
+        grader(lambda *_: grades),
+        truncated_wrong=False,
+    )
+    records = rollout.as_records(got, [data.Problem(p, "", "") for p in PROMPTS])
+    assert [record.get("graded") for record in records].count(False) == 1
+    read = rollout.of_records(json.loads(json.dumps(records)))
+    assert rollout.summary(read) == rollout.summary(got)
+    assert rollout.passed(read, 2) == rollout.passed(got, 2)

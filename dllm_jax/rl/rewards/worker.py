@@ -16,15 +16,20 @@ The two talk in lines of JSON: a list of arguments there, a reply back.
 
 import importlib.util
 import json
+import os
+import pathlib
 import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 MEMORY_BYTES = 2**30  # of the subprocess
 START_S = 120.0  # sympy's import is slow on a busy machine
+TRIES = 3  # of a start, and of a question in which the machine is at fault
+IDLE = 0.1  # of the time: who has thought less was stopped, or starved
 ORPHAN_S = 60  # a worker whose parent was killed stops thinking after so long
 
 
@@ -42,19 +47,25 @@ class Worker:
         self.lock = threading.Lock()
 
     def ask(self, *args):
-        """Returns the file's reply to the arguments, None if it dies of them twice.
+        """Returns the file's reply to the arguments, None if it dies of them again and again.
 
-        Raises TimeoutError after `limit_s`, RuntimeError if the worker cannot start.
+        A worker that is killed, stopped or starved meanwhile is replaced, and asked again.
+        Raises TimeoutError if it thinks for `limit_s`, or never comes to think;
+        exits.CannotGoOn if it cannot start.
         """
         with self.lock:
-            for _ in range(2):  # it may have died of something else than this question
-                reply = self._reply(json.dumps(args) + "\n")
+            for _ in range(
+                TRIES
+            ):  # it may have died of something else than this question
+                reply, thought = self._reply(json.dumps(args) + "\n")
                 if reply:
                     return json.loads(reply)
                 self._stop()
-                if reply is None:
+                if reply is None and thought > IDLE * self.limit_s:
                     self._start()  # imports while the caller goes on
                     raise TimeoutError
+            if reply is None:
+                raise TimeoutError
             return None
 
     def close(self) -> None:
@@ -62,22 +73,48 @@ class Worker:
         with self.lock:
             self._stop()
 
-    def _reply(self, request: str) -> str | None:
-        """Returns a line, "" if the worker has died, None if it takes too long."""
-        if self.process is None:
-            self._start()
-        if not self.ready and self._line(START_S) != "ready\n":
-            self._stop()
-            raise RuntimeError(
-                f"the worker does not start: python -P {__file__} {self.file}"
-            )
-        self.ready = True
+    def _reply(self, request: str) -> tuple[str | None, float]:
+        """Returns (a line, the seconds that it took of a processor).
+
+        The line is "" if the worker has died, None if it takes too long.
+        """
+        self._ready()
+        before = self._seconds()
         try:
             self.process.stdin.write(request)
             self.process.stdin.flush()
         except BrokenPipeError:
-            return ""
-        return self._line(self.limit_s)
+            return "", 0.0
+        line = self._line(self.limit_s)
+        return line, self._seconds() - before
+
+    def _ready(self) -> None:
+        """Starts the subprocess unless it is ready, again where it dies or is too slow."""
+        for _ in range(TRIES):
+            if self.process is None:
+                self._start()
+            self.ready = self.ready or self._line(START_S) == "ready\n"
+            if self.ready:
+                return
+            self._stop()
+        # Not at the top: the subprocess runs this file, too.
+        from dllm_jax.exits import CannotGoOn
+
+        raise CannotGoOn(
+            f"the grader's worker does not start: python -P {__file__} {self.file}"
+        )
+
+    def _seconds(self) -> float:
+        """Returns the seconds of a processor that the subprocess has used so far.
+
+        Where the system does not tell, it is taken to think all the time.
+        """
+        try:
+            stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return time.monotonic()
+        ticks = stat.rpartition(")")[2].split()[11:13]  # in user code, and for it
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def _line(self, seconds: float) -> str | None:
         """Returns the worker's next line, "" at its end, None where none comes in time."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dllm_jax import exits
 from dllm_jax.rl.rewards import GRADERS, math, worker
 from tests.goldens import reader
 
@@ -279,7 +280,7 @@ def test_a_dead_worker_is_replaced():
 def test_a_worker_that_cannot_start_raises(monkeypatch):
     math.close()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="does not start"):
+    with pytest.raises(exits.CannotGoOn, match="does not start"):
         math.equal("x+21", "21+x")
 
 

@@ -1,10 +1,12 @@
 """The killable subprocess, with a reward that does what it is told."""
 
+import signal
 import sys
 import threading
 
 import pytest
 
+from dllm_jax.exits import CannotGoOn
 from dllm_jax.rl.rewards.worker import Worker
 
 REWARD = """
@@ -17,6 +19,11 @@ def warm_up():
 def reply(told, value):
     if told == "sleep":
         time.sleep(value)
+    if told == "think":
+        with open(value, "a") as file:
+            file.write("1")
+        while True:
+            pass
     if told == "die":
         os._exit(1)
     if told == "memory":
@@ -57,7 +64,7 @@ def test_what_takes_too_long_is_killed_and_the_next_is_answered(worker):
 
 
 @pytest.mark.parametrize("how", ["die", "memory"])
-def test_what_kills_it_twice_has_no_reply(worker, how):
+def test_what_kills_it_again_and_again_has_no_reply(worker, how):
     assert worker.ask(how, 0) is None
     assert worker.ask("say", 3) == ["say", 3]
 
@@ -65,6 +72,62 @@ def test_what_kills_it_twice_has_no_reply(worker, how):
 def test_what_it_survives_at_the_second_try_is_answered(worker, tmp_path):
     mark = str(tmp_path / "mark")
     assert worker.ask("once", mark) == ["once", mark]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_is_stopped_or_killed_is_replaced_and_asked_again(worker, number):
+    assert worker.ask("say", 1) == ["say", 1]
+    first = worker.process
+    first.send_signal(number)
+    assert worker.ask("say", 2) == ["say", 2]
+    assert first.poll() is not None
+
+
+def test_one_that_is_killed_as_it_answers_is_replaced(worker):
+    worker.ask("say", 0)
+    first, replies = worker.process, []
+    thread = threading.Thread(target=lambda: replies.append(worker.ask("sleep", 0.5)))
+    thread.start()
+    first.kill()
+    thread.join()
+    assert replies == [["sleep", 0.5]]
+
+
+def test_one_that_dies_as_it_starts_is_started_again(worker, monkeypatch):
+    started = []
+    start = worker._start
+
+    def die():
+        start()
+        started.append(worker.process)
+        if len(started) < 3:
+            worker.process.kill()
+
+    monkeypatch.setattr(worker, "_start", die)
+    assert worker.ask("say", 1) == ["say", 1]
+    assert len(started) == 3
+
+
+def test_one_that_starts_too_slowly_is_started_again(worker, monkeypatch):
+    monkeypatch.setattr("dllm_jax.rl.rewards.worker.START_S", 1.0)
+    worker._start()
+    slow = worker.process
+    slow.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(worker, "_line", slowly(worker._line, slow))
+    assert worker.ask("say", 1) == ["say", 1]
+    assert slow.poll() is not None
+
+
+def slowly(line, slow):
+    """Returns a worker's `_line` that has all the time but for the slow process."""
+    return lambda seconds: line(60.0 if slow.poll() is not None else seconds)
+
+
+def test_what_thinks_too_long_is_asked_once(worker, tmp_path):
+    mark = tmp_path / "mark"
+    with pytest.raises(TimeoutError):
+        worker.ask("think", str(mark))
+    assert mark.read_text() == "1"
 
 
 def test_after_close_it_starts_again(worker):
@@ -90,6 +153,6 @@ def test_threads_share_it(worker):
 
 def test_one_that_cannot_start_says_how_it_is_started(worker, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="does not start: python -P .*reward.py$"):
+    with pytest.raises(CannotGoOn, match="does not start: python -P .*reward.py$"):
         worker.ask("say", 6)
     assert worker.process is None

@@ -1,0 +1,445 @@
+"""A folder that one command writes to: its lock, its log, its attempts, its answers.
+
+    lock       host, pid and start of the command that writes, touched while it lives
+    run.json   what each attempt was started with, on what it ran, and how it ended
+    run.log    what was said on the terminal, but for the progress bar
+
+One process of a run writes it.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+
+import jax
+
+from dllm_jax.exits import STUCK, CannotGoOn, Stopped, room, warn
+
+BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
+PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
+RUNNING = "running"
+
+
+def now() -> str:
+    """Returns the time in UTC, as ISO 8601 writes it, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a file, which is never seen half-written."""
+    with room(path.parent, len(text)):
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text)
+        os.replace(partial, path)
+
+
+# ---- One at a time -----------------------------------------------------------------------
+
+
+class Lock:
+    """A file that says who writes beside it; touched while its process lives."""
+
+    def __init__(self, path: pathlib.Path, of):
+        """Makes the file. Raises ValueError where a command that lives has it.
+
+        of: what is locked, for messages. A lock without a sign of life is taken over, which
+        is said.
+        """
+        self.path, self.of, self.ended = path, of, threading.Event()
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": now()}
+        self.text = json.dumps(owner)
+        while not self.made():
+            self.clear()
+        threading.Thread(target=self.beat, daemon=True).start()
+
+    def made(self) -> bool:
+        """Returns whether the file is made; it is not where there is one."""
+        try:
+            with self.path.open("x") as file:
+                file.write(self.text)
+        except FileExistsError:
+            return False
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def clear(self) -> None:
+        """Takes another's lock away; raises ValueError where that one lives."""
+        grave = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            text, touched = self.path.read_text(), self.path.stat().st_mtime
+            grave.touch()  # its time is by the same clock as the lock's
+            age = grave.stat().st_mtime - touched
+            reason = self.gone(text, age)
+            os.replace(self.path, grave)
+            if grave.read_text() != text:  # another was quicker, and this is its lock
+                os.replace(grave, self.path)
+                return
+            warn(f"{self.of}: taken over from {told(text)}: {reason}")
+        except FileNotFoundError:
+            pass  # it has ended meanwhile
+        finally:
+            grave.unlink(missing_ok=True)
+
+    def gone(self, text: str, age: float) -> str:
+        """Returns why the owner of a lock is known to have ended.
+
+        text: of the lock. age: seconds since it was touched. Raises ValueError where it
+        lives.
+        """
+        if age > STALE_S:
+            return f"no sign of life for {age:.0f} s"
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            owner = json.loads(text)
+            if owner["host"] == socket.gethostname() and not alive(owner["pid"]):
+                return "that process is gone"
+        raise ValueError(
+            f"{self.of} is in use by {told(text)}, {max(age, 0):.0f} s ago still alive: wait "
+            "for its end, or name another"
+        )
+
+    def beat(self) -> None:
+        """Touches the file until the end; ends the process where another has the lock.
+
+        Two that write to one folder would leave a mixture, so nothing is saved.
+        """
+        while not self.ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                if self.path.read_text() == self.text:
+                    os.utime(self.path)
+                elif not self.ended.is_set():
+                    warn(f"{self.of}: another command has taken it over")
+                    os._exit(STUCK)
+
+    def close(self) -> None:
+        """Takes the file away."""
+        self.ended.set()
+        with contextlib.suppress(OSError):
+            if self.path.read_text() == self.text:
+                self.path.unlink()
+
+
+def alive(pid: int) -> bool:
+    """Returns whether another process of this machine has the number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()  # a container's processes have the same numbers again
+
+
+def told(text: str) -> str:
+    """Returns whom a lock names."""
+    try:
+        owner = json.loads(text)
+        return f"pid {owner['pid']} on {owner['host']}, started {owner['start']}"
+    except (ValueError, TypeError, KeyError):
+        return "a command that does not say which"
+
+
+# ---- What is said ------------------------------------------------------------------------
+
+
+class Tee:
+    """A stream of the terminal whose whole lines go to a log, too."""
+
+    def __init__(self, stream, log):
+        """log: called with each line that is no progress bar's."""
+        self.stream, self.log, self.line = stream, log, ""
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes to the terminal; what a carriage return has overwritten is not logged."""
+        *lines, self.line = (self.line + text).split("\n")
+        for line in lines:
+            line = line.rpartition("\r")[2]
+            if line.strip() and not re.match(r"\s*\d+%\|", line):
+                self.log(line)
+        self.line = self.line.rpartition("\r")[2]
+        return self.stream.write(text)
+
+
+# ---- A run's folder ----------------------------------------------------------------------
+
+
+class Folder:
+    """A run's folder, from before the first minute is spent to the last word.
+
+    A context: on its way out it says in run.json how the attempt ended, and leaves nothing
+    behind of one that was refused before `begin`.
+    """
+
+    def __init__(self, path, *, writes: bool = True, agreed=bool):
+        """Makes the folder and its lock.
+
+        writes: whether this process is the one that does. agreed: returns whether any
+        process says so, such as `sharding.anywhere`. Raises ValueError in all of them where
+        the folder cannot be written to, or another command is in it.
+        """
+        self.path, self.writes = pathlib.Path(path), writes
+        self.lines, self.log, self.attempts, self.kept = [], None, [], {}
+        self.streams, self.start, complaint = (sys.stdout, sys.stderr), now(), None
+        whole = self.path.absolute()
+        places = (whole / "checkpoints", whole, *whole.parents)
+        self.made = [place for place in places if not os.path.exists(place)]
+        try:
+            if writes:
+                self.take()
+        except (ValueError, CannotGoOn) as error:
+            self.leave()
+            complaint = error
+        if agreed(complaint is not None):
+            raise complaint or ValueError(f"{path}: refused by the first process")
+
+    def take(self) -> None:
+        """Makes the folder and its lock, and listens to what is said."""
+        with room(self.path, first=True):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = Lock(self.path / "lock", of=self.path)
+        sys.stdout, sys.stderr = (Tee(stream, self.note) for stream in self.streams)
+
+    def __enter__(self):
+        return self
+
+    def note(self, line: str) -> None:
+        """Logs a line; before `begin` it is kept, as the folder may have to go again."""
+        line = f"{now()} {line}\n"
+        if self.log is None:
+            self.lines.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk is for the run itself to tell
+            self.log.write(line)
+            self.log.flush()
+
+    def defaults(self) -> dict | None:
+        """Returns the defaults of the keys when the run began; None where none are kept."""
+        return self.read().get("defaults")
+
+    def read(self) -> dict:
+        """Returns run.json; {} where there is none."""
+        file = self.path / "run.json"
+        if not file.exists():
+            return {}
+        run = object_of(file.read_bytes()) or {}
+        attempts, defaults = run.get("attempts"), run.get("defaults")
+        lists = isinstance(attempts, list) and isinstance(defaults, dict)
+        if lists and all(isinstance(attempt, dict) for attempt in attempts):
+            return run
+        warn(f"{file} is damaged: it begins anew")
+        return {}
+
+    def begin(self, config: dict, defaults: dict, mesh) -> None:
+        """Writes config.json and the attempt, and lets the log begin.
+
+        config, defaults: the keys of this attempt, and their defaults when the run began.
+        """
+        if not self.writes:
+            return
+        self.attempts = self.read().get("attempts", [])
+        for attempt in self.attempts:
+            if attempt.get("ended") == RUNNING:
+                attempt["ended"] = "killed, or its machine was lost"
+        self.attempts.append(
+            {
+                "command": [sys.executable, *sys.orig_argv[1:]],
+                "start": self.start,
+                "end": None,
+                "ended": RUNNING,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "processes": jax.process_count(),
+                "device": jax.devices()[0].device_kind,
+                "devices": jax.device_count(),
+                "mesh": dict(mesh.shape),
+                "versions": versions(),
+                "commit": commit(),
+                "config": config,
+            }
+        )
+        self.kept = defaults
+        write(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        self.save()
+        with room(self.path):
+            self.log = open(  # noqa: SIM115
+                self.path / "run.log", "a", encoding="utf-8", errors="backslashreplace"
+            )
+            self.log.write("".join(self.lines))
+            self.log.flush()
+
+    def save(self) -> None:
+        """Writes run.json."""
+        run = {"defaults": self.kept, "attempts": self.attempts}
+        write(self.path / "run.json", json.dumps(run, indent=1) + "\n")
+
+    def __exit__(self, kind, error, trace):
+        if not self.writes:
+            return
+        sys.stdout, sys.stderr = self.streams
+        if self.log is not None:
+            ending = ended(error)
+            if error is not None:
+                self.note(ending)
+            if ending.startswith("defect"):
+                self.note("".join(traceback.format_exception(error)))
+            self.attempts[-1] |= {"end": now(), "ended": ending}
+            with contextlib.suppress(CannotGoOn):
+                self.save()
+            self.log.close()
+        self.lock.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Removes the folders that were made for it, as far as they are empty."""
+        for folder in self.made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+# ---- Answers as they end -----------------------------------------------------------------
+
+
+def note_of(path) -> pathlib.Path:
+    """Returns the file that says what a file of answers depends on."""
+    return pathlib.Path(path).with_suffix(".job.json")
+
+
+class Answers:
+    """A file of JSON lines that grows as answers end, and is gone on with.
+
+    What they depend on, the job, stands beside it in NAME.job.json.
+    """
+
+    def __init__(self, path, job: dict, *, overwrite: bool):
+        """Reads what is there, and changes nothing.
+
+        job: flat, JSON-able. overwrite: what is there is not to stay. Raises ValueError for
+        a file of another job, or of something else.
+        """
+        self.path, self.job = pathlib.Path(path), json.loads(json.dumps(job))
+        self.note = note_of(path)
+        self.lines, self.end, self.file = [], 0, None
+        if overwrite or not self.path.is_file():
+            return
+        data = self.path.read_bytes()
+        if data:
+            self.compare(
+                object_of(self.note.read_bytes()) if self.note.is_file() else None
+            )
+        for line in data.split(b"\n")[:-1]:
+            if (row := object_of(line)) is None:
+                break
+            self.lines.append(row)
+            self.end += len(line) + 1
+
+    def compare(self, known: dict | None) -> None:
+        """Raises ValueError where the file's job is another, naming a difference."""
+        if known is None:
+            raise ValueError(
+                f"{self.path} is there, and no {self.note.name} that says what its answers "
+                "depend on; name another, or add --overwrite"
+            )
+        for key in sorted(known.keys() | self.job.keys()):
+            before, after = known.get(key), self.job.get(key)
+            if before != after:
+                raise ValueError(
+                    f"{self.path} holds the answers of another job: {key} was {before!r}, "
+                    f"is now {after!r}; name another, or add --overwrite"
+                )
+
+    def foreign(self, number: int, reason: str) -> ValueError:
+        """Returns the error for a line that is not this job's."""
+        return ValueError(
+            f"{self.path}, line {number}: {reason}; name another file, or add --overwrite"
+        )
+
+    def begin(self, total: int) -> None:
+        """Opens the file behind the lines that stay, and says how many of `total` do."""
+        if self.lines:
+            print(
+                f"{self.path}: {len(self.lines)} of {total} answers are there, and stay",
+                file=sys.stderr,
+            )
+        with room(self.path.parent):
+            if self.path.is_file() and self.path.stat().st_size > self.end:
+                if self.end:
+                    warn(
+                        f"{self.path}: what follows line {len(self.lines)} is damaged: it "
+                        "is answered again"
+                    )
+                os.truncate(self.path, self.end)
+            write(self.note, json.dumps(self.job, indent=1) + "\n")
+            self.file = self.path.open("a", encoding="utf-8")
+
+    def add(self, line: dict) -> None:
+        """Appends an answer, which is in the file when this returns."""
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        with room(self.path.parent, len(text)):
+            self.file.write(text)
+            self.file.flush()
+
+
+def object_of(line: bytes) -> dict | None:
+    """Returns the JSON object that a line holds, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or much too deep
+        return None
+    return row if isinstance(row, dict) else None
+
+
+# ---- What an attempt is ------------------------------------------------------------------
+
+
+def ended(error: BaseException | None) -> str:
+    """Returns how an attempt ended, in the words of exits.py."""
+    names = {ValueError: "refused", CannotGoOn: "cannot go on", Stopped: "stopped"}
+    names |= {SystemExit: "stopped", KeyboardInterrupt: "stopped"}
+    if error is None:
+        return "done"
+    return f"{names.get(type(error), 'defect')}: {str(error) or type(error).__name__}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of what computes, by name."""
+    found = {"python": platform.python_version()}
+    for name in ("dllm-jax", *PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def commit() -> str | None:
+    """Returns the git commit of the package's checkout, "+changes" behind it if there are.
+
+    None where it is no checkout, or git is not there.
+    """
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    ask = ["git", "-C", str(root), "describe", "--always", "--abbrev=40"]
+    try:
+        said = subprocess.run(
+            [*ask, "--dirty=+changes", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip()

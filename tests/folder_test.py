@@ -1,0 +1,338 @@
+"""A run's folder: one command at a time, what it says of itself, and answers as they end."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from dllm_jax import exits, folder, sharding
+
+
+@pytest.fixture
+def other():
+    """The pid of another process that lives."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def lock(path, **owner):
+    """Writes a lock as another command does."""
+    known = {"host": "elsewhere", "pid": 17, "start": "2026-01-02T03:04:05+00:00"}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(known | owner))
+
+
+def age(path, seconds: float):
+    """Makes a file look as if it had last been touched so long ago."""
+    touched = path.stat().st_mtime - seconds
+    os.utime(path, (touched, touched))
+
+
+def attempts(path) -> list[dict]:
+    """Returns the records of run.json."""
+    return json.loads((path / "run.json").read_text())["attempts"]
+
+
+def enter(path, **config):
+    """Returns a folder whose attempt has begun."""
+    run = folder.Folder(path)
+    run.begin({"seed": 0} | config, {"seed": 0}, sharding.make_mesh())
+    return run
+
+
+# ---- One at a time -------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_with_host_pid_and_age(tmp_path, other):
+    path = tmp_path / "run"
+    lock(path / "lock", host=socket.gethostname(), pid=other)
+    age(path / "lock", 20)
+    with pytest.raises(ValueError) as refused:
+        folder.Folder(path)
+    named = (
+        f"{path} is in use by pid {other} on {socket.gethostname()}, started 2026-01"
+    )
+    assert str(refused.value).startswith(named)
+    assert ", 20 s ago still alive: " in str(refused.value)
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    assert json.loads((path / "lock").read_text())["pid"] == other
+    lock(path / "lock")  # on a host of which nothing is known but its sign of life
+    with pytest.raises(ValueError, match="in use by pid 17 on elsewhere, started"):
+        folder.Folder(path)
+
+
+def test_a_lock_without_a_sign_of_life_is_taken_over_and_this_is_said(
+    tmp_path, other, capsys
+):
+    lock(tmp_path / "lock", host=socket.gethostname(), pid=other)
+    age(tmp_path / "lock", 61)
+    with enter(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert f"taken over from pid {other} on" in capsys.readouterr().err
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("text", ["", "\0\0", "null", '{"pid": []}'])
+def test_a_damaged_lock_counts_by_its_age(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with pytest.raises(ValueError, match="in use by a command that does not say which"):
+        folder.Folder(tmp_path)
+    age(tmp_path / "lock", 61)
+    folder.Folder(tmp_path).__exit__(None, None, None)
+
+
+def test_the_lock_of_a_dead_process_of_this_machine_is_stale_at_once(tmp_path, capsys):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    lock(tmp_path / "lock", host=socket.gethostname(), pid=ended.pid)
+    folder.Folder(tmp_path).__exit__(None, None, None)
+    assert "that process is gone" in capsys.readouterr().err
+
+
+def test_the_lock_is_kept_fresh_until_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    mine = folder.Lock(tmp_path / "lock", of=tmp_path)
+    os.utime(mine.path, (1000, 1000))
+    while mine.path.stat().st_mtime == 1000:
+        assert mine.path.exists()
+    mine.close()
+    assert not list(tmp_path.iterdir())
+
+
+SLEEPER = """
+import pathlib, sys, time
+from dllm_jax import folder
+folder.BEAT_S = 0.01
+folder.Lock(pathlib.Path(sys.argv[1]), of="it")
+print("mine", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_wakes_up_in_a_folder_that_is_anothers_by_now_ends_and_leaves_it(tmp_path):
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", SLEEPER, str(path)]
+    pipe = subprocess.PIPE
+    sleeper = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert sleeper.stdout.readline() == "mine\n"
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        age(path, 61)
+        mine = folder.Lock(path, of=path)
+        sleeper.send_signal(signal.SIGCONT)
+        said = sleeper.communicate(timeout=60)[1]
+    finally:
+        sleeper.kill()
+    assert sleeper.returncode == exits.STUCK
+    assert "another command has taken it over" in said
+    assert path.read_text() == mine.text
+    mine.close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/run", "x" * 999])
+def test_a_folder_that_cannot_be_one_is_refused_and_nothing_is_left(tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        ValueError, match="cannot be written to: .*; name another folder"
+    ):
+        folder.Folder(tmp_path / name)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_is_refused_before_it_begins_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="bad"), folder.Folder(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b" / "lock").exists()
+        raise ValueError("bad")
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_processes_refuse_together(tmp_path):
+    lock(tmp_path / "run" / "lock")
+    with pytest.raises(ValueError, match="in use by"):
+        folder.Folder(tmp_path / "run", agreed=lambda fact: fact)
+    with pytest.raises(ValueError, match="refused by the first process"):
+        folder.Folder(tmp_path / "run", writes=False, agreed=lambda fact: True)
+    with folder.Folder(tmp_path / "none", writes=False) as run:
+        run.begin({}, {}, sharding.make_mesh())
+    assert not (tmp_path / "none").exists()
+
+
+# ---- What it says of itself ----------------------------------------------------------
+
+
+def test_every_attempt_is_told_with_its_configuration_and_its_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-not-for-any-file")
+    with enter(tmp_path, steps=1):
+        pass
+    for error in (
+        ValueError("no such file"),
+        exits.CannotGoOn("disk full"),
+        exits.Stopped("by a signal"),
+        KeyError("step"),
+    ):
+        with pytest.raises(type(error)), enter(tmp_path, steps=2):
+            raise error
+    told = attempts(tmp_path)
+    assert [attempt["ended"] for attempt in told] == [
+        *("done", "refused: no such file", "cannot go on: disk full"),
+        *("stopped: by a signal", "defect: 'step'"),
+    ]
+    assert [attempt["config"]["steps"] for attempt in told] == [1, 2, 2, 2, 2]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "steps": 2}
+    first = told[0]
+    assert first["start"] <= first["end"]
+    assert first["command"][1:] == sys.orig_argv[1:]
+    assert first["host"] == socket.gethostname()
+    assert (first["device"], first["devices"]) == ("cpu", jax.device_count())
+    assert first["versions"]["jax"] == jax.__version__
+    assert {"python", "jaxlib", "numpy"} < first["versions"].keys()
+    for file in tmp_path.iterdir():
+        assert "sk-not-for-any-file" not in file.read_text()
+
+
+def test_an_attempt_that_was_killed_says_so_once_the_next_begins(tmp_path):
+    enter(tmp_path).lock.close()  # and no more of it
+    assert attempts(tmp_path)[0]["ended"] == "running"
+    with enter(tmp_path):
+        assert [x["ended"] for x in attempts(tmp_path)] == [
+            "killed, or its machine was lost",
+            "running",
+        ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"attempts": [1]}', "{"])
+def test_a_damaged_run_json_begins_anew(tmp_path, text, capsys):
+    (tmp_path / "run.json").write_text(text)
+    with enter(tmp_path):
+        assert len(attempts(tmp_path)) == 1
+    assert "run.json is damaged" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_the_checkout(monkeypatch, tmp_path):
+    said = folder.commit()
+    assert said is None or len(said.removesuffix("+changes")) == 40
+    monkeypatch.setattr(folder, "__file__", str(tmp_path / "site" / "folder.py"))
+    assert folder.commit() is None
+
+
+def test_the_log_has_what_was_said_but_for_the_bar(tmp_path, capsys):
+    with pytest.raises(KeyError), folder.Folder(tmp_path) as run:
+        print("before it began")
+        run.begin({}, {}, sharding.make_mesh())
+        print("step 1")
+        sys.stderr.write("\r 10%|█   | 1/10\r 20%|██  | 2/10")
+        sys.stderr.write("\r            \rwarning: kl\n")
+        sys.stderr.write("\r100%|████| 10/10\n")
+        raise KeyError("lost")
+    with enter(tmp_path):
+        print("again")
+    said = (tmp_path / "run.log").read_text().splitlines()
+    words = [line.partition(" ")[2] for line in said]
+    assert words[:4] == ["before it began", "step 1", "warning: kl", "defect: 'lost'"]
+    assert words[-1] == "again"
+    assert "Traceback (most recent call last):" in words
+    assert "%|" not in "".join(words)
+    captured = capsys.readouterr()
+    assert "before it began\nstep 1\n" in captured.out
+    assert sys.stdout.write("") == 0
+
+
+# ---- Answers as they end -------------------------------------------------------------
+
+
+def grown(path, job, *lines, overwrite=False):
+    """Returns the lines that were there, after these are added."""
+    sink = folder.Answers(path, job, overwrite=overwrite)
+    sink.begin(9)
+    for line in lines:
+        sink.add(line)
+    return sink.lines
+
+
+def test_answers_go_on_behind_the_last(tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    assert grown(path, {"seed": 1}, {"n": 1}, {"n": 2}) == []
+    assert capsys.readouterr().err == ""
+    assert grown(path, {"seed": 1}, {"n": 3}) == [{"n": 1}, {"n": 2}]
+    assert "2 of 9 answers are there, and stay" in capsys.readouterr().err
+    assert path.read_text() == '{"n": 1}\n{"n": 2}\n{"n": 3}\n'
+    assert grown(path, {"seed": 2}, {"n": 4}, overwrite=True) == []
+    assert path.read_text() == '{"n": 4}\n'
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"n": ', b"\0\0\0", b'{"n": 2}', b"\xff\xfe", b"[1]\n{}\n"]
+)
+def test_what_is_damaged_is_dropped_and_this_is_said(tmp_path, torn, capsys):
+    path = tmp_path / "out.jsonl"
+    grown(path, {}, {"n": 1})
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    folder.Answers(path, {}, overwrite=False)
+    assert path.read_bytes() == whole + torn  # reading changes nothing
+    assert grown(path, {}) == [{"n": 1}]
+    assert path.read_bytes() == whole
+    assert "what follows line 1 is damaged" in capsys.readouterr().err
+
+
+def test_another_job_is_refused_with_the_difference(tmp_path):
+    path = tmp_path / "out.jsonl"
+    grown(path, {"seed": 1, "stop": (1, 2)}, {"n": 1})
+    grown(path, {"seed": 1, "stop": (1, 2)})
+    with pytest.raises(ValueError, match="another job: seed was 1, is now 2; .*--over"):
+        folder.Answers(path, {"seed": 2, "stop": (1, 2)}, overwrite=False)
+    assert path.read_text() == '{"n": 1}\n'
+
+
+@pytest.mark.parametrize("text", ["notes\n", "notes", '{"a": 1}\n'])
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is there, and no notes.job.json that says"):
+        folder.Answers(path, {}, overwrite=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+    assert path.read_text() == text
+
+
+# ---- No room -------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
+    for error in (
+        OSError(28, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: writing: No space left on device"),
+    ):
+        with pytest.raises(exits.CannotGoOn) as stuck, exits.room(tmp_path, 4096):
+            raise error
+        said = str(stuck.value)
+        assert said.startswith(f"{tmp_path}: no room: 4096 bytes are wanted, ")
+        assert "\n" not in said
+    broken = pytest.raises(exits.CannotGoOn, match="cannot be written to: Input/output")
+    with broken, exits.room(tmp_path / "not" / "there"):
+        raise OSError(5, "Input/output error")
+    with pytest.raises(ValueError, match="^a defect$"), exits.room(tmp_path):
+        raise ValueError("a defect")
+
+
+def test_answers_that_find_no_room_are_one_line_and_what_was_whole_stays(tmp_path):
+    sink = folder.Answers(tmp_path / "out.jsonl", {}, overwrite=False)
+    sink.begin(2)
+    sink.add({"n": 1})
+    sink.file.close()
+    full = pytest.raises(exits.CannotGoOn, match="no room: 9 bytes are wanted")
+    with open("/dev/full", "ab", buffering=0) as file, full:
+        sink.file = io.TextIOWrapper(file, write_through=True)
+        sink.add({"n": 2})
+    assert (tmp_path / "out.jsonl").read_text() == '{"n": 1}\n'
