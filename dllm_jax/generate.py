@@ -7,8 +7,8 @@ A prompt on the command line is shown while it is unmasked, where the output is 
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
 turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed); the
 line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
-each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop" or
-"length") and text.
+each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
+"length", or "nan" where the model met a number that is not finite) and text.
 """
 
 import contextlib
@@ -205,7 +205,8 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok):
         )
         print(clear + text, flush=True)
 
-    ((_, answer),) = stream([prompt], watch=watch if clear else None)
+    shown = stream([prompt], watch=watch if clear else None)
+    ((_, answer),) = answers.checked(shown, 1)
     tokens = answer.tokens_T[first : first + answer.len]
     print(clear + tok.decode(tokens, skip_special_tokens=True))
     print(
@@ -287,7 +288,8 @@ def main(argv: list[str] | None = None):
         answerer.stream, params, key=key, temperature=cfg.temperature
     )
     if prompt is None:
-        write(stream(prompts), prompts, rows, options.out, tok)
+        checked = answers.checked(stream(prompts), len(prompts))
+        write(checked, prompts, rows, options.out, tok)
     else:
         show(stream, prompts[0], cfg, tok)
 
