@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, generate, sharding
+from dllm_jax import config, exits, generate, sharding
 from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -111,6 +111,18 @@ def test_answers_follow_from_the_seed_alone(ask):
     few = ask("--seed=1", "--rows=64", prompts=PROMPTS[:1] * 8 + PROMPTS)
     assert answers(many) == answers(few)
     assert answers(many)[:1] == answers(first)[:1]
+
+
+def test_weights_that_give_no_numbers_are_refused(ask, model, monkeypatch):
+    load = generate.hf.load
+
+    def loud(*args, **how):
+        made, params = load(*args, **how)
+        return made, jax.tree.map(lambda x: 1e30 * x, params)
+
+    monkeypatch.setattr(generate.hf, "load", loud)
+    with pytest.raises(exits.NotFinite, match="weights of an absurd scale"):
+        ask()
 
 
 def test_temperature_0_is_the_arg_max(ask):
