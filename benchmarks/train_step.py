@@ -126,6 +126,7 @@ def trajectories(args, rng: np.random.Generator):
         steps_B=zero_n,
         forwards_B=zero_n,
         stopped_B=zero_n.astype(bool),
+        bad_B=zero_n.astype(bool),
     )
 
 

@@ -83,6 +83,7 @@ and for who wants to know how it is fast, or what surrounds it:
     models/hf.py                 Hugging Face folders, in and out
     rl/rollout.py                answers decoded, graded and written
     rl/networks.py               the states that a run trains, from a folder
+    rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts
     sharding.py                  the two tables that split everything over a mesh
     checkpoint.py                saved states, and exact resumption

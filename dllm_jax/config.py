@@ -129,12 +129,13 @@ class RunConfig:
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
     samples: int = 8  # rollouts written out at every step
+    max_skips: int = 5  # updates skipped in a row, as not finite or too large: it ends
     # Where compiled programs stay for the next start; "": nowhere.
     compile_cache: str = "~/.cache/dllm_jax"
     export: bool = True  # write a Hugging Face folder at the end
 
     def __post_init__(self):
-        at_least(1, "run", self, "save_every", "keep")
+        at_least(1, "run", self, "save_every", "keep", "max_skips")
         at_least(0, "run", self, "keep_every", "samples")
 
 

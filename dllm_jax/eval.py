@@ -128,14 +128,13 @@ def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
     # An answer depends on its number: what is there leaves a gap, which costs nothing.
     prompts = [[]] * done + [problem.prompt_ids for problem in asked[done:]]
     waiting = []
-    for i, answer in answers.in_order(stream(prompts)):
+    ended = answers.checked(stream(prompts, stop=stop), len(prompts))
+    for i, answer in answers.in_order(ended):
         if i >= done:
             waiting.append(answer)
         if waiting and (i + 1) % each == 0:
             yield i + 1 - len(waiting), state.stacked(waiting)
             waiting = []
-            if stop():
-                return
 
 
 def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool):

@@ -24,6 +24,10 @@ import jax
 REFUSED, STUCK, STOPPED = 2, 3, 75
 
 
+class NotFinite(ValueError):
+    """What a model computes is no number; where a run has made it so, it cannot go on."""
+
+
 class CannotGoOn(Exception):
     """What starting again does not mend; the message says what would."""
 

@@ -7,8 +7,8 @@ A prompt on the command line is shown while it is unmasked, where the output is 
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
 turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed); the
 line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
-each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop" or
-"length") and text.
+each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
+"length", or "nan" where the model met a number that is not finite) and text.
 """
 
 import contextlib
@@ -205,17 +205,17 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
 
     def watch(_, start, answer):
-        if stop():
-            raise exits.Stopped("stopped by a signal, before the answer was whole")
-        if not clear:
-            return
         text = "".join(
             "░" if answer.step_T[i] == FAR else tok.decode([answer.tokens_T[i]])
             for i in range(first, min(start + cfg.block, first + cfg.max_new))
         )
         print(clear + text, flush=True)
 
-    ((_, answer),) = stream([prompt], watch=watch)
+    shown = stream([prompt], watch=watch if clear else None, stop=stop)
+    ended = list(answers.checked(shown, 1))
+    if not ended:
+        raise exits.Stopped("stopped by a signal, before the answer was whole")
+    ((_, answer),) = ended
     tokens = answer.tokens_T[first : first + answer.len]
     print(clear + tok.decode(tokens, skip_special_tokens=True))
     print(
@@ -301,9 +301,11 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
     done = kept(sink, prompts, rows)
     sink.begin(len(prompts))
     # An answer depends on its number: what is there leaves a gap, which costs nothing.
-    answered = stream([[]] * done + prompts[done:]) if done < len(prompts) else ()
+    asked = [[]] * done + prompts[done:]
+    answered = stream(asked, stop=stop) if done < len(prompts) else ()
+    checked = answers.checked(answered, len(prompts))
     quiet = not sys.stderr.isatty()
-    shown = tqdm(answered, total=len(prompts), unit="prompt", disable=quiet)
+    shown = tqdm(checked, total=len(prompts), unit="prompt", disable=quiet)
     for i, answer in answers.in_order(shown):
         if stop():
             break

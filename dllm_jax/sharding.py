@@ -93,6 +93,15 @@ def constrain(x: jax.Array, dims: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, pspec(dims, x.shape, ACT, mesh))
 
 
+def constrain_rows(tree):
+    """Lays activations out by rows, their first dimension; scalars are left alone."""
+
+    def by_row(x):
+        return constrain(x, "B" + "." * (x.ndim - 1)) if x.ndim else x
+
+    return jax.tree.map(by_row, tree)
+
+
 def per_device(f, dims_in, dims_out, *args):
     """Returns f of each device's part of `args`, for code that XLA cannot split itself.
 
@@ -134,6 +143,15 @@ def place_rows(tree, mesh: Mesh, axis: int = 0):
         return place(x, pspec(dims, x.shape, ACT, mesh), mesh)
 
     return jax.tree.map(put, tree)
+
+
+def laid_out(lowered):
+    """Returns what a lowered program gives, as shapes with the shardings it will have."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
 
 
 def fetch(tree):

@@ -21,7 +21,16 @@ from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import budget, heldout, learner, networks, noise, rollout, sources
+from dllm_jax.rl import (
+    budget,
+    guard,
+    heldout,
+    learner,
+    networks,
+    noise,
+    rollout,
+    sources,
+)
 from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import answers
 
@@ -33,8 +42,9 @@ RESUME = (
 def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     """Runs to the last step, or to the first error of the user's.
 
-    run: the folder `cfg.run.folder`. resume: as the flag says it. The same in every process; the first one alone writes and
-    prints. Raises exits.Stopped where SIGTERM or SIGINT came, once all is saved.
+    run: the folder `cfg.run.folder`. resume: as the flag says it. The same in every
+    process; the first one alone writes and prints. Raises exits.Stopped where SIGTERM or
+    SIGINT came, once all is saved.
     """
     # ---- Where it runs ---------------------------------------------------------------
     stopping = exits.StopSignal(sharding.anywhere)
@@ -133,46 +143,64 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     # ---- The loop --------------------------------------------------------------------
     timer, taken = tools.timer, meta["taken"]
     rows = checkpoints.rows(start) if start else {}
+    # Whether the last step was not evaluated yet, since a signal came.
+    pending = bool(problems) and meta.get("pending", start == 0)
+    row = rows.pop(start, {}) if pending else {}
     writer = metrics.Writer(folder, source.steps, start, rows, enabled=main)
-    if start == 0 and problems:
-        row = heldout.evaluate(0, weights(states), problems, settings, tools)
-        writer.write(0, row | timer.pop())
+    watch = guard.Guard(
+        plans, checkpoints, folder, cfg.run.max_skips, start, meta.get("norms", {})
+    )
+    evaluate = functools.partial(
+        heldout.evaluate, problems=problems, settings=settings, tools=tools
+    )
+    if pending:
+        with watch.sampling(start):
+            answered = evaluate(start, weights(states))
+        if answered is not None:
+            writer.write(start, row | answered | timer.pop())
     done = saved = start
 
     for step in range(start + 1, source.steps + 1):
         # Everything random is a function of the seed and the step: what is resumed goes on
         # as if it had not stopped. None, or `stopping`: a signal came meanwhile.
-        step_batches = source.batches(step, taken, weights(states), score)
+        with watch.sampling(step):
+            step_batches = source.batches(step, taken, weights(states), score)
         if step_batches is None or stopping():
             break
-        row = dict(step_batches.metrics)
+        row, pending = dict(step_batches.metrics), False
         if step_batches.batches:
             with timer("update"):
                 updates = []
                 for batch in step_batches.batches:
-                    states, update_metrics = update(states, batch, base)
+                    states, update_metrics = update(states, batch, base, watch.limits())
                     updates.append(update_metrics)
-                row |= metrics.mean(sharding.fetch(updates))
+                updates = sharding.fetch(updates)
+                row |= metrics.mean(updates)
+                row |= watch.note(step, updates, step_batches.batches)
         row |= step_batches.rates(timer.seconds)
         del step_batches  # its batches make room for the next rollout
         if problems and (step % cfg.eval.every == 0 or step == source.steps):
-            row |= heldout.evaluate(step, weights(states), problems, settings, tools)
+            with watch.sampling(step):
+                answered = evaluate(step, weights(states))
+            row, pending = row | (answered or {}), answered is None
         row = {name: float(x) for name, x in (row | timer.pop()).items()}
         # From here on the step is done: it is saved now, or when a signal comes. The row is
         # saved with it, as a run may be killed before it is written.
         done, taken = step, taken + source.taken_per_step
         meta = {"taken": taken, "config": resolved, "row": row}
+        meta |= {"norms": watch.norms, "pending": pending}
         if step % cfg.run.save_every == 0 or step == source.steps:
             with timer("checkpoint"):
-                checkpoints.save(step, states, meta)
-            saved = step
-        writer.write(step, row | timer.pop())
+                saved = watch.save(step, states, meta) or saved
+        if not pending:
+            writer.write(step, row | timer.pop())
+        watch.check()
         if stopping():
             break
 
     # ---- What is left behind ---------------------------------------------------------
     if done > saved:  # a signal came before a save was due
-        checkpoints.save(done, states, meta)
+        watch.save(done, states, meta)
     checkpoints.close()
     writer.close()
     if main:

@@ -1,15 +1,20 @@
 """Evaluation of the bundled model, as its command runs it."""
 
 import json
+import pathlib
+import shutil
 import signal
 import time
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from dllm_jax import exits
 from dllm_jax.rl import rollout
 from tests import served
+
+MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 
 
 def run(*args, program="eval"):
@@ -134,6 +139,24 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, program):
     assert done.returncode == 2
     told = done.stderr.strip().splitlines()[-1]
     assert told == f"error: {tmp_path} is not a checkpoint: it has no config.json"
+
+
+@pytest.mark.parametrize("program", ["eval", "train"])
+def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    loud = {name: 1e30 * x.astype(np.float32) for name, x in weights.items()}
+    safetensors.numpy.save_file(loud, folder / "model.safetensors")
+    keys = [f"model.path={folder}", f"run.folder={tmp_path}/run", "eval.problems=4"]
+    done = run(
+        "--config=configs/smoke.py", *(f"--config.{x}" for x in keys), program=program
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "error: the model's first forward is not finite, in all of 4"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_nothing_to_evaluate_is_one_line():

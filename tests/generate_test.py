@@ -235,7 +235,20 @@ def test_a_signal_ends_an_answer_that_is_shown(make, model, tmp_path, monkeypatc
     make.tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(exits.StopSignal, "__call__", lambda stop: True)
     with pytest.raises(exits.Stopped, match="before the answer was whole"):
-        generate.main([f"--model={tmp_path}", "--max-new-tokens=10", "1+2"])
+        slow = ("--strategy=sequential", "--max-new-tokens=200")  # more than a turn
+        generate.main([f"--model={tmp_path}", *slow, "1+2"])
+
+
+def test_weights_that_give_no_numbers_are_refused(ask, model, monkeypatch):
+    load = generate.hf.load
+
+    def loud(*args, **how):
+        made, params = load(*args, **how)
+        return made, jax.tree.map(lambda x: 1e30 * x, params)
+
+    monkeypatch.setattr(generate.hf, "load", loud)
+    with pytest.raises(exits.NotFinite, match="weights of an absurd scale"):
+        ask()
 
 
 def test_temperature_0_is_the_arg_max(ask):

@@ -209,6 +209,20 @@ def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
     ]
 
 
+def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(
+    command, whole, tmp_path
+):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    lost = ("rl.steps=9", "policy_optim.lr=1e6")
+    told = end(command(folder, *lost), exits.STUCK)
+    assert told.splitlines()[-1] == (
+        "error: step 6: no answer has finite numbers; the last good checkpoint is "
+        f"{folder / 'checkpoints' / '4'}"
+    )
+    assert "Traceback" not in told
+    assert 4 in saved(folder)  # nothing has taken its place
+
+
 def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     folder = tmp_path / "run"
     every = "run.save_every=2"

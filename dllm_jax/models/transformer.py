@@ -137,9 +137,13 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32, heads=("lm",)) -> Params:
 
 
 def rms_norm(x, weight, eps: float):
-    """Scales the last dimension to unit mean square; statistics in f32."""
+    """Scales the last dimension to unit mean square; statistics in f32.
+
+    NaN where that is infinite: its root's inverse, 0, would make garbage look sound.
+    """
     x32 = x.astype(jnp.float32)
-    x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    x32 *= jnp.where(square < jnp.inf, jax.lax.rsqrt(square + eps), jnp.nan)
     return x32.astype(x.dtype) * widen(weight.astype(x.dtype), x.ndim)
 
 

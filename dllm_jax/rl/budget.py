@@ -70,7 +70,8 @@ def plan(
         }
     batch = source.blank()
     gradients = max(memory.array_bytes(state.params) for state in states.values())
-    needs = program_bytes(update.lower(states, batch, base), "update")
+    lowered = update.lower(states, batch, base, dict.fromkeys(states, 0.0))
+    needs = program_bytes(lowered, "update")
     phases["update"] = {
         "batches": memory.array_bytes(batch) * source.updates,
         "gradients": gradients,

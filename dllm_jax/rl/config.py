@@ -100,9 +100,17 @@ class OptimConfig:
     weight_decay: float = 0.0  # of weights: never of biases, and of norms only if
     decay_norms: bool = False  # ... so told, as dLLM-RL does
     max_grad_norm: float = 1.0
+    # An update is skipped where its gradient's norm is above this times the median of the
+    # last 64 (from 8 on); 0: only where it is not finite.
+    max_grad_skip: float = 0.0
 
     def __post_init__(self):
         one_of("optim.schedule", self.schedule, tuple(SCHEDULES))
+        if not (self.max_grad_skip == 0 or 1 < self.max_grad_skip < float("inf")):
+            raise ValueError(
+                f"optim.max_grad_skip={self.max_grad_skip}: times the median of a "
+                "gradient's norm, above 1, such as 10; or 0, which is off"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,10 +23,10 @@ def evaluate(
     problems: list[data.Problem],
     settings: Settings,
     tools: Tools,
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """Returns the metrics heldout_... of the policy's answers after a step.
 
-    All of it is time of "eval", the grading too. The answers are drawn with a key of their
+    None where a signal came meanwhile. All of it is time of "eval", the grading too. The answers are drawn with a key of their
     own, so that evaluating more or less often changes no step.
     """
     with tools.timer("eval"):
@@ -37,7 +37,10 @@ def evaluate(
             jax.random.fold_in(jax.random.key(settings.seed + 1), step),
             temperature=settings.heldout_temperature,
             timer=lambda phase: tools.timer("eval"),
+            stop=tools.stop,
         )
-        summary = rollout.summary(rollouts)
-    names = ("accuracy", "tokens_per_forward", "response_length")
+    if rollouts is None:
+        return None
+    summary = rollout.summary(rollouts)
+    names = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
     return {f"heldout_{name}": summary[name] for name in names}

@@ -6,6 +6,7 @@ SFT and RL, policy and value are the same `update`; every function is jitted by 
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -196,6 +197,7 @@ def update(
     states: dict[str, TrainState],
     batch: TrainBatch,
     base=None,
+    limits: dict[str, float] | None = None,
     *,
     model: ModelConfig,
     plans: dict[str, Plan],
@@ -203,7 +205,10 @@ def update(
 ):
     """Returns (states after one optimizer update of each, metrics).
 
-    base: the weights that stay, where the states hold LoRA's adapters.
+    A network whose loss or gradient is not finite, or whose gradient's norm is above its
+    limit, stays as it is, its moments and the count that drives its rate with it: as if
+    the update had not been. base: the weights that stay, where the states hold LoRA's
+    adapters. limits: norms by network; 0, or None for all of them: there is none.
     """
     new_states, metrics = {}, {}
     supervised = jnp.maximum(jnp.sum(batch.weight_BU > 0), 1)
@@ -216,16 +221,24 @@ def update(
         change, opt_state = plan.optimizer().update(
             grads, state.opt_state, state.params
         )
-        new_states[name] = TrainState(
+        updated = TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, change),
             opt_state=opt_state,
         )
-        metrics |= named(name, sums, supervised, model)
-        metrics |= prefixed(
-            name,
-            {"grad_norm": grad_norm, "learning_rate": plan.learning_rate(state.step)},
+        applies = jnp.isfinite(sums["total"] + grad_norm)
+        if limits is not None:
+            applies &= (limits[name] == 0) | (grad_norm <= limits[name])
+        new_states[name] = jax.tree.map(
+            functools.partial(jnp.where, applies), updated, state
         )
+        metrics |= named(name, sums, supervised, model)
+        own = {
+            "grad_norm": grad_norm,
+            "learning_rate": plan.learning_rate(state.step),
+            "updates_skipped": 1.0 - applies,
+        }
+        metrics |= prefixed(name, own)
     return new_states, metrics
 
 

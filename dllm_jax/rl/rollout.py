@@ -76,15 +76,16 @@ def answered(
 ) -> Rollouts | None:
     """Returns Rollouts: one answer to each problem, sampled, decoded and graded.
 
-    None where sampling was stopped: see `answers.collect`.
+    None where sampling was stopped: see `answers.collect`. Raises exits.NotFinite where no
+    answer is made of finite numbers.
 
-    answerer, params, temperature: see `sampling.answers`. group_n: which of the n problems
+    answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n problems
     are one and the same. key: of all draws; problem i has fold_in(key, i). tok: decodes.
     timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see `graded`.
     """
     prompts = [problem.prompt_ids for problem in problems]
-    stream = answerer.stream(params, prompts, key, temperature=temperature)
-    trace = answers.collect(stream, stop)
+    stream = answerer.stream(params, prompts, key, temperature=temperature, stop=stop)
+    trace = answers.collect(answers.checked(stream, len(prompts)), len(prompts))
     if trace is None:
         return None
     with timer("reward"):
@@ -151,6 +152,7 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float(cut_B.mean()),
+        "nan_answers": int(trace.bad_B.sum()),
     }
 
 
@@ -209,6 +211,7 @@ def of_records(records: list[dict]) -> Rollouts:
             len=np.int32(len(record["response_ids"])),
             forwards=np.int32(record["forwards"]),
             stopped=np.bool_(record["finished"] == "stop"),
+            bad=np.bool_(record["finished"] == "nan"),
         )
         for record in records
     ]

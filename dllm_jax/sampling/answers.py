@@ -5,12 +5,14 @@ their block is (continuous batching over pages), `Batches` where they are not (f
 with full attention). Every answerer has these two methods, and its callers know no
 others:
 
-    stream(params, prompts, key, *, temperature, watch=None)
+    stream(params, prompts, key, *, temperature, watch=None, stop=None)
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
         caller reports it. watch: called with (i, first position of its present block,
         its Answer so far) after every forward, for those who show an answer as it
-        grows.
+        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
+        and equally often in every process; once it says so no more answers come, and
+        the last to come are those that have ended.
     lower(params, key)
         Returns (the program that samples, lowered; the arrays that it keeps between
         calls, as shapes), for the memory plan. params: arrays, or their shapes with
@@ -19,15 +21,18 @@ others:
 The same in every process: each queues the same prompts and fetches the same answers.
 """
 
+import sys
+
 import jax
 import numpy as np
 
-from dllm_jax import sharding
+from dllm_jax import exits, sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
-from dllm_jax.sampling.state import Answer, Trace
+from dllm_jax.sampling.rows import traces
+from dllm_jax.sampling.state import Answer, SamplingState, Trace
 
 
 def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
@@ -43,7 +48,7 @@ class Batches:
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, mesh):
         self.model, self.cfg, self.mesh = model, cfg, mesh
 
-    def stream(self, params, prompts, key, *, temperature, watch=None):
+    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i), batch by batch: see the module."""
         n = len(prompts)
         tokens_nT = np.zeros((n, self.cfg.max_prompt), np.int32)
@@ -55,45 +60,54 @@ class Batches:
         for first in range(0, n, self.cfg.rows):
             arrays = self.batch(tokens_nT, len_n, first, key, temperature)
             count = min(self.cfg.rows, n - first)  # fillers answer nothing
-            if watch is None:
-                trace = sharding.fetch(self.generate(params, **arrays))
-            else:
-                trace = self.watched(params, arrays, first, count, watch)
-            for row in range(count):
+            for live_B, start_B, s in self.turns(params, arrays, bool(watch)):
+                if watch:
+                    trace = self.trace(s)
+                    for row in range(count):
+                        watch(first + row, start_B[row], state.answer(trace, row))
+                stopped = stop is not None and stop()
+                if stopped:
+                    break
+            trace = self.trace(s)
+            for row in np.flatnonzero(~live_B[:count]).tolist():
                 yield first + row, state.answer(trace, row)
+            if stopped:
+                return
 
     def lower(self, params, key):
-        """Returns (`denoise.generate`, lowered; nothing: rows come with each batch)."""
+        """Returns (`denoise.advance`, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
         arrays = self.batch(one_1T, one_1T[0, :1], 0, key, temperature=0.0)
-        lowered = denoise.generate.lower(
-            params, **arrays, model=self.model, cfg=self.cfg
-        )
-        return lowered, ()
+        static = {"model": self.model, "cfg": self.cfg}
+        rows = sharding.laid_out(denoise.start.lower(params, **arrays, **static))
+        return denoise.advance.lower(params, rows, denoise.TURN, **static), rows
 
-    def generate(self, params, **arrays) -> Trace:
-        """Returns the batch's Trace, on the device."""
-        return denoise.generate(params, **arrays, model=self.model, cfg=self.cfg)
+    def turns(self, params, arrays, watched: bool):
+        """Yields a batch's (live_B, start_B, SamplingState) after every turn.
 
-    def watched(self, params, arrays, first: int, count: int, watch) -> Trace:
-        """Returns the batch's Trace after the same steps, one at a time and shown.
-
-        arrays: of `batch`, for `count` prompts from `first` on.
+        arrays: of `batch`. watched: a turn is one forward. The state is gone with the
+        next turn. Raises RuntimeError where rows live longer than they can.
         """
         static = {"model": self.model, "cfg": self.cfg}
-        s, live = denoise.start(params, **arrays, **static), True
-        while live:
-            s = denoise.advance(params, s, **static)
-            live_B, start_B, trace = sharding.fetch(
-                (s.live_B, s.start_B, state.trace(s, self.cfg.stop_ids))
-            )
-            live = live_B.any()
-            for row in range(count):
-                watch(first + row, start_B[row], state.answer(trace, row))
-        return trace
+        steps = 1 if watched else denoise.TURN
+        s = denoise.start(params, **arrays, **static)
+        for _ in range(0, self.cfg.most_forwards, steps):
+            s = denoise.advance(params, s, steps, **static)
+            live_B, start_B = sharding.fetch((s.live_B, s.start_B))
+            yield live_B, start_B, s
+            if not live_B.any():
+                return
+        rows = np.flatnonzero(live_B).tolist()
+        raise RuntimeError(
+            f"rows {rows} of a batch live on after {self.cfg.most_forwards} forwards"
+        )
+
+    def trace(self, s: SamplingState) -> Trace:
+        """Returns the host Trace of a batch's rows as they are."""
+        return sharding.fetch(traces(s, self.cfg.stop_ids))
 
     def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:
-        """Returns the arguments of `denoise.generate` for prompts from `first` on."""
+        """Returns the arguments of `denoise.start` for prompts from `first` on."""
         n, rows = len(len_n), np.arange(first, first + self.cfg.rows)
         index = np.minimum(rows, n - 1)
         real = np.where(rows < n, len_n[index], 0)  # fillers never live
@@ -116,16 +130,37 @@ def row_keys(key, index_B):
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_B)
 
 
-def collect(stream, stop=None) -> Trace | None:
-    """Returns the host Trace of all answers of a stream, in the order of the prompts.
+def checked(stream, count: int):
+    """Yields a stream's answers; says at its end how many met numbers that are not finite.
 
-    None where `stop`, which is asked as answers end, says so: alike in every process.
+    Raises exits.NotFinite where all did that were begun, of the `count` prompts' answers.
     """
-    answers = {}
+    ended = begun = bad = 0
     for i, answer in stream:
-        answers[i] = answer
-        if stop is not None and len(answers) % 16 == 0 and stop():
-            return None
+        ended += 1
+        if answer.forwards:
+            begun += 1
+        if answer.bad:
+            bad += 1
+        yield i, answer
+    if bad and ended == count and bad == begun:
+        raise exits.NotFinite(
+            f"the model's first forward is not finite, in all of {begun} answers: are its "
+            "weights of an absurd scale?"
+        )
+    if bad and jax.process_index() == 0:
+        text = f"warning: {bad} of {begun} answers met numbers that are not finite"
+        print(f"{text}: they are empty and earn 0", file=sys.stderr, flush=True)
+
+
+def collect(stream, count: int) -> Trace | None:
+    """Returns the host Trace of a stream's answers, in the order of its `count` prompts.
+
+    None where the stream was stopped before the last of them.
+    """
+    answers = dict(stream)
+    if len(answers) < count:
+        return None
     return state.stacked([answers[i] for i in range(len(answers))])
 
 
@@ -154,7 +189,7 @@ def record(answer: Answer, prompt: list[int]) -> dict:
     span = slice(first, first + int(answer.len))
     finished = "stop" if answer.stopped else "length"
     if answer.len == 0:
-        finished = "skipped"
+        finished = "nan" if answer.bad else "skipped"
     return {
         "prompt_ids": [int(t) for t in prompt],
         "response_ids": answer.tokens_T[span].tolist(),

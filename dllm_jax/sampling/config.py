@@ -91,6 +91,14 @@ class SamplerConfig:
         share, remainder = divmod(self.block, steps)
         return (share + 1,) * remainder + (share,) * (steps - remainder)
 
+    @property
+    def most_forwards(self) -> int:
+        """The most that a row can take: a loop that goes beyond them has a defect.
+
+        A forward unmasks a token of the row at least, or keeps the keys of a block.
+        """
+        return self.slots + self.slots // self.block
+
     def clean_windows(self, rows: int) -> tuple[int, ...]:
         """Returns how many clean windows beside `rows` rows a forward may be made for.
 

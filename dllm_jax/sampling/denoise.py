@@ -9,6 +9,9 @@ count, limit, temperature and random key, so a batch, a rollout and a server are
 same `step`. Families with full attention re-run their canvas, as their cache policy
 says (`policy.py`): what a step looks at is all that differs (LOOKS).
 
+A row whose draw is no number ends at once, as `bad`: nothing that follows from it would be
+an answer.
+
 Letters: v positions of a window: a block, and what is run before and behind it.
 """
 
@@ -17,6 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dllm_jax import sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models import mask, transformer
 from dllm_jax.models.config import ModelConfig
@@ -26,6 +30,8 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.policy import CachePolicy
 from dllm_jax.sampling.state import SamplingState, Trace
 from dllm_jax.sampling.strategy import STRATEGIES
+
+TURN = 32  # forwards, at most, between two questions whether to stop
 
 
 def step(
@@ -200,6 +206,8 @@ def unmask(
 ) -> SamplingState:
     """Returns the state after a denoising step of the rows `now`.
 
+    A row with a draw that is not finite, where it may unmask, ends without an answer.
+
     x_BWD: hidden states that answer for pos_BW, computed with masked positions masked.
     now_B: the rows, all of them live. must_BW: positions that are unmasked, if masked,
     whatever the strategy says.
@@ -214,7 +222,9 @@ def unmask(
     take_BW = STRATEGIES[cfg.strategy].take(drawn, masked_BW, quota_B, cfg)
     if must_BW is not None:
         take_BW |= must_BW & masked_BW
-    take_BW &= now_B[:, None]
+    drawn_BW = drawn.logp_BW + drawn.conf_BW + drawn.entropy_BW
+    bad_B = now_B & (masked_BW & ~jnp.isfinite(drawn_BW)).any(axis=1)
+    take_BW &= (now_B & ~bad_B)[:, None]
     count_B = s.steps_B + now_B
     tokens_BW = jnp.where(take_BW, drawn.token_BW, tokens_BW)
     done_B, end_B = ended(s, pos_BW, tokens_BW, masked_BW & ~take_BW, cfg.stop_ids)
@@ -226,8 +236,9 @@ def unmask(
         steps_B=count_B,
         block_steps_B=s.block_steps_B + now_B,
         forwards_B=s.forwards_B + now_B,
-        len_B=jnp.where(done_B, end_B - s.prompt_len_B, s.len_B),
-        live_B=s.live_B & ~done_B,
+        len_B=jnp.where(done_B & ~bad_B, end_B - s.prompt_len_B, s.len_B),
+        live_B=s.live_B & ~done_B & ~bad_B,
+        bad_B=s.bad_B | bad_B,
     )
 
 
@@ -299,7 +310,7 @@ def start(
     s = s.replace(start_B=s.prompt_len_B if model.attention == "full" else whole_B)
     if cache_policy.final:
         s = prefill(params, s, prompt_BT.shape[1], model=model, cfg=cfg)
-    return s
+    return constrained(s)
 
 
 def prefill(
@@ -319,12 +330,34 @@ def prefill(
     return s.replace(cache=cache, forwards_B=(s.start_B > 0).astype(s.forwards_B.dtype))
 
 
+def constrained(s: SamplingState) -> SamplingState:
+    """Returns the rows split over the mesh, as `start` and `advance` give them."""
+    cache = jax.tree.map(lambda x: sharding.constrain(x, "LBSKH"), s.cache)
+    return sharding.constrain_rows(s.replace(cache=None)).replace(cache=cache)
+
+
 @functools.partial(jax.jit, static_argnames=("model", "cfg"), donate_argnames="s")
 def advance(
-    params, s: SamplingState, *, model: ModelConfig, cfg: SamplerConfig
+    params, s: SamplingState, steps=1, *, model: ModelConfig, cfg: SamplerConfig
 ) -> SamplingState:
-    """One jitted `step`, for callers who watch a canvas fill."""
-    return step(params, s, model=model, cfg=cfg)
+    """Runs at most `steps` forwards, for callers who watch, or may have to stop."""
+    return constrained(run(params, s, steps, model=model, cfg=cfg))
+
+
+def run(
+    params, s: SamplingState, steps, *, model: ModelConfig, cfg: SamplerConfig
+) -> SamplingState:
+    """Returns the state after `steps` forwards, or where no row lives any more."""
+
+    def goes_on(carry):
+        n, s = carry
+        return (n < steps) & s.live_B.any()
+
+    def body(carry):
+        n, s = carry
+        return n + 1, step(params, s, model=model, cfg=cfg)
+
+    return jax.lax.while_loop(goes_on, body, (0, s))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cfg"))
@@ -339,7 +372,10 @@ def generate(
     model: ModelConfig,
     cfg: SamplerConfig,
 ) -> Trace:
-    """Samples every row to its end; the arguments are those of `start`."""
+    """Samples every row to its end; the arguments are those of `start`.
+
+    All in one program, which nobody can stop: `answers.Batches` runs it in turns.
+    """
     s = start(
         params,
         prompt_BT,
@@ -350,9 +386,7 @@ def generate(
         model=model,
         cfg=cfg,
     )
-    s = jax.lax.while_loop(
-        lambda s: s.live_B.any(), lambda s: step(params, s, model=model, cfg=cfg), s
-    )
+    s = run(params, s, cfg.most_forwards, model=model, cfg=cfg)
     return state.trace(s, cfg.stop_ids)
 
 

@@ -8,17 +8,14 @@ ended: one *turn* is an admission, a run of forwards, and a harvest.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 """
 
-import jax
-
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.denoise import TURN
 from dllm_jax.sampling.rows import Rows, admit, advance, empty, traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
-
-LONG = 2**30  # forwards: until there is something for the host to do
 
 
 class Engine:
@@ -32,6 +29,8 @@ class Engine:
         self.page_count = self.scheduler.pages_per_shard * self.shards
         self.rows: Rows | None = None  # laid out at the first turn
         self.params = None  # the weights by which the keys in the pages were made
+        self.changed = False  # whether the device was told anything for this turn
+        self.tainted = False  # whether a page may hold what is not finite
 
     # ---- What callers ask for --------------------------------------------------------
 
@@ -65,24 +64,27 @@ class Engine:
         self.forward(params, key, watched=watch is not None)
         return list(self.harvest(watch))
 
-    def run(self, params, key, watch=None):
+    def run(self, params, key, watch=None, stop=None):
         """Yields (request, its Answer) as answers end, until none is left.
 
         params: those of an earlier run or others; what one run knows of pages the next
         does not. key: a typed random key. watch: called with (request, Answer) for
         every active one after every forward, for those who show an answer as it grows.
         The caller may submit and cancel requests at any answer. If it drops the
-        generator, what is left is cancelled, so that no later run answers it.
+        generator, what is left is cancelled, so that no later run answers it; so it is
+        where `stop`, which is asked after every turn, says so.
         """
         try:
             while self.busy:  # a turn, of which answers are taken one by one
                 self.forward(params, key, watched=watch is not None)
                 yield from self.harvest(watch)
+                if stop is not None and stop():
+                    return
         finally:
             self.scheduler.cancel_all()
             self.params = None
 
-    def stream(self, params, prompts, key, *, temperature, watch=None):
+    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i) as answers end: see `answers`."""
         fits = [0 < len(prompt) <= self.cfg.max_prompt for prompt in prompts]
         # First, while no request waits: the caller may leave at any answer.
@@ -97,7 +99,7 @@ class Engine:
         def show(request, answer):
             watch(request.index, request.start, answer)
 
-        for request, answer in self.run(params, key, show if watch else None):
+        for request, answer in self.run(params, key, show if watch else None, stop):
             yield request.index, answer
 
     def lower(self, params, key):
@@ -112,15 +114,11 @@ class Engine:
             cfg=self.cfg,
             pages=self.page_count,
         )
-        rows = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            begun.out_info,
-            begun.compile().output_shardings,
-        )
+        rows = sharding.laid_out(begun)
         lowered = advance.lower(
             params,
             rows,
-            LONG,
+            TURN,
             self.scheduler.row_count,
             shards=self.shards,
             model=self.model,
@@ -138,6 +136,11 @@ class Engine:
         if params is not self.params:
             self.scheduler.forget()
             self.params = params
+        if self.tainted:
+            # What a page hides has probability zero, but zero times NaN is NaN: pages
+            # begin anew, and the rows that were active with them.
+            self.scheduler.forget()
+            self.rows, self.tainted = None, False
         if self.rows is None:
             self.rows = empty(
                 sharding.place_rows(self.scheduler.no_changes(), self.mesh),
@@ -147,7 +150,8 @@ class Engine:
                 pages=self.page_count,
             )
         changes = self.scheduler.admit()
-        if changes is not None:
+        self.changed = changes is not None
+        if self.changed:
             changes = sharding.place_rows(changes, self.mesh)
             self.rows = admit(self.rows, changes, key, model=self.model, cfg=self.cfg)
         steps, enough = self.until(watched)
@@ -172,21 +176,26 @@ class Engine:
         # given back after any forward.
         if waiting and len(self.scheduler.active) < row_count:
             return 1, enough
-        return AHEAD if self.scheduler.overbooked else LONG, enough
+        return AHEAD if self.scheduler.overbooked else TURN, enough
 
     def harvest(self, watch):
         """Yields (request, its Answer) for what has ended.
 
         A request leaves its row as its answer is taken; until then the caller, or
-        `watch`, may cancel it.
+        `watch`, may cancel it. Raises RuntimeError where rows would never end.
         """
         s = self.rows.s
-        live_B, start_B, filled_B = sharding.fetch(
-            (s.live_B, s.start_B, self.rows.filled_B)
+        live_B, *progress = sharding.fetch(
+            (s.live_B, s.start_B, self.rows.filled_B, s.forwards_B)
         )
-        self.scheduler.note_progress(start_B, filled_B)
+        moved = self.scheduler.note_progress(*progress)
         active = list(self.scheduler.active)
         ended = [request for request in active if not live_B[request.row]]
+        if not (moved or ended or self.changed):
+            raise RuntimeError(
+                f"requests {[request.index for request in active]} cannot go on, and "
+                "nothing will change that"
+            )
         if not ended and not watch:
             return
         trace = sharding.fetch(traces(s, self.cfg.stop_ids))
@@ -197,5 +206,6 @@ class Engine:
         for request in ended:
             if request.running:
                 answer = state.answer(trace, request.row)
+                self.tainted = self.tainted or bool(answer.bad)
                 self.scheduler.end(request)
                 yield request, answer

@@ -357,12 +357,8 @@ def new_rows(changes: Changes, key, *, model: ModelConfig, cfg: SamplerConfig) -
 
 def constrained(rows: Rows) -> Rows:
     """Returns the rows split over the mesh, as every function here takes them."""
-
-    def by_row(x):
-        return sharding.constrain(x, "B" + "." * (x.ndim - 1)) if x.ndim else x
-
     pool = jax.tree.map(lambda x: sharding.constrain(x, "LPOKH"), rows.s.cache)
-    rows = jax.tree.map(by_row, rows.replace(s=rows.s.replace(cache=None)))
+    rows = sharding.constrain_rows(rows.replace(s=rows.s.replace(cache=None)))
     return rows.replace(s=rows.s.replace(cache=pool))
 
 

@@ -34,8 +34,9 @@ class Request:
     page_names: list[bytes]  # of the pages that they fill; the last may be ragged
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)  # in their order
-    filled: int = 0  # Rows.filled_B and s.start_B, as last seen
+    filled: int = 0  # Rows.filled_B, s.start_B and s.forwards_B, as last seen
     start: int = 0
+    forwards: int = 0
 
     @property
     def running(self) -> bool:
@@ -163,15 +164,30 @@ class Scheduler:
         for pool in self.pools:
             pool.clear()
 
-    def note_progress(self, start_B, filled_B):
-        """Notes how far rows are; pages of prompts that are filled become known."""
+    def note_progress(self, start_B, filled_B, forwards_B) -> bool:
+        """Notes how far rows are; pages of prompts that are filled become known.
+
+        Returns whether one has moved. Raises RuntimeError where one takes more forwards
+        than its schedule allows.
+        """
+        moved = False
         for request in self.active:
+            before = request.start, request.filled, request.forwards
             request.start = int(start_B[request.row])
             request.filled = int(filled_B[request.row])
+            request.forwards = int(forwards_B[request.row])
+            after = request.start, request.filled, request.forwards
+            moved = moved or after != before
+            if request.forwards > self.cfg.most_forwards:
+                raise RuntimeError(
+                    f"request {request.index} has no end after "
+                    f"{self.cfg.most_forwards} forwards"
+                )
             for i, name in enumerate(request.page_names):
                 end = min((i + 1) * self.cfg.page_slots, request.prefix)
                 if request.filled >= end:
                     self.pool_of(request).publish(request.pages[i], name)
+        return moved
 
     def pool_of(self, request: Request) -> Pages:
         """Returns the pages of an active request's shard."""
@@ -360,6 +376,7 @@ class Scheduler:
             del admission.free[shard]
         request.row, request.pages = row, lease.pages
         request.filled, request.start = lease.filled, request.prefix
+        request.forwards = 0
         self.active.append(request)
         if request.filled < request.prefix:
             admission.prefilling.add((shard, request.page_names[-1]))

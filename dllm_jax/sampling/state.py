@@ -30,6 +30,7 @@ class SamplingState:
     forwards_B: jax.Array  # forwards so far, with those that only kept a block's keys
     len_B: jax.Array  # tokens of the answer, once the row has ended
     live_B: jax.Array
+    bad_B: jax.Array  # it met a number that is not finite, and ended there
     temperature_B: jax.Array
     key_B: jax.Array
     cache: KVCache
@@ -52,6 +53,8 @@ class Trace:
     steps_B: jax.Array
     forwards_B: jax.Array
     stopped_B: jax.Array  # it met a stop id; False: it was cut at its limit
+    # It met a number that is not finite: its answer is none, of length 0.
+    bad_B: jax.Array
 
 
 class Answer(NamedTuple):
@@ -66,6 +69,7 @@ class Answer(NamedTuple):
     steps: np.int32
     forwards: np.int32
     stopped: np.bool_
+    bad: np.bool_
 
 
 def answer(trace: Trace, row: int) -> Answer:
@@ -91,6 +95,7 @@ def no_answer(slots: int) -> Answer:
         steps=zero,
         forwards=zero,
         stopped=np.bool_(False),
+        bad=np.bool_(False),
     )
 
 
@@ -118,6 +123,7 @@ def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: 
         forwards_B=zero_B,
         len_B=zero_B,
         live_B=prompt_len_B > 0,
+        bad_B=jnp.zeros_like(prompt_len_B, bool),
         temperature_B=temperature_B,
         key_B=key_B,
         cache=cache,

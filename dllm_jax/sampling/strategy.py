@@ -15,7 +15,12 @@ class Strategy:
 
 
 def top_n(score_BW, masked_BW, count_B):
-    """Takes the `count` best masked positions of each row; ties go to the left."""
+    """Takes the `count` best masked positions of each row; ties go to the left.
+
+    A score that is no number is the worst of a masked position's.
+    """
+    worst = jnp.finfo(score_BW.dtype).min
+    score_BW = jnp.nan_to_num(score_BW, nan=worst)  # -inf becomes the worst, too
     score_BW = jnp.where(masked_BW, score_BW, -jnp.inf)
     rank_BW = jnp.argsort(jnp.argsort(-score_BW, axis=-1, stable=True), axis=-1)
     return masked_BW & (rank_BW < count_B[:, None])

@@ -35,6 +35,7 @@ def trace(tokens_nT, step_nT, prompt_len_n, len_n) -> Trace:
         steps_B=zero_n,
         forwards_B=zero_n,
         stopped_B=zero_n.astype(bool),
+        bad_B=zero_n.astype(bool),
     )
 
 

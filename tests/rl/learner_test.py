@@ -487,12 +487,50 @@ def test_an_update_moves_every_parameter_and_reports(sampled, alone):
         "learning_rate",
         "value_grad_norm",
         "value_learning_rate",
+        "updates_skipped",
+        "value_updates_skipped",
     }
+    assert metrics["updates_skipped"] == metrics["value_updates_skipped"] == 0
     assert all(np.isfinite(v) for v in metrics.values())
     assert 0 < metrics["clip_fraction"] < 1
     assert 0 < metrics["entropy"] < np.log(66)
     assert metrics["grad_norm"] > OPTIM.max_grad_norm  # so that clipping is at work
     np.testing.assert_allclose(metrics["learning_rate"], 1e-2)
+
+
+def test_an_update_that_is_not_sound_leaves_its_network_as_it_was(sampled, alone):
+    cfg, params, _ = sampled
+    batch, _, after = alone[0]
+    before = begin(params)
+
+    @jit
+    def update(states, batch, limits):
+        how = {"model": cfg, "plans": PLANS, "cfg": OBJECTIVE}
+        return learner.update(states, batch, None, limits, **how)
+
+    def changed(batch, **limits):
+        none = dict.fromkeys(before, 0.0)
+        states, metrics = jax.device_get(update(before, batch, none | limits))
+        skips = metrics["updates_skipped"], metrics["value_updates_skipped"]
+        return states, skips, metrics
+
+    whole, skips, metrics = changed(batch)
+    check_equal((whole, metrics), after)
+    assert skips == (0, 0)
+    nan_BU = np.full_like(batch.adv_BU, np.nan)
+    norm, value_norm = float(metrics["grad_norm"]), float(metrics["value_grad_norm"])
+    cases = [  # of the networks those that stay as they were
+        ([], changed(batch, policy=1.01 * norm, value=1.01 * value_norm)),
+        (["policy"], changed(batch.replace(adv_BU=nan_BU))),
+        (["value"], changed(batch, policy=1.01 * norm, value=0.99 * value_norm)),
+        # The policy has a value head, too, on one trunk.
+        (["policy", "value"], changed(batch.replace(ret_BU=nan_BU))),
+    ]
+    for stay, (states, skips, _) in cases:
+        assert skips == ("policy" in stay, "value" in stay)
+        for name, state in states.items():
+            want = before[name] if name in stay else whole[name]
+            jax.tree.map(np.testing.assert_array_equal, state, want)
 
 
 # ---- On a mesh -----------------------------------------------------------------------

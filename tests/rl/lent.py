@@ -32,7 +32,7 @@ class Answerer:
     def __init__(self, slots: int, max_prompt: int):
         self.slots, self.max_prompt = slots, max_prompt
 
-    def stream(self, params, prompts, key, *, temperature, watch=None):
+    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i)."""
         for i, prompt in enumerate(prompts):
             blank = state.no_answer(self.slots)

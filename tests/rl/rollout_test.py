@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import data, sharding
+from dllm_jax import data, exits, sharding
 from dllm_jax.rl import rollout, views
 from dllm_jax.rl.rewards import Grader
 from dllm_jax.sampling import answers, state
@@ -27,8 +27,12 @@ class Fake(answers.Batches):
         super().__init__(model=None, cfg=CFG, mesh=mesh)
         self.calls = []
 
-    def generate(self, params, **arrays) -> Trace:
-        """Returns answers of 3 tokens, of which the last stops rows of even length."""
+    def trace(self, s: Trace) -> Trace:
+        """Returns what `turns` left."""
+        return s
+
+    def turns(self, params, arrays, watched):
+        """Yields answers of 3 tokens, of which the last stops rows of even length."""
         self.calls.append(arrays)
         len_B = arrays["prompt_len_B"]
         live_B = len_B > 0
@@ -38,7 +42,7 @@ class Fake(answers.Batches):
         )
         answer_BT = (pos_T >= len_B[:, None]) & (pos_T < len_B[:, None] + 3)
         step_BT = jnp.where(answer_BT, pos_T - len_B[:, None] + 1, 0)
-        return Trace(
+        trace = Trace(
             tokens_BT=jnp.where(answer_BT, prompt_BT[:, :1], prompt_BT),
             step_BT=step_BT,
             logp_BT=-0.1234567 * step_BT,
@@ -48,7 +52,9 @@ class Fake(answers.Batches):
             steps_B=2 * live_B,
             forwards_B=4 * live_B,
             stopped_B=live_B & (len_B % 2 == 0),
+            bad_B=len_B < 0,
         )
+        yield np.zeros(CFG.rows, bool), None, jax.device_get(trace)
 
 
 def grader(grade) -> Grader:
@@ -65,7 +71,7 @@ def mesh():
 def sample(fake, prompts=PROMPTS):
     """Returns the host trace of the prompts, answered in batches."""
     return answers.collect(
-        fake.stream(None, prompts, jax.random.key(5), temperature=0.7)
+        fake.stream(None, prompts, jax.random.key(5), temperature=0.7), len(prompts)
     )
 
 
@@ -117,7 +123,8 @@ def test_the_engine_and_batches_give_the_same_answers(tiny, mesh):
         engine = answers.answerer(model=model, cfg=cfg, mesh=mesh)
         want, got = (
             answers.collect(
-                run.stream(params, PROMPTS, jax.random.key(5), temperature=1.0)
+                run.stream(params, PROMPTS, jax.random.key(5), temperature=1.0),
+                len(PROMPTS),
             )
             for run in (batches, engine)
         )
@@ -160,34 +167,51 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
     assert told["truncated"] == pytest.approx((~LONG & ~even).mean())
 
 
-def test_sampling_stops_when_told_and_leaves_the_rest(mesh):
-    seen, asked = [], []
-
-    class Counted:
-        def stream(self, params, prompts, key, *, temperature, watch=None):
-            for i, _ in enumerate(prompts):
-                seen.append(i)
-                yield i, state.no_answer(1)._replace(len=np.int32(i))
-
-    def collected(count):
-        stream = Counted().stream(None, [[1]] * count, None, temperature=1.0)
-        return answers.collect(stream, stop)
+def test_a_stream_that_is_stopped_is_no_rollout(mesh):
+    fake, asked = Fake(mesh), []
 
     def stop():
-        asked.append(len(seen))
-        return len(seen) > 20
+        asked.append(len(fake.calls))
+        return len(fake.calls) == 2
 
-    assert collected(100) is None
-    assert asked == [16, 32] and len(seen) == 32  # answers, not prompts, count
-    seen.clear()
-    assert collected(20).len_B.tolist() == list(range(20))
-    problems = [data.Problem([1], "", "1")] * 100
+    prompts = [[1]] * 10  # three batches, of which two are begun
+    stream = fake.stream(None, prompts, jax.random.key(5), temperature=0.7, stop=stop)
+    assert [i for i, _ in stream] == list(range(8))  # what has ended is not lost
+    assert asked == [1, 2]
+    assert len(sample(Fake(mesh), prompts).len_B) == 10
+    fake.calls.clear()
+    problems = [data.Problem(prompt, "", "1") for prompt in prompts]
     none = dict.fromkeys(("tok", "timer", "grader", "truncated_wrong"))
     how = {"temperature": 1.0, "stop": stop}
-    seen.clear()
-    assert (
-        rollout.answered(Counted(), None, problems, None, None, **none, **how) is None
-    )
+    key = jax.random.key(5)
+    assert rollout.answered(fake, None, problems, None, key, **none, **how) is None
+
+
+def bad_answers(count, bad):
+    """Yields answers of which the first `bad` met what is not finite."""
+    for i in range(count):
+        answer = state.no_answer(1)._replace(forwards=np.int32(1))
+        yield i, answer._replace(bad=np.bool_(i < bad), len=np.int32(i >= bad))
+
+
+def test_answers_that_are_not_finite_are_said_and_all_of_them_are_refused(capsys):
+    trace = answers.collect(answers.checked(bad_answers(5, 2), 5), 5)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: 2 of 5 answers met numbers that are not finite")
+    got = rollout.Rollouts(trace, np.arange(5), [""] * 5, np.zeros(5))
+    assert rollout.summary(got)["nan_answers"] == 2
+    records = rollout.as_records(got, [[1]] * 5)
+    assert [x["finished"] for x in records] == ["nan"] * 2 + ["length"] * 3
+    with pytest.raises(exits.NotFinite, match="not finite, in all of 5 answers"):
+        list(answers.checked(bad_answers(5, 5), 5))
+    # A skipped prompt was never begun; of a stream that is stopped nobody knows.
+    list(answers.checked(bad_answers(5, 5), 6))
+    skipped = (5, state.no_answer(1))
+    with pytest.raises(exits.NotFinite):
+        list(answers.checked([*bad_answers(5, 5), skipped], 6))
+    capsys.readouterr()
+    list(answers.checked(bad_answers(5, 0), 5))
+    assert capsys.readouterr().err == ""
 
 
 def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):

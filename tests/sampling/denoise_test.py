@@ -15,7 +15,7 @@ import pytest
 from dllm_jax import sharding
 from dllm_jax.models import hf, mask, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, logits, state
+from dllm_jax.sampling import answers, denoise, engine, logits, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
@@ -601,3 +601,59 @@ def test_a_mesh_changes_nothing(on_mesh, sizes):
     if sizes == (8, 1, 1):
         text = program.as_text()
         assert "all-gather" not in text and "all-to-all" not in text
+
+
+# --- What never ends, and what is no number -------------------------------------------
+
+
+def answerers(tiny, **changes):
+    """Returns both answerers of a strategy that takes nothing, and the weights."""
+    model, params = tiny
+    cfg = dataclasses.replace(BASE, rows=2, page=4, prefill=4, **changes)
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    made = {
+        "batches": answers.Batches(model=model, cfg=cfg, mesh=mesh),
+        "engine": engine.Engine(model=model, cfg=cfg, mesh=mesh),
+    }
+    return made, params
+
+
+@pytest.mark.parametrize("kind", ["batches", "engine"])
+def test_rows_that_never_end_are_stopped_within_a_turn(tiny, kind, monkeypatch):
+    never = Strategy(lambda draw, masked_BW, quota_B, cfg: masked_BW & False)
+    monkeypatch.setitem(STRATEGIES, "never", never)
+    made, params = answerers(tiny, strategy="never", max_new=300)
+    module, forwards = {"batches": denoise, "engine": engine}[kind], []
+    advance = module.advance
+
+    def counted(params, rows, *args, **static):
+        rows = advance(params, rows, *args, **static)
+        forwards.append(int(rows.steps_B.max() if kind == "batches" else rows.forwards))
+        return rows
+
+    monkeypatch.setattr(module, "advance", counted)
+    how = {"key": jax.random.key(0), "temperature": 1.0}
+    stream = functools.partial(made[kind].stream, params, PROMPTS[:3], **how)
+    assert list(stream(stop=lambda: True)) == []
+    assert forwards == [denoise.TURN]
+    with pytest.raises(RuntimeError, match=r"request \d|rows \[0, 1\]"):
+        list(stream())  # nobody stops it: the schedule does
+    assert forwards[-1] - forwards[0] <= made[kind].cfg.most_forwards + denoise.TURN
+
+
+@pytest.mark.parametrize("kind", ["batches", "engine"])
+def test_a_row_that_meets_nan_ends_at_once_and_alone(tiny, kind):
+    made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
+    bad = {**params, "embed": params["embed"].at[41].set(np.nan)}
+    how = {"key": jax.random.key(0), "temperature": 1.0}
+    asked = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]  # 41 is a token of the second
+    want = dict(made[kind].stream(params, asked, **how))
+    got = dict(made[kind].stream(bad, asked, **how))
+    assert got[1].bad and got[1].len == 0 and not got[1].stopped
+    assert got[1].forwards <= 2  # its prompt's, and the first of its answer
+    for i in (0, 2):
+        assert not got[i].bad and got[i].len == want[i].len > 0
+        np.testing.assert_array_equal(got[i].tokens_T, want[i].tokens_T)
+    again = dict(made[kind].stream(params, asked, **how))  # no page keeps a NaN
+    for i, answer in want.items():
+        jax.tree.map(np.testing.assert_array_equal, again[i], answer)

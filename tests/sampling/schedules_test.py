@@ -35,12 +35,14 @@ class Row:
         end = -(-self.limit // size) * size
         self.canvas += rng.integers(0, 9, end - len(self.canvas)).tolist()
         self.stop = int(rng.integers(self.prompt_len + 1, 2 * self.limit))
-        self.steps = rng.integers(1, 4, end // size + 1).tolist()  # of each block
+        self.steps = rng.integers(
+            1, size + 1, end // size + 1
+        ).tolist()  # of each block
         self.start = self.prompt_len // size * size
         self.filled = int(changes.filled_B[row])
         # With a shift, the end of the last block before the present one is needed.
         self.end_of_clean = None if shift else self.start
-        self.live = True
+        self.live, self.forwards = True, 0
 
     def key(self, at: int) -> tuple:
         """Returns what the key at a position is computed from."""
@@ -128,6 +130,7 @@ class Device:
         if row.start and self.model.shift:
             assert row.end_of_clean == row.start
         block = row.start // self.size
+        row.forwards += 1
         row.steps[block] -= 1
         if row.steps[block] == 0:
             row.start += self.size
@@ -164,6 +167,7 @@ class Device:
     live_B = property(lambda self: self.of_rows("live"))
     start_B = property(lambda self: self.of_rows("start"))
     filled_B = property(lambda self: self.of_rows("filled"))
+    forwards_B = property(lambda self: self.of_rows("forwards"))
     s = property(lambda self: self)
 
     def trace(self) -> Trace:
@@ -186,6 +190,7 @@ class Device:
             steps_B=zero_B,
             forwards_B=zero_B,
             stopped_B=zero_B > 0,
+            bad_B=zero_B > 0,
         )
 
 

@@ -124,6 +124,29 @@ def test_takes_masked_positions_and_never_none(
     assert (got.any(axis=1) == masked.any(axis=1)).all()
 
 
+wild = st.sampled_from([0.5, np.nan, np.inf, -np.inf])
+
+
+@both
+@every
+@hypothesis.given(
+    conf=hnp.arrays(np.float32, (B, W), elements=wild),
+    entropy=hnp.arrays(np.float32, (B, W), elements=wild),
+    masked=masks,
+    quota=quotas,
+)
+def test_what_is_not_finite_keeps_no_strategy_from_taking(
+    name, conf, entropy, masked, quota, jitted
+):
+    got = take(name, masked, quota, conf, entropy, jitted=jitted)
+    assert not (got & ~masked).any()
+    assert (got.any(axis=1) == masked.any(axis=1)).all()
+    if name == "static":  # what is no number comes last
+        for row in range(B):
+            first = masked[row] & (conf[row] > 0)  # not of NaN
+            assert got[row][first].sum() == min(quota[row], first.sum())
+
+
 @both
 @pytest.mark.parametrize("name", ["sequential", "static"])
 @hypothesis.given(conf=confs, masked=masks, quota=quotas)
