@@ -25,9 +25,17 @@ from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A command line whose errors are ValueErrors, one line as all others."""
+
+    def error(self, message):
+        """Raises ValueError."""
+        raise ValueError(message)
+
+
+def parser() -> Parser:
     """Returns the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m dllm_jax.convert",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,7 +15,7 @@ import sys
 import jax
 import numpy as np
 
-from dllm_jax import config, data, metrics, sharding
+from dllm_jax import checks, config, data, metrics, sharding
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
@@ -30,16 +30,20 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     # ---- The problems and the model ----------------------------------------------------
+    cfg, model, tok = config.completed(cfg)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    cfg, model, tok = config.completed(cfg)
+    if main:
+        checks.writable("run.folder", cfg.run.folder)
+    for line in config.too_long(cfg.sampler.slots, model):
+        say(line)
     grader = GRADERS[cfg.rl.reward]
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
 

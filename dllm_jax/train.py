@@ -17,7 +17,7 @@ import sys
 import jax
 from absl import flags, logging
 
-from dllm_jax import config, curves, exits, memory, metrics, sharding
+from dllm_jax import checks, config, curves, exits, memory, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, heldout, learner, networks, noise, rollout, sources
@@ -37,16 +37,20 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     """
     # ---- Where it runs ---------------------------------------------------------------
     stopping = exits.StopSignal(sharding.anywhere)
+    cfg, model, tok = config.completed(cfg)  # refuses, before anything is begun
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
     folder = pathlib.Path(cfg.run.folder)  # made only once the run is known to fit
+    if main:
+        checks.writable("run.folder", cfg.run.folder)
     check_resume(folder / "checkpoints", resume)
 
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
-    cfg, model, tok = config.completed(cfg)
+    for line in config.warnings(cfg, model, mesh.shape["data"] * mesh.shape["fsdp"]):
+        say(line)
     settings = settings_of(cfg, model)
     noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]
@@ -69,7 +73,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     )
     problems = heldout.problems(settings, tools)
     source = method(settings, tools)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- The compiled functions: each is traced once in a run ------------------------
     # Trained parameters are f32; `cast` makes the copy that samples. The update writes new

@@ -60,36 +60,7 @@ def test_a_tokenizer_that_comes_as_code(tmp_path):
     assert tok.mask_token_id == len(vocab) + 2
 
 
-# ---- Files ---------------------------------------------------------------------------
-
-
-def test_records_of_both_kinds(tmp_path):
-    rows = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b"}]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    assert data.records(write(tmp_path / "x.jsonl", *lines, "")) == rows
-    assert data.records(write(tmp_path / "x.json", json.dumps(rows))) == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("x.jsonl", '{"a": 1}\n\n{"a": 2\n', r"x.jsonl', line 3: not JSON"),
-        ("x.jsonl", '{"a": 1}\n[1]\n', "record 2 is not a JSON object"),
-        ("x.jsonl", "\n", "it is empty"),
-        ("x.json", "[]", "it is empty"),
-        ("x.json", '{"a": 1}', "must hold a list of records"),
-        ("x.json", '[{"a": 1}', r"x.json': not JSON"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        data.records(str(tmp_path / name))
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(ValueError, match="'none.jsonl': no such file"):
-        data.records("none.jsonl")
+# ---- Problems ------------------------------------------------------------------------
 
 
 def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
