@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import sys
+from typing import NamedTuple
 
 import jax
 import ml_collections
@@ -232,16 +233,39 @@ def write(answered, prompts: list[list[int]], rows: list[dict], out: str | None,
             file.flush()
 
 
+class Settings(NamedTuple):
+    """The groups of the configuration that have an effect here."""
+
+    model: config.ModelArgs
+    mesh: config.MeshConfig
+    sampler: SamplerConfig
+    run: config.RunConfig
+
+
+def settings(tree: ml_collections.ConfigDict) -> Settings:
+    """Returns a tree's Settings; raises ValueError for a value that they refuse."""
+    config.frozen(config.Config, {"seed": tree.seed})
+    kinds = Settings.__annotations__.items()
+    return Settings(**{k: config.frozen(kind, tree[k], f"{k}.") for k, kind in kinds})
+
+
+def opened(path: pathlib.Path, given: Settings):
+    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler).
+
+    Raises ValueError for what does not go together.
+    """
+    model = given.model.adapted(hf.read_config(path))
+    tok, block = load_tokenizer(path), given.sampler.block or model.block
+    stops = config.stops_of(given.sampler, model, tok)
+    cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
+    return dataclasses.replace(model, block=block, lora=None), tok, cfg
+
+
 def main(argv: list[str] | None = None):
     """Parses the command line and answers."""
     prompt, options = parsed(sys.argv[1:] if argv is None else argv)
-    tree, path = options.config, options.config.model.path
-    model_args = config.frozen(config.ModelArgs, tree.model, "model.")
-    axes = config.frozen(config.MeshConfig, tree.mesh, "mesh.")
-    cfg = config.frozen(SamplerConfig, tree.sampler, "sampler.")
-    run = config.frozen(config.RunConfig, tree.run, "run.")
-    seed = config.frozen(config.Config, {"seed": tree.seed}).seed
-    if not path:
+    given = settings(options.config)
+    if not given.model.path:
         raise ValueError("--model=DIR is required: a Hugging Face folder")
     if options.out:
         try:
@@ -250,12 +274,8 @@ def main(argv: list[str] | None = None):
             raise ValueError(f"--out={options.out}: {error.strerror}") from None
 
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
-    path = hf.find(path)
-    model = model_args.adapted(hf.read_config(path))
-    tok = load_tokenizer(path)
-    stops = config.stops_of(cfg, model, tok)
-    block = cfg.block or model.block
-    model = dataclasses.replace(model, block=block, lora=None)
+    path = hf.find(given.model.path)
+    model, tok, cfg = opened(path, given)
     if prompt is None:
         prompts, rows = read(options.prompts, tok, model.vocab)
     elif tok is None:
@@ -264,22 +284,20 @@ def main(argv: list[str] | None = None):
         prompts = [turn(tok, prompt)]
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
-    sharding.keep_compiled(run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(axes))
+    sharding.keep_compiled(given.run.compile_cache)
+    mesh = sharding.make_mesh(**dataclasses.asdict(given.mesh))
     jax.set_mesh(mesh)
     _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
     longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
     cfg = dataclasses.replace(
         cfg,
-        block=block,
-        stop_ids=stops,
-        max_prompt=-(-longest // block) * block,
+        max_prompt=-(-longest // cfg.block) * cfg.block,
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
     for line in config.too_long(cfg.slots, model):
         print(line, file=sys.stderr)
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-    key = jax.random.key(seed)
+    key = jax.random.key(options.config.seed)
     stream = functools.partial(
         answerer.stream, params, key=key, temperature=cfg.temperature
     )

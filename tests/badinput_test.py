@@ -215,7 +215,8 @@ TOGETHER = """
     sampler.target=random sampler.threshold
     sampler.max_prompt=2 no prompt fits into sampler.max_prompt=2
     rl.group=1 rl.advantage='zscore' compares
-    model.attention=causal noise.kind='trace'
+    model.attention=causal,noise.kind=subset,rl.value=none but the model's attention is causal
+    model.attention=causal the model's shift is 0
     model.lora_rank=2,model.lora_targets=nothing no weight 'nothing'
     mesh.data=2,mesh.fsdp=1 does not cover
     data.question=nothing no field 'nothing'

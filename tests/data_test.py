@@ -219,9 +219,18 @@ def test_examples_of_conversations(tmp_path, tok):
     got, _ = data.examples(path, tok, CFG, **FORM)
     first = int(got.prompt_len_B[0])
     assert got.tokens_BT[0, :first].tolist() == data.render(tok, turns[:3])
-    for wrong in (turns[:3], []):
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": ""}]
+    path = write(
+        tmp_path / "x.jsonl", {"messages": [*turns[:3], turns[3] | {"content": parts}]}
+    )
+    again, _ = data.examples(path, tok, CFG, **FORM)
+    np.testing.assert_array_equal(again.tokens_BT, got.tokens_BT)
+    for wrong, message in (
+        (turns[:3], "the last message is not the"),
+        ([], "needs mess"),
+    ):
         path = write(tmp_path / "x.jsonl", {"messages": wrong})
-        with pytest.raises(ValueError, match="record 1: the last message is not the"):
+        with pytest.raises(ValueError, match=f"record 1: {message}"):
             data.examples(path, tok, CFG, **FORM)
 
 
@@ -247,7 +256,7 @@ def test_preferences_are_pairs(tmp_path, tok):
         assert tok.decode(got.tokens_BT[i, first]) == text
     for wrong in (asked, [], 3):
         path = write(tmp_path / "x.jsonl", {**long, "rejected": wrong})
-        with pytest.raises(ValueError, match="record 1: 'rejected' is neither a text"):
+        with pytest.raises(ValueError, match="record 1: 'rejected'.* messages"):
             data.examples(path, tok, CFG, **given)
 
 

@@ -4,8 +4,10 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import sys
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -319,3 +321,33 @@ def test_bad_flags_are_named(ask, model, tmp_path):
             ask(flag)
     with pytest.raises(ValueError, match="unknown argument 'two'"):
         ask("one", "two")
+
+
+def test_a_hub_name_brings_its_tokenizer(tmp_path, monkeypatch, capsys):
+    bundled = ROOT / "examples" / "arithmetic" / "model"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "models--org--tiny"
+    shutil.copytree(bundled, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    flags = ["--max-new-tokens=8", "--temperature=0", "--dtype=float32", "12+34"]
+    answers = []
+    for model in ("org/tiny", bundled):
+        generate.main([f"--model={model}", *flags])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
+    with pytest.raises(ValueError, match="'org/none' is not a folder, and the hub did"):
+        generate.main(["--model=org/none", *flags])
+
+
+def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, capsys):
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    raw = json.loads((model / "config.json").read_text())
+    for positions, warned in ((24, False), (16, True)):
+        raw["max_position_embeddings"] = positions
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        ask(f"--model={tmp_path}")
+        told = "the model was made for 16 (max_position_embeddings)"
+        assert (told in capsys.readouterr().err) == warned
