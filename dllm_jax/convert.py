@@ -127,7 +127,8 @@ def as_trained(original: ModelConfig, checkpoints: Checkpoints, step: int):
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
     run = meta.get("config", {})  # none where `to-orbax` wrote
-    cfg = config.ModelArgs(**run.get("model", {})).adapted(original)
+    told = config.frozen(config.ModelArgs, run.get("model", {}), "model.")
+    cfg = told.adapted(original)
     block = run.get("sampler", {}).get("block") or cfg.block
     return dataclasses.replace(cfg, block=block)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dllm_jax import data
+from dllm_jax import data, limits
 from dllm_jax.rl.rewards import GRADERS, Grader
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -338,3 +338,11 @@ def test_a_bad_trace_is_named(tmp_path, tok, changes, message):
     path = write(tmp_path / "x.jsonl", line)
     with pytest.raises(ValueError, match="record 1: .*" + message):
         data.examples(path, tok, CFG, traced=True, **FORM)
+
+
+def test_a_template_without_end_is_ended(tok, monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    many = "{% for i in range(99999) %}"
+    monkeypatch.setattr(tok, "chat_template", 2 * many + 2 * "{% endfor %}")
+    with pytest.raises(ValueError, match="its chat template fails: it has not ended"):
+        data.render(tok, [{"role": "user", "content": "1+2"}])
