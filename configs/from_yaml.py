@@ -15,10 +15,30 @@ import textwrap
 import yaml
 
 from configs.dllm_rl import KINDS, START, Row, attends_fully
-from dllm_jax import config
+from dllm_jax import config, records
+from dllm_jax.checks import shown
 from dllm_jax.sampling.config import SamplerConfig
 
 # ---- A file, read and translated ---------------------------------------------------------
+
+
+class Loader(yaml.SafeLoader):
+    """YAML without what makes a small file endless, or of two values takes one."""
+
+    def compose_node(self, parent, index):
+        """Returns a node; raises ValueError for one that stands elsewhere."""
+        if self.check_event(yaml.AliasEvent):
+            name = self.peek_event().anchor
+            raise ValueError(f"*{name}: aliases are not read; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        """Returns a mapping; raises ValueError for a key that it has twice."""
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name!r} stands there twice")
+        return super().construct_mapping(node, deep)
 
 
 def read(path: str) -> dict:
@@ -30,10 +50,12 @@ def read(path: str) -> dict:
     if not file.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
-        tree = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        tree = yaml.load(records.text(file), Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    raw = config.flat(tree) if isinstance(tree, dict) else {}
+    if not tree or type(tree) is not dict:
+        raise ValueError(f"{path}: it has no keys; it needs sections such as rollout")
+    raw = config.flat(tree)
     for key, value in raw.items():
         if reference := re.fullmatch(r"\$\{(.+)\}", str(value)):
             if str(raw.get(reference[1], "${")).startswith("${"):
@@ -72,7 +94,12 @@ def translate(raw: dict) -> tuple[dict, dict]:
             raise ValueError(f"unknown key {key!r}; the nearest is {near!r}")
         row = KINDS[kind].get(key, elsewhere)
         if row.make:
-            row = row.make(value, key, raw)
+            try:
+                row = row.make(value, key, raw)
+            except (TypeError, KeyError, ArithmeticError) as error:
+                raise ValueError(
+                    f"{key}={shown(value)} has no counterpart ({error})"
+                ) from None
         leaves |= dict.fromkeys(row.ours, value) | row.leaves
         if row.why:
             reasons[key] = row.why if row.same else f"NOT THE SAME: {row.why}"
@@ -95,12 +122,13 @@ def assignments(leaves: dict, path: str) -> list[str]:
             continue
         try:
             typed = type(known[leaf])(value)  # 1e-6 is a text in YAML
-        except (TypeError, ValueError):
-            raise ValueError(f"{path}: {value!r} is no value for {leaf}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{path}: {shown(value)} is no value for {leaf}") from None
         if typed != known[leaf]:
             tree.update_from_flattened_dict({leaf: typed})
             lines.append(f"    c.{leaf} = {typed!r}")
-    slots = SamplerConfig(**tree.sampler).slots + tree.sampler.block
+    sampler = config.frozen(SamplerConfig, tree.sampler, "sampler.")
+    slots = sampler.slots + sampler.block
     if tree.batch.tokens < slots:
         tree.batch.tokens = slots
         lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
@@ -165,4 +193,4 @@ def main():
 
 
 if __name__ == "__main__":
-    config.entry(main)
+    config.entry(main, __doc__)

@@ -15,6 +15,7 @@ import functools
 import json
 import pathlib
 import re
+import runpy
 import sys
 import traceback
 
@@ -23,8 +24,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import exits, pallas_kernels
-from dllm_jax.checks import at_least, one_of
+from dllm_jax import checks, exits, pallas_kernels
+from dllm_jax.checks import one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
 from dllm_jax.models.config import Lora, ModelConfig
@@ -36,6 +37,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
 )
+from dllm_jax.rl.noise import KINDS
 from dllm_jax.sampling.config import SamplerConfig
 
 
@@ -43,7 +45,7 @@ from dllm_jax.sampling.config import SamplerConfig
 class ModelArgs:
     """Which checkpoint, and how it is computed."""
 
-    path: str = ""  # a Hugging Face folder
+    path: str = ""  # a Hugging Face folder, or a hub repository's name
     dtype: str = "bfloat16"  # of computation; masters are f32
     remat: str = "none"  # what the backward pass recomputes: none, full or dots
     # "platform": the chip's own, trusted yet or not; "reference": none (docs/kernels.md)
@@ -80,9 +82,15 @@ class ModelArgs:
         )
 
     def __post_init__(self):
-        one_of("model.remat", self.remat, tuple(REMAT))
-        one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
-        one_of("model.kernels", self.kernels, pallas_kernels.CHOICES)
+        checks.fields(
+            self,
+            dtype=("bfloat16", "float32"),
+            remat=tuple(REMAT),
+            kernels=pallas_kernels.CHOICES,
+            mask_id=">= -1",
+            lora_rank=">= 0",
+            lora_alpha="> 0",
+        )
         self.lora  # noqa: B018  (refuses what is wrong)
 
 
@@ -94,7 +102,7 @@ class SFTConfig:
     examples: int = 64  # of one update; pairs of them with method "dpo"
 
     def __post_init__(self):
-        at_least(1, "sft", self, "steps", "examples")
+        checks.fields(self, steps=">= 1", examples=">= 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +115,9 @@ class EvalConfig:
     answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
 
     def __post_init__(self):
-        at_least(1, "eval", self, "every", "answers")
-        at_least(0, "eval", self, "problems", "temperature")
+        checks.fields(
+            self, every=">= 1", problems=">= 0", temperature=">= 0", answers=">= 1"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +127,9 @@ class MeshConfig:
     data: int = 1
     fsdp: int = -1
     model: int = 1
+
+    def __post_init__(self):
+        checks.fields(self, **dict.fromkeys(("data", "fsdp", "model"), ">= -1, != 0"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +147,16 @@ class RunConfig:
     export: bool = True  # write a Hugging Face folder at the end
 
     def __post_init__(self):
-        at_least(1, "run", self, "save_every", "keep", "max_skips")
-        at_least(0, "run", self, "keep_every", "samples")
+        checks.fields(
+            self,
+            save_every=">= 1",
+            keep=">= 1",
+            keep_every=">= 0",
+            samples=">= 0",
+            max_skips=">= 1",
+        )
+        if not self.folder:
+            raise checks.Refused("folder", "='': name the run's folder")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +184,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        one_of("method", self.method, ("rl", "sft", "dpo"))
+        checks.fields(self, method=("rl", "sft", "dpo"), seed=">= 0")
         spg = self.method == "rl" and self.objective.loss == "spg"
         bounds = self.noise.kind == "subset" and self.objective.aggregate == "elbo"
         if (spg or self.method == "dpo") and not bounds:
@@ -179,8 +199,19 @@ class Config:
             )
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
+        kind = KINDS[self.noise.kind]
+        if (
+            self.method == "rl"
+            and self.rl.value != "none"
+            and (kind.random or self.noise.grid == "response")
+        ):
+            raise ValueError(
+                f"rl.value={self.rl.value!r}: a value model would see the future with "
+                f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
+                "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
+            )
         room = self.sampler.slots + self.sampler.block
-        if self.batch.tokens < room:
+        if self.sampler.block and self.batch.tokens < room:  # 0: asked again, completed
             raise ValueError(
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
@@ -201,11 +232,56 @@ def completed(cfg: Config):
         raise ValueError(
             f"sampler.block=0: {path} has no block; set it, to 4 for example"
         )
+    hf.check(path)
     tok = tokenizer(path)
-    stops = stop_ids(tok, model.eos_id, *cfg.sampler.stop_ids)
+    stops = stops_of(cfg.sampler, model, tok)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
+
+
+def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
+    """Returns the ids that end an answer; raises ValueError for one that never can.
+
+    tok: the tokenizer, or None.
+    """
+    for token in cfg.stop_ids:
+        if token >= model.vocab or token == model.mask_id:
+            raise ValueError(
+                f"sampler.stop_ids={cfg.stop_ids}: {token} never ends an answer; ids are "
+                f"0..{model.vocab - 1}, and {model.mask_id} is the mask token"
+            )
+    return stop_ids(tok, model.eos_id, *cfg.stop_ids)
+
+
+def too_long(positions: int, model: ModelConfig) -> list[str]:
+    """Returns a warning, where a canvas is longer than its model was made for."""
+    if not 0 < model.positions < positions:
+        return []
+    line = (
+        f"warning: prompt and answer may take {positions} positions, and the model was made "
+        f"for {model.positions} (max_position_embeddings): beyond them it guesses"
+    )
+    return [line]
+
+
+def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
+    """Returns a line for each setting that works and is hardly what was meant.
+
+    cfg, model: of `completed`; devices: that split rows, data x fsdp.
+    """
+    lines = too_long(cfg.sampler.slots, model)
+    if cfg.method == "rl" and cfg.rl.advantage == cfg.rl.value == "none":
+        lines.append(
+            "warning: rl.advantage='none' without a value model: what is rewarded becomes "
+            "likelier and nothing less likely; rl.advantage='zscore' compares answers"
+        )
+    if cfg.batch.rows % devices:
+        lines.append(
+            f"warning: batch.rows={cfg.batch.rows} does not divide among {devices} devices "
+            "(data x fsdp), so each computes all of them; set a multiple"
+        )
+    return lines
 
 
 def default() -> ml_collections.ConfigDict:
@@ -238,6 +314,8 @@ def frozen(kind: type, tree, prefix: str = ""):
     nearest that exists, and for a value that the dataclass refuses.
     """
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    if type(tree) not in (dict, ml_collections.ConfigDict):
+        raise ValueError(f"{prefix}: needs keys, such as {prefix}{min(fields)}")
     values = {}
     for name, value in dict(tree).items():
         if name not in fields:
@@ -245,7 +323,10 @@ def frozen(kind: type, tree, prefix: str = ""):
         if dataclasses.is_dataclass(fields[name]):
             value = frozen(fields[name], value, f"{prefix}{name}.")
         values[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)
+    try:
+        return kind(**values)
+    except checks.Refused as error:  # it knows its name, and not where it stands
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def unknown(name: str, known: list[str]) -> str:
@@ -365,47 +446,103 @@ def from_command_line(argv: list[str], example: str) -> Config:
     defined before. Raises ValueError as `parse` and `freeze` do, and without a file, for
     which `example` is named.
     """
-    file = config_flags.DEFINE_config_file("config", None, "a config", sys_argv=argv)
     distributed = flags.DEFINE_bool("distributed", False, DISTRIBUTED)
-    parse(argv)
-    if file.value is None:
+    words, file = without_file(argv)
+    tree, _ = parse(words, of_file(file) if file else default())
+    if not file:
         raise ValueError(f"--config=FILE is required, such as {example}")
     if distributed.value:
         jax.distributed.initialize()
-    return freeze(file.value)
+    return freeze(tree)
+
+
+def without_file(argv: list[str]) -> tuple[list[str], str]:
+    """Returns (arguments without --config=FILE[:PRESET], the last FILE[:PRESET] or "")."""
+    words, file = [], ""
+    waiting = iter(argv)
+    for arg in waiting:
+        if arg == "--":  # what follows is no flag
+            return [*words, arg, *waiting], file
+        if named := re.fullmatch(r"--?config(?:=(.*))?", arg, re.DOTALL):
+            file = next(waiting, "") if named[1] is None else named[1]
+        else:
+            words.append(arg)
+    return words, file
+
+
+def of_file(named: str) -> ml_collections.ConfigDict:
+    """Returns the defaults with what a config file sets, named as FILE[:PRESET].
+
+    Raises ValueError naming the file, and the line where it has an error of its own.
+    """
+    path, _, preset = named.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--config={path}: there is no such file")
+    if path.endswith((".yaml", ".yml")):
+        raise ValueError(
+            f"--config={path}: a config file is Python; python -m dllm_jax.config {path} "
+            "prints one that does what dLLM-RL's YAML does"
+        )
+    tree = default()
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        if get_config is None:
+            raise ValueError("it has no function get_config")
+        made = get_config(*([preset] if preset else []))
+        if type(made) is not ml_collections.ConfigDict:
+            raise ValueError(f"get_config returns {made!r:.40}, which is no ConfigDict")
+        tree.update(made)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever its author wrote)
+        raise ValueError(f"--config={path}{place_and_reason(error, path)}") from None
+    return tree
+
+
+def place_and_reason(error: BaseException, path: str) -> str:
+    """Returns ", line N: Kind: what", in one line; N is the last line of the file's own."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines = [error.lineno]
+    place = f", line {lines[-1]}" if lines and lines[-1] else ""
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{place}: {kind}{' '.join(str(error).split())}"
 
 
 def parse(
-    argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, arguments: int = 0
-) -> list[str]:
-    """Parses absl's flags, among them --config=FILE[:PRESET] and --config.a.b=value.
+    argv: list[str],
+    tree: ml_collections.ConfigDict,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    arguments: int = 0,
+) -> tuple[ml_collections.ConfigDict, list[str]]:
+    """Parses absl's flags, and with them --config.a.b=value, changes of the tree.
 
-    Returns what is no flag, at most so many `arguments`. Raises ValueError for anything
-    unknown: a flag, a file, a preset, a leaf of Config.
+    Returns (the tree, what is no flag: at most so many `arguments`). Raises ValueError for
+    anything unknown: a flag, a leaf of Config; and for a value that a leaf cannot have.
     """
     check_overrides(argv)
+    given = {"flag_values": flag_values, "sys_argv": argv}
     try:
+        holder = config_flags.DEFINE_config_dict("config", tree, **given)
         words = flag_values(argv)[1:]
-    except flags.Error as error:  # a config file's own error comes with its traceback
-        last = str(error).strip().splitlines()[-1]
-        raise ValueError(last.removeprefix("ValueError: ")) from None
+    except (flags.Error, TypeError, ValueError) as error:
+        raise ValueError(str(error).strip().splitlines()[-1]) from None
     if words[arguments:]:
         raise ValueError(
             f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
         )
-    return words
+    return holder.value, words
 
 
 def check_overrides(argv: list[str]):
-    """Raises ValueError for a file that is not there or a leaf that Config lacks."""
+    """Raises ValueError for a leaf that Config lacks."""
     known = keys(dataclasses.asdict(Config()))
     for arg in argv[1:]:
         leaf = re.match(r"--?(?:no)?config\.([^=]+)", arg)
         if leaf and leaf[1] not in known:
             raise ValueError(unknown(leaf[1], known))
-        file = re.match(r"--?config=([^:]*)", arg)
-        if file and not pathlib.Path(file[1]).is_file():
-            raise ValueError(f"--config={file[1]}: there is no such file")
 
 
 def fail(error: ValueError):
@@ -436,4 +573,4 @@ def main():
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, __doc__)

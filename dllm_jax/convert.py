@@ -24,9 +24,17 @@ from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A command line whose errors are ValueErrors, one line as all others."""
+
+    def error(self, message):
+        """Raises ValueError."""
+        raise ValueError(message)
+
+
+def parser() -> Parser:
     """Returns the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m dllm_jax.convert",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -115,7 +123,8 @@ def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
 def as_trained(original: ModelConfig, checkpoints: Checkpoints, step: int):
     """Returns what a run made of the original: its ModelConfig, as the run's step tells."""
     run = checkpoints.meta(step).get("config", {})  # none where `to-orbax` wrote
-    cfg = config.ModelArgs(**run.get("model", {})).adapted(original)
+    args = config.frozen(config.ModelArgs, run.get("model", {}), "model.")
+    cfg = args.adapted(original)
     block = run.get("sampler", {}).get("block") or cfg.block
     return dataclasses.replace(cfg, block=block)
 

@@ -7,9 +7,7 @@ checkpoint's own chat template, tokenised once, and never tokenised again.
 import contextlib
 import dataclasses
 import difflib
-import json
 import os
-import pathlib
 from typing import NamedTuple
 
 import flax.struct
@@ -20,7 +18,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from dllm_jax import checks, limits
 from dllm_jax.exits import warn
+from dllm_jax.records import records
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 # How dLLM-RL asks problems of models that attend by blocks, and of the others.
@@ -28,11 +28,13 @@ MATH = "{question}\nPlease reason step by step, and put your final answer within
 BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": transformers.Qwen2Tokenizer}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+STEPS = 2**30  # those of a trace are below it
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Files of problems (RL) or examples (SFT): .jsonl, or a .json list of records."""
+    """Files of problems (RL) or examples (SFT), of the formats that `records` reads."""
 
     train: str = ""
     heldout: str = ""  # problems to evaluate on; empty: no evaluation
@@ -47,10 +49,9 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self):
+        checks.fields(self, post_num=">= -1", seed=">= 0")
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
-        if self.post_num < -1:
-            raise ValueError("data.post_num must be -1 (a block's rest), 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,50 +61,6 @@ class Problem:
     prompt_ids: list[int]
     text: str
     answer: str
-
-
-def records(path: str) -> list[dict]:
-    """Reads a .jsonl or .json file of records.
-
-    Raises ValueError naming the file, and the line where one is not a JSON object.
-    """
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise ValueError(f"dataset {path!r}: no such file")
-    text = file.read_text()
-    rows = of_list(path, text) if file.suffix == ".json" else of_lines(path, text)
-    for number, row in enumerate(rows, 1):
-        if type(row) is not dict:
-            raise ValueError(f"dataset {path!r}: record {number} is not a JSON object")
-    if not rows:
-        raise ValueError(f"dataset {path!r}: it is empty")
-    return rows
-
-
-def of_list(path: str, text: str) -> list:
-    """Returns the items of a .json file; raises ValueError if it is not one list."""
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"dataset {path!r}: not JSON ({error})") from None
-    if type(rows) is not list:
-        raise ValueError(f"dataset {path!r}: a .json file must hold a list of records")
-    return rows
-
-
-def of_lines(path: str, text: str) -> list:
-    """Returns the items of a .jsonl file; raises ValueError naming a line that is none."""
-    rows = []
-    # Not splitlines(): a string may hold U+2028 and other breaks of a text.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"dataset {path!r}, line {number}: not JSON ({error})"
-                ) from None
-    return rows
 
 
 @contextlib.contextmanager
@@ -126,6 +83,14 @@ def field(row: dict, name: str):
     return row[name]
 
 
+def text(row: dict, name: str) -> str:
+    """Returns a record's text, a number as it is written; raises ValueError for others."""
+    given = field(row, name)
+    if type(given) not in (str, int, float):
+        raise ValueError(f"field {name!r} is {checks.shown(given)}, which is no text")
+    return str(given)
+
+
 def tokenizer(path: str):
     """Returns the checkpoint's tokenizer.
 
@@ -136,9 +101,10 @@ def tokenizer(path: str):
         if kind in CLONES:
             return CLONES[kind].from_pretrained(path)
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{str(path)!r} holds no usable tokenizer: {' '.join(str(error).split())}"
+            f"{str(path)!r} holds no usable tokenizer: {reason[:600]}"
         ) from None
 
 
@@ -155,22 +121,72 @@ def stop_ids(tok, *others: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*ids, *others) if i is not None))
 
 
+def conversation(messages) -> list[dict]:
+    """Returns messages with the text of each as its content, parts of it joined.
+
+    Raises ValueError naming a message that has no role, or no text.
+    """
+    if not (isinstance(messages, list) and messages):
+        raise ValueError("needs messages, each with a role and a content")
+    plain = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(
+                f"needs messages, each with a role and a content; message {number} is "
+                + checks.shown(message)
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"message {number}: role={checks.shown(message['role'])}: choose from "
+                + ", ".join(ROLES)
+            )
+        try:
+            plain.append(message | {"content": content(message["content"])})
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+    return plain
+
+
+def content(given) -> str:
+    """Returns the text of a message's content; raises ValueError if it has another kind."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"its content is {checks.shown(given)}, which is no text")
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else checks.shown(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"its content has a part of type {checks.shown(kind)}; only texts are read"
+            )
+    return "".join(part["text"] for part in given)
+
+
 def render(tok, messages: list[dict]) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
-    Raises ValueError when the tokenizer has no chat template, or these are no messages.
+    Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
+    are no messages.
     """
-    if not (isinstance(messages, list) and messages) or not all(
-        isinstance(m, dict) and all(type(m.get(k)) is str for k in ("role", "content"))
-        for m in messages
-    ):
-        raise ValueError("needs messages, each with a role and a content")
+    messages = conversation(messages)
+    name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
-        raise ValueError(f"tokenizer {tok.name_or_path!r} has no chat template")
-    text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tok(text, add_special_tokens=False)["input_ids"]
+        raise ValueError(f"{name} has no chat template")
+    try:
+        with limits.bounded():
+            written = tok.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        if len(written) > limits.CHARACTERS:
+            raise MemoryError
+    except MemoryError:
+        raise ValueError(f"{name}: its chat template writes without end") from None
+    except Exception as error:  # noqa: BLE001 (whatever its author wrote)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: its chat template fails: {reason}") from None
+    ids = ids_of(tok, written)
     if tok.unk_token_id is not None and tok.unk_token_id in ids:
-        warn_unknown(tok, text)
+        warn_unknown(tok, written)
     return ids
 
 
@@ -190,8 +206,19 @@ def warn_unknown(tok, text: str) -> None:
     )
 
 
+def ids_of(tok, text: str) -> list[int]:
+    """Returns a text's token ids; raises ValueError for what is no text."""
+    if not checks.encodes(text):
+        raise ValueError(
+            f"{checks.shown(text)} has a lone surrogate, half of a character"
+        )
+    return tok(text, add_special_tokens=False)["input_ids"]
+
+
 def ask(tok, cfg: DataConfig, question: str) -> list[int]:
     """Returns the prompt ids of one question."""
+    if not question.strip():
+        raise ValueError("the question is empty")
     content = cfg.template.replace("{question}", question)
     return render(tok, [{"role": "user", "content": content}])
 
@@ -205,7 +232,7 @@ def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     out = []
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
-            question, answer = (str(field(row, x)) for x in (cfg.question, cfg.answer))
+            question, answer = (text(row, x) for x in (cfg.question, cfg.answer))
             try:
                 grader.check(answer)
             except ValueError as error:
@@ -232,7 +259,7 @@ class Example(NamedTuple):
     step: list[int]
 
 
-def conversation(row: dict, tok, cfg: DataConfig):
+def supervised(row: dict, tok, cfg: DataConfig):
     """Returns (prompt ids, [its answer, text or ids]) of an SFT record.
 
     It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
@@ -243,22 +270,24 @@ def conversation(row: dict, tok, cfg: DataConfig):
         prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
         return prompt, [answer] if answer else []  # `generate` had no room for some
     if "messages" in row:
-        *before, last = row["messages"] or [{}]
-        if last.get("role") != "assistant":
+        *before, last = conversation(row["messages"])
+        if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
         return render(tok, before), [last["content"]]
     if "prompt" in row and cfg.question not in row:
-        prompt = tok(str(row["prompt"]), add_special_tokens=False)["input_ids"]
+        prompt = ids_of(tok, text(row, "prompt"))
     else:
-        prompt = ask(tok, cfg, str(field(row, cfg.question)))
-    return prompt, [str(field(row, cfg.response))]
+        prompt = ask(tok, cfg, text(row, cfg.question))
+    return prompt, [text(row, cfg.response)]
 
 
-def ids(row: dict, name: str) -> list[int]:
-    """Returns a record's list of numbers; raises ValueError if it is anything else."""
+def ids(row: dict, name: str, most: int = STEPS) -> list[int]:
+    """Returns a record's list of numbers below `most`; raises ValueError for others."""
     given = field(row, name)
-    if not isinstance(given, list) or not all(type(t) is int and t >= 0 for t in given):
-        raise ValueError(f"{name} must be a list of numbers >= 0")
+    if not isinstance(given, list) or not all(
+        type(t) is int and 0 <= t < most for t in given
+    ):
+        raise ValueError(f"{name} must be a list of numbers in 0..{most - 1}")
     return given
 
 
@@ -297,15 +326,21 @@ def preference(row: dict, tok, cfg: DataConfig):
     for name in ("chosen", "rejected"):
         given = field(row, name)
         if isinstance(given, list):
-            last = given[-1] if given else {}
-            given = last.get("content") if last.get("role") == "assistant" else None
-        if type(given) is not str:
+            try:
+                last = conversation(given)[-1]
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
+            given = last["content"] if last["role"] == "assistant" else None
+        if type(given) is not str or not given.strip():
             raise ValueError(
                 f"{name!r} is neither a text nor messages that end with the assistant's"
             )
         answers.append(given)
-    ids = render(tok, prompt) if isinstance(prompt, list) else ask(tok, cfg, prompt)
-    return ids, answers
+    if answers[0] == answers[1]:
+        raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
+    if isinstance(prompt, list):
+        return render(tok, prompt), answers
+    return ask(tok, cfg, text(row, "prompt")), answers
 
 
 def examples(
@@ -318,6 +353,7 @@ def examples(
     vocab: int,
     block: int,
     slots: int,
+    mask: int = -1,
     pairs: bool = False,
     traced: bool = False,
 ):
@@ -325,11 +361,12 @@ def examples(
 
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
 
-    end, pad: the tokens. vocab: the model's ids are below it. block: positions of a block,
+    end, pad, mask: the tokens; no answer has the mask. vocab: the model's ids are below it.
+    block: positions of a block,
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
     """
-    read = preference if pairs else conversation
+    read = preference if pairs else supervised
     kept, dropped = [], 0
     for number, row in enumerate(records(path), 1):
         candidates = []
@@ -340,7 +377,7 @@ def examples(
                 free = slots - length(example)
                 count = pads_after(example, cfg.post_num, block, free, traced=traced)
                 example = padded(example, count, pad=pad, traced=traced)
-                refuse_foreign(example, vocab)
+                refuse_foreign(example, vocab, mask)
                 candidates.append(example)
         if candidates and max(map(length, candidates)) <= slots:
             kept += candidates
@@ -359,7 +396,7 @@ def length(example: Example) -> int:
 def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Example:
     """Returns a record's prompt with one of its answers, text or ids, and its steps."""
     if isinstance(answer, str):
-        answer = tok(answer, add_special_tokens=False)["input_ids"]
+        answer = ids_of(tok, answer)
         if answer[-1:] != [end]:
             answer.append(end)
     steps = steps_of(row, answer) if traced else [1] * len(answer)
@@ -383,8 +420,14 @@ def padded(example: Example, count: int, *, pad: int, traced: bool) -> Example:
     )
 
 
-def refuse_foreign(example: Example, vocab: int) -> None:
-    """Raises ValueError for ids that the model does not have."""
+def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
+    """Raises ValueError for ids that the model does not have, or cannot answer with."""
+    if not example.prompt:
+        raise ValueError("its prompt has no tokens")
+    if mask in example.answer:
+        raise ValueError(
+            f"its answer has the mask token, {mask}, which stands for none"
+        )
     if max(example.prompt + example.answer) >= vocab:
         raise ValueError(
             f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "

@@ -38,16 +38,18 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     # ---- The problems and the model ----------------------------------------------------
     stop = exits.StopSignal(sharding.anywhere)
-    sharding.keep_compiled(cfg.run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
-    jax.set_mesh(mesh)
-    say = print if run.writes else lambda *args: None
     cfg, model, tok = config.completed(cfg)
     sink = Answers(
         run.path / "eval.jsonl",
         job_of(cfg, hf.marks(hf.find(cfg.model.path))),
         overwrite=overwrite,
     )
+    sharding.keep_compiled(cfg.run.compile_cache)
+    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    jax.set_mesh(mesh)
+    say = print if run.writes else lambda *args: None
+    for line in config.too_long(cfg.sampler.slots, model):
+        say(line)
     asked = asked_of(cfg, tok, say)
     check_same(sink, asked)
     _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
@@ -89,7 +91,7 @@ def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:
     """Returns the problem of each answer; says how many of them are too long."""
     problems = data.problems(cfg.data.heldout, tok, cfg.data, GRADERS[cfg.rl.reward])
     problems = problems[: cfg.eval.problems or None]
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     return [problem for problem in problems for _ in range(cfg.eval.answers)]
 
 

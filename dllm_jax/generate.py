@@ -17,13 +17,12 @@ import functools
 import json
 import os
 import pathlib
-import re
 import sys
+from typing import NamedTuple
 
 import jax
 import ml_collections
 from absl import flags
-from ml_collections import config_flags
 from tqdm import tqdm
 
 from dllm_jax import config, data, exits, folder, sharding
@@ -113,17 +112,16 @@ def spelled_out(argv: list[str]) -> list[str]:
         if name in SHORT:
             arg = f"--config.{SHORT[name][0]}{equals}{value}"
         words.append(arg)
-    # A file is read before its keys are changed, wherever it stands.
-    return sorted(words, key=lambda word: not word.startswith("--config="))
+    return words
 
 
 def parsed(argv: list[str]):
     """Returns (the prompt or None, absl's flags: prompts, out and config).
 
-    Raises ValueError as `config.parse` does, and for no or two sources of prompts.
+    Raises ValueError as `config.of_file` and `config.parse` do, and for no or two sources
+    of prompts.
     """
-    words = ["generate", *spelled_out(argv)]
-    config.check_overrides(words)  # before they are defined as flags
+    words, file = config.without_file(["generate", *spelled_out(argv)])
     values = (
         flags.FlagValues()
     )  # not absl's global ones: tests call this again and again
@@ -131,12 +129,8 @@ def parsed(argv: list[str]):
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
-    given = {"help_string": CONFIG, "flag_values": values, "sys_argv": words}
-    if any(re.match("--?config(=|$)", word) for word in words):
-        config_flags.DEFINE_config_file("config", None, **given)
-    else:
-        config_flags.DEFINE_config_dict("config", defaults(), **given)
-    prompts = config.parse(words, values, arguments=1)
+    tree = config.of_file(file) if file else defaults()
+    _, prompts = config.parse(words, tree, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
     if prompts and values.out:
@@ -163,17 +157,15 @@ def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
 def prompt_ids(row: dict, tok, vocab: int) -> list[int]:
     """Returns the ids of a line's prompt; raises ValueError where there is none."""
     if "prompt_ids" in row:
-        given = row["prompt_ids"]
-        given = given if isinstance(given, list) else []
-        if not given or not all(t in range(vocab) for t in given):
+        if not data.ids(row, "prompt_ids", vocab):
             raise ValueError(f"prompt_ids must be one or more ids in 0..{vocab - 1}")
-        return given
+        return row["prompt_ids"]
     if tok is None:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
         return data.render(tok, row["messages"])
     if asked := {"prompt", "question"} & row.keys():
-        return turn(tok, row[min(asked)])
+        return turn(tok, data.text(row, min(asked)))
     raise ValueError(
         f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
     )
@@ -184,10 +176,8 @@ def turn(tok, text: str) -> list[int]:
     return data.render(tok, [{"role": "user", "content": text}])
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: pathlib.Path):
     """Returns the folder's tokenizer, or None where it has none."""
-    if not os.path.isdir(path):
-        return None
     if any(name.startswith("tokenizer") for name in os.listdir(path)):
         return data.tokenizer(path)
     return None
@@ -324,6 +314,34 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
         )
 
 
+class Settings(NamedTuple):
+    """The groups of the configuration that have an effect here."""
+
+    model: config.ModelArgs
+    mesh: config.MeshConfig
+    sampler: SamplerConfig
+    run: config.RunConfig
+
+
+def settings(tree: ml_collections.ConfigDict) -> Settings:
+    """Returns a tree's Settings; raises ValueError for a value that they refuse."""
+    config.frozen(config.Config, {"seed": tree.seed})
+    kinds = Settings.__annotations__.items()
+    return Settings(**{k: config.frozen(kind, tree[k], f"{k}.") for k, kind in kinds})
+
+
+def opened(path: pathlib.Path, given: Settings):
+    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler).
+
+    Raises ValueError for what does not go together.
+    """
+    model = given.model.adapted(hf.read_config(path))
+    tok, block = load_tokenizer(path), given.sampler.block or model.block
+    stops = config.stops_of(given.sampler, model, tok)
+    cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
+    return dataclasses.replace(model, block=block, lora=None), tok, cfg
+
+
 def main(argv: list[str] | None = None):
     """Parses the command line and answers."""
     prompt, options = parsed(sys.argv[1:] if argv is None else argv)
@@ -341,45 +359,40 @@ def answer(prompt: str | None, options, stop):
 
     options: see `parsed`. stop: whether a signal came.
     """
-    tree, path = options.config, options.config.model.path
-    model_args = config.frozen(config.ModelArgs, tree.model, "model.")
-    axes = config.frozen(config.MeshConfig, tree.mesh, "mesh.")
-    cfg = config.frozen(SamplerConfig, tree.sampler, "sampler.")
-    if not path:
+    given = settings(options.config)
+    if not given.model.path:
         raise ValueError("--model=DIR is required: a Hugging Face folder")
-    # ---- The model, and the prompts as its tokens ----------------------------------------
-    sharding.keep_compiled(tree.run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(axes))
-    jax.set_mesh(mesh)
-    tok = load_tokenizer(path)
-    home = hf.find(path)
-    hf.read_config(home)
+
+    # ---- What it is to answer: nothing large is read before it is known to make sense ----
+    path = hf.find(given.model.path)
+    model, tok, cfg = opened(path, given)
     if again(options.out):
-        job = job_of(tree, home)
+        job = job_of(options.config, path)
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
     else:
         sink = Terminal(options.out)
-    model, params = hf.load(path, mesh=mesh, dtype=model_args.dtype, heads=("lm",))
-    block = cfg.block or model.block
-    model = dataclasses.replace(model_args.adapted(model), block=block, lora=None)
     if prompt is None:
         prompts, rows = read(options.prompts, tok, model.vocab)
     elif tok is None:
-        raise ValueError(f"{path!r} has no tokenizer; use --prompts with ids")
+        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
     else:
         prompts = [turn(tok, prompt)]
 
-    # ---- A sampler as wide as they need --------------------------------------------------
+    # ---- The model, and a sampler as wide as they need -----------------------------------
+    sharding.keep_compiled(given.run.compile_cache)
+    mesh = sharding.make_mesh(**dataclasses.asdict(given.mesh))
+    jax.set_mesh(mesh)
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
     longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
     cfg = dataclasses.replace(
         cfg,
-        block=block,
-        stop_ids=data.stop_ids(tok, model.eos_id, *cfg.stop_ids),
-        max_prompt=-(-longest // block) * block,
+        max_prompt=-(-longest // cfg.block) * cfg.block,
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
+    for line in config.too_long(cfg.slots, model):
+        print(line, file=sys.stderr)
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-    key = jax.random.key(tree.seed)
+    key = jax.random.key(options.config.seed)
     stream = functools.partial(
         answerer.stream, params, key=key, temperature=cfg.temperature
     )

@@ -50,6 +50,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     stopping = exits.StopSignal(sharding.anywhere)
     folder = run.path
     has_steps = check_resume(folder / "checkpoints", resume)
+    defaults = run.defaults() if has_steps else None
+    cfg, kept = config.keeping(cfg, defaults)
+    cfg, model, tok = config.completed(cfg)  # refuses, before anything is begun
+    if cfg.run.export:
+        hf.check_target(folder / "export", cfg.model.path)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
@@ -57,13 +62,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     say = print if main else lambda *args: None
 
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
-    defaults = run.defaults() if has_steps else None
-    cfg, kept = config.keeping(cfg, defaults)
-    for line in kept:
+    rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
+    for line in (*kept, *config.warnings(cfg, model, rows_on)):
         say(line)
-    cfg, model, tok = config.completed(cfg)
-    if cfg.run.export:
-        hf.check_target(folder / "export", cfg.model.path)
     settings = settings_of(cfg, model)
     noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]
@@ -86,7 +87,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     )
     problems = heldout.problems(settings, tools)
     source = method(settings, tools)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say)
+    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- The compiled functions: each is traced once in a run ------------------------
     # Trained parameters are f32; `cast` makes the copy that samples. The update writes new

@@ -172,7 +172,7 @@ def test_known_flags_pass():
             {"sampler__block": 4, "sampler__steps_per_block": 5},
             "steps_per_block=5 .*block of 4",
         ),
-        ({"sampler__block": -1}, "block and pages >= 0"),
+        ({"sampler__block": -1}, "^sampler.block=-1: must be >= 0$"),
         ({"sampler__top_p": 0.0}, "top_p"),
         ({"sampler__max_new": 0}, "max_new"),
         ({"method": "dpo"}, "spg and dpo train .*noise.kind='subset'"),
@@ -186,7 +186,7 @@ def test_known_flags_pass():
             "objective.reference_beta > 0",
         ),
         ({"noise__draws": 2}, "noise.draws=2: a trajectory has one trace"),
-        ({"objective__upper_power": 0.5}, "upper_power >= 1"),
+        ({"objective__upper_power": 0.5}, "objective.upper_power=0.5: must be >= 1"),
         ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
         ({"rl__updates": 9999}, "rl.updates"),
@@ -195,13 +195,13 @@ def test_known_flags_pass():
             "batch.tokens=1000 .*set it to 1028 or more",
         ),
         *(
-            ({name.replace(".", "__"): 0}, f"^{name}=0 must be at least 1$")
+            ({name.replace(".", "__"): 0}, f"^{name}=0: must be >= 1$")
             for name in ("run.save_every", "run.keep", "eval.every", "eval.answers")
             + ("batch.rows", "rl.steps", "rl.prompts", "rl.group", "rl.updates")
             + ("sft.steps", "sft.examples")
         ),
-        ({"eval__temperature": -1.0}, "eval.temperature=-1.0 must be at least 0"),
-        ({"run__samples": -1}, "run.samples=-1 must be at least 0"),
+        ({"eval__temperature": -1.0}, "eval.temperature=-1.0: must be >= 0"),
+        ({"run__samples": -1}, "run.samples=-1: must be >= 0"),
         ({"rl__reward": "foo"}, "rl.reward='foo': choose from math"),
         ({"rl__min_solved": 0.9, "rl__max_solved": 0.1}, "0 <= min_solved <= max"),
         ({"model__remat": "some"}, "model.remat='some'"),
@@ -210,10 +210,10 @@ def test_known_flags_pass():
             "model.kernels='gpu': choose from auto, .*platform",
         ),
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
-        ({"noise__shrink": 0}, "shrink >= 1"),
-        ({"noise__lower": 0.9, "noise__upper": 0.1}, "lower <= upper"),
+        ({"noise__shrink": 0}, "^noise.shrink=0: must be >= 1$"),
+        ({"noise__lower": 0.9, "noise__upper": 0.1}, "noise.lower=0.9: above upper"),
         ({"objective__kl": "k2"}, "objective.kl='k2'"),
-        ({"policy_optim__schedule": "step"}, "schedule='step'"),
+        ({"value_optim__schedule": "step"}, "^value_optim.schedule='step': choose"),
         ({"data__template": "no question"}, "data.template"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dllm_jax import data
+from dllm_jax import data, limits
 from dllm_jax.rl.rewards import GRADERS, Grader
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -61,36 +61,7 @@ def test_a_tokenizer_that_comes_as_code(tmp_path):
     assert tok.mask_token_id == len(vocab) + 2
 
 
-# ---- Files ---------------------------------------------------------------------------
-
-
-def test_records_of_both_kinds(tmp_path):
-    rows = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b"}]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    assert data.records(write(tmp_path / "x.jsonl", *lines, "")) == rows
-    assert data.records(write(tmp_path / "x.json", json.dumps(rows))) == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("x.jsonl", '{"a": 1}\n\n{"a": 2\n', r"x.jsonl', line 3: not JSON"),
-        ("x.jsonl", '{"a": 1}\n[1]\n', "record 2 is not a JSON object"),
-        ("x.jsonl", "\n", "it is empty"),
-        ("x.json", "[]", "it is empty"),
-        ("x.json", '{"a": 1}', "must hold a list of records"),
-        ("x.json", '[{"a": 1}', r"x.json': not JSON"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        data.records(str(tmp_path / name))
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(ValueError, match="'none.jsonl': no such file"):
-        data.records("none.jsonl")
+# ---- Problems ------------------------------------------------------------------------
 
 
 def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
@@ -260,9 +231,18 @@ def test_examples_of_conversations(tmp_path, tok):
     got, _ = data.examples(path, tok, CFG, **FORM)
     first = int(got.prompt_len_B[0])
     assert got.tokens_BT[0, :first].tolist() == data.render(tok, turns[:3])
-    for wrong in (turns[:3], []):
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": ""}]
+    path = write(
+        tmp_path / "x.jsonl", {"messages": [*turns[:3], turns[3] | {"content": parts}]}
+    )
+    again, _ = data.examples(path, tok, CFG, **FORM)
+    np.testing.assert_array_equal(again.tokens_BT, got.tokens_BT)
+    for wrong, message in (
+        (turns[:3], "the last message is not the"),
+        ([], "needs mess"),
+    ):
         path = write(tmp_path / "x.jsonl", {"messages": wrong})
-        with pytest.raises(ValueError, match="record 1: the last message is not the"):
+        with pytest.raises(ValueError, match=f"record 1: {message}"):
             data.examples(path, tok, CFG, **FORM)
 
 
@@ -288,7 +268,7 @@ def test_preferences_are_pairs(tmp_path, tok):
         assert tok.decode(got.tokens_BT[i, first]) == text
     for wrong in (asked, [], 3):
         path = write(tmp_path / "x.jsonl", {**long, "rejected": wrong})
-        with pytest.raises(ValueError, match="record 1: 'rejected' is neither a text"):
+        with pytest.raises(ValueError, match="record 1: 'rejected'.* messages"):
             data.examples(path, tok, CFG, **given)
 
 
@@ -370,3 +350,11 @@ def test_a_bad_trace_is_named(tmp_path, tok, changes, message):
     path = write(tmp_path / "x.jsonl", line)
     with pytest.raises(ValueError, match="record 1: .*" + message):
         data.examples(path, tok, CFG, traced=True, **FORM)
+
+
+def test_a_template_without_end_is_ended(tok, monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    many = "{% for i in range(99999) %}"
+    monkeypatch.setattr(tok, "chat_template", 2 * many + 2 * "{% endfor %}")
+    with pytest.raises(ValueError, match="its chat template fails: it has not ended"):
+        data.render(tok, [{"role": "user", "content": "1+2"}])

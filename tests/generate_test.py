@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -394,10 +395,10 @@ def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
     turn = {"role": "user", "content": "1+2"}
     flags = (f"--model={tmp_path}", "--temperature=0")
     with pytest.raises(
-        ValueError, match="prompt_ids must be one or more ids in 0..106"
+        ValueError, match="prompt_ids must be a list of numbers in 0..106"
     ):
         ask(*flags, prompts=[{"prompt_ids": [107]}])
-    for bad in ({"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": None}):
+    for bad in ({"messages": []}, {"messages": [{"role": "user"}]}):
         with pytest.raises(ValueError, match="record 1: needs messages, each with a"):
             ask(*flags, prompts=[bad])
     lines = ask(*flags, prompts=[{"prompt": "!!"}, {"messages": [turn]}])
@@ -437,12 +438,12 @@ def test_bad_flags_are_named(ask, model, tmp_path):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):
         ask("--steps-per-block=5")
-    with pytest.raises(ValueError, match="block and pages >= 0"):
+    with pytest.raises(ValueError, match="sampler.block=-4: must be >= 0"):
         ask("--block=-4")
     for out in (tmp_path / "none" / "x.jsonl", tmp_path):
         with pytest.raises(ValueError, match=f"--out={out}: "):
             generate.main(["--model=none", "--prompts=none", f"--out={out}"])
-    with pytest.raises(ValueError, match="need temperature >= 0"):
+    with pytest.raises(ValueError, match="sampler.temperature=-1.0: must be >= 0"):
         ask("--temperature=-1")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         generate.main([f"--model={tmp_path}", "hello"])
@@ -459,3 +460,33 @@ def test_bad_flags_are_named(ask, model, tmp_path):
             ask(flag)
     with pytest.raises(ValueError, match="unknown argument 'two'"):
         ask("one", "two")
+
+
+def test_a_hub_name_brings_its_tokenizer(tmp_path, monkeypatch, capsys):
+    bundled = ROOT / "examples" / "arithmetic" / "model"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "models--org--tiny"
+    shutil.copytree(bundled, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    flags = ["--max-new-tokens=8", "--temperature=0", "--dtype=float32", "12+34"]
+    answers = []
+    for model in ("org/tiny", bundled):
+        generate.main([f"--model={model}", *flags])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
+    with pytest.raises(ValueError, match="'org/none' is not a folder, and the hub did"):
+        generate.main(["--model=org/none", *flags])
+
+
+def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, capsys):
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    raw = json.loads((model / "config.json").read_text())
+    for positions, warned in ((24, False), (16, True)):
+        raw["max_position_embeddings"] = positions
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        ask(f"--model={tmp_path}")
+        told = "the model was made for 16 (max_position_embeddings)"
+        assert (told in capsys.readouterr().err) == warned

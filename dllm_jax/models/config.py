@@ -5,6 +5,8 @@ A family is a value of these fields plus a row of `families.py`, never a class.
 
 import dataclasses
 
+from dllm_jax import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
@@ -48,6 +50,7 @@ class ModelConfig:
     # Who sees whom in a clean canvas: block, full, causal (mask.clean).
     attention: str = "block"
     shift: int = 0  # the hidden state at position i - shift answers for position i
+    positions: int = 0  # that training has shown it, prompt and answer; 0: not told
     rotary: float = 1.0  # the share of a head's dimensions, the first ones, that rotate
     experts: int = 0  # of a layer; 0: one dense feed-forward
     experts_per_token: int = 0
@@ -71,6 +74,23 @@ class ModelConfig:
     lora: Lora | None = None  # then only its adapters (and value heads) are parameters
 
     def __post_init__(self):
+        sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "block")
+        counts = ("ffw", "positions", "experts_per_token", "expert_ffw")
+        counts += ("shared_experts", "dense_layers", "eos_id", "pad_id")
+        checks.fields(
+            self,
+            **dict.fromkeys(sizes, ">= 1"),
+            **dict.fromkeys(counts, ">= 0"),
+            # What has more is no model: its parameters would take minutes to name.
+            layers=">= 1, <= 1000",
+            experts=">= 0, <= 4096",
+            norm_eps=">= 0",
+            rope_theta="> 0",
+            rotary="> 0, <= 1",
+            sparse_step=">= 1",
+            router_groups=">= 1",
+            router_best_groups=">= 1",
+        )
         if self.dense_layers and self.sparse_step > 1:
             raise ValueError("dense layers come first, or between others, but not both")
 

@@ -6,10 +6,10 @@ in config.json) and plain keys (a key of config.json -> the one value that we co
 """
 
 import dataclasses
-import json
 import pathlib
 
-from dllm_jax.checks import one_of
+from dllm_jax import records
+from dllm_jax.checks import Refused, one_of, shown, suits
 from dllm_jax.models.config import ModelConfig
 
 # ---- Names: our parameter -> the checkpoint's tensor -----------------------------------
@@ -113,6 +113,7 @@ LLAMA_FIELDS = DIFFUSION_FIELDS | {
     "ffw": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
+    "positions": "max_position_embeddings",
 }
 FAST_DLLM_FIELDS = LLAMA_FIELDS | {"block": "bd_size"}
 EXPERT_FIELDS = LLAMA_FIELDS | {
@@ -139,6 +140,7 @@ LLADA_FIELDS = DIFFUSION_FIELDS | {
     "ffw": "mlp_hidden_size",
     "norm_eps": "rms_norm_eps",
     "tied": "weight_tying",
+    "positions": "max_sequence_length",
 }
 # Without these, where a family's table has them, no checkpoint can be read.
 NEEDED = {
@@ -284,11 +286,14 @@ MASK_TOKENS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")
 
 
 def read_json(file: pathlib.Path) -> dict:
-    """Returns what a JSON file holds; raises ValueError naming a file that is broken."""
+    """Returns the object that a JSON file holds; raises ValueError naming a bad file."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = records.of_json(records.text(file))
+    except ValueError as error:
         raise ValueError(f"{file}: cannot be read: {error}") from None
+    if type(tree) is not dict:
+        raise ValueError(f"{file}: cannot be read: it holds no JSON object")
+    return tree
 
 
 def read_config(folder: pathlib.Path) -> ModelConfig:
@@ -301,26 +306,32 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
     raw = read_json(file)
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"{folder}: model_type {kind!r} is not supported; supported are "
+            f"{folder}: model_type {shown(kind)} is not supported; supported are "
             + ", ".join(sorted(FAMILIES, key=str.lower))
         )
     family = FAMILIES[kind]
     raw, rope_llama3 = raw_fields(raw, file)
     refuse_other_than_plain(raw, family, file)
     fields = model_fields(raw, family, file)
-    pad_id = token_id(raw.get("pad_token_id"), None)
-    eos_id = token_id(raw.get("eos_token_id"), pad_id or 0)
     fields["mask_id"] = find_mask_id(folder, raw, fields)
-    cfg = ModelConfig(
-        family=kind,
-        rope_theta=float(raw.get("rope_theta") or 10000.0),
-        rope_llama3=rope_llama3,
-        eos_id=eos_id,
-        pad_id=eos_id if pad_id is None else pad_id,
-        **fields,
-    )
+    pad_id = token_id(raw, "pad_token_id", None)
+    eos_id = token_id(raw, "eos_token_id", pad_id or 0)
+    keys = family.fields | {"mask_id": "mask_token_id", "eos_id": "eos_token_id"}
+    keys |= {"pad_id": "pad_token_id", "rope_llama3": "rope_scaling"}
+    try:
+        cfg = ModelConfig(
+            family=kind,
+            rope_theta=raw.get("rope_theta") or 10000.0,
+            rope_llama3=rope_llama3,
+            eos_id=eos_id,
+            pad_id=eos_id if pad_id is None else pad_id,
+            **fields,
+        )
+    except Refused as error:
+        key = keys.get(error.field, error.field)
+        raise ValueError(f"{file}: {key}{error.text}") from None
     refuse_unsupported(cfg, file)
     return cfg
 
@@ -333,12 +344,14 @@ def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
     comes first. Raises ValueError for scaled positions other than those of Llama 3.1.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if type(rope) is not dict:
+        raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     llama3 = ()
     if rope_type == "llama3":
         llama3 = tuple(rope.get(key) for key in LLAMA3_ROPE)
     if rope_type not in ("default", "llama3") or None in llama3:
-        raise ValueError(f"{file}: rope_scaling={rope!r} is not supported")
+        raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     return rope | {"num_experts": raw.get("num_local_experts")} | raw, llama3
 
 
@@ -350,7 +363,7 @@ def refuse_other_than_plain(raw: dict, family: Family, file: pathlib.Path) -> No
         )
     for key, value in family.plain.items():
         if raw.get(key, value) != value:
-            raise ValueError(f"{file}: {key}={raw[key]!r} is not supported")
+            raise ValueError(f"{file}: {key}={shown(raw[key])} is not supported")
 
 
 def model_fields(raw: dict, family: Family, file: pathlib.Path) -> dict:
@@ -368,7 +381,10 @@ def model_fields(raw: dict, family: Family, file: pathlib.Path) -> dict:
         if field in NEEDED and field not in fields:
             raise ValueError(f"{file}: no field {key!r}")
     fields.setdefault("kv_heads", fields["heads"])
-    fields.setdefault("head_dim", fields["d_model"] // fields["heads"])
+    if "head_dim" not in fields:
+        width, heads = fields["d_model"], fields["heads"]
+        whole = suits(width, int) and suits(heads, int) and heads > 0
+        fields["head_dim"] = width // heads if whole else 1  # they are refused below
     return fields
 
 
@@ -390,11 +406,22 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
         ("router_groups", "experts", groups > 1 and cfg.experts % groups),
         ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
         ("router_best_groups", "router_groups", best_groups > groups),
-        ("sparse_step", "layers", not 1 <= cfg.sparse_step <= cfg.layers),
+        ("sparse_step", "layers", cfg.sparse_step > cfg.layers),
+        ("dense_layers", "layers", cfg.dense_layers > cfg.layers),
     ):
         if refused:
             raise ValueError(
                 f"{file}: {stated(field)} does not go with {stated(other_field)}"
+            )
+    rotated = int(cfg.head_dim * cfg.rotary)
+    if not rotated or rotated % 2:
+        raise ValueError(
+            f"{file}: {rotated} dimensions of a head rotate; rotary positions need pairs"
+        )
+    for name, token in ("eos", cfg.eos_id), ("pad", cfg.pad_id):
+        if token >= cfg.vocab:
+            raise ValueError(
+                f"{file}: {name}_token_id={token} is outside the vocabulary of {cfg.vocab}"
             )
     # A causal model has perhaps no mask token: the id behind the vocabulary forbids none.
     last = cfg.vocab if cfg.attention == "causal" else cfg.vocab - 1
@@ -405,10 +432,11 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
         )
 
 
-def token_id(value, default):
+def token_id(raw: dict, key: str, default):
     """Returns an id that config.json may give as a list, or not at all."""
+    value = raw.get(key)
     value = value[0] if isinstance(value, list) and value else value
-    return default if value is None or value == [] else int(value)
+    return default if value is None or value == [] else value
 
 
 def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
@@ -418,11 +446,16 @@ def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
     vocabulary, which is no token. Raises ValueError for any other model.
     """
     if raw.get("mask_token_id") is not None:
-        return int(raw["mask_token_id"])
-    id_of, named = added_tokens(folder)
-    for token in (named, *MASK_TOKENS):
-        if token in id_of:
-            return int(id_of[token])
+        return raw["mask_token_id"]
+    try:
+        id_of, named = added_tokens(folder)
+        for token in (named, *MASK_TOKENS):
+            if token in id_of:
+                return int(id_of[token])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: its tokenizer files are damaged: {error}"
+        ) from None
     if "mask_id" in fields:
         return fields["mask_id"]
     if fields.get("attention") == "causal":

@@ -43,6 +43,8 @@ def find(path) -> pathlib.Path:
 
     Raises ValueError when it is neither.
     """
+    if not str(path):
+        raise ValueError("model.path is empty: name a Hugging Face folder")
     folder = pathlib.Path(path)
     if folder.is_dir():
         return folder
@@ -54,7 +56,8 @@ def find(path) -> pathlib.Path:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path)))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         raise ValueError(
-            f"{str(path)!r} is not a folder, and the hub did not give it: {error}"
+            f"{str(path)!r} is not a folder, and the hub did not give it: "
+            + " ".join(str(error).split())
         ) from None
 
 
@@ -260,6 +263,11 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
     extra = sorted(set(tensors.file_of) - known)
     faults += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
     refuse(folder, faults)
+
+
+def check(folder: pathlib.Path) -> None:
+    """Raises ValueError where the weights' headers are not what config.json says."""
+    check_tensors(Tensors(folder), read_config(folder), ("lm",), folder)
 
 
 def refuse(folder, faults: list[str]):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dllm_jax.checks import at_least, one_of
+from dllm_jax import checks
 from dllm_jax.rl import advantage
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
@@ -34,12 +34,19 @@ class NoiseConfig:
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
 
     def __post_init__(self):
-        one_of("noise.kind", self.kind, tuple(KINDS))
-        one_of("noise.grid", self.grid, ("absolute", "response"))
-        one_of("noise.rate", self.rate, ("token", "scope"))
-        if self.shrink < 1 or not 0 <= self.lower <= self.upper <= 1:
-            raise ValueError("noise: shrink >= 1 and 0 <= lower <= upper <= 1")
-        if self.draws < 1 or (self.draws > 1 and not KINDS[self.kind].random):
+        checks.fields(
+            self,
+            kind=tuple(KINDS),
+            draws=">= 1",
+            shrink=">= 1",
+            rate=("token", "scope"),
+            lower=">= 0",
+            upper="> 0, <= 1",
+            grid=("absolute", "response"),
+        )
+        if self.lower > self.upper:
+            raise checks.Refused("lower", f"={self.lower}: above upper={self.upper}")
+        if self.draws > 1 and not KINDS[self.kind].random:
             raise ValueError(
                 f"noise.draws={self.draws}: a trajectory has one {self.kind}; more "
                 "than one draw needs a random noise.kind, such as 'bernoulli' or "
@@ -78,11 +85,19 @@ class ObjectiveConfig:
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
 
     def __post_init__(self):
-        one_of("objective.loss", self.loss, RL_LOSSES)
-        one_of("objective.kl", self.kl, tuple(KL_ESTIMATORS))
-        one_of("objective.aggregate", self.aggregate, tuple(AGGREGATES))
-        if self.upper_power < 1 or not 0 <= self.upper_weight <= 1:
-            raise ValueError("objective: upper_power >= 1 and 0 <= upper_weight <= 1")
+        checks.fields(
+            self,
+            loss=RL_LOSSES,
+            clip=">= 0",
+            clip_high=">= 0",
+            beta=">= 0",
+            reference_beta=">= 0",
+            upper_weight=">= 0, <= 1",
+            upper_power=">= 1",
+            kl=tuple(KL_ESTIMATORS),
+            aggregate=tuple(AGGREGATES),
+            value_weight=">= 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +120,25 @@ class OptimConfig:
     max_grad_skip: float = 0.0
 
     def __post_init__(self):
-        one_of("optim.schedule", self.schedule, tuple(SCHEDULES))
-        if not (self.max_grad_skip == 0 or 1 < self.max_grad_skip < float("inf")):
-            raise ValueError(
-                f"optim.max_grad_skip={self.max_grad_skip}: times the median of a "
-                "gradient's norm, above 1, such as 10; or 0, which is off"
+        checks.fields(
+            self,
+            lr=">= 0",
+            schedule=tuple(SCHEDULES),
+            warmup=">= 0",
+            horizon=">= 0",
+            final=">= 0, <= 1",
+            b1=">= 0, < 1",
+            b2=">= 0, < 1",
+            eps="> 0",
+            weight_decay=">= 0",
+            max_grad_norm="> 0",
+            max_grad_skip=">= 0",
+        )
+        if 0 < self.max_grad_skip <= 1:
+            raise checks.Refused(
+                "max_grad_skip",
+                f"={self.max_grad_skip}: times the median of a gradient's norm, above 1, "
+                "such as 10; or 0, which is off",
             )
 
 
@@ -141,22 +170,34 @@ class RLConfig:
     trusted_gap: float = 0.0
 
     def __post_init__(self):
-        at_least(1, "rl", self, "steps", "prompts", "group", "updates")
-        one_of("rl.reward", self.reward, tuple(GRADERS))
-        one_of("rl.value", self.value, VALUES)
-        one_of("rl.advantage", self.advantage, (*advantage.BASELINES, "none"))
-        one_of("rl.filter", self.filter, tuple(advantage.FILTERS))
+        checks.fields(
+            self,
+            steps=">= 1",
+            prompts=">= 1",
+            group=">= 1",
+            reward=tuple(GRADERS),
+            value=VALUES,
+            gamma=">= 0, <= 1",
+            lam=">= 0, <= 1",
+            advantage=(*advantage.BASELINES, "none"),
+            speed=">= 0",
+            filter=tuple(advantage.FILTERS),
+            min_solved=">= 0",
+            max_solved="<= 1",
+            updates=">= 1",
+            trusted_gap=">= 0",
+        )
         if self.advantage != "none" and self.group < 2:
             raise ValueError(
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at "
                 "least 2 rollouts; raise rl.group or set rl.advantage='none'"
             )
-        if self.trusted_gap < 0 or (self.trusted_gap and self.value == "head"):
+        if self.trusted_gap and self.value == "head":
             raise ValueError(
-                f"rl.trusted_gap={self.trusted_gap}: nats, >= 0, and 0 where "
-                "rl.value='head', whose values are scored with the log-probs"
+                f"rl.trusted_gap={self.trusted_gap}: it is 0 where rl.value='head', whose "
+                "values are scored with the log-probs"
             )
-        if not 0 <= self.min_solved <= self.max_solved <= 1:
+        if self.min_solved > self.max_solved:
             raise ValueError(
                 f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a "
                 "range of solve rates, 0 <= min_solved <= max_solved <= 1"
@@ -173,4 +214,4 @@ class BatchConfig:
     tokens: int = 4096  # slots of a row: clean copies and noised blocks
 
     def __post_init__(self):
-        at_least(1, "batch", self, "rows")
+        checks.fields(self, rows=">= 1", tokens=">= 1")

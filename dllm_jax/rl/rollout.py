@@ -99,9 +99,18 @@ def answered(
         )
 
 
-def report_long(problems: list[Problem], max_prompt: int, say):
-    """Says how many prompts are too long; they are skipped with a reward of 0."""
+def report_long(problems: list[Problem], max_prompt: int, say, path: str):
+    """Says how many prompts are too long; they are skipped with a reward of 0.
+
+    Raises ValueError naming the file, `path`, where all are.
+    """
     skipped = sum(len(problem.prompt_ids) > max_prompt for problem in problems)
+    if problems and skipped == len(problems):
+        shortest = min(len(problem.prompt_ids) for problem in problems)
+        raise ValueError(
+            f"dataset {path!r}: no prompt fits into sampler.max_prompt={max_prompt} "
+            f"tokens; the shortest has {shortest}"
+        )
     if skipped:
         say(
             f"{skipped} of {len(problems)} prompts are longer than sampler.max_prompt="

@@ -162,7 +162,9 @@ class RL:
         self.problems = data.problems(
             settings.data.train, tools.tok, settings.data, tools.grader
         )
-        rollout.report_long(self.problems, sampler.max_prompt, tools.say)
+        rollout.report_long(
+            self.problems, sampler.max_prompt, tools.say, settings.data.train
+        )
         if idle := networks.idle_keys(rl.value, settings.value_optim):
             tools.say(
                 f"value_optim.{', value_optim.'.join(idle)}: without effect, as with "
@@ -348,6 +350,7 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Exam
         end=settings.sampler.stop_ids[0],
         pad=settings.model.pad_id,
         vocab=settings.model.vocab,
+        mask=settings.model.mask_id,
         block=settings.sampler.block,
         slots=settings.sampler.slots,
         pairs=pairs,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dllm_jax.checks import one_of
+from dllm_jax import checks
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -37,25 +37,38 @@ class SamplerConfig:
     prefill: int = 512  # prompt tokens that one forward takes along, on each device
 
     def __post_init__(self):
-        one_of("sampler.strategy", self.strategy, sorted(STRATEGIES))
-        one_of("sampler.cache", self.cache, ("auto", *POLICIES))
-        one_of("sampler.target", self.target, sorted(TARGETS))
-        if self.horizon < 0 or (self.horizon and self.cache != "prefix"):
+        checks.fields(
+            self,
+            block=">= 0",
+            steps_per_block=">= 0",
+            strategy=sorted(STRATEGIES),
+            target=sorted(TARGETS),
+            rank_temperature=">= 0",
+            pad_penalty=">= 1",
+            entropy_bound=">= 0",
+            cache=("auto", *POLICIES),
+            horizon=">= 0",
+            temperature=">= 0",  # 0 is the arg-max
+            top_k=">= 0",
+            top_p="> 0, <= 1",
+            max_prompt=">= 1",
+            max_new=">= 1",
+            stop_ids=">= 0",
+            rows=">= 1",
+            page=">= 1",
+            pages=">= 0",
+            prefill=">= 1",
+        )
+        if self.horizon and self.cache != "prefix":
             raise ValueError(
-                f"sampler.horizon={self.horizon}: positions, >= 0, that only "
+                f"sampler.horizon={self.horizon}: positions that only "
                 "sampler.cache='prefix' re-runs"
             )
-        if self.block > 0 and not 0 <= self.steps_per_block <= self.block:
+        if self.block > 0 and self.steps_per_block > self.block:
             raise ValueError(
                 f"sampler.steps_per_block={self.steps_per_block} cannot share out a "
                 f"block of {self.block}: every step unmasks something; set it to "
                 f"1..{self.block}, or 0"
-            )
-        sizes = (self.max_new, self.max_prompt, self.rows, self.page, self.prefill)
-        if min(sizes) < 1 or min(self.block, self.pages) < 0:
-            raise ValueError(
-                "sampler: max_new, max_prompt, rows, page, prefill >= 1, "
-                "block and pages >= 0"
             )
         if STRATEGIES[self.strategy].reads_sure and (
             self.target == "random"
@@ -65,14 +78,6 @@ class SamplerConfig:
                 f"sampler.threshold={self.threshold} says nothing about target="
                 f"{self.target!r}: neg_entropy needs one below 0 (nats), random needs "
                 "strategy='static'"
-            )
-        if self.rank_temperature < 0 or self.pad_penalty < 1:
-            raise ValueError("sampler: rank_temperature >= 0, pad_penalty >= 1")
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"sampler.temperature={self.temperature}, top_k={self.top_k}, top_p="
-                f"{self.top_p}: need temperature >= 0, top_k >= 0 (0 is off), "
-                "0 < top_p <= 1 (1 is off)"
             )
 
     @property

@@ -127,8 +127,8 @@ def test_transfers_of_the_reference():
         ({"target": "entropy"}, "'entropy': choose from"),
         ({"target": "random"}, "random needs strategy='static'"),
         ({"target": "neg_entropy"}, "needs one below 0"),
-        ({"pad_penalty": 0.5}, "pad_penalty >= 1"),
-        ({"rank_temperature": -1.0}, "rank_temperature >= 0"),
+        ({"pad_penalty": 0.5}, "pad_penalty=0.5: must be >= 1"),
+        ({"rank_temperature": -1.0}, "rank_temperature=-1.0: must be >= 0"),
     ],
 )
 def test_a_config_that_says_nothing(changes, words):

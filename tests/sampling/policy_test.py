@@ -194,5 +194,5 @@ def test_a_horizon_belongs_to_prefix(cache):
 
 
 def test_an_unknown_policy_lists_the_known():
-    with pytest.raises(ValueError, match="sampler.cache='all': choose from auto, none"):
+    with pytest.raises(ValueError, match="cache='all': choose from auto, none"):
         SamplerConfig(cache="all")

@@ -21,6 +21,7 @@ import importlib.util
 import re
 from fractions import Fraction
 
+DIGITS_READ = 4_300  # of a number: Python's own limit, which keeps it fast
 MAX_CHARS = 512  # an answer this much longer than the gold is wrong, whatever it says
 DEPTH = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)  # what a bracket adds to it
 
@@ -134,6 +135,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if match is None:
         return None
     sign, *digits, percent = match.groups()
+    if max(map(len, filter(None, digits))) > DIGITS_READ:
+        return None
     whole, top, bottom = (
         Fraction(re.sub("[ ,]", "", part) if part else default)
         for part, default in zip(digits, (0, 0, 1), strict=True)
@@ -317,6 +320,8 @@ def reference(gold: str) -> str:
     cleaned = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
     if not cleaned:
         raise ValueError(f"the gold answer {gold!r} is empty or not a string")
+    if sum(map(str.isdigit, cleaned)) > DIGITS_READ:
+        raise ValueError(f"the gold answer has more than {DIGITS_READ} digits")
     return cleaned
 
 

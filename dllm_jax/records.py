@@ -1,0 +1,129 @@
+"""Files of records: JSON lines, JSON lists and Parquet, packed or not, as they come.
+
+What cannot be read is one line that names the file, the line or record, and what is wrong.
+"""
+
+import gzip
+import json
+import pathlib
+import re
+import zlib
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
+
+
+def records(path: str) -> list[dict]:
+    """Reads a .jsonl, .json or .parquet file of records; the first two may be .gz.
+
+    Raises ValueError naming the file, and the line where one is not a JSON object.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise ValueError(f"dataset {path!r}: no such file")
+    try:
+        kind = pathlib.Path(file.name.removesuffix(".gz")).suffix
+        read = {".json": of_list, ".parquet": of_parquet}.get(kind, of_lines)
+        rows = read(file)
+    except ValueError as error:
+        comma = "," if str(error).startswith(("line", "record")) else ":"
+        raise ValueError(f"dataset {path!r}{comma} {error}") from None
+    for number, row in enumerate(rows, 1):
+        if type(row) is not dict:
+            raise ValueError(f"dataset {path!r}: record {number} is not a JSON object")
+    if not rows:
+        raise ValueError(f"dataset {path!r}: it is empty")
+    return rows
+
+
+def text(file: pathlib.Path) -> str:
+    """Returns a UTF-8 file's text, without a byte order mark, unpacked if it is gzip's.
+
+    Raises ValueError naming the line with other bytes.
+    """
+    try:
+        data = file.read_bytes()
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "no UTF-8"
+        raise ValueError(f"line {line}: {kind}; save it as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot be read: {error}") from None
+
+
+def of_json(written: str):
+    """Returns a JSON value; raises ValueError, in a few words, for what is none.
+
+    Nor are NaN, infinities, half of a surrogate pair, more digits than Python reads and
+    more levels than it follows.
+    """
+    try:
+        value = json.loads(written, parse_constant=no_number, parse_float=finite)
+        if SURROGATE.search(written):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("not JSON that can be read (too many brackets)") from None
+    except UnicodeEncodeError:
+        raise ValueError("it has a lone surrogate, half of a character") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    except ValueError as error:
+        reason = "a number of thousands of digits" if "digits" in str(error) else error
+        raise ValueError(f"not JSON that can be read ({reason})") from None
+    return value
+
+
+def no_number(written: str):
+    """Raises ValueError for NaN and infinities, which are no JSON."""
+    raise ValueError(f"{written} is no number")
+
+
+def finite(written: str) -> float:
+    """Returns a float; raises ValueError for one beyond what floats hold."""
+    value = float(written)
+    return value if abs(value) < float("inf") else no_number(written[:20])
+
+
+def of_list(file: pathlib.Path) -> list:
+    """Returns the items of a .json file; raises ValueError if it is not one list."""
+    rows = of_json(text(file))
+    if type(rows) is not list:
+        raise ValueError("a .json file must hold a list of records")
+    return rows
+
+
+def of_lines(file: pathlib.Path) -> list:
+    """Returns the items of a .jsonl file; raises ValueError naming a line that is none."""
+    rows = []
+    # Not splitlines(): a string may hold U+2028 and other breaks of a text.
+    for number, line in enumerate(text(file).split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(of_json(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return rows
+
+
+def of_parquet(file: pathlib.Path) -> list:
+    """Returns the rows of a .parquet file, as JSON would hold them."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            "Parquet is read by pyarrow: pip install 'dllm-jax[parquet]'"
+        ) from None
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"not Parquet that can be read ({reason})") from None
+    for number, row in enumerate(rows, 1):
+        try:
+            json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"record {number}: {error}") from None
+    return rows

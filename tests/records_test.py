@@ -1,0 +1,71 @@
+"""Files of records, of every format and spelling that is read."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from dllm_jax import records
+
+ROWS = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b\U0001f600"}]
+LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+TEXTS = {"x.jsonl": "\n".join([*LINES, ""]), "x.json": f"[{', '.join(LINES)}]"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_spelling_of_the_same_records(tmp_path, name, end, coding, packed):
+    content = TEXTS[name].replace("\n", end).encode(coding)
+    file = tmp_path / (f"{name}.gz" if packed else name)
+    file.write_bytes(gzip.compress(content) if packed else content)
+    assert records.records(str(file)) == ROWS
+
+
+def test_escapes_of_whole_characters_are_read(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))  # \\ud83d\\ude00
+    assert records.records(str(file)) == ROWS
+
+
+def test_parquet_is_read_as_json_would_be(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="an extra: parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = str(tmp_path / "x.parquet")
+    rows = [{"question": "1", "ids": [1, 2], "turns": [{"role": "user"}], "x": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    assert records.records(file) == rows
+    parquet.write_table(pyarrow.Table.from_pylist([{"question": b"1"}]), file)
+    with pytest.raises(ValueError, match="x.parquet', record 1: .*bytes"):
+        records.records(file)
+
+
+def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"pip install 'dllm-jax\[parquet\]'"):
+        records.records(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"a": 1}\n\n{"a": 2\n', r"x.jsonl', line 3: not JSON"),
+        ("x.jsonl", '{"a": 1}\n[1]\n', "record 2 is not a JSON object"),
+        ("x.jsonl", "\n", "it is empty"),
+        ("x.json", "[]", "it is empty"),
+        ("x.json", '{"a": 1}', "must hold a list of records"),
+        ("x.json", '[{"a": 1}', r"x.json': not JSON"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        records.records(str(tmp_path / name))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match="'none.jsonl': no such file"):
+        records.records("none.jsonl")
