@@ -150,3 +150,20 @@ def anywhere(fact: bool) -> bool:
     if jax.process_count() == 1:
         return fact
     return bool(np.any(multihost_utils.process_allgather(np.array([fact]))))
+
+
+def gathered(own_n: np.ndarray) -> np.ndarray:
+    """Returns the items that each process has filled in, those of `dealt`, in all of them."""
+    if jax.process_count() == 1:
+        return own_n
+    # One row of every process.
+    all_n = np.asarray(multihost_utils.process_allgather(own_n))
+    out_n = np.empty_like(own_n)
+    for index, row_n in enumerate(all_n):
+        out_n[index :: len(all_n)] = row_n[index :: len(all_n)]
+    return out_n
+
+
+def dealt() -> slice:
+    """Returns which items of a list on the host are for this process to work on."""
+    return slice(jax.process_index(), None, jax.process_count())

@@ -17,7 +17,7 @@ import sys
 import jax
 from absl import flags, logging
 
-from dllm_jax import config, curves, exits, memory, metrics, sharding
+from dllm_jax import config, curves, exits, memory, metrics, processes, sharding
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, heldout, learner, networks, noise, rollout, sources
@@ -36,7 +36,9 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     prints. Raises exits.Stopped where SIGTERM or SIGINT came, once all is saved.
     """
     # ---- Where it runs ---------------------------------------------------------------
-    stopping = exits.StopSignal(sharding.anywhere)
+    timer = metrics.Timer()
+    processes.watch(timer, cfg.run.stuck_after)
+    stopping = exits.StopSignal(timer.moving(sharding.anywhere))
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
@@ -61,7 +63,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
         grader=GRADERS[cfg.rl.reward],
         truncated_wrong=cfg.rl.truncated_wrong,
         answerer=answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
-        timer=metrics.Timer(),
+        timer=timer,
         stop=stopping,
         say=say,
         folder=folder,
@@ -126,7 +128,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     )
 
     # ---- The loop --------------------------------------------------------------------
-    timer, taken = tools.timer, meta["taken"]
+    taken = meta["taken"]
     writer = metrics.Writer(folder, source.steps, start, meta.get("row"), enabled=main)
     if start == 0 and problems:
         row = heldout.evaluate(0, weights(states), problems, settings, tools)
@@ -136,6 +138,7 @@ def train(cfg: config.Config, resume: str = "auto") -> None:
     for step in range(start + 1, source.steps + 1):
         # Everything random is a function of the seed and the step: what is resumed goes on
         # as if it had not stopped. None, or `stopping`: a signal came meanwhile.
+        timer.step = step
         step_batches = source.batches(step, taken, weights(states), score)
         if step_batches is None or stopping():
             break

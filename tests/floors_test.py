@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1] / "dllm_jax"
 FLOORS = {
     **dict.fromkeys(("checks", "exits"), 0),
     **dict.fromkeys(
-        ("sharding", "data", "metrics", "curves", "memory", "checkpoint"), 1
+        ("sharding", "processes", "data", "metrics", "curves", "memory", "checkpoint"),
+        1,
     ),
     "pallas_kernels": 2,
     "models": 3,
