@@ -15,7 +15,7 @@ import sys
 import jax
 import numpy as np
 
-from dllm_jax import config, data, metrics, sharding
+from dllm_jax import config, data, metrics, processes, sharding
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
@@ -45,6 +45,7 @@ def evaluate(cfg: config.Config) -> dict[str, float]:
 
     # ---- Each problem, answered so many times ------------------------------------------
     timer, samples = metrics.Timer(), cfg.eval.answers
+    processes.watch(timer, cfg.run.stuck_after)
     with timer("eval"):
         rollouts = rollout.answered(
             answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),

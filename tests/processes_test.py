@@ -5,11 +5,12 @@ import pathlib
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import exits
+from dllm_jax import exits, metrics, processes
 from tests import served
 
 DEVICES = 8
@@ -185,3 +186,45 @@ def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
     (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
     assert "waited 2 seconds at the coordinator, localhost:1" in last(told)
+
+
+def test_where_nothing_moves_is_told(capfd):
+    timer = metrics.Timer()
+    told = ""
+    with timer("rollout"):
+        timer.step = 7
+        processes.watch(timer, 0.05)
+        while "\n" not in told:
+            time.sleep(0.01)
+            told += capfd.readouterr().err
+        timer.moved = float("inf")  # it moves from now on
+    assert told.startswith("warning: process 0 on ")
+    assert " is in step 7, phase rollout: nothing has moved for 0 s" in told
+
+
+@pytest.mark.parametrize(
+    "error, effect",
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("connection"), False),
+    ],
+)
+def test_a_broken_connection_is_no_first_cause(error, effect):
+    assert processes.broken(error) == effect
+    outer = KeyError("saving")
+    outer.__cause__ = error
+    assert processes.broken(outer) == effect
+
+
+def test_the_difference_names_who_has_what():
+    everyone = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1"}}
+    assert processes.difference("a", everyone) == ""
+    want = "b is 2 in process 0 and 3 in process 1 and unknown in process 2"
+    assert processes.difference("b", everyone) == want
+
+
+def test_a_number_of_the_environment_is_one(monkeypatch):
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID=one: a number is needed"):
+        processes.join("localhost:1", 2, None)
