@@ -60,8 +60,9 @@ class Timer:
         outer, self.phase, self.moved = self.phase, phase, time.monotonic()
         try:
             yield
+            self.phase = outer  # where it fails, that is the phase to tell
         finally:
-            self.phase, self.moved = outer, time.monotonic()
+            self.moved = time.monotonic()
             spent = time.perf_counter() - start
             inner = sum(self.seconds.values()) - before
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - inner

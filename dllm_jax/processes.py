@@ -39,9 +39,9 @@ FOREVER_S = 7 * 24 * 3600
 BROKEN = ("gloo", "nccl", "connection", "socket", "unavailable", "deadline", "barrier")
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
-ours = None  # the Group of this process, once it has joined one
+group = None  # the Group of this process, once it has joined one
 ending_lock = threading.Lock()
-kept = []  # what C calls
+abort_handlers = []  # what C calls
 
 
 class Group:
@@ -53,8 +53,8 @@ class Group:
         self.index, self.count = index, count
         self.hosts = {index: socket.gethostname()}
         self.where = lambda: ""  # what this process is doing: see `watch`
-        self.said = None  # the error by which this process ends
-        self.last = None  # (exit code, last line), once they are known
+        self.error_text = None  # the error by which this process ends
+        self.conclusion = None  # (exit code, last line), once they are known
 
     def name(self, index: int) -> str:
         """Returns how people find a process."""
@@ -71,7 +71,7 @@ class Group:
 
     def tell(self, kind: str, text: str, code: int = exits.STOPPED) -> None:
         """Writes down what ends this process, if it is the first of its kind."""
-        cause = {"text": text, "said": self.said, "code": code}
+        cause = {"text": text, "error": self.error_text, "code": code}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.key_value_set(kind, json.dumps(cause))
 
@@ -86,21 +86,21 @@ class Group:
                     self.end_without_coordinator()
                 time.sleep(1)
         cause = json.loads(text)
-        shown = cause["code"] != exits.STOPPED and cause["said"] == self.said
-        self.last = cause["code"], "" if shown else f"error: {cause['text']}"
+        shown = cause["code"] != exits.STOPPED and cause["error"] == self.error_text
+        self.conclusion = cause["code"], "" if shown else f"error: {cause['text']}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             # All read it before the store ends with process 0.
             self.client.wait_at_barrier("cause_read", 2000)
-        end(*self.last)
+        end(*self.conclusion)
 
     def look(self) -> None:
         """Tells of processes whose heart no longer beats."""
-        while not self.last:
+        while not self.conclusion:
             time.sleep(1)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 alive = self.client.get_live_nodes(list(range(self.count)))
                 lost = sorted(set(range(self.count)) - set(alive))
-                if lost and not self.last:
+                if lost and not self.conclusion:
                     self.tell(
                         "cause",
                         f"{' and '.join(map(self.name, lost))} is lost: not heard of for "
@@ -121,11 +121,11 @@ class Group:
     def end_without_coordinator(self) -> None:
         """Ends this process, as the coordinator is gone."""
         lost = f"error: {self.name(0)} is lost, the coordinator at {self.coordinator}"
-        end(*(self.last or (exits.STOPPED, lost + self.where())))
+        end(*(self.conclusion or (exits.STOPPED, lost + self.where())))
 
     def aborted(self) -> None:
         """Ends this process if it aborts for want of the coordinator, as JAX lets it."""
-        if self.last or not self.reachable():
+        if self.conclusion or not self.reachable():
             self.end_without_coordinator()
 
     # ---- The end ---------------------------------------------------------------------
@@ -139,13 +139,13 @@ class Group:
                 name = signal.Signals(number).name
                 self.tell("signal", f"stopped: {name} came to {self.name(self.index)}")
             self.leave_together(exits.STOPPED, "stopped by a signal")
-        self.said, code = ending(error)
+        self.error_text, code = ending(error)
         if broken(error):
             time.sleep(PATIENCE_S)  # `listen` ends this process meanwhile
             code = exits.STOPPED
         elif not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        self.tell("cause", f"{self.name(self.index)} ended: {self.said}", code)
+        self.tell("cause", f"{self.name(self.index)} ended: {self.error_text}", code)
         time.sleep(10)  # as above
         end(code)
 
@@ -154,7 +154,7 @@ class Group:
         self.client.wait_at_barrier("left", FOREVER_S * 1000)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             line = json.loads(self.client.key_value_try_get("signal"))["text"]
-        self.last = code, line
+        self.conclusion = code, line
         if self.index == 0:
             time.sleep(1)  # the store ends with this process
         end(code, line)
@@ -177,7 +177,7 @@ def join(
     the process ends as one to be started again, since they may only be late. Raises
     ValueError where nothing says who is who.
     """
-    global ours
+    global group
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = number_of("JAX_NUM_PROCESSES") if count is None else count
     index = number_of("JAX_PROCESS_ID") if index is None else index
@@ -202,13 +202,13 @@ def join(
             f"--distributed: {one_line(error)} Give --coordinator=HOST:PORT of process "
             "0, --processes=N and --process=I"
         ) from None
-    ours = Group(
+    group = Group(
         state.client, state.coordinator_address, state.process_id, state.num_processes
     )
-    at_abort(ours.aborted)
-    for act in (ours.listen, ours.look):
+    at_abort(group.aborted)
+    for act in (group.listen, group.look):
         threading.Thread(target=act, daemon=True).start()
-    ours.hosts = ours.shared("host", ours.hosts[ours.index])
+    group.hosts = group.shared("host", group.hosts[group.index])
 
 
 def number_of(variable: str) -> int | None:
@@ -234,11 +234,11 @@ def together():
     try:
         yield
     except BaseException as error:  # also what sys.exit raises
-        if ours is None:
+        if group is None:
             raise
-        ours.leave(error)
-    if ours is not None:
-        ours.leave(None)
+        group.leave(error)
+    if group is not None:
+        group.leave(None)
 
 
 def end(code: int, line: str = "") -> None:
@@ -266,7 +266,7 @@ def at_abort(act) -> None:
     Python's own handlers run only when the interpreter comes to it, which is too late.
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: act())
-    kept.append(handler)
+    abort_handlers.append(handler)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
@@ -323,8 +323,8 @@ def watch(timer, stuck_after: float) -> None:
                 limit *= 2
 
     who = f"process 0 on {socket.gethostname()}"
-    if ours is not None:
-        who, ours.where = ours.name(ours.index), lambda: f"; this one is {where()}"
+    if group is not None:
+        who, group.where = group.name(group.index), lambda: f"; this one is {where()}"
     if stuck_after:
         threading.Thread(target=look, daemon=True).start()
 
@@ -337,13 +337,13 @@ def agree(facts: dict[str, str]) -> None:
 
     It names what differs, and which process has what.
     """
-    if ours is None:
+    if group is None:
         return
     own = json.dumps(facts)
-    digests = ours.shared("digest", hashlib.sha256(own.encode()).hexdigest())
+    digests = group.shared("digest", hashlib.sha256(own.encode()).hexdigest())
     if len(set(digests.values())) == 1:
         return
-    texts = ours.shared("facts", own)
+    texts = group.shared("facts", own)
     everyone = {index: json.loads(text) for index, text in sorted(texts.items())}
     names = sorted({name for each in everyone.values() for name in each})
     parts = [part for name in names if (part := difference(name, everyone))]

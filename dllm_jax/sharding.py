@@ -156,11 +156,10 @@ def gathered(own_n: np.ndarray) -> np.ndarray:
     """Returns the items that each process has filled in, those of `dealt`, in all of them."""
     if jax.process_count() == 1:
         return own_n
-    # One row of every process.
-    all_n = np.asarray(multihost_utils.process_allgather(own_n))
+    rows = np.asarray(multihost_utils.process_allgather(own_n))  # one of each process
     out_n = np.empty_like(own_n)
-    for index, row_n in enumerate(all_n):
-        out_n[index :: len(all_n)] = row_n[index :: len(all_n)]
+    for index, row_n in enumerate(rows):
+        out_n[index :: len(rows)] = row_n[index :: len(rows)]
     return out_n
 
 
