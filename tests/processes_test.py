@@ -133,7 +133,7 @@ def test_two_processes_do_what_one_does(command, alone, tmp_path):
 def test_a_signal_to_one_stops_both_and_one_process_goes_on(command, alone, tmp_path):
     folder = tmp_path / "run"
     runs = command(folder, 2, "run.samples=16")
-    until(runs, folder / "samples" / "step_000001.jsonl")
+    until(runs, folder / "samples" / "step_000002.jsonl")
     runs[1].send_signal(signal.SIGTERM)
     for told in end(runs, exits.STOPPED):
         assert last(told).startswith("stopped: SIGTERM came to process 1 on ")
