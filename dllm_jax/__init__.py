@@ -47,7 +47,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
     4  sampling
     3  models
     2  pallas_kernels
-    1  sharding, data, metrics, curves, memory, checkpoint, folder
+    1  sharding, processes, data, metrics, curves, memory, checkpoint, folder
     0  checks, limits, records, exits
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
@@ -86,6 +86,7 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts
     sharding.py                  the two tables that split everything over a mesh
+    processes.py                 many processes: joined, alike, ended together
     checkpoint.py                saved states, and exact resumption
     folder.py                    a run's folder: its lock, its log, its attempts
     config.py                    every key in one tree, from the command line

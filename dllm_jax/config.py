@@ -24,7 +24,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import checks, exits, pallas_kernels
+from dllm_jax import checks, exits, pallas_kernels, processes
 from dllm_jax.checks import one_of
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
@@ -144,6 +144,8 @@ class RunConfig:
     max_skips: int = 5  # updates skipped in a row, as not finite or too large: it ends
     # Where compiled programs stay for the next start; "": nowhere.
     compile_cache: str = "~/.cache/dllm_jax"
+    # Seconds: when nothing has moved for so long the terminal is told where; 0: never.
+    stuck_after: float = 1800.0
     export: bool = True  # write a Hugging Face folder at the end
 
     def __post_init__(self):
@@ -154,6 +156,7 @@ class RunConfig:
             keep_every=">= 0",
             samples=">= 0",
             max_skips=">= 1",
+            stuck_after=">= 0",
         )
         if not self.folder:
             raise checks.Refused("folder", "='': name the run's folder")
@@ -391,12 +394,20 @@ DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
     "--config=FILE[:PRESET]": "required; see configs/",
     "--distributed": DISTRIBUTED,
+    "--coordinator=HOST:PORT": "of process 0, where --distributed cannot find it out,",
+    "--processes=N --process=I": "... with their number, and which one this is: 0 to N-1",
+    "--join_within=300": "seconds that processes wait for each other at the start",
 }
+# Keys that may differ between the processes of a run. Of files the content counts.
+LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
+MODEL_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json")
+MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
 EVERY_KEY = (
     "Every key of the configuration and its default (a config file may set others):"
 )
 
 
+@processes.together()
 def entry(main, help_text: str = "") -> None:
     """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
 
@@ -447,13 +458,32 @@ def from_command_line(argv: list[str], example: str) -> Config:
     which `example` is named.
     """
     distributed = flags.DEFINE_bool("distributed", False, DISTRIBUTED)
+    coordinator = flags.DEFINE_string("coordinator", None, "HOST:PORT")
+    count = flags.DEFINE_integer("processes", None, "how many", lower_bound=1)
+    index = flags.DEFINE_integer("process", None, "which one", lower_bound=0)
+    seconds = flags.DEFINE_integer("join_within", 300, "seconds", lower_bound=1)
     words, file = without_file(argv)
     tree, _ = parse(words, of_file(file) if file else default())
     if not file:
         raise ValueError(f"--config=FILE is required, such as {example}")
-    if distributed.value:
-        jax.distributed.initialize()
-    return freeze(tree)
+    if distributed.value or coordinator.value:
+        processes.join(coordinator.value, count.value, index.value, seconds.value)
+    cfg = freeze(tree)
+    if processes.group is not None:
+        processes.agree(facts(cfg))
+    return cfg
+
+
+def facts(cfg: Config) -> dict[str, str]:
+    """Returns what has to be the same in all processes of a run, by names for people."""
+    leaves = flat(dataclasses.asdict(cfg))
+    out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
+    for key in ("data.train", "data.heldout"):
+        out[f"{key}'s content"] = processes.content(leaves[key]) if leaves[key] else ""
+    folder = pathlib.Path(cfg.model.path)
+    for name in MODEL_FILES if folder.is_dir() else ():
+        out[f"model.path's {name}"] = processes.content(folder / name)
+    return out | processes.package()
 
 
 def without_file(argv: list[str]) -> tuple[list[str], str]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from dllm_jax import config, data, exits, metrics, sharding
+from dllm_jax import config, data, exits, metrics, processes, sharding
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
@@ -37,7 +37,9 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     # ---- The problems and the model ----------------------------------------------------
-    stop = exits.StopSignal(sharding.anywhere)
+    timer = metrics.Timer()
+    processes.watch(timer, cfg.run.stuck_after)
+    stop = exits.StopSignal(timer.moving(sharding.anywhere))
     cfg, model, tok = config.completed(cfg)
     sink = Answers(
         run.path / "eval.jsonl",
@@ -60,7 +62,6 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
     if run.writes:
         sink.begin(len(asked))
-    timer = metrics.Timer()
     stream = functools.partial(
         answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh).stream,
         params,

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import jax
 
 REFUSED, STUCK, STOPPED = 2, 3, 75
+received = []  # the signals that came and were noted, by their numbers
 
 
 class NotFinite(ValueError):
@@ -94,8 +95,9 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.note)
 
-    def note(self, *_):
+    def note(self, number: int = signal.SIGTERM, _=None):
         """Remembers the signal; a second one ends the program at once."""
+        received.append(number)
         if self.seen:
             sys.exit(STOPPED)
         self.seen = True

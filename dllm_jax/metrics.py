@@ -35,19 +35,36 @@ CONSOLE = (
 
 
 class Timer:
-    """Wall seconds per phase; the caller waits for the device inside the phase."""
+    """Wall seconds per phase; the caller waits for the device inside the phase.
+
+    It also knows where the run is, for those who watch it from another thread: the step,
+    the phase, and when anything last moved (of time.monotonic).
+    """
 
     def __init__(self):
         self.seconds = {}
+        self.step, self.phase, self.moved = 0, "", time.monotonic()
+
+    def moving(self, asked):
+        """Returns the function `asked`, whose calls are signs that the run moves."""
+
+        def call(*args):
+            self.moved = time.monotonic()
+            return asked(*args)
+
+        return call
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
         """Adds the time spent inside to a phase; an inner phase is not counted twice."""
         before = sum(self.seconds.values())
         start = time.perf_counter()
+        outer, self.phase, self.moved = self.phase, phase, time.monotonic()
         try:
             yield
+            self.phase = outer  # where it fails, that is the phase to tell
         finally:
+            self.moved = time.monotonic()
             spent = time.perf_counter() - start
             inner = sum(self.seconds.values()) - before
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - inner

@@ -168,3 +168,19 @@ def anywhere(fact: bool) -> bool:
     if jax.process_count() == 1:
         return fact
     return bool(np.any(multihost_utils.process_allgather(np.array([fact]))))
+
+
+def gathered(own_n: np.ndarray) -> np.ndarray:
+    """Returns the items that each process has filled in, those of `dealt`, in all of them."""
+    if jax.process_count() == 1:
+        return own_n
+    rows = np.asarray(multihost_utils.process_allgather(own_n))  # one of each process
+    out_n = np.empty_like(own_n)
+    for index, row_n in enumerate(rows):
+        out_n[index :: len(rows)] = row_n[index :: len(rows)]
+    return out_n
+
+
+def dealt() -> slice:
+    """Returns which items of a list on the host are for this process to work on."""
+    return slice(jax.process_index(), None, jax.process_count())

@@ -16,7 +16,7 @@ import sys
 import jax
 from absl import flags
 
-from dllm_jax import config, curves, exits, memory, metrics, sharding
+from dllm_jax import config, curves, exits, memory, metrics, processes, sharding
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
@@ -47,7 +47,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     SIGINT came, once all is saved.
     """
     # ---- Where it runs ---------------------------------------------------------------
-    stopping = exits.StopSignal(sharding.anywhere)
+    timer = metrics.Timer()
+    processes.watch(timer, cfg.run.stuck_after)
+    stopping = exits.StopSignal(timer.moving(sharding.anywhere))
     folder = run.path
     has_steps = check_resume(folder / "checkpoints", resume)
     defaults = run.defaults() if has_steps else None
@@ -79,7 +81,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         grader=GRADERS[cfg.rl.reward],
         truncated_wrong=cfg.rl.truncated_wrong,
         answerer=answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
-        timer=metrics.Timer(),
+        timer=timer,
         stop=stopping,
         say=say,
         folder=folder,
@@ -142,7 +144,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     )
 
     # ---- The loop --------------------------------------------------------------------
-    timer, taken = tools.timer, meta["taken"]
+    taken = meta["taken"]
     rows = checkpoints.rows(start) if start else {}
     # Whether the last step was not evaluated yet, since a signal came.
     pending = bool(problems) and meta.get("pending", start == 0)
@@ -164,6 +166,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     for step in range(start + 1, source.steps + 1):
         # Everything random is a function of the seed and the step: what is resumed goes on
         # as if it had not stopped. None, or `stopping`: a signal came meanwhile.
+        timer.step = step
         with watch.sampling(step):
             step_batches = source.batches(step, taken, weights(states), score)
         if step_batches is None or stopping():

@@ -12,8 +12,9 @@ ROOT = pathlib.Path(__file__).parents[1] / "dllm_jax"
 FLOORS = {
     **dict.fromkeys(("checks", "exits", "limits", "records"), 0),
     **dict.fromkeys(
-        ("sharding", "data", "metrics", "curves", "memory", "checkpoint", "folder"), 1
+        ("sharding", "processes", "data", "metrics", "curves", "memory"), 1
     ),
+    **dict.fromkeys(("checkpoint", "folder"), 1),
     "pallas_kernels": 2,
     "models": 3,
     "sampling": 4,

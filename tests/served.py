@@ -11,6 +11,7 @@ import os
 import pathlib
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -104,3 +105,22 @@ def command(module, arguments, env, options, out: str, err: str, joined: bool):
         sys.stdout.flush()
         sys.stderr.flush()
         atexit._run_exitfuncs()  # a fork ends without them
+
+
+def group(
+    module: str, arguments: list[list[str]], devices: int, **options
+) -> list[Run]:
+    """Returns processes of one run under way, on fake devices, `devices` in each.
+
+    arguments: those of each process, which also get the flags that join them.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
+    joined = [f"--coordinator=localhost:{port}", f"--processes={len(arguments)}"]
+    return [
+        start(module, [*own, *joined, f"--process={index}"], env=env, **options)
+        for index, own in enumerate(arguments)
+    ]

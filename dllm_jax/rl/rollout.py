@@ -1,7 +1,7 @@
 """What answers are worth: rollouts, their rewards, and what a step tells of them.
 
-The same in every process; process 0 alone grades, so that a grader's time-out cannot split
-a run in two.
+The same in every process. Each grades its share, and what it found holds for all: a
+grader's time-out cannot split a run in two.
 
 Letters: s answers to one problem.
 """
@@ -12,10 +12,9 @@ import json
 import math
 import pathlib
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from dllm_jax import sharding
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
 from dllm_jax.rl.rewards import Grader
@@ -43,19 +42,18 @@ def graded(
     *,
     truncated_wrong: bool,
 ) -> Rollouts:
-    """Returns Rollouts whose rewards are the grader's, decided by process 0.
+    """Returns Rollouts whose rewards are the grader's, of every process for its share.
 
     Rows without an answer (their prompt was too long), and with `truncated_wrong` those
     that were cut at their limit, earn 0.
     """
     reward_n = np.zeros(len(texts), np.float32)
-    if jax.process_index() == 0:
-        reward_n[:] = grader.grade(texts, golds)
-        reward_n[trace.len_B == 0] = 0
-        if truncated_wrong:
-            reward_n[~trace.stopped_B] = 0
-    if jax.process_count() > 1:
-        reward_n = np.asarray(multihost_utils.broadcast_one_to_all(reward_n))
+    share = sharding.dealt()
+    reward_n[share] = grader.grade(texts[share], golds[share])
+    reward_n = sharding.gathered(reward_n)
+    reward_n[trace.len_B == 0] = 0
+    if truncated_wrong:
+        reward_n[~trace.stopped_B] = 0
     late_n = np.isnan(reward_n)
     return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n)
 

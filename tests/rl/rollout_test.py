@@ -229,6 +229,31 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
     assert rollout.summary(got)["graded_timeouts"] == 1
 
 
+def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
+    trace = sample(Fake(mesh), PROMPTS[:3])
+    texts, asked, sent = ["a", "b", "c"], [], {}
+    grades = {"a": 1.0, "b": float("nan"), "c": 0.5}
+
+    def grade(texts, golds):
+        asked.append(texts)
+        return [grades[text] for text in texts]
+
+    def all_have(own_n):
+        sent[jax.process_index()] = own_n
+        return np.stack([sent.get(i, own_n) for i in range(2)])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharding.multihost_utils, "process_allgather", all_have)
+    for index in (0, 1, 0):  # the first again, once the second has sent its share
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        got = rollout.graded(
+            trace, texts, texts, [0, 0, 0], grader(grade), truncated_wrong=False
+        )
+    assert asked == [["a", "c"], ["b"], ["a", "c"]]
+    assert got.reward_n.tolist() == [1.0, 0.0, 0.5]
+    assert got.timeouts == 1
+
+
 def test_a_step_without_any_answer_can_be_told(mesh):
     trace = sample(Fake(mesh), [[], [1] * 9])
     got = rollout.graded(

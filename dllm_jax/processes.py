@@ -1,0 +1,384 @@
+"""Many processes, one run: joined at the start, alike, and ended together.
+
+Every process writes into the key-value store of JAX's coordinator, which is process 0: at
+the start what it runs (`agree`), and where it fails the cause, if nobody else has. Two
+threads beside the run read there: `listen` ends this process with the first cause that any
+process told, `look` tells of one that has gone without a word, such as one that was killed.
+Both work while the run waits in a collective operation for one that will not come.
+
+JAX's own answer to a lost process is to abort the others, which leaves no word of why and
+no exit code to go by. `jax_enable_recoverability` turns it off for all but the end of the
+coordinator, of which the abort is the news.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+import jax
+from jax._src import distributed  # the store has no public name
+
+from dllm_jax import exits
+
+HEARTBEAT_S = 20  # a process that is not heard of for so long is lost
+JOIN_S = 300  # until the last process has started
+AGREE_S = 600  # until the slowest has read its files
+PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by then
+FOREVER_S = 7 * 24 * 3600
+# What the errors of JAX say where another process has gone, in small letters.
+BROKEN = ("gloo", "nccl", "connection", "socket", "unavailable", "deadline", "barrier")
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
+
+group = None  # the Group of this process, once it has joined one
+ending_lock = threading.Lock()
+abort_handlers = []  # what C calls
+
+
+class Group:
+    """The processes of a run, seen from one of them."""
+
+    def __init__(self, client, coordinator: str, index: int, count: int):
+        """client: of the coordinator's store. coordinator: its HOST:PORT."""
+        self.client, self.coordinator = client, coordinator
+        self.index, self.count = index, count
+        self.hosts = {index: socket.gethostname()}
+        self.where = lambda: ""  # what this process is doing: see `watch`
+        self.error_text = None  # the error by which this process ends
+        self.conclusion = None  # (exit code, last line), once they are known
+
+    def name(self, index: int) -> str:
+        """Returns how people find a process."""
+        return f"process {index} on {self.hosts.get(index, 'an unknown host')}"
+
+    def shared(self, kind: str, text: str) -> dict[int, str]:
+        """Returns each process's text, once all have said theirs."""
+        self.client.key_value_set(f"{kind}/{self.index}", text)
+        self.client.wait_at_barrier(f"{kind}_told", AGREE_S * 1000)
+        texts = self.client.key_value_dir_get(f"{kind}/")
+        return {int(key.rsplit("/", 1)[1]): text for key, text in texts}
+
+    # ---- Causes ----------------------------------------------------------------------
+
+    def tell(self, kind: str, text: str, code: int = exits.STOPPED) -> None:
+        """Writes down what ends this process, if it is the first of its kind."""
+        cause = {"text": text, "error": self.error_text, "code": code}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.client.key_value_set(kind, json.dumps(cause))
+
+    def listen(self) -> None:
+        """Waits for a cause, and ends this process with it."""
+        while True:
+            try:
+                text = self.client.blocking_key_value_get("cause", FOREVER_S * 1000)
+                break
+            except jax.errors.JaxRuntimeError:
+                if not self.reachable():
+                    self.end_without_coordinator()
+                time.sleep(1)
+        cause = json.loads(text)
+        shown = cause["code"] != exits.STOPPED and cause["error"] == self.error_text
+        self.conclusion = cause["code"], "" if shown else f"error: {cause['text']}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            # All read it before the store ends with process 0.
+            self.client.wait_at_barrier("cause_read", 2000)
+        end(*self.conclusion)
+
+    def look(self) -> None:
+        """Tells of processes whose heart no longer beats."""
+        while not self.conclusion:
+            time.sleep(1)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                alive = self.client.get_live_nodes(list(range(self.count)))
+                lost = sorted(set(range(self.count)) - set(alive))
+                if lost and not self.conclusion:
+                    self.tell(
+                        "cause",
+                        f"{' and '.join(map(self.name, lost))} is lost: not heard of for "
+                        f"{HEARTBEAT_S} seconds{self.where()}",
+                    )
+
+    # ---- The coordinator's end -------------------------------------------------------
+
+    def reachable(self) -> bool:
+        """Returns whether the coordinator takes connections."""
+        host, port = self.coordinator.rsplit(":", 1)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 2).close()
+        except OSError:
+            return False
+        return True
+
+    def end_without_coordinator(self) -> None:
+        """Ends this process, as the coordinator is gone."""
+        lost = f"error: {self.name(0)} is lost, the coordinator at {self.coordinator}"
+        end(*(self.conclusion or (exits.STOPPED, lost + self.where())))
+
+    def aborted(self) -> None:
+        """Ends this process if it aborts for want of the coordinator, as JAX lets it."""
+        if self.conclusion or not self.reachable():
+            self.end_without_coordinator()
+
+    # ---- The end ---------------------------------------------------------------------
+
+    def leave(self, error: BaseException | None) -> None:
+        """Ends this process: with the others, or telling them why it cannot go on."""
+        if error is None:
+            self.leave_together(0, "")
+        if isinstance(error.__context__, exits.Stopped):  # which all agreed on
+            for number in exits.received:
+                name = signal.Signals(number).name
+                self.tell("signal", f"stopped: {name} came to {self.name(self.index)}")
+            self.leave_together(exits.STOPPED, "stopped by a signal")
+        self.error_text, code = ending(error)
+        if broken(error):
+            time.sleep(PATIENCE_S)  # `listen` ends this process meanwhile
+            code = exits.STOPPED
+        elif not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        self.tell("cause", f"{self.name(self.index)} ended: {self.error_text}", code)
+        time.sleep(10)  # as above
+        end(code)
+
+    def leave_together(self, code: int, line: str) -> None:
+        """Ends this process once all others have come here, with the signal, if any."""
+        self.client.wait_at_barrier("left", FOREVER_S * 1000)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            line = json.loads(self.client.key_value_try_get("signal"))["text"]
+        self.conclusion = code, line
+        if self.index == 0:
+            time.sleep(1)  # the store ends with this process
+        end(code, line)
+
+
+# ---- In and out ----------------------------------------------------------------------
+
+
+def join(
+    coordinator: str | None,
+    count: int | None,
+    index: int | None,
+    seconds: int = JOIN_S,
+) -> None:
+    """Makes this process number `index` of `count`; from now on they end together.
+
+    coordinator: HOST:PORT of process 0. What is None comes from JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or from what JAX finds out of SLURM, Open MPI,
+    Kubernetes or Cloud TPU. seconds: what the others may take to come. If they do not,
+    the process ends as one to be started again, since they may only be late. Raises
+    ValueError where nothing says who is who.
+    """
+    global group
+    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = number_of("JAX_NUM_PROCESSES") if count is None else count
+    index = number_of("JAX_PROCESS_ID") if index is None else index
+    given = None not in (coordinator, count, index)
+    state = distributed.global_state
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+    at_abort(lambda: end(exits.STOPPED, nobody_came(state, seconds)))
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            cluster_detection_method="deactivate" if given else None,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            initialization_timeout=seconds,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        end(exits.STOPPED, f"{nobody_came(state, seconds)} ({one_line(error)})")
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise ValueError(
+            f"--distributed: {one_line(error)} Give --coordinator=HOST:PORT of process "
+            "0, --processes=N and --process=I"
+        ) from None
+    group = Group(
+        state.client, state.coordinator_address, state.process_id, state.num_processes
+    )
+    at_abort(group.aborted)
+    for act in (group.listen, group.look):
+        threading.Thread(target=act, daemon=True).start()
+    group.hosts = group.shared("host", group.hosts[group.index])
+
+
+def number_of(variable: str) -> int | None:
+    """Returns a number of the environment; raises ValueError where it is none."""
+    text = os.environ.get(variable)
+    if text and not text.isdecimal():
+        raise ValueError(f"{variable}={text}: a number is needed")
+    return int(text) if text else None
+
+
+def nobody_came(state, seconds: int) -> str:
+    """Returns the last line of a process that waited for others in vain."""
+    return (
+        f"error: process {state.process_id} waited {seconds} seconds at the coordinator, "
+        f"{state.coordinator_address}, and not all processes came; is it the address of "
+        "process 0, and were all started?"
+    )
+
+
+@contextlib.contextmanager
+def together():
+    """Lets the processes of a run end together, however the code inside ends."""
+    try:
+        yield
+    except BaseException as error:  # also what sys.exit raises
+        if group is None:
+            raise
+        group.leave(error)
+    if group is not None:
+        group.leave(None)
+
+
+def end(code: int, line: str = "") -> None:
+    """Ends this process at once, with a last line.
+
+    Not as sys.exit does: JAX would wait there for others, who may be gone.
+    """
+    ending_lock.acquire()  # for good: the thread that comes first has the last word
+
+    def write():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if line:
+            os.write(2, f"{line}\n".encode())
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(5)  # a pipe that nobody reads takes for ever
+    os._exit(code)
+
+
+def at_abort(act) -> None:
+    """Lets `act` run where this process aborts; the abort goes on if it returns.
+
+    Python's own handlers run only when the interpreter comes to it, which is too late.
+    """
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: act())
+    abort_handlers.append(handler)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+
+def one_line(error: BaseException) -> str:
+    """Returns what an error says, in a line that is not too long."""
+    text = " ".join(str(error).split())
+    return text[:300]
+
+
+def ending(error: BaseException) -> tuple[str, int]:
+    """Returns (what an error says, the exit code that it leads to)."""
+    if not isinstance(error, SystemExit):
+        return f"{type(error).__name__}: {one_line(error)}", 1
+    if error.__context__ is None:
+        return "it was told to stop a second time", int(error.code or 0)
+    return one_line(error.__context__), int(error.code or 0)
+
+
+def broken(error: BaseException | None) -> bool:
+    """Returns whether an error may only be the effect of another process's end."""
+    while error is not None and not isinstance(error, SystemExit):
+        text = str(error).lower()
+        named = any(word in text for word in BROKEN)
+        if named and isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---- Signs of life ----
+
+
+def watch(timer, stuck_after: float) -> None:
+    """Tells where this process is when nothing has moved for so many seconds; 0: never.
+
+    timer: a metrics.Timer. It tells again each time the age has doubled.
+    """
+
+    def where() -> str:
+        return f"in step {timer.step}, phase {timer.phase or 'start'}"
+
+    def look():
+        limit = stuck_after
+        while True:
+            time.sleep(min(stuck_after / 10, 10))
+            age = time.monotonic() - timer.moved
+            if age < stuck_after:
+                limit = stuck_after
+            elif age >= limit:
+                text = f"warning: {who} is {where()}: nothing has moved for {age:.0f} s"
+                print(text, file=sys.stderr, flush=True)
+                limit *= 2
+
+    who = f"process 0 on {socket.gethostname()}"
+    if group is not None:
+        who, group.where = group.name(group.index), lambda: f"; this one is {where()}"
+    if stuck_after:
+        threading.Thread(target=look, daemon=True).start()
+
+
+# ---- Alike ---------------------------------------------------------------------------
+
+
+def agree(facts: dict[str, str]) -> None:
+    """Raises ValueError, in every process, where facts differ between the processes.
+
+    It names what differs, and which process has what.
+    """
+    if group is None:
+        return
+    own = json.dumps(facts)
+    digests = group.shared("digest", hashlib.sha256(own.encode()).hexdigest())
+    if len(set(digests.values())) == 1:
+        return
+    texts = group.shared("facts", own)
+    everyone = {index: json.loads(text) for index, text in sorted(texts.items())}
+    names = sorted({name for each in everyone.values() for name in each})
+    parts = [part for name in names if (part := difference(name, everyone))]
+    more = f" (and {len(parts) - 3} more)" if len(parts) > 3 else ""
+    raise ValueError(f"the processes differ: {'; '.join(parts[:3])}{more}")
+
+
+def difference(name: str, everyone: dict[int, dict[str, str]]) -> str:
+    """Returns who has which value of a fact; "" where all have the same."""
+    holders = {}
+    for index, facts in everyone.items():
+        holders.setdefault(facts.get(name, "unknown"), []).append(index)
+    if len(holders) == 1:
+        return ""
+    parts = [
+        f"{value} in process {', '.join(map(str, indices))}"
+        for value, indices in holders.items()
+    ]
+    return f"{name} is {' and '.join(parts)}"
+
+
+def package() -> dict[str, str]:
+    """Returns what identifies the program: its sources, and versions of libraries."""
+    total = hashlib.sha256()
+    folder = pathlib.Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        total.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"the source of dllm_jax": total.hexdigest()[:12]} | versions
+
+
+def content(path) -> str:
+    """Returns what identifies a file's content, whatever its path."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    except OSError as error:
+        return str(error.strerror)

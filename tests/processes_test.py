@@ -1,0 +1,233 @@
+"""Runs of several processes: as one process does, resumed by others, ended together."""
+
+import json
+import pathlib
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dllm_jax import exits, metrics, processes
+from tests import served
+
+DEVICES = 8
+PATIENCE_S = 300
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Returns a function that starts a run on 8 devices; runs share what is compiled."""
+    cache = tmp_path_factory.getbasetemp() / "compiled"
+
+    def start(folder, count: int, *overrides, own=()) -> list[served.Run]:
+        """count: processes. own: {process: further overrides}."""
+        keys = [
+            f"run.folder={folder}",
+            f"run.compile_cache={cache}",
+            "data.heldout=",
+            "rl.steps=2",
+            "rl.updates=1",
+            # A gradient that is nothing but rounding moves no weight by a whole step.
+            "policy_optim.eps=1e-3",
+            "value_optim.eps=1e-3",
+            *overrides,
+        ]
+        arguments = [
+            ["--config=configs/smoke.py"]
+            + [f"--config.{key}" for key in (*keys, *dict(own).get(index, ()))]
+            for index in range(count)
+        ]
+        return served.group(
+            "dllm_jax.train",
+            arguments,
+            devices=DEVICES // count,
+            jax_enable_compilation_cache=True,
+        )
+
+    return start
+
+
+def end(runs: list[served.Run], *codes: int) -> list[str]:
+    """Returns what the processes printed, once they have ended as they should.
+
+    codes: of each; one for all; none for 0.
+    """
+    codes = codes or (0,)
+    try:
+        told = [run.communicate(timeout=PATIENCE_S)[0] for run in runs]
+    finally:
+        for run in runs:
+            if run.poll() is None:
+                run.kill()
+    got = [run.returncode for run in runs]
+    assert got == list(codes * len(runs))[: len(runs)], "\n".join(told)
+    return told
+
+
+def last(told: str) -> str:
+    """Returns the last line."""
+    return told.strip().split("\n")[-1]
+
+
+def until(runs: list[served.Run], path: pathlib.Path):
+    """Waits for the runs to write a file."""
+    while not path.exists():
+        if any(run.poll() is not None for run in runs):
+            pytest.fail("\n".join(run.communicate()[0] for run in runs))
+        time.sleep(0.01)
+
+
+def rows(folder) -> list[dict]:
+    """Returns the metrics, without those that a clock decides."""
+    clock = ("seconds/", "tokens_per_second/")
+    return [
+        {k: x for k, x in json.loads(line).items() if not k.startswith(clock)}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def samples(folder) -> list[dict]:
+    """Returns the rollouts of all steps, which are decisions but for their log-probs."""
+    inexact = ("logprobs", "confidence", "entropy")
+    return [
+        {k: x for k, x in json.loads(line).items() if k not in inexact}
+        for path in sorted((folder / "samples").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+
+
+def weights(folder) -> dict:
+    """Returns the exported parameters."""
+    return safetensors.numpy.load_file(folder / "export" / "model.safetensors")
+
+
+def near(folder, other, tolerance: float = 1e-5):
+    """Asserts that two runs decided the same and have parameters that are near."""
+    assert samples(folder) == samples(other)
+    assert len(rows(folder)) == len(rows(other))
+    for row, want in zip(rows(folder), rows(other)):
+        for name in ("step", "reward", "accuracy", "response_length", "truncated"):
+            assert row[name] == want[name], name
+        assert row == pytest.approx(want, rel=1e-3, abs=1e-4)
+    got, want = weights(folder), weights(other)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, atol=tolerance, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(command, tmp_path_factory):
+    """The folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    end(command(folder, 1, "run.samples=16"))
+    return folder
+
+
+def test_two_processes_do_what_one_does(command, alone, tmp_path):
+    end(command(tmp_path / "run", 2, "run.samples=16"))
+    near(tmp_path / "run", alone)
+
+
+def test_a_signal_to_one_stops_both_and_one_process_goes_on(command, alone, tmp_path):
+    folder = tmp_path / "run"
+    runs = command(folder, 2, "run.samples=16")
+    until(runs, folder / "samples" / "step_000002.jsonl")
+    runs[1].send_signal(signal.SIGTERM)
+    for told in end(runs, exits.STOPPED):
+        assert last(told).startswith("stopped: SIGTERM came to process 1 on ")
+    assert len(rows(folder)) in (1, 2)
+    (told,) = end(command(folder, 1, "run.samples=16"))
+    assert f"resuming {folder} after step" in told
+    near(folder, alone)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_with_its_name(command, tmp_path, victim):
+    folder = tmp_path / "run"
+    runs = command(folder, 2, "run.samples=16")
+    until(runs, folder / "samples" / "step_000001.jsonl")
+    runs[victim].kill()
+    codes = [exits.STOPPED, exits.STOPPED]
+    codes[victim] = -signal.SIGKILL
+    told = end(runs, *codes)
+    line = last(told[1 - victim])
+    assert line.startswith(f"error: process {victim} on ")
+    assert " is lost" in line and "in step " in line
+
+
+def test_an_error_in_one_is_the_last_line_of_both(command, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "samples").write_text("a file in the way of what process 0 writes\n")
+    runs = command(folder, 2, "run.samples=16")
+    told = [run.communicate(timeout=PATIENCE_S)[0] for run in runs]
+    assert runs[0].returncode == runs[1].returncode != 0
+    assert "samples" in last(told[0])
+    assert last(told[1]).startswith("error: process 0 on ")
+    assert "samples" in last(told[1])
+
+
+@pytest.mark.parametrize(
+    "override, difference",
+    [
+        ("rl.group=8", "config.rl.group is 4 in process 0 and 8 in process 1"),
+        ("data.train=examples/arithmetic/heldout.jsonl", "data.train's content is "),
+    ],
+)
+def test_processes_that_differ_are_refused(command, tmp_path, override, difference):
+    runs = command(tmp_path / "run", 2, own={1: [override]})
+    for told in end(runs, exits.REFUSED):
+        assert last(told).startswith(f"error: the processes differ: {difference}")
+        assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
+    arguments = ["--config=configs/smoke.py", "--join_within=2"]
+    arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
+    (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
+    assert "waited 2 seconds at the coordinator, localhost:1" in last(told)
+
+
+def test_where_nothing_moves_is_told(capfd):
+    timer = metrics.Timer()
+    told = ""
+    with timer("rollout"):
+        timer.step = 7
+        processes.watch(timer, 0.05)
+        while "\n" not in told:
+            time.sleep(0.01)
+            told += capfd.readouterr().err
+        timer.moved = float("inf")  # it moves from now on
+    assert told.startswith("warning: process 0 on ")
+    assert " is in step 7, phase rollout: nothing has moved for 0 s" in told
+
+
+@pytest.mark.parametrize(
+    "error, effect",
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("connection"), False),
+    ],
+)
+def test_a_broken_connection_is_no_first_cause(error, effect):
+    assert processes.broken(error) == effect
+    outer = KeyError("saving")
+    outer.__cause__ = error
+    assert processes.broken(outer) == effect
+
+
+def test_the_difference_names_who_has_what():
+    everyone = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1"}}
+    assert processes.difference("a", everyone) == ""
+    want = "b is 2 in process 0 and 3 in process 1 and unknown in process 2"
+    assert processes.difference("b", everyone) == want
+
+
+def test_a_number_of_the_environment_is_one(monkeypatch):
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID=one: a number is needed"):
+        processes.join("localhost:1", 2, None)
