@@ -86,12 +86,15 @@ class Group:
                     self.end_without_coordinator()
                 time.sleep(1)
         cause = json.loads(text)
-        shown = cause["code"] != exits.STOPPED and cause["error"] == self.error_text
-        self.conclusion = cause["code"], "" if shown else f"error: {cause['text']}"
+        code, line = cause["code"], f"error: {cause['text']}"
+        self.conclusion = code, line
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            # All read it before the store ends with process 0.
             self.client.wait_at_barrier("cause_read", 2000)
-        end(*self.conclusion)
+        # The run may be about to say the same; and the store ends with process 0.
+        time.sleep(1 if self.index else 2)
+        if code != exits.STOPPED and cause["error"] == self.error_text:
+            line = ""
+        end(code, line)
 
     def look(self) -> None:
         """Tells of processes whose heart no longer beats."""

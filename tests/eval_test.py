@@ -106,8 +106,8 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
 
 
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
-    flags = [f"--config.run.folder={tmp_path}", "--config.sampler.rows=4"]
-    flags += ["--config=configs/eval.py", "--config.eval.problems=96"]
+    flags = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}"]
+    flags += ["--config.sampler.rows=4", "--config.eval.problems=96"]
     under_way = served.start("dllm_jax.eval", flags)
     file = tmp_path / "eval.jsonl"
     while not (file.exists() and file.stat().st_size):

@@ -200,7 +200,7 @@ def test_where_nothing_moves_is_told(capfd):
         while "\n" not in told:
             time.sleep(0.01)
             told += capfd.readouterr().err
-        timer.moved = float("inf")  # it moves from now on
+    timer.moved = float("inf")  # it moves from now on
     assert told.startswith("warning: process 0 on ")
     assert " is in step 7, phase rollout: nothing has moved for 0 s" in told
 
