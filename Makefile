@@ -47,7 +47,7 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 	    $(ARGS)
 
 soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short takes ten minutes
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m property \
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "property or soak" \
 	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) tests tests/soak $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware

@@ -11,6 +11,7 @@ there as soon as it is graded; started again, it goes on behind the last.
 import dataclasses
 import functools
 import json
+import pathlib
 import sys
 
 import jax
@@ -82,10 +83,15 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     # ---- What came out -----------------------------------------------------------------
     scores = scores_of(records, each) | timer.pop()
     if run.writes:
-        write(run.path / "eval.json", json.dumps(scores, indent=2) + "\n")
-    for name, value in scores.items():
-        say(f"{name:24s} {value:.4g}")
+        leave(scores, run.path / "eval.json")
     return scores
+
+
+def leave(scores: dict[str, float], file: pathlib.Path):
+    """Writes what came out, and prints it."""
+    write(file, json.dumps(scores, indent=2) + "\n")
+    for name, value in scores.items():
+        print(f"{name:24s} {value:.4g}")
 
 
 def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:

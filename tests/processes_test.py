@@ -125,11 +125,13 @@ def alone(command, tmp_path_factory):
     return folder
 
 
+@pytest.mark.soak
 def test_two_processes_do_what_one_does(command, alone, tmp_path):
     end(command(tmp_path / "run", 2, "run.samples=16"))
     near(tmp_path / "run", alone)
 
 
+@pytest.mark.soak
 def test_a_signal_to_one_stops_both_and_one_process_goes_on(command, alone, tmp_path):
     folder = tmp_path / "run"
     runs = command(folder, 2, "run.samples=16")
@@ -143,6 +145,7 @@ def test_a_signal_to_one_stops_both_and_one_process_goes_on(command, alone, tmp_
     near(folder, alone)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_other_with_its_name(command, tmp_path, victim):
     folder = tmp_path / "run"
@@ -157,6 +160,7 @@ def test_a_killed_process_ends_the_other_with_its_name(command, tmp_path, victim
     assert " is lost" in line and "in step " in line
 
 
+@pytest.mark.soak
 def test_an_error_in_one_is_the_last_line_of_both(command, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -80,7 +80,7 @@ def left(folder: pathlib.Path) -> dict:
     return out
 
 
-@pytest.mark.property
+@pytest.mark.soak
 def test_one_of_four_is_killed_and_nothing_is_lost(tmp_path):
     draw, count = random.Random(0), kills()
     steps, cache = 2 * count + 2, tmp_path / "compiled"
