@@ -107,7 +107,7 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
 
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     flags = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}"]
-    flags += ["--config.sampler.rows=4", "--config.eval.problems=96"]
+    flags += ["--config.sampler.rows=4", "--config.eval.problems=32"]
     under_way = served.start("dllm_jax.eval", flags)
     file = tmp_path / "eval.jsonl"
     while not (file.exists() and file.stat().st_size):
@@ -119,10 +119,10 @@ def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     assert "stopped by a signal after " in told.splitlines()[-1]
     assert f"start the same command again to go on in {tmp_path}" in told
     kept = len(file.read_text().splitlines())
-    assert 0 < kept < 288
+    assert 0 < kept < 96
     done = served.run("dllm_jax.eval", flags)
-    assert f"{kept} of 288 answers are there, and stay" in done.stderr
-    assert len(file.read_text().splitlines()) == 288
+    assert f"{kept} of 96 answers are there, and stay" in done.stderr
+    assert len(file.read_text().splitlines()) == 96
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_a_minute_is_spent():
