@@ -36,7 +36,7 @@ def prefilled(scheduler, past=0):
     start_B = np.zeros(scheduler.row_count, np.int32)
     for request in scheduler.active:
         start_B[request.row] = request.prefix + past * CFG.block
-    scheduler.note_progress(start_B, start_B)
+    scheduler.note_progress(start_B, start_B, start_B)
 
 
 def active(scheduler) -> list[int]:
