@@ -35,8 +35,6 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     ValueError when there are no problems, or the folder holds another evaluation, and
     exits.Stopped where a signal came.
     """
-    if not cfg.data.heldout:
-        raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     # ---- The problems and the model ----------------------------------------------------
     timer = metrics.Timer()
     processes.watch(timer, cfg.run.stuck_after)
@@ -95,7 +93,12 @@ def leave(scores: dict[str, float], file: pathlib.Path):
 
 
 def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:
-    """Returns the problem of each answer; says how many of them are too long."""
+    """Returns the problem of each answer; says how many of them are too long.
+
+    Raises ValueError where there are none.
+    """
+    if not cfg.data.heldout:
+        raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     problems = data.problems(cfg.data.heldout, tok, cfg.data, GRADERS[cfg.rl.reward])
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)

@@ -66,7 +66,8 @@ def room(folder, wanted: int = 0, *, first: bool = False):
             )
         elif isinstance(error, OSError) and first:
             raise ValueError(
-                f"{folder} cannot be written to: {error.strerror}; name another folder"
+                f"run.folder={folder}: it cannot be written to: {error.strerror}; name "
+                "another folder"
             ) from None
         elif isinstance(error, OSError) and error.errno is not None:
             reason = f"cannot be written to: {error.strerror}"

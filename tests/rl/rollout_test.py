@@ -198,9 +198,11 @@ def test_answers_that_are_not_finite_are_said_and_all_of_them_are_refused(capsys
     trace = answers.collect(answers.checked(bad_answers(5, 2), 5), 5)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: 2 of 5 answers met numbers that are not finite")
-    got = rollout.Rollouts(trace, np.arange(5), [""] * 5, np.zeros(5))
+    got = rollout.Rollouts(
+        trace, np.arange(5), [""] * 5, np.zeros(5), np.zeros(5, bool)
+    )
     assert rollout.summary(got)["nan_answers"] == 2
-    records = rollout.as_records(got, [[1]] * 5)
+    records = rollout.as_records(got, [data.Problem([1], "", "")] * 5)
     assert [x["finished"] for x in records] == ["nan"] * 2 + ["length"] * 3
     with pytest.raises(exits.NotFinite, match="not finite, in all of 5 answers"):
         list(answers.checked(bad_answers(5, 5), 5))
@@ -251,7 +253,7 @@ def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
         )
     assert asked == [["a", "c"], ["b"], ["a", "c"]]
     assert got.reward_n.tolist() == [1.0, 0.0, 0.5]
-    assert got.timeouts == 1
+    assert got.late_n.tolist() == [False, True, False]
 
 
 def test_a_step_without_any_answer_can_be_told(mesh):
