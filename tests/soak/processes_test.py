@@ -1,21 +1,18 @@
 """Four processes of which one is killed again and again: nothing is lost, none waits."""
 
-import json
 import pathlib
 import random
 import signal
 import time
 
-import hypothesis
 import pytest
 
 from dllm_jax import exits
 from tests import served
-from tests.properties import EXAMPLES
+from tests.soak.common import check_same, kills
 
 PROCESSES, DEVICES = 4, 8
 LIMIT_S = 30
-CLOCK = ("seconds/", "tokens_per_second/")
 # What a process is doing when it is killed, by what it has just left in the folder.
 MOMENTS = {
     "rollout": "metrics.jsonl",
@@ -23,12 +20,6 @@ MOMENTS = {
     "save": "checkpoints/*checkpoint-tmp*",
     "anything": "samples/*",
 }
-
-
-def kills() -> int:
-    """Returns how many, by hypothesis' profile."""
-    full = hypothesis.settings.default.max_examples >= EXAMPLES["soak"]
-    return 20 if full else 3
 
 
 def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> list[served.Run]:
@@ -68,21 +59,9 @@ def await_change(runs: list[served.Run], folder: pathlib.Path, pattern: str) -> 
         time.sleep(0.002)
 
 
-def left(folder: pathlib.Path) -> dict:
-    """Returns what a run leaves, without what a clock decides."""
-    files = [*folder.glob("samples/*"), *folder.glob("export/*")]
-    out = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    out["metrics"] = [
-        {k: x for k, x in json.loads(line).items() if not k.startswith(CLOCK)}
-        for line in lines
-    ]
-    return out
-
-
 @pytest.mark.soak
 def test_one_of_four_is_killed_and_nothing_is_lost(tmp_path):
-    draw, count = random.Random(0), kills()
+    draw, count = random.Random(0), kills(20)
     steps, cache = 2 * count + 2, tmp_path / "compiled"
     whole, folder = tmp_path / "whole", tmp_path / "run"
     for run in start(whole, cache, steps):
@@ -113,7 +92,4 @@ def test_one_of_four_is_killed_and_nothing_is_lost(tmp_path):
         told, _ = run.communicate(timeout=3600)
         assert run.returncode == 0, told
     print(f"{len(waits)} kills; the longest wait {max(waits):.1f} s")
-    got, want = left(folder), left(whole)
-    assert got.keys() == want.keys()
-    for name, content in want.items():
-        assert got[name] == content, name
+    check_same(folder, whole)

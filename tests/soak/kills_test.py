@@ -1,0 +1,75 @@
+"""A run that is killed again and again, beside a second attempt, and its grader too."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import time
+
+import pytest
+
+from dllm_jax import exits
+from tests import served
+from tests.soak.common import check_same, kills
+
+SLOWEST_S = 30.0  # from its start on an attempt is killed within so long
+
+
+def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> served.Run:
+    """Returns a run under way."""
+    keys = [f"run.folder={folder}", f"run.compile_cache={cache}", f"rl.steps={steps}"]
+    keys += ["data.heldout=", "rl.updates=1", "run.samples=16"]
+    arguments = ["--config=configs/smoke.py", *(f"--config.{key}" for key in keys)]
+    return served.start("dllm_jax.train", arguments, jax_enable_compilation_cache=True)
+
+
+def end(run: served.Run, code: int = 0) -> str:
+    """Returns what a run printed, once it has ended as it should."""
+    told, _ = run.communicate(timeout=3600)
+    assert run.returncode == code, told
+    return told
+
+
+def graders(run: served.Run) -> list[int]:
+    """Returns the processes that a run has started."""
+    numbers = []
+    for thread in pathlib.Path(f"/proc/{run.process.pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            numbers += (thread / "children").read_text().split()
+    return [int(number) for number in numbers]
+
+
+@pytest.mark.soak
+def test_a_run_killed_at_any_moment_leaves_what_it_would_have(tmp_path):
+    draw, count = random.Random(0), kills(30)
+    steps, cache = count + 4, tmp_path / "compiled"
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    end(start(whole, cache, steps))
+    killed = overlapped = 0
+    for number in range(count):
+        run = start(folder, cache, steps)
+        moment = time.monotonic() + draw.uniform(0.2, SLOWEST_S)
+        second, harm = None, draw.choice((signal.SIGKILL, signal.SIGSTOP))
+        while time.monotonic() < moment and run.poll() is None:
+            time.sleep(draw.uniform(0.05, 0.5))
+            if harm and (workers := graders(run)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(workers[0], harm)
+                harm = None  # once in an attempt
+            if second is None and (folder / "lock").exists():
+                second = start(folder, cache, steps)
+        if second is not None and run.poll() is None:
+            assert "is in use by pid" in end(second, exits.REFUSED)
+            overlapped += 1
+        elif second is not None:
+            second.kill()
+            second.communicate()
+        run.kill()
+        run.communicate()
+        killed += run.returncode == -signal.SIGKILL
+        print(f"kill {number + 1}: {sorted(os.listdir(folder))}")
+    end(start(folder, cache, steps))
+    print(f"{killed} kills, {overlapped} attempts beside a living one")
+    assert killed and overlapped
+    check_same(folder, whole)
