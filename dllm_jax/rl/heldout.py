@@ -26,8 +26,9 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Returns the metrics heldout_... of the policy's answers after a step.
 
-    None where a signal came meanwhile. All of it is time of "eval", the grading too. The answers are drawn with a key of their
-    own, so that evaluating more or less often changes no step.
+    None where a signal came meanwhile. All of it is time of "eval", the grading too. The
+    answers are drawn with a key of their own, so that evaluating more or less often
+    changes no step.
     """
     with tools.timer("eval"):
         rollouts = tools.answered(

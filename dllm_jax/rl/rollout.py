@@ -77,9 +77,10 @@ def answered(
     None where sampling was stopped: see `answers.collect`. Raises exits.NotFinite where no
     answer is made of finite numbers.
 
-    answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n problems
-    are one and the same. key: of all draws; problem i has fold_in(key, i). tok: decodes.
-    timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see `graded`.
+    answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n
+    problems are one and the same. key: of all draws; problem i has fold_in(key, i). tok:
+    decodes. timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see
+    `graded`.
     """
     prompts = [problem.prompt_ids for problem in problems]
     stream = answerer.stream(params, prompts, key, temperature=temperature, stop=stop)

@@ -54,9 +54,7 @@ class Worker:
         exits.CannotGoOn if it cannot start.
         """
         with self.lock:
-            for _ in range(
-                TRIES
-            ):  # it may have died of something else than this question
+            for _ in range(TRIES):  # it may have died of something else than this
                 reply, thought = self._reply(json.dumps(args) + "\n")
                 if reply:
                     return json.loads(reply)
