@@ -274,7 +274,6 @@ def others(command, tmp_path_factory):
         "none": command(
             folder / "none", *two, "rl.min_solved=0.99", "rl.max_solved=0.995"
         ),
-        "long": command(folder / "long", "rl.steps=1", "sampler.max_prompt=4"),
         "head": command(folder / "head", *two, "rl.value=head", "rl.updates=1"),
         "sft": command(
             folder / "sft",
@@ -325,12 +324,6 @@ def test_no_group_left_is_reported_and_the_run_goes_on(others):
     got = safetensors.numpy.load_file(folder / "export/model.safetensors")
     for name, x in want.items():
         np.testing.assert_array_equal(got[name], x)
-
-
-def test_prompts_that_are_all_too_long_are_the_reason(others):
-    folder, told = others["long"]
-    assert "step 1: all its prompts are longer than sampler.max_prompt, noth" in told
-    assert rows(folder)[-1]["groups_kept"] == 0
 
 
 def test_the_value_may_be_a_head_on_the_policy(others):
