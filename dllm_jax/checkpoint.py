@@ -14,6 +14,7 @@ import json
 import pathlib
 import shutil
 import sys
+import time
 import zlib
 
 import jax
@@ -151,9 +152,21 @@ class Checkpoints:
                 yield
         except CannotGoOn:
             if jax.process_index() == 0:
-                for folder in self.folder.glob(f"{self.saving}.*"):
-                    shutil.rmtree(folder, ignore_errors=True)
+                self.clear_partial()
             raise
+
+    def clear_partial(self) -> None:
+        """Removes what the step being saved has written.
+
+        Orbax's threads may still write there for a moment.
+        """
+        for _ in range(20):
+            folders = list(self.folder.glob(f"{self.saving}.*"))
+            if not folders:
+                return
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.1)
 
     def restore(self, target, step: int | None = None):
         """Returns (tree, meta, step) of the newest whole checkpoint, or None without any.

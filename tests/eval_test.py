@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_a_minute_is_spent(
     done = evaluated("README.md")
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: README.md cannot be written to: ")
+    assert line.startswith("error: run.folder=README.md: it cannot be written to: ")
 
 
 @pytest.mark.parametrize("program", ["eval", "train"])

@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import config, exits, generate, sharding
+from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -207,7 +208,7 @@ def test_a_refusal_leaves_no_file(model, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_ids": [500]}\n')
     with pytest.raises(
-        ValueError, match="prompt_ids must be one or more ids in 0..106"
+        ValueError, match="prompt_ids must be a list of numbers in 0..106"
     ):
         generate.main([f"--model={model}", f"--prompts={prompts}", f"--out={out}"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.jsonl"]
@@ -235,9 +236,10 @@ def test_a_signal_ends_an_answer_that_is_shown(make, model, tmp_path, monkeypatc
         (tmp_path / file).symlink_to(model / file)
     make.tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(exits.StopSignal, "__call__", lambda stop: True)
+    monkeypatch.setattr(engine, "TURN", 1)  # too few forwards for ten tokens
     with pytest.raises(exits.Stopped, match="before the answer was whole"):
-        slow = ("--strategy=sequential", "--max-new-tokens=200")  # more than a turn
-        generate.main([f"--model={tmp_path}", *slow, "1+2"])
+        flags = ("--strategy=sequential", "--max-new-tokens=10")
+        generate.main([f"--model={tmp_path}", *flags, "1+2"])
 
 
 def test_weights_that_give_no_numbers_are_refused(ask, model, monkeypatch):

@@ -380,7 +380,7 @@ INDICES = [None, [], {}, {"weight_map": None}, {"weight_map": []}, {"weight_map"
 def test_an_index_without_names_is_refused(tmp_path, index):
     folder = shutil.copytree(SDAR, tmp_path / "model")
     (folder / hf.INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"{hf.INDEX}: it has no weight_map of tensor"):
+    with pytest.raises(ValueError, match=f"{hf.INDEX}: .*no (weight_map|JSON object)"):
         hf.load(folder)
 
 
