@@ -136,7 +136,11 @@ def test_rl_leaves_as_many_samples_as_it_is_asked_for(tmp_path):
     source = sources.RL(chosen, lent.tools(chosen, tmp_path, samples=3))
     source.batches(5, 0, lent.Weights(), lent.score)
     lines = (tmp_path / "samples" / "step_000005.jsonl").read_text().splitlines()
-    assert [json.loads(line)["group"] for line in lines] == [0, 0, 0]
+    assert [json.loads(line)["group"] for line in lines] == [
+        0,
+        1,
+        2,
+    ]  # spread over the groups
 
 
 def test_a_signal_ends_a_step_of_rl(tmp_path):
