@@ -56,6 +56,22 @@ def test_the_oldest_idle_page_goes_first():
     assert pages.share(b"first") == first
 
 
+def test_what_is_known_is_counted_until_it_is_cleared():
+    pages = Pages(3)
+    held, idle = pages.take(2)
+    pages.publish(held, b"held")
+    pages.publish(idle, b"idle")
+    pages.release([idle])
+    assert pages.count_known([b"held", b"idle", b"other"]) == 2
+    pages.clear()
+    assert pages.count_known([b"held", b"idle"]) == 0
+    assert pages.share(b"idle") is None
+    assert not pages.idle
+    assert sorted(pages.take(2)) == sorted({0, 1, 2} - {held})  # what was idle is free
+    pages.release([held])
+    assert pages.take(1) == [held]
+
+
 def test_a_page_is_not_released_twice():
     pages = Pages(1)
     (page,) = pages.take(1)
