@@ -24,8 +24,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import checks, exits, pallas_kernels, processes
-from dllm_jax.checks import one_of
+from dllm_jax import checks, exits, folder, pallas_kernels, processes
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf
 from dllm_jax.models.config import Lora, ModelConfig
@@ -229,13 +228,14 @@ def completed(cfg: Config):
     cannot become.
     """
     path = hf.find(cfg.model.path)
-    model = cfg.model.adapted(hf.read_config(path))
+    stored = hf.read_config(path)
+    model = cfg.model.adapted(stored)
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(
             f"sampler.block=0: {path} has no block; set it, to 4 for example"
         )
-    hf.check(path)
+    hf.check(path, stored)
     tok = tokenizer(path)
     stops = stops_of(cfg.sampler, model, tok)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
@@ -299,7 +299,7 @@ def preset(table: dict, name: str, tree=None) -> ml_collections.ConfigDict:
 
     Raises ValueError with the known names.
     """
-    one_of("preset", name, tuple(table))
+    checks.one_of("preset", name, tuple(table))
     tree = default() if tree is None else tree
     table[name](tree)
     return tree
@@ -480,10 +480,12 @@ def facts(cfg: Config) -> dict[str, str]:
     out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
     for key in ("data.train", "data.heldout"):
         out[f"{key}'s content"] = processes.content(leaves[key]) if leaves[key] else ""
-    folder = pathlib.Path(cfg.model.path)
-    for name in MODEL_FILES if folder.is_dir() else ():
-        out[f"model.path's {name}"] = processes.content(folder / name)
-    return out | processes.package()
+    model = pathlib.Path(cfg.model.path)
+    for name in MODEL_FILES if model.is_dir() else ():
+        out[f"model.path's {name}"] = processes.content(model / name)
+    out["the source of dllm_jax"] = processes.sources()
+    versions = folder.versions()
+    return out | {name: versions[name] for name in folder.PACKAGES}
 
 
 def without_file(argv: list[str]) -> tuple[list[str], str]:

@@ -14,7 +14,6 @@ coordinator, of which the abort is the news.
 import contextlib
 import ctypes
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -37,7 +36,6 @@ PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by 
 FOREVER_S = 7 * 24 * 3600
 # What the errors of JAX say where another process has gone, in small letters.
 BROKEN = ("gloo", "nccl", "connection", "socket", "unavailable", "deadline", "barrier")
-PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
 group = None  # the Group of this process, once it has joined one
 ending_lock = threading.Lock()
@@ -368,14 +366,13 @@ def difference(name: str, everyone: dict[int, dict[str, str]]) -> str:
     return f"{name} is {' and '.join(parts)}"
 
 
-def package() -> dict[str, str]:
-    """Returns what identifies the program: its sources, and versions of libraries."""
+def sources() -> str:
+    """Returns what identifies the program's sources."""
     total = hashlib.sha256()
     folder = pathlib.Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
         total.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"the source of dllm_jax": total.hexdigest()[:12]} | versions
+    return total.hexdigest()[:12]
 
 
 def content(path) -> str:

@@ -117,8 +117,8 @@ def group(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
+    flags = f"{HASTY} --xla_force_host_platform_device_count={devices}"
+    env = {"XLA_FLAGS": flags}
     joined = [f"--coordinator=localhost:{port}", f"--processes={len(arguments)}"]
     return [
         start(module, [*own, *joined, f"--process={index}"], env=env, **options)

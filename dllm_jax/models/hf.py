@@ -26,7 +26,6 @@ import safetensors
 import safetensors.numpy
 
 from dllm_jax import exits, sharding
-from dllm_jax.exits import warn
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import FAMILIES, changes, read_config, read_json
@@ -125,8 +124,7 @@ def files_of(index: pathlib.Path) -> list[str]:
     Raises ValueError where it names none, or anything but a file beside it: an export
     writes the same names.
     """
-    raw = read_json(index)
-    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    names = read_json(index).get("weight_map")
     if not names or not isinstance(names, dict):
         raise ValueError(f"{index}: it has no weight_map of tensor names to file names")
     for tensor, name in names.items():
@@ -265,9 +263,12 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
     refuse(folder, faults)
 
 
-def check(folder: pathlib.Path) -> None:
-    """Raises ValueError where the weights' headers are not what config.json says."""
-    check_tensors(Tensors(folder), read_config(folder), ("lm",), folder)
+def check(folder: pathlib.Path, cfg: ModelConfig) -> None:
+    """Raises ValueError where the weights' headers are not what its config.json says.
+
+    cfg: of `read_config`.
+    """
+    check_tensors(Tensors(folder), cfg, ("lm",), folder)
 
 
 def refuse(folder, faults: list[str]):
@@ -568,7 +569,9 @@ def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
         source = item.resolve()
         inside = any(home in source.parents for home in homes)
         if not inside and name != pathlib.Path("config.json"):
-            warn(f"{item} leads out of its folder, to {source}: it is not exported")
+            exits.warn(
+                f"{item} leads out of its folder, to {source}: it is not exported"
+            )
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(item, target / name)

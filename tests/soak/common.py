@@ -15,6 +15,13 @@ def kills(full: int) -> int:
     return full if hypothesis.settings.default.max_examples >= EXAMPLES["soak"] else 3
 
 
+def arguments(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> list[str]:
+    """Returns those of a small run that writes every answer."""
+    keys = [f"run.folder={folder}", f"run.compile_cache={cache}", f"rl.steps={steps}"]
+    keys += ["data.heldout=", "rl.updates=1", "run.samples=16"]
+    return ["--config=configs/smoke.py", *(f"--config.{key}" for key in keys)]
+
+
 def left(folder: pathlib.Path) -> dict:
     """Returns what a run leaves, without what a clock decides."""
     files = [*folder.glob("samples/*"), *folder.glob("export/*")]

@@ -11,17 +11,18 @@ import pytest
 
 from dllm_jax import exits
 from tests import served
-from tests.soak.common import check_same, kills
+from tests.soak.common import arguments, check_same, kills
 
 SLOWEST_S = 30.0  # from its start on an attempt is killed within so long
 
 
 def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> served.Run:
     """Returns a run under way."""
-    keys = [f"run.folder={folder}", f"run.compile_cache={cache}", f"rl.steps={steps}"]
-    keys += ["data.heldout=", "rl.updates=1", "run.samples=16"]
-    arguments = ["--config=configs/smoke.py", *(f"--config.{key}" for key in keys)]
-    return served.start("dllm_jax.train", arguments, jax_enable_compilation_cache=True)
+    return served.start(
+        "dllm_jax.train",
+        arguments(folder, cache, steps),
+        jax_enable_compilation_cache=True,
+    )
 
 
 def end(run: served.Run, code: int = 0) -> str:

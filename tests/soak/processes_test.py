@@ -9,7 +9,7 @@ import pytest
 
 from dllm_jax import exits
 from tests import served
-from tests.soak.common import check_same, kills
+from tests.soak.common import arguments, check_same, kills
 
 PROCESSES, DEVICES = 4, 8
 LIMIT_S = 30
@@ -24,12 +24,9 @@ MOMENTS = {
 
 def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> list[served.Run]:
     """Returns the processes of a run."""
-    keys = [f"run.folder={folder}", f"run.compile_cache={cache}", f"rl.steps={steps}"]
-    keys += ["data.heldout=", "rl.updates=1", "run.samples=16"]
-    arguments = ["--config=configs/smoke.py", *(f"--config.{key}" for key in keys)]
     return served.group(
         "dllm_jax.train",
-        [arguments] * PROCESSES,
+        [arguments(folder, cache, steps)] * PROCESSES,
         devices=DEVICES // PROCESSES,
         jax_enable_compilation_cache=True,
     )
