@@ -15,7 +15,7 @@ import textwrap
 import yaml
 
 from configs.dllm_rl import KINDS, START, Row, attends_fully
-from dllm_jax import config, records
+from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -193,4 +193,4 @@ def main():
 
 
 if __name__ == "__main__":
-    config.entry(main, __doc__)
+    command_line.entry(main, __doc__)

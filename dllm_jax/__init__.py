@@ -40,9 +40,10 @@ that file's docstring says so, as in
     Letters: d shards, w windows.
 
 The floors. A room imports from its own and from lower floors; an entry also imports
-`config`, which assembles the configurations that the floors below declare:
+`config`, which assembles the configurations that the floors below declare, and
+`command_line`, which reads it:
 
-    6  config, train, eval, generate, convert
+    6  config, command_line, train, eval, generate, convert
     5  rl
     4  sampling
     3  models
@@ -89,5 +90,6 @@ and for who wants to know how it is fast, or what surrounds it:
     processes.py                 many processes: joined, alike, ended together
     checkpoint.py                saved states, and exact resumption
     folder.py                    a run's folder: its lock, its log, its attempts
-    config.py                    every key in one tree, from the command line
+    config.py                    every key in one tree
+    command_line.py              that tree from a file and its overrides; how entries end
 """

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dllm_jax import config, sharding
+from dllm_jax import command_line, config, sharding
 from dllm_jax.checkpoint import Checkpoints, alike
 from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
@@ -186,4 +186,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.entry(main)
+    command_line.entry(main)

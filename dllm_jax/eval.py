@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from dllm_jax import config, data, exits, metrics, processes, sharding
+from dllm_jax import command_line, config, data, exits, metrics, processes, sharding
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
@@ -193,7 +193,7 @@ def graded(
 def main():
     """Parses the command line and evaluates."""
     overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
-    cfg = config.from_command_line(sys.argv, example="configs/eval.py")
+    cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
     with Folder(
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
@@ -201,5 +201,5 @@ def main():
 
 
 if __name__ == "__main__":
-    options = config.OPTIONS | {"--overwrite": OVERWRITE}
-    config.entry(main, config.usage(__doc__, options))
+    options = command_line.OPTIONS | {"--overwrite": OVERWRITE}
+    command_line.entry(main, command_line.usage(__doc__, options))

@@ -8,7 +8,7 @@
     75  stopped, by a signal or since another process is lost: the same command goes on
 
 A launcher starts a command again after 75 and after nothing else. ValueError is the
-error that refuses, where this package raises it (config.entry).
+error that refuses, where this package raises it (command_line.entry).
 """
 
 import contextlib
@@ -27,6 +27,13 @@ received = []  # the signals that came and were noted, by their numbers
 
 class NotFinite(ValueError):
     """What a model computes is no number; where a run has made it so, it cannot go on."""
+
+    def __init__(self, where: str = ""):
+        """where: the answers that told, such as " in all of 8 answers"."""
+        super().__init__(
+            f"the model's first forward is not finite{where}: are its weights of an "
+            "absurd scale?"
+        )
 
 
 class CannotGoOn(Exception):

@@ -25,7 +25,7 @@ import ml_collections
 from absl import flags
 from tqdm import tqdm
 
-from dllm_jax import config, data, exits, folder, sharding
+from dllm_jax import command_line, config, data, exits, folder, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import answers, state
@@ -90,7 +90,7 @@ def help_text() -> str:
         if key.startswith(USED) and not key.startswith(UNUSED)
     }
     heading = "Every key that has an effect here, and its default:"
-    return config.usage(__doc__, options, heading, used)
+    return command_line.usage(__doc__, options, heading, used)
 
 
 # ---- The command line --------------------------------------------------------------------
@@ -118,10 +118,10 @@ def spelled_out(argv: list[str]) -> list[str]:
 def parsed(argv: list[str]):
     """Returns (the prompt or None, absl's flags: prompts, out and config).
 
-    Raises ValueError as `config.of_file` and `config.parse` do, and for no or two sources
+    Raises ValueError as `command_line.of_file` and `parse` do, and for no or two sources
     of prompts.
     """
-    words, file = config.without_file(["generate", *spelled_out(argv)])
+    words, file = command_line.without_file(["generate", *spelled_out(argv)])
     values = (
         flags.FlagValues()
     )  # not absl's global ones: tests call this again and again
@@ -129,8 +129,8 @@ def parsed(argv: list[str]):
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
-    tree = config.of_file(file) if file else defaults()
-    _, prompts = config.parse(words, tree, values, arguments=1)
+    tree = command_line.of_file(file) if file else defaults()
+    _, prompts = command_line.parse(words, tree, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
     if prompts and values.out:
@@ -403,4 +403,4 @@ def answer(prompt: str | None, options, stop):
 
 
 if __name__ == "__main__":
-    config.entry(main, help_text())
+    command_line.entry(main, help_text())

@@ -16,7 +16,16 @@ import sys
 import jax
 from absl import flags
 
-from dllm_jax import config, curves, exits, memory, metrics, processes, sharding
+from dllm_jax import (
+    command_line,
+    config,
+    curves,
+    exits,
+    memory,
+    metrics,
+    processes,
+    sharding,
+)
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
@@ -156,6 +165,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     evaluate = functools.partial(
         heldout.evaluate, problems=problems, settings=settings, tools=tools
     )
+    if not (problems or source.samples):
+        with watch.sampling(start):
+            networks.check_forward(weights(states).scoring()["policy"], model)
     if pending:
         with watch.sampling(start):
             answered = evaluate(start, weights(states))
@@ -266,7 +278,7 @@ def settings_of(cfg: config.Config, model: ModelConfig) -> sources.Settings:
 def main():
     """Parses the command line and trains."""
     resume = flags.DEFINE_enum("resume", "auto", ["auto", "must", "never"], RESUME)
-    cfg = config.from_command_line(sys.argv, example="configs/tracerl.py")
+    cfg = command_line.from_command_line(sys.argv, example="configs/tracerl.py")
     with Folder(
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
@@ -274,5 +286,5 @@ def main():
 
 
 if __name__ == "__main__":
-    options = config.OPTIONS | {"--resume=auto|must|never": RESUME}
-    config.entry(main, config.usage(__doc__, options))
+    options = command_line.OPTIONS | {"--resume=auto|must|never": RESUME}
+    command_line.entry(main, command_line.usage(__doc__, options))

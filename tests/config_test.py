@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from dllm_jax import checks, config, data, generate, train
+from dllm_jax import checks, command_line, config, data, generate, train
 from dllm_jax.sampling.config import SamplerConfig
 from tests import served
 
@@ -145,7 +145,7 @@ def test_an_unknown_key_in_a_file_is_named_with_the_nearest():
 )
 def test_an_unknown_flag_is_named_with_the_nearest(arg, nearest):
     with pytest.raises(ValueError, match="unknown config key") as caught:
-        config.check_overrides(["train", arg])
+        command_line.check_overrides(["train", arg])
     assert f"the nearest is '{nearest}" in str(caught.value)
 
 
@@ -158,9 +158,9 @@ def test_known_flags_pass():
         "--noconfig.data.shuffle",
         "--distributed",
     ]
-    assert config.check_overrides(["train", *flags]) is None
+    assert command_line.check_overrides(["train", *flags]) is None
     with pytest.raises(ValueError, match="unknown config key 'rl.groups'"):
-        config.check_overrides(["train", *flags, "--config.rl.groups=8"])
+        command_line.check_overrides(["train", *flags, "--config.rl.groups=8"])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_group_of_one_is_fine_without_the_z_score():
 
 
 def test_help_of_train_lists_every_key():
-    told = config.usage(train.__doc__, config.OPTIONS)
+    told = command_line.usage(train.__doc__, command_line.OPTIONS)
     for key in config.keys(dataclasses.asdict(config.Config())):
         assert f"--config.{key}=" in told
     assert "--config=FILE[:PRESET]" in told
@@ -303,7 +303,7 @@ def test_errors_of_the_user_end_in_one_line(capsys):
         try:
             checks.one_of("method", "ppo", ("rl", "sft"))
         except ValueError as error:
-            config.fail(error)
+            command_line.fail(error)
     assert capsys.readouterr().err == "error: method='ppo': choose from rl, sft\n"
 
 
@@ -312,4 +312,4 @@ def test_defects_keep_their_traceback():
         try:
             int("defect")
         except ValueError as error:
-            config.fail(error)
+            command_line.fail(error)

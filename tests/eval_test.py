@@ -141,21 +141,26 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, program):
     assert told == f"error: {tmp_path} is not a checkpoint: it has no config.json"
 
 
-@pytest.mark.parametrize("program", ["eval", "train"])
-def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program):
+@pytest.mark.parametrize(
+    "program, keys, where",
+    [
+        ("eval", (), ", in all of 4 answers"),
+        ("train", (), ", in all of 4 answers"),
+        ("train", ("method=sft", "noise.kind=bernoulli", "data.heldout="), ": are its"),
+    ],
+)
+def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program, keys, where):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     weights = safetensors.numpy.load_file(folder / "model.safetensors")
     loud = {name: 1e30 * x.astype(np.float32) for name, x in weights.items()}
     safetensors.numpy.save_file(loud, folder / "model.safetensors")
-    keys = [f"model.path={folder}", f"run.folder={tmp_path}/run", "eval.problems=4"]
+    keys += f"model.path={folder}", f"run.folder={tmp_path}/run", "eval.problems=4"
     done = run(
         "--config=configs/smoke.py", *(f"--config.{x}" for x in keys), program=program
     )
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        "error: the model's first forward is not finite, in all of 4"
-    )
+    assert last.startswith(f"error: the model's first forward is not finite{where}")
     assert "Traceback" not in done.stderr
 
 

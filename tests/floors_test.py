@@ -19,7 +19,8 @@ FLOORS = {
     "models": 3,
     "sampling": 4,
     "rl": 5,
-    **dict.fromkeys(("config", "train", "eval", "generate", "convert"), 6),
+    **dict.fromkeys(("config", "command_line"), 6),
+    **dict.fromkeys(("train", "eval", "generate", "convert"), 6),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 every_file = pytest.mark.parametrize(
@@ -56,8 +57,9 @@ def test_imports_go_down_or_stay_in_the_room(path):
         return
     for other in rooms(path):
         down = FLOORS[other] < FLOORS[room]
-        # The entries share the assembled configuration.
-        assert other == room or down or (FLOORS[room] == 6 and other == "config")
+        # The entries share the assembled configuration, and their command line.
+        shared = FLOORS[room] == 6 and other in ("config", "command_line")
+        assert other == room or down or shared
 
 
 def test_the_package_imports_neither_torch_nor_what_stands_around_it():

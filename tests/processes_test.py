@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import signal
 import time
 
@@ -132,17 +133,19 @@ def test_two_processes_do_what_one_does(command, alone, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_signal_to_one_stops_both_and_one_process_goes_on(command, alone, tmp_path):
+def test_a_signal_to_one_of_four_stops_all_and_fewer_go_on(command, alone, tmp_path):
     folder = tmp_path / "run"
-    runs = command(folder, 2, "run.samples=16")
+    runs = command(folder, 4, "run.samples=16")
     until(runs, folder / "samples" / "step_000002.jsonl")
     runs[1].send_signal(signal.SIGTERM)
     for told in end(runs, exits.STOPPED):
         assert last(told).startswith("stopped: SIGTERM came to process 1 on ")
     assert len(rows(folder)) in (1, 2)
-    (told,) = end(command(folder, 1, "run.samples=16"))
-    assert f"resuming {folder} after step" in told
-    near(folder, alone)
+    for count in (2, 1):
+        resumed = shutil.copytree(folder, tmp_path / f"by_{count}")
+        for told in end(command(resumed, count, "run.samples=16"))[:1]:
+            assert f"resuming {resumed} after step" in told
+        near(resumed, alone)
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # XLA's flags for programs that run a few times: compiling them is what takes the time.
 HASTY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PRELOAD = [
-    *("dllm_jax.checkpoint", "dllm_jax.curves", "dllm_jax.metrics", "dllm_jax.config"),
+    *("dllm_jax.checkpoint", "dllm_jax.curves", "dllm_jax.command_line"),
     *("dllm_jax.rl.budget", "dllm_jax.rl.heldout", "dllm_jax.rl.sources"),
     *("matplotlib.pyplot", "orbax.checkpoint", "tests.served"),
 ]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.models import hf, lora, transformer
+from dllm_jax import exits, sharding
+from dllm_jax.models import hf, lora, mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import learner
 from dllm_jax.rl.config import OptimConfig
@@ -149,6 +150,28 @@ class Weights:
         if self.reference is not None:
             weights["reference"] = self.reference
         return weights
+
+
+def check_forward(params, model: ModelConfig):
+    """Raises exits.NotFinite where a forward of a few masked tokens is not finite.
+
+    For runs that sample nothing: the others see it in their answers.
+    """
+    tokens_BT = jnp.full((1, max(model.block, 2)), model.mask_id)
+    finite = jax.jit(functools.partial(forward_is_finite, model=model))
+    if not sharding.fetch(finite(params, tokens_BT)):
+        raise exits.NotFinite
+
+
+def forward_is_finite(params, tokens_BT, *, model: ModelConfig):
+    """Returns whether hidden states and entropies of a clean canvas are all finite."""
+    pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    len_B = jnp.full(len(tokens_BT), tokens_BT.shape[1])
+    seen = mask.clean(model.attention, pos_BT, len_B, model.block)
+    x_BTD = transformer.embed(params, tokens_BT, model)
+    x_BTD, _, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    _, entropy_BT = transformer.token_logprob(params, x_BTD, pos_BT, model)
+    return jnp.isfinite(x_BTD).all() & jnp.isfinite(entropy_BT).all()
 
 
 def export(folder, policy, path: str, model: ModelConfig, mesh):

@@ -144,10 +144,7 @@ def checked(stream, count: int):
             bad += 1
         yield i, answer
     if bad and ended == count and bad == begun:
-        raise exits.NotFinite(
-            f"the model's first forward is not finite, in all of {begun} answers: are its "
-            "weights of an absurd scale?"
-        )
+        raise exits.NotFinite(f", in all of {begun} answers")
     if bad and jax.process_index() == 0:
         text = f"warning: {bad} of {begun} answers met numbers that are not finite"
         print(f"{text}: they are empty and earn 0", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import time
 
 import pytest
@@ -13,14 +14,16 @@ from dllm_jax import exits
 from tests import served
 from tests.soak.common import arguments, check_same, kills
 
+DISK_MB = 20
 SLOWEST_S = 30.0  # from its start on an attempt is killed within so long
 
 
 def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> served.Run:
     """Returns a run under way."""
+    small = ["--config.rl.value=head", "--config.run.keep=1"]  # 7 MB a checkpoint
     return served.start(
         "dllm_jax.train",
-        arguments(folder, cache, steps),
+        arguments(folder, cache, steps) + small,
         jax_enable_compilation_cache=True,
     )
 
@@ -41,11 +44,25 @@ def graders(run: served.Run) -> list[int]:
     return [int(number) for number in numbers]
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of its own of 20 MB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(folder)]
+    mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    if not mounted:
+        print(f"no disk of {DISK_MB} MB may be mounted here: the run has a large one")
+    yield folder
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.mark.soak
-def test_a_run_killed_at_any_moment_leaves_what_it_would_have(tmp_path):
+def test_a_run_killed_at_any_moment_leaves_what_it_would_have(tmp_path, small_disk):
     draw, count = random.Random(0), kills(30)
     steps, cache = count + 4, tmp_path / "compiled"
-    whole, folder = tmp_path / "whole", tmp_path / "run"
+    whole, folder = tmp_path / "whole", small_disk / "run"
     end(start(whole, cache, steps))
     killed = overlapped = 0
     for number in range(count):

@@ -1,0 +1,222 @@
+"""The command line: one language for all entries.
+
+    --config=FILE[:PRESET] --config.a.b=value ...
+
+A config file makes the tree of config.py, and any of its leaves can be overridden. The
+known ends of a command are one line and an exit code (exits.py), wherever they are raised.
+"""
+
+import dataclasses
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+
+import jax
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from dllm_jax import config, exits, folder, processes
+
+DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
+OPTIONS = {  # of a command that runs a config file: what --help says of them
+    "--config=FILE[:PRESET]": "required; see configs/",
+    "--distributed": DISTRIBUTED,
+    "--coordinator=HOST:PORT": "of process 0, where --distributed cannot find it out,",
+    "--processes=N --process=I": "... with their number, and which one this is: 0 to N-1",
+    "--join_within=300": "seconds that processes wait for each other at the start",
+}
+# Keys that may differ between the processes of a run. Of files the content counts.
+LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
+MODEL_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json")
+MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
+EVERY_KEY = (
+    "Every key of the configuration and its default (a config file may set others):"
+)
+
+
+@processes.together()
+def entry(main, help_text: str = "") -> None:
+    """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
+
+    help_text: what --help prints; "" where `main` has a help of its own.
+    """
+    if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
+        print(help_text)
+        return
+    try:
+        main()
+    except ValueError as error:
+        fail(error)
+    except exits.CannotGoOn as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(exits.STUCK)
+    except exits.Stopped as stop:
+        if jax.process_index() == 0:
+            print(stop, file=sys.stderr)
+        sys.exit(exits.STOPPED)
+
+
+def usage(
+    summary: str,
+    options: dict[str, str],
+    heading: str = EVERY_KEY,
+    leaves: dict | None = None,
+) -> str:
+    """Returns what --help prints: a command's docstring, its flags, and its keys.
+
+    options: each flag as it is written, and what is said of it. leaves: the keys that are
+    listed below the heading, with their defaults; None for all of Config's.
+    """
+    lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
+    return f"{summary}\nFlags:\n{lines}\n\n{heading}\n{describe(leaves)}\n"
+
+
+def describe(leaves: dict | None = None) -> str:
+    """Returns keys with their defaults, one a line; None: every key of Config."""
+    leaves = (
+        config.flat(dataclasses.asdict(config.Config())) if leaves is None else leaves
+    )
+    return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
+
+
+def from_command_line(argv: list[str], example: str) -> config.Config:
+    """Returns the configuration that --config=FILE[:PRESET] and --config.a.b=value make.
+
+    With --distributed it joins the other processes first. A command's further flags are
+    defined before. Raises ValueError as `parse` and `freeze` do, and without a file, for
+    which `example` is named.
+    """
+    distributed = flags.DEFINE_bool("distributed", False, DISTRIBUTED)
+    coordinator = flags.DEFINE_string("coordinator", None, "HOST:PORT")
+    count = flags.DEFINE_integer("processes", None, "how many", lower_bound=1)
+    index = flags.DEFINE_integer("process", None, "which one", lower_bound=0)
+    seconds = flags.DEFINE_integer("join_within", 300, "seconds", lower_bound=1)
+    words, file = without_file(argv)
+    tree, _ = parse(words, of_file(file) if file else config.default())
+    if not file:
+        raise ValueError(f"--config=FILE is required, such as {example}")
+    if distributed.value or coordinator.value:
+        processes.join(coordinator.value, count.value, index.value, seconds.value)
+    cfg = config.freeze(tree)
+    if processes.group is not None:
+        processes.agree(facts(cfg))
+    return cfg
+
+
+def facts(cfg: config.Config) -> dict[str, str]:
+    """Returns what has to be the same in all processes of a run, by names for people."""
+    leaves = config.flat(dataclasses.asdict(cfg))
+    out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
+    for key in ("data.train", "data.heldout"):
+        out[f"{key}'s content"] = processes.content(leaves[key]) if leaves[key] else ""
+    model = pathlib.Path(cfg.model.path)
+    for name in MODEL_FILES if model.is_dir() else ():
+        out[f"model.path's {name}"] = processes.content(model / name)
+    out["the source of dllm_jax"] = processes.sources()
+    versions = folder.versions()
+    return out | {name: versions[name] for name in folder.PACKAGES}
+
+
+def without_file(argv: list[str]) -> tuple[list[str], str]:
+    """Returns (arguments without --config=FILE[:PRESET], the last FILE[:PRESET] or "")."""
+    words, file = [], ""
+    waiting = iter(argv)
+    for arg in waiting:
+        if arg == "--":  # what follows is no flag
+            return [*words, arg, *waiting], file
+        if named := re.fullmatch(r"--?config(?:=(.*))?", arg, re.DOTALL):
+            file = next(waiting, "") if named[1] is None else named[1]
+        else:
+            words.append(arg)
+    return words, file
+
+
+def of_file(named: str) -> ml_collections.ConfigDict:
+    """Returns the defaults with what a config file sets, named as FILE[:PRESET].
+
+    Raises ValueError naming the file, and the line where it has an error of its own.
+    """
+    path, _, preset = named.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--config={path}: there is no such file")
+    if path.endswith((".yaml", ".yml")):
+        raise ValueError(
+            f"--config={path}: a config file is Python; python -m dllm_jax.config {path} "
+            "prints one that does what dLLM-RL's YAML does"
+        )
+    tree = config.default()
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        if get_config is None:
+            raise ValueError("it has no function get_config")
+        made = get_config(*([preset] if preset else []))
+        if type(made) is not ml_collections.ConfigDict:
+            raise ValueError(f"get_config returns {made!r:.40}, which is no ConfigDict")
+        tree.update(made)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever its author wrote)
+        raise ValueError(f"--config={path}{place_and_reason(error, path)}") from None
+    return tree
+
+
+def place_and_reason(error: BaseException, path: str) -> str:
+    """Returns ", line N: Kind: what", in one line; N is the last line of the file's own."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines = [error.lineno]
+    place = f", line {lines[-1]}" if lines and lines[-1] else ""
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{place}: {kind}{' '.join(str(error).split())}"
+
+
+def parse(
+    argv: list[str],
+    tree: ml_collections.ConfigDict,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    arguments: int = 0,
+) -> tuple[ml_collections.ConfigDict, list[str]]:
+    """Parses absl's flags, and with them --config.a.b=value, changes of the tree.
+
+    Returns (the tree, what is no flag: at most so many `arguments`). Raises ValueError for
+    anything unknown: a flag, a leaf of Config; and for a value that a leaf cannot have.
+    """
+    check_overrides(argv)
+    given = {"flag_values": flag_values, "sys_argv": argv}
+    try:
+        holder = config_flags.DEFINE_config_dict("config", tree, **given)
+        words = flag_values(argv)[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        raise ValueError(str(error).strip().splitlines()[-1]) from None
+    if words[arguments:]:
+        raise ValueError(
+            f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
+        )
+    return holder.value, words
+
+
+def check_overrides(argv: list[str]):
+    """Raises ValueError for a leaf that Config lacks."""
+    known = config.keys(dataclasses.asdict(config.Config()))
+    for arg in argv[1:]:
+        leaf = re.match(r"--?(?:no)?config\.([^=]+)", arg)
+        if leaf and leaf[1] not in known:
+            raise ValueError(config.unknown(leaf[1], known))
+
+
+def fail(error: ValueError):
+    """Ends the program with one line if this package refused something of the user's.
+
+    So may the files of configs/. Any other ValueError is a defect, and keeps its traceback.
+    """
+    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    package = pathlib.Path(__file__).parent
+    if not {package, package.parent / "configs"} & set(raised_in.parents):
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(exits.REFUSED)
