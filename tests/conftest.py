@@ -1,6 +1,7 @@
 """Eight fake CPU devices and exact matmuls, set before JAX starts; the tiny model."""
 
 import os
+import tempfile
 
 from tests.served import HASTY
 
@@ -9,8 +10,12 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + f" --xla_force_host_platform_device_count=8 {HASTY}"
 )
-# Nothing is left in the home folder; whole runs share a cache of their own.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Compilation is most of the tests' time: what two of them compile, in whatever process, is
+# compiled once. The folder goes when the process that made it ends, not a worker of xdist.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import hypothesis
 import jax

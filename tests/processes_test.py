@@ -45,7 +45,7 @@ def command(tmp_path_factory):
             "dllm_jax.train",
             arguments,
             devices=DEVICES // count,
-            jax_enable_compilation_cache=True,
+            jax_compilation_cache_dir=None,  # run.compile_cache is
         )
 
     return start

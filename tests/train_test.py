@@ -42,7 +42,7 @@ def command(tmp_path_factory):
             "dllm_jax.train",
             [f"--config=configs/{file}", *flags],
             env={"XLA_FLAGS": f"{FLAGS}{devices}"},
-            jax_enable_compilation_cache=True,
+            jax_compilation_cache_dir=None,  # run.compile_cache is
             jax_log_compiles=logged,
         )
 

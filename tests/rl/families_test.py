@@ -63,8 +63,7 @@ def step_batch(model, plans, params, mesh):
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [("llada", "full"), ("sdar_moe", "block"), ("llada2", "block")],
+    ("family", "attention"), [("llada", "full"), ("llada2", "block")]
 )
 def test_a_step_learns_from_right_and_wrong_answers(family, attention):
     path = str(reader.checkpoint(family))

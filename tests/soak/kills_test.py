@@ -24,7 +24,7 @@ def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> served.Run:
     return served.start(
         "dllm_jax.train",
         arguments(folder, cache, steps) + small,
-        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=None,  # run.compile_cache is
     )
 
 

@@ -28,7 +28,7 @@ def start(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> list[served.
         "dllm_jax.train",
         [arguments(folder, cache, steps)] * PROCESSES,
         devices=DEVICES // PROCESSES,
-        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=None,  # run.compile_cache is
     )
 
 
