@@ -185,14 +185,12 @@ PLANS = Plans(
 OBJECTIVE = ObjectiveConfig(reference_beta=0.1, value_weight=0.5)
 
 
-def begin(params):
-    """Returns both states, whose parameters differ."""
+def begin(params, plans=PLANS):
+    """Returns the states of the plans' networks, whose parameters differ."""
     value = jax.tree.map(lambda x: 0.9 * x, params)
     value = {k: v for k, v in value.items() if k != "head"}
-    return {
-        "policy": learner.begin(params, PLANS["policy"]),
-        "value": learner.begin(value, PLANS["value"]),
-    }
+    networks = {"policy": params, "value": value}
+    return {name: learner.begin(networks[name], plan) for name, plan in plans.items()}
 
 
 def complete(batch, source, trace, weight_nT=None):
@@ -222,23 +220,23 @@ def check_equal(one, two):
     )
 
 
-def begin_on(mesh, cfg, params):
-    """Returns (both states on the mesh, their shardings)."""
+def begin_on(mesh, cfg, params, plans):
+    """Returns (the states on the mesh, their shardings)."""
     states, places = {}, {}
-    for name, state in begin(params).items():
+    for name, state in begin(params, plans).items():
         placed = jax.tree.map(
             lambda x, like: jax.device_put(np.asarray(x), like.sharding),
             state.params,
-            transformer.abstract(cfg, mesh, jnp.float32, PLANS[name].heads),
+            transformer.abstract(cfg, mesh, jnp.float32, plans[name].heads),
         )
-        start = functools.partial(learner.begin, plan=PLANS[name])
+        start = functools.partial(learner.begin, plan=plans[name])
         abstract = jax.eval_shape(start, placed).replace(params=placed)
-        places[name] = learner.shardings(abstract, PLANS[name], mesh)
+        places[name] = learner.shardings(abstract, plans[name], mesh)
         states[name] = jax.jit(start, out_shardings=places[name])(placed)
     return states, places
 
 
-def on_mesh(shape, cfg, params, trace):
+def on_mesh(shape, cfg, params, trace, plans=PLANS):
     """Returns ((batch, source, result) of each of two updates, the states, traces).
 
     The second batch holds fewer microbatches than the first; the last number says how
@@ -251,10 +249,10 @@ def on_mesh(shape, cfg, params, trace):
 
     def counted(states, batch):
         traced["update"] += 1
-        return learner.update(states, batch, model=cfg, plans=PLANS, cfg=OBJECTIVE)
+        return learner.update(states, batch, model=cfg, plans=plans, cfg=OBJECTIVE)
 
     with jax.set_mesh(mesh):
-        states, places = begin_on(mesh, cfg, params)
+        states, places = begin_on(mesh, cfg, params, plans)
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         step = jit(counted, donate_argnums=0, out_shardings=(places, whole))
         out = []

@@ -87,8 +87,9 @@ def test_an_update_where_some_layers_are_dense_is_the_same_on_a_mesh(sampled):
     plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
     out = common.score({"policy": params}, batch, model=cfg, plans=plans)["policy"]
     trace = trace.replace(logp_BT=source.scatter(out["logp"], trace.step_BT.shape))
-    alone, *_ = common.on_mesh((1, 1, 1), cfg, params, trace)
-    spread, states, _ = common.on_mesh((2, 2, 2), cfg, params, trace)
+    plans = common.Plans(policy=common.PLANS["policy"])
+    alone, *_ = common.on_mesh((1, 1, 1), cfg, params, trace, plans)
+    spread, states, _ = common.on_mesh((2, 2, 2), cfg, params, trace, plans)
     for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
         common.check_equal(ours, single)
     for name in ("first", "layers"):
