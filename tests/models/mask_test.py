@@ -87,6 +87,13 @@ def test_a_group_may_have_any_number_from_0():
     assert drawn(mask.packed(zero, zero, zero - 1)) == ".. .."
 
 
+@pytest.mark.parametrize("number", range(5))
+def test_a_clean_token_is_in_no_group(number):
+    zero = jnp.zeros((1, 2), jnp.int32)
+    ends, groups = jnp.array([[1, 0]]), jnp.array([[-1, number]])
+    assert drawn(mask.packed(zero, ends, groups)) == "x. .x"
+
+
 def test_masks_of_one_sequence_have_no_groups_and_nobody_sees_what_is_far():
     seen = mask.ranged(jnp.array([[FAR, FAR]]), jnp.array([[0, FAR]]))
     assert drawn(seen) == "x. x."

@@ -135,17 +135,18 @@ def test_log_ratios_are_clamped_before_exp():
 
 
 @pytest.mark.parametrize(
-    ("value", "loss", "slope"),
+    ("value", "target", "loss", "slope"),
     [
-        # old 1, clip .2, return 2: 1/2 max((V - 2)^2, (clip(V, .8, 1.2) - 2)^2)
-        (1.1, 0.5 * 0.81, -0.9),
-        (1.5, 0.5 * 0.64, 0.0),  # moved too far towards the return: the clipped one
-        (0.5, 0.5 * 2.25, -1.5),  # moved away from it: the free one
-        (3.5, 0.5 * 2.25, 1.5),
+        # old 1, clip .2, return R: 1/2 max((V - R)^2, (clip(V, .8, 1.2) - R)^2)
+        (1.1, 2.0, 0.5 * 0.81, -0.9),
+        (1.5, 2.0, 0.5 * 0.64, 0.0),  # too far towards the return: the clipped one
+        (0.5, 2.0, 0.5 * 2.25, -1.5),  # moved away from it: the free one
+        (3.5, 2.0, 0.5 * 2.25, 1.5),
+        (0.5, 0.0, 0.5 * 0.64, 0.0),  # too far down towards it
     ],
 )
-def test_clipped_value(value, loss, slope):
-    b = batch([0.5], ret_BU=[2.0], old_value_BU=[1.0])
+def test_clipped_value(value, target, loss, slope):
+    b = batch([0.5], ret_BU=[target], old_value_BU=[1.0])
 
     def run(value):
         return objectives.value(out(value=[value]), b, ObjectiveConfig(clip=0.2))
@@ -189,3 +190,13 @@ def test_filling_contributes_nothing(filling):
     assert jax.tree.map(float, one_sums) == jax.tree.map(float, two_sums)
     np.testing.assert_array_equal(one_grad, two_grad)
     assert one_grad[0, 0] != 0 and one_grad[0, 1] == 0
+    alone = batch([0.5], adv_BU=[1.5], old_logp_BU=[-2.0], ref_logp_BU=[-2.5])
+    loss, sums = run(logp[:, :1], alone)
+    assert float(loss) == pytest.approx(float(two))
+    assert jax.tree.map(float, sums) == pytest.approx(jax.tree.map(float, two_sums))
+
+
+def test_which_losses_rl_may_name_and_which_have_factors():
+    assert set(objectives.RL_LOSSES) == {"policy", "dipo", "spg"}
+    rows = objectives.OBJECTIVES.items()
+    assert {name for name, row in rows if row.bounds} == {"spg", "dpo"}
