@@ -64,9 +64,12 @@ KERNELS = {
     ("token_logprob", "gpu"): "gpu.token_logprob",
     ("token_logprob", "tpu"): "tpu.token_logprob",
 }
-# Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but
-# have not been run on one: they are to be asked for.
+# Whose kernels "auto" takes where nothing was checked. Those for GPU compile, and are right
+# when interpreted, but have not been run on one.
 TRUSTED = ("tpu",)
+# (op, platform): whether its kernel was right on this machine. models/selfcheck.py looks
+# before a run, and "auto" goes by what it found.
+verdicts: dict[tuple[str, str], bool] = {}
 CHOICES = ("auto", "reference", "platform")  # of a whole run
 HEAD_SIZES = (64, 128)  # of the kernels that have heads
 
@@ -110,7 +113,8 @@ def kernel(
     fits = head_size is None or head_size in HEAD_SIZES
     if implementation in CHOICES:
         here = platform()
-        trusted = implementation == "platform" or here in TRUSTED
+        right = verdicts.get((op, here), here in TRUSTED)
+        trusted = implementation == "platform" or right
         if fits and trusted and (op, here) in KERNELS:
             return module(op, here)
         # Rows of up to two tiles gain nothing from skipped tiles: with 128 slots the
