@@ -82,6 +82,7 @@ and for who wants to know how it is fast, or what surrounds it:
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
+    models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
     rl/networks.py               the states that a run trains, from a folder
     rl/guard.py                  which updates are skipped, and when a run has diverged

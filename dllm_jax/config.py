@@ -18,7 +18,7 @@ import ml_collections
 
 from dllm_jax import checks, pallas_kernels
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
-from dllm_jax.models import families, hf
+from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.rl.config import (
@@ -277,6 +277,15 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "(data x fsdp), so each computes all of them; set a multiple"
         )
     return lines
+
+
+def check_kernels(model: ModelConfig, sampler: SamplerConfig, folder: str):
+    """Returns the lines of `selfcheck.check` for a run on the mesh in force.
+
+    folder: run.compile_cache.
+    """
+    wide = selfcheck.widths(model, sampler.block, sampler.page_slots)
+    return selfcheck.check(model.kernels, wide, folder)
 
 
 def default() -> ml_collections.ConfigDict:

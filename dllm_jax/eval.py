@@ -49,7 +49,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
-    for line in config.too_long(cfg.sampler.slots, model):
+    checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
+    for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
     asked = asked_of(cfg, tok, say)
     check_same(sink, asked)

@@ -389,7 +389,8 @@ def answer(prompt: str | None, options, stop):
         max_prompt=-(-longest // cfg.block) * cfg.block,
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
-    for line in config.too_long(cfg.slots, model):
+    checked = config.check_kernels(model, cfg, given.run.compile_cache)
+    for line in (*config.too_long(cfg.slots, model), *checked):
         print(line, file=sys.stderr)
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
     key = jax.random.key(options.config.seed)

@@ -76,6 +76,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
     for line in (*kept, *config.warnings(cfg, model, rows_on)):
         say(line)
+    for line in config.check_kernels(model, cfg.sampler, cfg.run.compile_cache):
+        say(line)
     settings = settings_of(cfg, model)
     noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]

@@ -3,7 +3,8 @@
 Each op has a specification in `reference`, and may have a kernel for TPU and one for GPU.
 `implementation` names one, or "platform": the kernel of the platform that is compiled for,
 where `choice.KERNELS` has one for such heads, else what it has for "any" platform, else the
-specification; or "auto": the same, with kernels of the platforms in `choice.TRUSTED` alone.
+specification; or "auto": the same, with kernels alone that were right on this machine
+(`choice.verdicts`), or where nothing was checked those of the platforms in `choice.TRUSTED`.
 A kernel that is named and missing raises ValueError, as does one for other numbers or
 pages. `interpret=True` runs a kernel anywhere, slowly, for tests.
 

@@ -29,13 +29,14 @@ def attention(
     what: `reference.attention`; a query that sees nothing gets zero of the kernels.
     Differentiable in q, k and v, and split over rows and key heads of the mesh.
     """
-    module = kernel("attention", implementation, q_BTNH.shape[3])
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    module = kernel("attention", implementation, H, queries=T)
     if module is None:
         return reference.attention(q_BTNH, k_BSKH, v_BSKH, mask, cached=cached)
     if cached is not None:
         pairs = zip(cached, (k_BSKH, v_BSKH), strict=True)
         k_BSKH, v_BSKH = (jnp.concatenate(pair, axis=1) for pair in pairs)
-    if q_BTNH.shape[1] > FEW:
+    if T > FEW:
         return flash(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
     return flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
 

@@ -42,36 +42,34 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         XLA's operations: JAX differentiates it, and nothing is to be interpreted.
 """
 
+import importlib
+
 import jax
 
-from dllm_jax.pallas_kernels import tiled_matmul
-from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
-from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
-from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
-from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
-from dllm_jax.pallas_kernels.tpu import cache_update as tpu_cache_update
-from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
-from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
-from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
-
-# (op, platform): module. "any" is of XLA's own operations, for platforms without a kernel
-# of that op; it needs no trust.
+# (op, platform): its module in this package, imported when it is taken: those of Mosaic
+# cost more time than the rest of the package. "any" is of XLA's own operations, for
+# platforms without a kernel of that op; it needs no trust, and takes heads of any size.
 KERNELS = {
-    ("attention", "gpu"): gpu_attention,
-    ("attention", "tpu"): tpu_attention,
-    ("cache_update", "tpu"): tpu_cache_update,
-    ("grouped_matmul", "any"): tiled_matmul,
-    ("grouped_matmul", "tpu"): tpu_grouped_matmul,
-    ("paged_attention", "gpu"): gpu_paged_attention,
-    ("paged_attention", "tpu"): tpu_paged_attention,
-    ("token_draw", "gpu"): gpu_token_logprob,
-    ("token_draw", "tpu"): tpu_token_logprob,
-    ("token_logprob", "gpu"): gpu_token_logprob,
-    ("token_logprob", "tpu"): tpu_token_logprob,
+    ("attention", "any"): "tiled_attention",
+    ("attention", "gpu"): "gpu.attention",
+    ("attention", "tpu"): "tpu.attention",
+    ("cache_update", "tpu"): "tpu.cache_update",
+    ("grouped_matmul", "any"): "tiled_matmul",
+    ("grouped_matmul", "tpu"): "tpu.grouped_matmul",
+    ("paged_attention", "any"): "held_pages",
+    ("paged_attention", "gpu"): "gpu.paged_attention",
+    ("paged_attention", "tpu"): "tpu.paged_attention",
+    ("token_draw", "gpu"): "gpu.token_logprob",
+    ("token_draw", "tpu"): "tpu.token_logprob",
+    ("token_logprob", "gpu"): "gpu.token_logprob",
+    ("token_logprob", "tpu"): "tpu.token_logprob",
 }
-# Whose kernels "auto" takes. Those for GPU compile, and are right when interpreted, but
-# have not been run on one: they are to be asked for.
+# Whose kernels "auto" takes where nothing was checked. Those for GPU compile, and are right
+# when interpreted, but have not been run on one.
 TRUSTED = ("tpu",)
+# (op, platform): whether its kernel was right on this machine. models/selfcheck.py looks
+# before a run, and "auto" goes by what it found.
+verdicts: dict[tuple[str, str], bool] = {}
 CHOICES = ("auto", "reference", "platform")  # of a whole run
 HEAD_SIZES = (64, 128)  # of the kernels that have heads
 
@@ -82,30 +80,57 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def kernel(op: str, implementation: str, head_size: int | None = None):
+def tile() -> int:
+    """Returns how many queries, and keys, a tile of `tiled_attention` has.
+
+    CPU: 64, the fastest or close to it of 32, 48, 64, 96 and 128 at rows of 288 to 2,048
+    packed slots. Elsewhere a step of its loop costs several launches, so that tiles are
+    large; that they are 1,024 is not measured.
+    """
+    return 64 if platform() == "cpu" else 1024
+
+
+def module(op: str, name: str):
+    """Returns the module of KERNELS that computes `op` on the platform `name`."""
+    return importlib.import_module(f"dllm_jax.pallas_kernels.{KERNELS[op, name]}")
+
+
+def kernel(
+    op: str,
+    implementation: str,
+    head_size: int | None = None,
+    queries: int | None = None,
+):
     """Returns the module that computes `op`, or None for the specification.
 
     implementation: "reference", "auto" or "platform" (see the package), or a platform of
-    KERNELS. head_size: H, for ops that have heads. Raises ValueError for an implementation
-    that the op, or its head size, does not have.
+    KERNELS. head_size: H, for ops that have heads. queries: T, for ops that the
+    specification computes faster where they are few. Raises ValueError for an
+    implementation that the op, or its head size, does not have.
     """
     if implementation == "reference":
         return None
     fits = head_size is None or head_size in HEAD_SIZES
     if implementation in CHOICES:
         here = platform()
-        trusted = implementation == "platform" or here in TRUSTED
-        anywhere = KERNELS.get((op, "any"))
-        return KERNELS.get((op, here), anywhere) if fits and trusted else anywhere
+        right = verdicts.get((op, here), here in TRUSTED)
+        trusted = implementation == "platform" or right
+        if fits and trusted and (op, here) in KERNELS:
+            return module(op, here)
+        # Rows of up to two tiles gain nothing from skipped tiles: with 128 slots the
+        # specification is as fast on CPU, with 192 packed ones its gradient takes 1.6
+        # times as long, with 1,152 ten times.
+        few = queries is not None and queries <= 2 * tile()
+        return None if few or (op, "any") not in KERNELS else module(op, "any")
     if (op, implementation) not in KERNELS:
         platforms = [name for name_of_op, name in KERNELS if name_of_op == op]
         raise ValueError(
             f"pallas_kernels.{op}: implementation={implementation!r} does not exist; "
             f"choose from {[*CHOICES, *platforms]}"
         )
-    if not fits:
+    if not fits and implementation != "any":
         raise ValueError(
             f"pallas_kernels.{op}: implementation={implementation!r} takes heads of "
             f"size {HEAD_SIZES}, not {head_size}; use 'reference'"
         )
-    return KERNELS[op, implementation]
+    return module(op, implementation)

@@ -1,6 +1,8 @@
 """The specification of every op in plain jnp: no tiling for speed, no tricks.
 
 Kernels are tested against these; these are tested against independent formulas.
+
+Letters: f queries that share one key head, folded into one dimension.
 """
 
 import jax
@@ -30,28 +32,35 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
 def attend(q_BTNH, pairs, sees_BTS):
     """Returns attention over the keys and values of all `pairs`, in their order.
 
-    pairs: (k, v), each [B, some of S, K, H]; sees_BTS: whether a query sees a key.
+    pairs: (k, v), each [B, some of S, K, H]; sees_BTS: whether a query sees a key. Heads
+    go first, and the queries that share one go together: otherwise XLA transposes the
+    scores, 1.2 to 1.7 times the time on CPU.
     """
     B, T, N, H = q_BTNH.shape
     K = pairs[0][0].shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
-    score_BKGTS = jnp.concatenate(
+    q_BKfH = jnp.moveaxis(q_BTKGH, 1, 3).reshape(B, K, -1, H)
+    pairs = [[jnp.moveaxis(x_BSKH, 1, 2) for x_BSKH in pair] for pair in pairs]
+    score_BKfS = jnp.concatenate(
         [
             jnp.einsum(
-                "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+                "BKfH,BKSH->BKfS", q_BKfH, k_BKSH, preferred_element_type=jnp.float32
             )
-            for k_BSKH, _ in pairs
+            for k_BKSH, _ in pairs
         ],
         axis=-1,
     )
+    score_BKGTS = score_BKfS.reshape(B, K, N // K, *sees_BTS.shape[1:])
     score_BKGTS = jnp.where(sees_BTS[:, None, None], score_BKGTS, NEVER)
     prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(pairs[0][1].dtype)
-    out_BTKGH, begin = 0, 0
-    for _, v_BSKH in pairs:
-        end = begin + v_BSKH.shape[1]
-        out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", prob_BKGTS[..., begin:end], v_BSKH)
+    prob_BKfS = prob_BKGTS.reshape(score_BKfS.shape)
+    out_BKfH, begin = 0, 0
+    for _, v_BKSH in pairs:
+        end = begin + v_BKSH.shape[2]
+        out_BKfH += jnp.einsum("BKfS,BKSH->BKfH", prob_BKfS[..., begin:end], v_BKSH)
         begin = end
-    return out_BTKGH.reshape(B, T, N, H)
+    out_BKGTH = out_BKfH.reshape(B, K, N // K, T, H)
+    return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H)
 
 
 def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):

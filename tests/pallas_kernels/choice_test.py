@@ -1,7 +1,8 @@
 """Which module computes an op, and that the modules of two chips are called alike."""
 
-import functools
 import inspect
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,7 @@ import pytest
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import mask
-from dllm_jax.pallas_kernels import choice, reference, tiled_matmul
-from dllm_jax.pallas_kernels.tpu import grouped_matmul as tpu_grouped_matmul
+from dllm_jax.pallas_kernels import choice, reference
 
 B, T, N, H = 2, 16, 4, 64
 FUNCTIONS = {  # of the contract
@@ -46,7 +46,7 @@ def page_inputs(B, W, K, H, O=8):
 def test_modules_of_an_op_are_called_alike():
     assert set(FUNCTIONS) == {op for op, _ in choice.KERNELS}
     for op, names in FUNCTIONS.items():
-        modules = [module for (of, _), module in choice.KERNELS.items() if of == op]
+        modules = [choice.module(*key) for key in choice.KERNELS if key[0] == op]
         for name in names:
             ways = {str(inspect.signature(getattr(m, name))) for m in modules}
             assert len(ways) == 1, (op, name, ways)
@@ -58,35 +58,59 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
     assert jaxpr == str(jax.make_jaxpr(reference.attention)(*inputs))
 
 
-@pytest.mark.parametrize("implementation", ["auto", "platform"])
-@pytest.mark.parametrize(
-    "platform, module",
-    [("tpu", tpu_grouped_matmul), ("gpu", tiled_matmul), ("cpu", tiled_matmul)],
-)
-def test_an_op_for_any_platform_serves_those_without_a_kernel(
-    monkeypatch, implementation, platform, module
-):
-    monkeypatch.setattr(choice, "platform", lambda: platform)
-    assert choice.kernel("grouped_matmul", implementation) is module
+LONG = 4096  # queries: more than two tiles anywhere
 
 
 @pytest.mark.parametrize(
-    "implementation, platform, size, kernel",
+    "op, implementation, platform, size, queries, name",
     [
-        ("auto", "tpu", H, True),
-        ("auto", "tpu", 8, False),
-        ("auto", "gpu", H, False),
-        ("platform", "gpu", H, True),
-        ("platform", "gpu", 8, False),
-        ("platform", "cpu", H, False),
-        ("reference", "tpu", H, False),
+        ("attention", "auto", "tpu", H, 280, "tpu.attention"),
+        ("attention", "auto", "tpu", 8, LONG, "tiled_attention"),
+        ("attention", "auto", "gpu", H, LONG, "tiled_attention"),
+        ("attention", "auto", "gpu", H, 280, None),
+        ("attention", "platform", "gpu", H, 280, "gpu.attention"),
+        ("attention", "platform", "gpu", 8, 280, None),
+        ("attention", "auto", "cpu", H, 280, "tiled_attention"),
+        ("attention", "platform", "cpu", 8, 280, "tiled_attention"),
+        ("attention", "auto", "cpu", H, 128, None),
+        ("attention", "any", "cpu", 8, 4, "tiled_attention"),
+        ("attention", "reference", "tpu", H, LONG, None),
+        ("attention", "reference", "cpu", H, LONG, None),
+        ("cache_update", "auto", "cpu", H, None, None),
+        ("grouped_matmul", "auto", "cpu", None, None, "tiled_matmul"),
+        ("grouped_matmul", "auto", "gpu", None, None, "tiled_matmul"),
+        ("grouped_matmul", "platform", "gpu", None, None, "tiled_matmul"),
+        ("grouped_matmul", "platform", "tpu", None, None, "tpu.grouped_matmul"),
+        ("paged_attention", "auto", "cpu", H, None, "held_pages"),
+        ("paged_attention", "auto", "tpu", 8, None, "held_pages"),
+        ("paged_attention", "auto", "tpu", H, None, "tpu.paged_attention"),
+        ("token_logprob", "auto", "gpu", None, None, None),
+        ("token_logprob", "platform", "gpu", None, None, "gpu.token_logprob"),
     ],
 )
-def test_which_kernel_is_taken(monkeypatch, implementation, platform, size, kernel):
+def test_which_module_is_taken(
+    monkeypatch, op, implementation, platform, size, queries, name
+):
     monkeypatch.setattr(choice, "platform", lambda: platform)
-    inputs = attention_inputs(B, 280, N, size, jnp.bfloat16)
-    f = functools.partial(pallas_kernels.attention, implementation=implementation)
-    assert ("flash_forward" in str(jax.make_jaxpr(f)(*inputs))) == kernel
+    taken = choice.kernel(op, implementation, size, queries)
+    assert (taken and taken.__name__) == (name and f"dllm_jax.pallas_kernels.{name}")
+
+
+def test_attention_tells_how_many_queries_it_has():
+    few, many = (
+        str(jax.make_jaxpr(pallas_kernels.attention)(*attention_inputs(1, T, 2, 8)))
+        for T in (128, 136)
+    )
+    assert ("flash_forward" in few, "flash_forward" in many) == (False, True)
+
+
+def test_the_package_imports_no_kernel():
+    code = "import sys; import dllm_jax.pallas_kernels; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=-1, check=True)
+    loaded = done.stdout.decode().split()
+    assert "dllm_jax.pallas_kernels.reference" in loaded
+    assert not [name for name in loaded if "pallas_kernels.gpu" in name]
+    assert not [name for name in loaded if "experimental.pallas" in name]
 
 
 def test_auto_is_the_kernel_of_the_mesh_where_it_takes_the_heads(monkeypatch):

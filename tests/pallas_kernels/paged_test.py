@@ -78,6 +78,20 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("width", range(A + 1))
+def test_no_more_pages_are_read_than_rows_hold(width):
+    """Behind them, up to a power of two, may be NaN; nothing else differs."""
+    q, pages, layer, table_BA, start_B, k, v = case(4, 3, 4, 2, 24)
+    at = layer, table_BA, jnp.minimum(start_B, width * O).at[2].set(width * O)
+    want = SPECIFIED(q, pages, *at, k, v)
+    behind_BA = jnp.arange(A)[None] >= max(1, 1 << max(width - 1, 0).bit_length())
+    page = jnp.where(behind_BA, table_BA, len(pages[0][0]))
+    spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
+    run = functools.partial(pallas_kernels.paged_attention, implementation="any")
+    found = jax.jit(run)(q, spoilt, *at, k, v)
+    np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
+
+
 @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_bfloat16_is_accumulated_in_f32(implementation):
     args = case(4, 4, 8, 2, 128, jnp.bfloat16)
@@ -134,7 +148,7 @@ def test_cache_update_is_the_specification(implementation, dtype, W, K, H):
         same(run(keep_B), want)
 
 
-@pytest.mark.parametrize("implementation", ["tpu"])
+@pytest.mark.parametrize("implementation", ["auto", "tpu"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_on_a_mesh(implementation, K):
     """Rows, pages and, where they divide, heads are split; tables are of one device."""

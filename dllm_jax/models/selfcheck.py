@@ -1,0 +1,284 @@
+"""A check of this machine's kernels before a run: each op against its specification.
+
+A kernel that compiles and is right when interpreted can still be wrong on a chip that it
+never ran on. So every op with a kernel for the platform is computed twice at the start,
+by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths:
+seconds, and remembered by versions, chip and widths. `auto` takes what is right and says
+what is not; with "platform" what is not right is an error.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import platform as machine
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import pallas_kernels, processes, sharding
+from dllm_jax.models import mask
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import choice
+
+# How far a kernel may be from its specification, over the largest number there: rounding
+# to bfloat16, or products of float32 that a chip rounds.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
+# Of what may be off by more: draws in which two tokens all but tie.
+LOOSE = {"token_draw": 0.05}
+HEADED = ("attention", "cache_update", "paged_attention")
+SLOTS, SEATS, ROWS, VOCAB = 320, 96, 4, 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """What decides how kernels cut their arrays."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_model: int
+    vocab: int
+    experts: int
+    expert_ffw: int
+    dtype: str
+    block: int
+    page: int
+
+
+def widths(model: ModelConfig, block: int, page: int) -> Widths:
+    """Returns a run's Widths, of a vocabulary a part with the same ragged end.
+
+    block: sampler.block; page: positions of a cache page.
+    """
+    size = model.sizes
+    return Widths(
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        d_model=model.d_model,
+        vocab=min(model.vocab, VOCAB + model.vocab % VOCAB),
+        experts=min(model.experts, 8),
+        expert_ffw=size["I"],
+        dtype=model.dtype,
+        block=block,
+        page=page,
+    )
+
+
+def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
+    """Notes in `choice.verdicts` which kernels are right here; returns lines to print.
+
+    kernels: model.kernels. folder: where verdicts stay for the next start; "": nowhere.
+    Raises ValueError for a kernel that is wrong where kernels="platform" asks for it. The
+    same in every process.
+    """
+    here = choice.platform()
+    ops = sorted(op for op, name in choice.KERNELS if name == here)
+    if wide.head_dim not in choice.HEAD_SIZES:  # no kernel is taken
+        ops = [op for op in ops if op not in HEADED]
+    if kernels == "reference" or not ops:
+        return []
+    file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
+    known = remembered(file) if folder else {}
+    faults = {op: known[op] if op in known else fault(op, here, wide) for op in ops}
+    if folder and faults != known and jax.process_index() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(faults))
+    lines = []
+    for op, reason in faults.items():
+        right = not sharding.anywhere(bool(reason))
+        choice.verdicts[op, here] = right
+        told = f"{here}'s kernel of {op}: {reason or 'wrong in another process'}"
+        if not right and kernels == "platform":
+            raise ValueError(
+                f"model.kernels='platform': {told}; use 'auto', which does without it"
+            )
+        if not right:
+            lines.append(f"warning: not used is {told}")
+    return lines
+
+
+def remembered(file: pathlib.Path) -> dict[str, str]:
+    """Returns what an earlier start found by op, {} where it left nothing that is whole."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def key(wide: Widths) -> str:
+    """Returns what identifies a verdict: chip, its driver and compiler, sources, widths."""
+    device = jax.local_devices()[0]
+    facts = [device.device_kind, device.client.platform_version, jax.__version__]
+    facts += [processes.sources(), machine.machine(), repr(wide)]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def fault(op: str, here: str, wide: Widths) -> str:
+    """Returns what is wrong with a kernel on the first local device; "": nothing is."""
+    alone = sharding.make_mesh(fsdp=1, devices=jax.local_devices()[:1])
+    run, arrays = CHECKS[op](wide, np.random.default_rng(0))
+    try:
+        with jax.set_mesh(alone):
+            got, want = (
+                jax.device_get(jax.jit(functools.partial(run, name))(*arrays))
+                for name in (here, "reference")
+            )
+    except Exception as error:  # noqa: BLE001 (whatever a compiler or a driver raises)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return difference(got, want, TOLERANCE[wide.dtype], LOOSE.get(op, 0.0))
+
+
+def difference(got, want, tolerance: float, loose: float) -> str:
+    """Returns by how much two trees of arrays differ; "": by no more than they may."""
+    off = []
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        error = np.abs(x - y) / max(np.abs(y).max(), 1e-30)
+        off.append((error > tolerance) | ~np.isfinite(x))
+        if off[-1].mean() > loose:
+            return (
+                f"it is {np.nanmax(error):.2g} of the largest number off, where "
+                f"{tolerance} is rounding, in {off[-1].mean():.1%} of the numbers"
+            )
+    return ""
+
+
+# ---- The checks ----------------------------------------------------------------------
+#
+# By op: a function (wide, rng) -> (run, arrays), where run(implementation, *arrays) gives
+# what is compared.
+
+
+def attention(wide: Widths, rng):
+    """Packed rows: a clean copy, and noised blocks that see what came before them."""
+    shape = ROWS, SLOTS, wide.heads, wide.head_dim
+    few = ROWS, SLOTS, wide.kv_heads, wide.head_dim
+    q, k, v, dout = (normal(rng, size, wide.dtype) for size in (shape, few, few, shape))
+    clean, Q = SLOTS // 2 // wide.block * wide.block, wide.block
+    slot = np.arange(SLOTS)
+    group = np.where(slot < clean, -1, (slot - clean) // Q)
+    end = np.where(slot < clean, (slot // Q + 1) * Q, (slot - clean) // Q * Q % clean)
+    arrays = (np.zeros(SLOTS), end, group)
+    seen = mask.packed(*(jnp.asarray(np.tile(x, (ROWS, 1)), "int32") for x in arrays))
+
+    def run(implementation, q, k, v, dout, seen):
+        def attend(q, k, v):
+            return pallas_kernels.attention(
+                q, k, v, seen, implementation=implementation
+            )
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    return run, (q, k, v, dout, seen)
+
+
+def pages(wide: Widths, rng):
+    """Returns (pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH), rows ragged."""
+    held = 5
+    pool = 2, ROWS * held, wide.page, wide.kv_heads, wide.head_dim
+    fresh = ROWS, wide.block, wide.kv_heads, wide.head_dim
+    pools = tuple(normal(rng, pool, wide.dtype) for _ in "kv")
+    table_BA = jnp.asarray(rng.permutation(ROWS * held).reshape(ROWS, held), "int32")
+    most = held * wide.page // wide.block - 1
+    start_B = jnp.asarray(rng.integers(0, most, ROWS) * wide.block, "int32")
+    keep_B = jnp.arange(ROWS) % 2 == 0
+    k, v = (normal(rng, fresh, wide.dtype) for _ in "kv")
+    return pools, jnp.int32(1), table_BA, start_B, keep_B, k, v
+
+
+def paged_attention(wide: Widths, rng):
+    """Windows of a block over rows that hold pages for various lengths."""
+    pools, layer, table_BA, start_B, _, k, v = pages(wide, rng)
+    q = normal(rng, (ROWS, wide.block, wide.heads, wide.head_dim), wide.dtype)
+
+    def run(implementation, *arrays):
+        return pallas_kernels.paged_attention(*arrays, implementation=implementation)
+
+    return run, (q, pools, layer, table_BA, start_B, k, v)
+
+
+def cache_update(wide: Widths, rng):
+    """Windows of which every other is kept."""
+
+    def run(implementation, *arrays):
+        return pallas_kernels.cache_update(*arrays, implementation=implementation)
+
+    return run, pages(wide, rng)
+
+
+def token_logprob(wide: Widths, rng):
+    """Log-probs and entropies, and the gradient of both."""
+    x, head = hidden_and_head(wide, rng)
+    token = jnp.asarray(rng.integers(0, wide.vocab - 1, x.shape[:2]), "int32")
+    pulled = tuple(normal(rng, token.shape, "float32") for _ in range(2))
+
+    def run(implementation, x, head, token, pulled):
+        def logprob(x, head):
+            return pallas_kernels.token_logprob(
+                x, head, token, forbidden=wide.vocab - 1, implementation=implementation
+            )
+
+        out, pull = jax.vjp(logprob, x, head)
+        return out, pull(pulled)
+
+    return run, (x, head, token, pulled)
+
+
+def token_draw(wide: Widths, rng):
+    """Draws at several temperatures, 0 among them."""
+    x, head = hidden_and_head(wide, rng)
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    temperature_B = jnp.asarray([0.0, 0.5, 1.0, 1.5], "float32")
+
+    def run(implementation, x, head, keys, temperature_B):
+        return pallas_kernels.token_draw(
+            x,
+            head,
+            keys,
+            temperature_B,
+            forbidden=wide.vocab - 1,
+            implementation=implementation,
+        )
+
+    return run, (x, head, keys, temperature_B)
+
+
+def grouped_matmul(wide: Widths, rng):
+    """Rows of ragged groups, one of them empty."""
+    E, rows = max(wide.experts, 2), 256
+    x = normal(rng, (rows, wide.d_model), wide.dtype)
+    w = normal(rng, (E, wide.d_model, wide.expert_ffw or wide.d_model), wide.dtype)
+    sizes = rng.multinomial(rows, [0.0, *[1 / (E - 1)] * (E - 1)])
+
+    def run(implementation, *arrays):
+        return pallas_kernels.grouped_matmul(*arrays, implementation=implementation)
+
+    return run, (x, w, jnp.asarray(sizes, "int32"))
+
+
+def normal(rng, shape, dtype: str):
+    """Returns standard normal numbers."""
+    return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+
+def hidden_and_head(wide: Widths, rng):
+    """Returns (x_BUD, head_DV) whose logits have a deviation of 3: few tokens tie."""
+    x = normal(rng, (ROWS, SEATS, wide.d_model), wide.dtype)
+    head = normal(rng, (wide.d_model, wide.vocab), "float32") * 3 / wide.d_model**0.5
+    return x, head.astype(wide.dtype)
+
+
+CHECKS = {
+    "attention": attention,
+    "cache_update": cache_update,
+    "grouped_matmul": grouped_matmul,
+    "paged_attention": paged_attention,
+    "token_draw": token_draw,
+    "token_logprob": token_logprob,
+}

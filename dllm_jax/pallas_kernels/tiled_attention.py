@@ -1,0 +1,166 @@
+"""Flash attention under the range-or-group mask, of XLA's operations.
+
+For platforms without a kernel of it. What `tpu/attention.py` does per step of its grid is
+done per step of a loop: the scores of one tile are alive at a time, and a tile of queries
+walks over those tiles of keys alone that `tiles.schedule` names. Arrays have their heads
+first, so that every product is one of matrices; a step of the backward pass has five.
+
+Letters: t queries of one tile, s keys of it, i the tiles of queries of all rows, j those
+of keys, f the queries of a tile that share a key head, G x t.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.pallas_kernels import choice, tiles
+from dllm_jax.pallas_kernels.reference import NEVER
+
+LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
+
+
+def product(dims: str, x, y):
+    """Returns the einsum of two tiles, accumulated in f32."""
+    return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)
+
+
+def at(x, index):
+    """Returns x[index], an index in the array: a slice, without a gather's checks."""
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def added(x, index, y):
+    """Returns x with y added to x[index], an index in the array."""
+    return jax.lax.dynamic_update_index_in_dim(x, at(x, index) + y, index, 0)
+
+
+def cut(x_BTNH, K: int, t: int):
+    """Returns [i, K, f, H]: tiles of t queries, the N / K heads of a key head together."""
+    x_BTNH = tiles.pad(x_BTNH, 1, t)
+    B, T, N, H = x_BTNH.shape
+    x = x_BTNH.reshape(B, T // t, t, K, N // K, H)
+    return jnp.transpose(x, (0, 1, 3, 4, 2, 5)).reshape(-1, K, N // K * t, H)
+
+
+def joined(x_iKfH, like_BTNH, t: int):
+    """Returns `x`, as `cut` made it, in the shape and dtype of the array that it cut."""
+    B, T, N, H = like_BTNH.shape
+    K, f = x_iKfH.shape[1:3]
+    x = x_iKfH.reshape(B, -1, K, f // t, t, H)
+    x_BTNH = jnp.transpose(x, (0, 1, 4, 2, 3, 5)).reshape(B, -1, N, H)
+    return x_BTNH[:, :T].astype(like_BTNH.dtype)
+
+
+def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
+    """Returns (tile, of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
+
+    Each in its tiles: q_iKfH, mask_i3t, visit_in (tiles j, in order), count_i;
+    k_jKsH, v_jKsH, mask_j2s. tile: t, which is s too.
+    """
+    t, K = choice.tile(), k_BSKH.shape[2]
+    q_arrays, k_arrays = tiles.mask_arrays(mask, t, t)
+    visit_Bin, count_Bi = tiles.schedule(tiles.kinds(q_arrays, k_arrays, t, t))
+    B, _, tiles_of_row = visit_Bin.shape
+    first_B11 = tiles_of_row * jnp.arange(B)[:, None, None]
+    visit_Bin = first_B11 + visit_Bin // 2
+
+    def tiled(arrays):
+        return jnp.stack([x.reshape(-1, t) for x in arrays], axis=1)
+
+    visits = visit_Bin.reshape(-1, tiles_of_row), count_Bi.reshape(-1)
+    q_iKfH = cut(q_BTNH * q_BTNH.shape[3] ** -0.5, K, t)
+    keys = cut(k_BSKH, K, t), cut(v_BSKH, K, t), tiled(k_arrays)
+    return t, (q_iKfH, tiled(q_arrays), *visits), keys
+
+
+def scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s):
+    """Returns a tile's scores [K, G, t, s], f32; NEVER or less where nothing is seen."""
+    (begin_t1, end_t1, group_t1), (pos_1s, group_1s) = (
+        q_mask_3t[..., None],
+        k_mask_2s[:, None],
+    )
+    sees_ts = ((pos_1s >= begin_t1) & (pos_1s < end_t1)) | (group_1s == group_t1)
+    # Left to itself, XLA compares again for every head, in every loop that reads a score:
+    # six times the whole forward pass on CPU.
+    hidden_ts = jax.lax.optimization_barrier(jnp.where(sees_ts, 0.0, NEVER))
+    score_Kfs = product("KfH,KsH->Kfs", q_KfH, k_KsH)
+    score_KGts = score_Kfs.reshape(len(q_KfH), -1, *hidden_ts.shape)
+    return score_KGts + hidden_ts[None, None]
+
+
+def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
+    """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
+    del interpret  # nothing is to be
+    t, of_queries, (k_jKsH, v_jKsH, k_mask_j2s) = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    B, T, N, _ = q_BTNH.shape
+
+    def attend(tile):
+        q_KfH, q_mask_3t, visit_n, count = tile
+
+        def visit(n, sums):
+            acc_KfH, max_KGt, sum_KGt = sums
+            j = at(visit_n, n)
+            k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
+            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
+            new_max_KGt = jnp.maximum(max_KGt, score_KGts.max(axis=-1))
+            prob_KGts = jnp.exp(score_KGts - new_max_KGt[..., None])
+            fade_KGt = jnp.exp(max_KGt - new_max_KGt)
+            prob_Kfs = prob_KGts.reshape(*q_KfH.shape[:2], t).astype(v_KsH.dtype)
+            acc_KfH = acc_KfH * fade_KGt.reshape(*q_KfH.shape[:2], 1)
+            acc_KfH += product("Kfs,KsH->KfH", prob_Kfs, v_KsH)
+            return acc_KfH, new_max_KGt, sum_KGt * fade_KGt + prob_KGts.sum(axis=-1)
+
+        acc_KfH = jnp.zeros(q_KfH.shape, jnp.float32)
+        zero_KGt = jnp.zeros((len(q_KfH), q_KfH.shape[1] // t, t), jnp.float32)
+        sums = acc_KfH, zero_KGt + LOWEST, zero_KGt
+        acc_KfH, max_KGt, sum_KGt = jax.lax.fori_loop(0, count, visit, sums)
+        # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
+        lse_KGt = jnp.where(sum_KGt > 0, max_KGt + jnp.log(sum_KGt), -NEVER)
+        share_KGt = 1 / jnp.where(sum_KGt > 0, sum_KGt, 1)
+        return acc_KfH * share_KGt.reshape(*q_KfH.shape[:2], 1), lse_KGt
+
+    out_iKfH, lse_iKGt = jax.lax.map(attend, of_queries)
+    lse_BiNt = lse_iKGt.reshape(B, -1, N, t)
+    lse_BNT = jnp.moveaxis(lse_BiNt, 2, 1).reshape(B, N, -1)[..., :T]
+    return joined(out_iKfH, q_BTNH, t), lse_BNT
+
+
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
+):
+    """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
+    del interpret
+    t, of_queries, (k_jKsH, v_jKsH, k_mask_j2s) = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    K, H = k_BSKH.shape[2:]
+    delta_BTN = jnp.sum(dout_BTNH.astype(jnp.float32) * out_BTNH, axis=3)
+    # What padding adds has no gradient, whatever its sum.
+    lse_iKf1, delta_iKf1 = (
+        cut(x_BTN[..., None], K, t) for x_BTN in (lse_BNT.swapaxes(1, 2), delta_BTN)
+    )
+
+    def attend(gradients, tile):
+        (q_KfH, q_mask_3t, visit_n, count), dout_KfH, lse_Kf1, delta_Kf1 = tile
+
+        def visit(n, gradients):
+            dq_KfH, dk_jKsH, dv_jKsH = gradients
+            j = at(visit_n, n)
+            k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
+            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
+            prob_Kfs = jnp.exp(score_KGts.reshape(K, -1, t) - lse_Kf1)
+            dprob_Kfs = product("KfH,KsH->Kfs", dout_KfH, v_KsH)
+            dscore_Kfs = (prob_Kfs * (dprob_Kfs - delta_Kf1)).astype(q_KfH.dtype)
+            prob_Kfs = prob_Kfs.astype(q_KfH.dtype)
+            return (
+                dq_KfH + product("Kfs,KsH->KfH", dscore_Kfs, k_KsH),
+                added(dk_jKsH, j, product("Kfs,KfH->KsH", dscore_Kfs, q_KfH)),
+                added(dv_jKsH, j, product("Kfs,KfH->KsH", prob_Kfs, dout_KfH)),
+            )
+
+        begin = jnp.zeros(q_KfH.shape, jnp.float32), *gradients
+        dq_KfH, *gradients = jax.lax.fori_loop(0, count, visit, begin)
+        return tuple(gradients), dq_KfH
+
+    zeros = tuple(jnp.zeros(x_jKsH.shape, jnp.float32) for x_jKsH in (k_jKsH, v_jKsH))
+    tiled = of_queries, cut(dout_BTNH, K, t), lse_iKf1, delta_iKf1
+    (dk_jKsH, dv_jKsH), dq_iKfH = jax.lax.scan(attend, zeros, tiled)
+    dq_BTNH = joined(dq_iKfH * H**-0.5, q_BTNH, t)
+    return dq_BTNH, joined(dk_jKsH, k_BSKH, t), joined(dv_jKsH, v_BSKH, t)

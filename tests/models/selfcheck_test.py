@@ -1,0 +1,125 @@
+"""The check of kernels at a run's start: right ones are taken, wrong ones are told."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.models import selfcheck
+from dllm_jax.pallas_kernels import choice, reference, tiled_attention
+
+WIDE = selfcheck.Widths(
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    d_model=32,
+    vocab=70,
+    experts=0,
+    expert_ffw=0,
+    dtype="float32",
+    block=4,
+    page=8,
+)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Returns a function that gives this platform kernels: by op, a module."""
+    monkeypatch.setattr(choice, "verdicts", {})
+    modules = {}
+    known = choice.module
+    monkeypatch.setattr(
+        choice, "module", lambda op, name: modules.get((op, name)) or known(op, name)
+    )
+
+    def install(**kernels):
+        for op, kernel in kernels.items():
+            monkeypatch.setitem(choice.KERNELS, (op, "cpu"), "nowhere")
+            modules[op, "cpu"] = kernel
+
+    return install
+
+
+# As good as any, and no module of the table.
+RIGHT = types.SimpleNamespace(
+    forward=tiled_attention.forward, backward=tiled_attention.backward
+)
+
+
+def pages(shift: float) -> types.SimpleNamespace:
+    """Returns a kernel of paged attention that is off by a number."""
+
+    def attend(*arrays, interpret):
+        return reference.paged_attention(*arrays) + shift
+
+    return types.SimpleNamespace(attend=attend)
+
+
+def taken(op: str) -> bool:
+    """Returns whether `auto` takes this platform's kernel."""
+    return choice.kernel(op, "auto", 64, 1024) is choice.module(op, "cpu")
+
+
+def test_what_is_right_is_taken_and_what_is_wrong_is_told(installed):
+    installed(attention=RIGHT, paged_attention=pages(0.5))
+    assert not taken("attention")  # nobody has looked yet
+    (line,) = selfcheck.check("auto", WIDE)
+    assert line.startswith(
+        "warning: not used is cpu's kernel of paged_attention: it is "
+    )
+    assert line.endswith(" in 100.0% of the numbers")
+    assert taken("attention") and not taken("paged_attention")
+    installed(paged_attention=pages(0.0))
+    assert selfcheck.check("auto", WIDE) == []
+    assert taken("paged_attention")
+
+
+def test_a_gradient_that_is_wrong_is_seen(installed):
+    def backward(*arrays, interpret):
+        dq, dk, dv = tiled_attention.backward(*arrays, interpret=interpret)
+        return dq, dk, dv.at[0, 0, 0, 0].add(jnp.nan)
+
+    module = types.SimpleNamespace(forward=tiled_attention.forward, backward=backward)
+    installed(attention=module)
+    (line,) = selfcheck.check("auto", WIDE)
+    assert "kernel of attention" in line
+
+
+def test_where_it_is_asked_for_a_wrong_one_is_refused(installed):
+    def attend(*arrays, interpret):
+        raise NotImplementedError("no such\ninstruction")
+
+    installed(paged_attention=types.SimpleNamespace(attend=attend))
+    words = "kernel of paged_attention: NotImplementedError: no such instruction; use 'auto'"
+    with pytest.raises(ValueError, match=words):
+        selfcheck.check("platform", WIDE)
+    assert selfcheck.check("reference", WIDE) == []
+    narrow = dataclasses.replace(WIDE, head_dim=8)  # which no kernel takes
+    assert selfcheck.check("platform", narrow) == []
+
+
+def test_a_verdict_is_remembered(installed, tmp_path, monkeypatch):
+    installed(paged_attention=pages(0.5))
+    first = selfcheck.check("auto", WIDE, str(tmp_path))
+    monkeypatch.setattr(selfcheck, "fault", None)
+    assert selfcheck.check("auto", WIDE, str(tmp_path)) == first
+    (file,) = tmp_path.iterdir()
+    file.write_text("{")
+    with pytest.raises(TypeError):  # damaged: it looks again
+        selfcheck.check("auto", WIDE, str(tmp_path))
+
+
+@pytest.mark.parametrize("op", sorted(selfcheck.CHECKS))
+def test_a_check_tells_right_from_wrong(op):
+    run, arrays = selfcheck.CHECKS[op](WIDE, np.random.default_rng(0))
+    want, got = run("reference", *arrays), run("auto", *arrays)
+    assert selfcheck.difference(got, want, 1e-4, 0.01) == ""
+    wrong = jax.tree.map(lambda x: x + 1, got)
+    assert "off" in selfcheck.difference(wrong, want, 1e-4, 0.05)
+
+
+def test_every_op_with_a_kernel_is_checked():
+    assert {op for op, _ in choice.KERNELS} == set(selfcheck.CHECKS)
