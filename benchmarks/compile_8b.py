@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from benchmarks import topologies
 from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models import transformer
+from dllm_jax.models import acting, transformer
 from dllm_jax.rl import learner, views
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import engine
@@ -55,9 +55,13 @@ def lay_out(tree, mesh, prefix: str = ""):
     )
 
 
-def rollout_step(model, mesh, rows: int):
-    """Returns the engine's compiled loop over `rows` rows with pages for all of them."""
-    params = transformer.abstract(model, mesh, jnp.bfloat16)
+def rollout_step(model, mesh, rows: int, fold: int = 1):
+    """Returns the engine's compiled loop over `rows` rows with pages for all of them.
+
+    fold: by how many neighbours along fsdp share the weights; 1: each has them all.
+    """
+    mesh = acting.folded(mesh, fold)
+    params = acting.abstract(model, mesh)
     cfg = dataclasses.replace(SAMPLER, rows=rows)
     made = engine.Engine(model=model, cfg=cfg, mesh=mesh)
     begin = functools.partial(engine.empty, model=model, cfg=cfg, pages=made.page_count)

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models import transformer
+from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
@@ -276,6 +276,7 @@ def main():
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),
     )(jax.random.key(args.seed))
+    params = acting.taken(params, acting.abstract(model, mesh))
     for count in args.rows:
         report.tell("decode", **measure(count, args, model, params, mesh))
 

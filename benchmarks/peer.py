@@ -22,7 +22,7 @@ import jax
 
 from benchmarks import decode, report
 from dllm_jax import sharding
-from dllm_jax.models import hf
+from dllm_jax.models import acting, hf
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 
@@ -83,6 +83,7 @@ def run(args, folder: str, fields: dict):
             raise RuntimeError("the PyTorch loop did not start")
     model, params = hf.load(folder, dtype="float32")
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    params = acting.taken(params, acting.abstract(model, mesh))
     for rows in args.rows:
         prompts, new = decode.requests(rows, args, model)
         line = {"prompts": prompts, "new": new.tolist(), "rows": rows}

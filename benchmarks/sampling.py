@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.decode import SHAPES, timed
-from dllm_jax.models import transformer
+from dllm_jax import sharding
+from dllm_jax.models import acting, transformer
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
@@ -122,8 +123,11 @@ def measure(family: str, args, dtype: str) -> list[dict]:
     )
     cfgs = {name: dataclasses.replace(base, cache=name) for name in FAMILIES[family][2]}
 
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    weights = acting.laid_out(params, acting.abstract(model, mesh))
+
     def run(cfg):
-        return jax.device_get(denoise.generate(params, **arrays, model=model, cfg=cfg))
+        return jax.device_get(denoise.generate(weights, **arrays, model=model, cfg=cfg))
 
     traces = {name: run(cfg) for name, cfg in cfgs.items()}  # compiles
     ways = {name: functools.partial(run, cfg) for name, cfg in cfgs.items()}

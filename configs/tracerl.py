@@ -89,7 +89,7 @@ def published(c):
         max_new=2000,
         rows=256,
     )
-    c.batch.update(rows=8, tokens=8192)
+    c.batch.update(rows=8, tokens=8192)  # beyond 8 devices: a row on each
     c.rl.update(
         steps=80,
         prompts=128,

@@ -16,7 +16,7 @@ import json
 
 import ml_collections
 
-from dllm_jax import checks, pallas_kernels
+from dllm_jax import checks, pallas_kernels, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
@@ -30,6 +30,7 @@ from dllm_jax.rl.config import (
 )
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.placement import ROLLOUTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +119,18 @@ class MeshConfig:
     data: int = 1
     fsdp: int = -1
     model: int = 1
+    # The weights that sample. replicated: whole on each device, but for what `model`
+    # splits. model: neighbours along fsdp share them. auto: the first that fits.
+    rollout: str = "auto"
 
     def __post_init__(self):
-        checks.fields(self, **dict.fromkeys(("data", "fsdp", "model"), ">= -1, != 0"))
+        sizes = dict.fromkeys(sharding.AXES, ">= -1, != 0")
+        checks.fields(self, rollout=ROLLOUTS, **sizes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes, as `sharding.make_mesh` takes them."""
+        return {name: getattr(self, name) for name in sharding.AXES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +273,7 @@ def too_long(positions: int, model: ModelConfig) -> list[str]:
 def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
     """Returns a line for each setting that works and is hardly what was meant.
 
-    cfg, model: of `completed`; devices: that split rows, data x fsdp.
+    cfg, model: of `completed`; devices: that share rows, data x fsdp.
     """
     lines = too_long(cfg.sampler.slots, model)
     if cfg.method == "rl" and cfg.rl.advantage == cfg.rl.value == "none":
@@ -271,10 +281,11 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "
             "likelier and nothing less likely; rl.advantage='zscore' compares answers"
         )
-    if cfg.batch.rows % devices:
+    rows = cfg.batch.on(devices).rows
+    if rows != cfg.batch.rows:
         lines.append(
-            f"warning: batch.rows={cfg.batch.rows} does not divide among {devices} devices "
-            "(data x fsdp), so each computes all of them; set a multiple"
+            f"batch.rows={cfg.batch.rows} becomes {rows}: {devices} devices (data x fsdp) "
+            "share the rows of a microbatch"
         )
     return lines
 

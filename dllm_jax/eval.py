@@ -23,7 +23,7 @@ from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rollout
 from dllm_jax.rl.rewards import GRADERS
-from dllm_jax.sampling import answers, state
+from dllm_jax.sampling import answers, placement, state
 
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
@@ -46,7 +46,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         overwrite=overwrite,
     )
     sharding.keep_compiled(cfg.run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
@@ -54,20 +54,14 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         say(line)
     asked = asked_of(cfg, tok, say)
     check_same(sink, asked)
-    _, params = hf.load(cfg.model.path, mesh=mesh, dtype=cfg.model.dtype, heads=("lm",))
     model = dataclasses.replace(model, lora=None)
+    stream = stream_of(cfg, model, mesh, say)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
     run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
     if run.writes:
         sink.begin(len(asked))
-    stream = functools.partial(
-        answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh).stream,
-        params,
-        key=jax.random.key(cfg.seed),
-        temperature=cfg.eval.temperature,
-    )
     grade = functools.partial(
         graded,
         grader=GRADERS[cfg.rl.reward],
@@ -84,6 +78,24 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     if run.writes:
         leave(scores, run.path / "eval.json")
     return scores
+
+
+def stream_of(cfg: config.Config, model, mesh, say):
+    """Returns the `stream` of an answerer with the checkpoint's weights, but for prompts."""
+    answerer, params = placement.loaded(
+        cfg.model.path,
+        model=model,
+        cfg=cfg.sampler,
+        mesh=mesh,
+        rollout=cfg.mesh.rollout,
+        say=say,
+    )
+    return functools.partial(
+        answerer.stream,
+        params,
+        key=jax.random.key(cfg.seed),
+        temperature=cfg.eval.temperature,
+    )
 
 
 def leave(scores: dict[str, float], file: pathlib.Path):

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from dllm_jax import command_line, config, data, exits, folder, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import answers, state
+from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import SamplerConfig
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
@@ -380,9 +380,8 @@ def answer(prompt: str | None, options, stop):
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(given.mesh))
+    mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)
-    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
     longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
     cfg = dataclasses.replace(
         cfg,
@@ -392,7 +391,14 @@ def answer(prompt: str | None, options, stop):
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
     for line in (*config.too_long(cfg.slots, model), *checked):
         print(line, file=sys.stderr)
-    answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
+    answerer, params = placement.loaded(
+        path,
+        model=model,
+        cfg=cfg,
+        mesh=mesh,
+        rollout=given.mesh.rollout,
+        say=functools.partial(print, file=sys.stderr),
+    )
     key = jax.random.key(options.config.seed)
     stream = functools.partial(
         answerer.stream, params, key=key, temperature=cfg.temperature

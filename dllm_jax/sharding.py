@@ -7,6 +7,7 @@ a letter, and a dimension whose letter is in none, or which does not divide its 
 replicated.
 """
 
+import functools
 import os
 
 import jax
@@ -57,6 +58,27 @@ def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
         tuple(sizes.values()), list(devices), allow_split_physical_axes=True
     )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def on_own_mesh(method):
+    """Makes a method run with `self.mesh` in force, whichever was."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with jax.set_mesh(self.mesh):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def key_on(mesh: Mesh, key: jax.Array) -> jax.Array:
+    """Returns a typed random key for programs on `mesh`, if it was made on another one."""
+    made_on = jax.typeof(key).sharding.mesh
+    if made_on.empty or made_on == mesh.abstract_mesh:
+        return key
+    words = np.asarray(jax.random.key_data(key))  # few, and every process has them
+    with jax.set_mesh(mesh):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
 
 def pspec(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> PartitionSpec:

@@ -41,7 +41,7 @@ from dllm_jax.rl import (
     sources,
 )
 from dllm_jax.rl.rewards import GRADERS
-from dllm_jax.sampling import answers
+from dllm_jax.sampling import placement
 
 RESUME = (
     "go on from the folder's newest checkpoint: if there is one, or else fail, or never"
@@ -67,7 +67,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     if cfg.run.export:
         hf.check_target(folder / "export", cfg.model.path)
     sharding.keep_compiled(cfg.run.compile_cache)
-    mesh = sharding.make_mesh(**dataclasses.asdict(cfg.mesh))
+    mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
@@ -78,12 +78,28 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say(line)
     for line in config.check_kernels(model, cfg.sampler, cfg.run.compile_cache):
         say(line)
-    settings = settings_of(cfg, model)
+    settings = settings_of(cfg, model, rows_on)
     noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]
     plans = method.plans(settings)
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
     places = jax.tree.map(lambda x: x.sharding, shapes)
+
+    # ---- Where it samples ------------------------------------------------------------
+    limit, samples = memory.device_bytes(), method.samples or bool(cfg.data.heldout)
+    resident = budget.resident(
+        shapes, model, mesh, reference=bool(cfg.objective.reference_beta)
+    )
+    sampling = placement.place(
+        model=model,
+        cfg=cfg.sampler,
+        mesh=mesh,
+        rollout=cfg.mesh.rollout,
+        beside=sum(resident.values()),
+        limit=limit if samples else None,
+    )
+    if samples and sampling.note:
+        say(sampling.note)
 
     # ---- What it learns from, and what it is evaluated on ----------------------------
     tools = sources.Tools(
@@ -91,7 +107,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         tok=tok,
         grader=GRADERS[cfg.rl.reward],
         truncated_wrong=cfg.rl.truncated_wrong,
-        answerer=answers.answerer(model=model, cfg=cfg.sampler, mesh=mesh),
+        answerer=sampling.answerer,
         timer=timer,
         stop=stopping,
         say=say,
@@ -103,8 +119,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- The compiled functions: each is traced once in a run ------------------------
-    # Trained parameters are f32; `cast` makes the copy that samples. The update writes new
-    # states over the old ones, so that no device holds both.
+    # The update writes new states over the old ones, so that no device holds both.
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     scored = networks.scored(plans, source.reference)
     score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
@@ -115,10 +130,6 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         donate_argnums=0,
         out_shardings=(places, replicated),
     )
-    cast = jax.jit(
-        lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params),
-        out_shardings=places["policy"].params,
-    )
 
     # ---- Whether it fits a device: compiled now, found compiled when called -----------
     needs = budget.plan(
@@ -126,11 +137,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         states=shapes,
         model=model,
         mesh=mesh,
-        answerer=tools.answerer if source.samples or problems else None,
+        sampling=sampling if samples else None,
         update=update,
         seed=cfg.seed,
     )
-    budget.check(needs, memory.device_bytes())
+    budget.check(needs, limit)
     say(budget.table(needs))
 
     # ---- How far it has come, and its weights -----------------------------------------
@@ -147,7 +158,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     if source.reference:
         reference = networks.reference(cfg.model.path, model, mesh, base)
     weights = functools.partial(
-        networks.Weights, base=base, reference=reference, model=model, cast=cast
+        networks.Weights,
+        base=base,
+        reference=reference,
+        model=model,
+        like=sampling.weights,
     )
     say(
         f"{cfg.model.path}: {networks.sizes(states['policy'].params, base)} on "
@@ -257,8 +272,13 @@ def begin_or_resume(
     return states, base, start, meta
 
 
-def settings_of(cfg: config.Config, model: ModelConfig) -> sources.Settings:
-    """Returns what a run's source reads of its configuration, which is complete."""
+def settings_of(
+    cfg: config.Config, model: ModelConfig, devices: int
+) -> sources.Settings:
+    """Returns what a run's source reads of its configuration, which is complete.
+
+    devices: that share rows, data x fsdp.
+    """
     return sources.Settings(
         seed=cfg.seed,
         data=cfg.data,
@@ -268,7 +288,7 @@ def settings_of(cfg: config.Config, model: ModelConfig) -> sources.Settings:
         rl=cfg.rl,
         sft_steps=cfg.sft.steps,
         sft_examples=cfg.sft.examples,
-        batch=cfg.batch,
+        batch=cfg.batch.on(devices),
         policy_optim=cfg.policy_optim,
         value_optim=cfg.value_optim,
         heldout_problems=cfg.eval.problems,

@@ -10,6 +10,8 @@ import shutil
 import pytest
 
 from dllm_jax import checks, command_line, config, data, generate, train
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl.config import BatchConfig
 from dllm_jax.sampling.config import SamplerConfig
 from tests import served
 
@@ -313,3 +315,17 @@ def test_defects_keep_their_traceback():
             int("defect")
         except ValueError as error:
             command_line.fail(error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "becomes"), [(8, 16, 16), (8, 6, 12), (1, 8, 8), (8, 4, None)]
+)
+def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
+    cfg = dataclasses.replace(config.Config(), batch=BatchConfig(rows=rows))
+    lines = config.warnings(cfg, ModelConfig(), devices)
+    if becomes is None:
+        assert not lines
+    else:
+        assert len(lines) == 1
+        assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}: {devices} ")
+    assert cfg.batch.on(devices).rows == (becomes or rows)

@@ -136,6 +136,20 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32, heads=("lm",)) -> Params:
     return jax.tree.unflatten(tree, [fresh(*pair) for pair in zip(keys, leaves)])
 
 
+def rounded(params: Params, cfg: ModelConfig) -> Params:
+    """Returns parameters in the computing dtype, where a forward pass rounds them first.
+
+    Left as they are: what computes in f32 (routers, the value head), and the embedding,
+    whose gradient is summed in f32 and has the embedding's dtype.
+    """
+
+    def leaf(path, x):
+        exact = {key.key for key in path} & {"embed", "router", "router_bias", "value"}
+        return x if exact else x.astype(cfg.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def rms_norm(x, weight, eps: float):
     """Scales the last dimension to unit mean square; statistics in f32.
 
@@ -245,7 +259,9 @@ def trunk(
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     carry = x_BTD, (cache.k_LPOKH, cache.v_LPOKH) if paged else None
-    if cfg.sparse_step > 1:
+    if isinstance(params["layers"], tuple):
+        carry, fresh, load = loop_layers(layer, carry, in_order(params, cfg))
+    elif cfg.sparse_step > 1:
         carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
     else:
         carry, fresh, load = scan_stacks(layer, carry, params)
@@ -253,6 +269,31 @@ def trunk(
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     return x_BTD, PagedKVCache(*pages) if paged else KVCache(*fresh), load
+
+
+def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
+    """Returns each layer's parameters by depth, where `params` has tuples of layers."""
+    at = {}
+    for name, letter in (("first", "Y"), ("layers", "L")):
+        at |= dict(zip(cfg.layer_numbers[letter], params.get(name, ()), strict=True))
+    return [at[number] for number in range(cfg.layers)]
+
+
+def loop_layers(layer, carry, layers: list[Params]):
+    """Does what `scan_stacks` does with layers whose weights are arrays of their own.
+
+    The loop is Python's: every layer is compiled. See acting.py for what that gains.
+    """
+    fresh, loads = [], []
+    for number, p in enumerate(layers):
+        carry, (fresh_of_layer, load) = layer(carry, (p, jnp.int32(number)))
+        fresh.append(fresh_of_layer)
+        loads += [] if load is None else [load]
+
+    def stack(trees: list):
+        return jax.tree.map(lambda *x: jnp.stack(x), *trees) if trees else None
+
+    return carry, stack(fresh), stack(loads)
 
 
 def scan_stacks(layer, carry, params: Params):

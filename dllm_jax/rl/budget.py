@@ -11,12 +11,14 @@ from typing import NamedTuple
 import jax
 
 from dllm_jax import memory
-from dllm_jax.models import lora, transformer
+from dllm_jax.models import acting, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl.learner import TrainState
+from dllm_jax.sampling.placement import Placement
 
 REMEDIES = {  # by phase
-    "rollout": "lower sampler.rows or sampler.pages, or raise mesh.model or mesh.fsdp",
+    "rollout": "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
+    "mesh.rollout='model'",
     "update": "set model.remat='full', lower batch.rows or batch.tokens, or raise "
     "mesh.fsdp or mesh.model",
 }
@@ -35,7 +37,7 @@ def plan(
     states: dict[str, TrainState],
     model: ModelConfig,
     mesh,
-    answerer,
+    sampling: Placement | None,
     update,
     seed: int,
 ) -> Budget:
@@ -43,29 +45,20 @@ def plan(
 
     source: its source (rl/sources.py), for `blank`, `updates` and `reference`.
     states: by name, as shapes with shardings.
-    answerer: the one that samples (sampling/answers.py); None where nothing samples.
+    sampling: where it samples; None where nothing does.
     update: learner.update, jitted as the run calls it.
     Raises ValueError, with the settings to change, where a program does not even compile.
     """
-    checkpoint = transformer.abstract(
-        dataclasses.replace(model, lora=None), mesh, model.dtype
-    )
-    base = checkpoint if model.lora else None
-    stays_frozen = checkpoint if model.lora or source.reference else ()
-    always = {
-        "parameters": memory.array_bytes([state.params for state in states.values()]),
-        "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
-        "frozen": memory.array_bytes(stays_frozen),
-    }
-    phases = {}
-    if answerer is not None:
-        policy = states["policy"].params
-        policy = jax.tree.map(lambda x: x.update(dtype=model.dtype), policy)
-        acting = lora.join(base, policy, model.lora)
-        lowered, between_calls = answerer.lower(acting, jax.random.key(seed))
+    base = checkpoint(model, mesh) if model.lora else None
+    always, phases = resident(states, model, mesh, reference=source.reference), {}
+    if sampling is not None:
+        lowered, between_calls = sampling.answerer.lower(
+            sampling.weights, jax.random.key(seed)
+        )
         always["rows and pages"] = memory.array_bytes(between_calls)
+        stacked = lora.join(base, states["policy"].params, model.lora)
         phases["rollout"] = {
-            "weights": memory.array_bytes(policy),
+            "weights": memory.array_bytes(acting.fresh(stacked, sampling.weights)),
             "activations": program_bytes(lowered, "rollout"),
         }
     batch = source.blank()
@@ -78,6 +71,27 @@ def plan(
         "activations": needs - gradients,
     }
     return Budget(always, phases)
+
+
+def resident(
+    states: dict[str, TrainState], model: ModelConfig, mesh, *, reference: bool
+) -> dict[str, int]:
+    """Returns the bytes of a device that a run's networks take, all the time.
+
+    states: as `plan` takes them; reference: whether the policy of the start is scored.
+    """
+    frozen = checkpoint(model, mesh) if model.lora or reference else ()
+    return {
+        "parameters": memory.array_bytes([state.params for state in states.values()]),
+        "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
+        "frozen": memory.array_bytes(frozen),
+    }
+
+
+def checkpoint(model: ModelConfig, mesh):
+    """Returns the weights of a checkpoint as they are loaded to stay frozen: shapes."""
+    plain = dataclasses.replace(model, lora=None)
+    return transformer.abstract(plain, mesh, model.dtype)
 
 
 def program_bytes(lowered, phase: str) -> int:

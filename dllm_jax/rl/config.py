@@ -210,8 +210,18 @@ class RLConfig:
 class BatchConfig:
     """The fixed shape of a training batch; trajectories are packed into its rows."""
 
-    rows: int = 8  # rows of a microbatch, over all devices
+    # Of a microbatch, over all devices; rounded up to a multiple of data x fsdp, which
+    # share them.
+    rows: int = 8
     tokens: int = 4096  # slots of a row: clean copies and noised blocks
 
     def __post_init__(self):
         checks.fields(self, rows=">= 1", tokens=">= 1")
+
+    def on(self, devices: int) -> "BatchConfig":
+        """Returns the shape where so many devices share the rows: all have as many.
+
+        What they do not need is padding. Of rows that do not divide, each device would
+        compute all.
+        """
+        return dataclasses.replace(self, rows=-(-self.rows // devices) * devices)

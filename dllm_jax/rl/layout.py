@@ -259,7 +259,12 @@ def sights(piece: Piece, view_T, pos_T, scope_T, layout: Layout):
     return np.concatenate([clean_end_T, noised_end_T]), group_T
 
 
-def microbatches(
+def microbatches(*, cfg, **facts) -> int:
+    """Returns how many microbatches always suffice; the arguments are `most_rows`'s."""
+    return -(-most_rows(cfg=cfg, **facts) // cfg.rows)
+
+
+def most_rows(
     *,
     trajectories: int,
     slots: int,
@@ -269,7 +274,7 @@ def microbatches(
     layout: Layout,
     cfg,
 ) -> int:
-    """Returns how many microbatches always suffice for so many trajectories.
+    """Returns how many rows always suffice for so many trajectories.
 
     slots: of a canvas; answer: the longest one's tokens; rounds: the most that a scope
     has, in all of a trajectory's `copies` rows of noise.
@@ -277,8 +282,7 @@ def microbatches(
     if not layout.facts.by_block:
         # No view is longer than a canvas, so all rows but the last hold as many as fit.
         views = trajectories * rounds if layout.facts.masks else trajectories
-        rows = -(-views // max(cfg.tokens // slots, 1))
-        return -(-rows // cfg.rows)
+        return -(-views // max(cfg.tokens // slots, 1))
     seats = layout.seats(cfg)
     # An answer has one block more than its length says where it begins inside of one.
     # Every block is noised once for each of its rounds, and a row of noise supervises a
@@ -299,4 +303,4 @@ def microbatches(
     # First fit: two rows together hold more than one row's load of slots or seats. Nor
     # are there more rows than pieces.
     rows = 2 * int(np.ceil(trajectories * load)) + 1
-    return -(-min(rows, trajectories * (cuts + 1)) // cfg.rows)
+    return min(rows, trajectories * (cuts + 1))

@@ -176,10 +176,12 @@ def gradients(
     Their number is data and not shape, so that a run compiles the loop once.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
+    # Once, and not in every microbatch, whose backward pass would gather f32 from `fsdp`.
+    rounded = transformer.rounded(params, model)
 
     def of_microbatch(i):
         (total, sums), grads = gradient(
-            params, microbatch(batch, i), base, model=model, plan=plan, cfg=cfg
+            rounded, microbatch(batch, i), base, model=model, plan=plan, cfg=cfg
         )
         return {"total": total, **sums}, grads
 

@@ -6,16 +6,16 @@ act on frozen weights beside them, the *base*. The *reference* is the policy of 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax import exits, sharding
-from dllm_jax.models import hf, lora, mask, transformer
+from dllm_jax.models import acting, hf, lora, mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import learner
-from dllm_jax.rl.config import OptimConfig
+from dllm_jax.rl.config import BatchConfig, OptimConfig
 
 
 def plans(
@@ -132,14 +132,12 @@ class Weights:
     base: transformer.Params | None  # frozen, where the states hold adapters
     reference: transformer.Params | None
     model: ModelConfig
-    cast: (
-        Callable  # a program: the policy's trained parameters in the dtype that samples
-    )
+    like: transformer.Params  # what samples, as shapes: see models/acting.py
 
     def acting(self) -> transformer.Params:
-        """Returns the weights that sample. Full training copies them: drop them soon."""
-        policy = self.cast(self.states["policy"].params)
-        return lora.join(self.base, policy, self.model.lora)
+        """Returns the weights that sample, a copy for the most part: drop them soon."""
+        policy = self.states["policy"].params
+        return acting.laid_out(lora.join(self.base, policy, self.model.lora), self.like)
 
     def scoring(self) -> dict[str, transformer.Params]:
         """Returns the weights of every network of `scored`, by name."""
@@ -191,6 +189,22 @@ def sizes(policy, base) -> str:
     """Returns how many parameters are trained, and how many stay frozen beside them."""
     frozen_ones = f" beside {count(base):,} frozen ones" if base else ""
     return f"{count(policy):,} parameters{frozen_ones}"
+
+
+def value_share(model: ModelConfig, seats: int, cfg: BatchConfig) -> float:
+    """Returns the share of an update's FLOPs that a value network of its own takes.
+
+    By the weights that a slot is multiplied with: the layers' in both networks, of experts
+    those that are chosen, and the language head's in the policy alone, at a row's `seats`.
+    Attention's scores, the same in both, are left out.
+    """
+    tree, sizes = transformer.specs(dataclasses.replace(model, lora=None)), model.sizes
+    layers = 0.0
+    for spec in jax.tree.leaves([tree.get("first", {}), tree["layers"]]):
+        chosen = model.experts_per_token / sizes["E"] if spec.dims[1] == "E" else 1.0
+        layers += chosen * math.prod(transformer.shape(spec, model))
+    head = sizes["D"] * sizes["V"] * seats / cfg.tokens
+    return layers / (2 * layers + head)
 
 
 def count(params) -> int:

@@ -171,8 +171,17 @@ class RL:
                 "rl.value='head' the value head has the policy's optimizer, "
                 "policy_optim, and only value_optim.lr is its own"
             )
+        if rl.value == "own":
+            share = networks.value_share(
+                settings.model, settings.layout.seats(settings.batch), settings.batch
+            )
+            tools.say(
+                f"rl.value='own': of the FLOPs of an update, and of scoring, the value "
+                f"network takes {share:.0%}; 'head', on the policy's, and 'none' take none"
+            )
         self.pack = packer(
             settings,
+            tools.say,
             trajectories=-(-rl.prompts * rl.group // rl.updates),
             longest=sampler.max_new,
             most_steps=sampler.max_new,
@@ -268,6 +277,7 @@ class SFT:
         self.examples = read_examples(settings, tools, pairs=False)
         self.pack = packer(
             settings,
+            tools.say,
             trajectories=settings.sft_examples,
             longest=int(self.examples.len_B.max()),
             most_steps=most_steps(self.examples, settings),
@@ -306,6 +316,7 @@ class DPO:
         self.examples = read_examples(settings, tools, pairs=True)
         self.pack = packer(
             settings,
+            tools.say,
             trajectories=2 * settings.sft_examples,
             longest=int(self.examples.len_B.max()),
             most_steps=most_steps(self.examples, settings),
@@ -375,28 +386,36 @@ def in_order(settings: Settings, size: int, taken: int, count: int) -> np.ndarra
     return data.order(size, taken, count, seed=cfg.seed, shuffle=cfg.shuffle)
 
 
-def packer(settings: Settings, *, trajectories: int, longest: int, most_steps: int):
+def packer(
+    settings: Settings, say, *, trajectories: int, longest: int, most_steps: int
+):
     """Returns views.pack, bound to the microbatches that always suffice for an update.
 
-    trajectories: the most of an update; longest: tokens of the longest answer; most_steps:
+    say: is told where not even one of them can be filled. trajectories: the most of an update; longest: tokens of the longest answer; most_steps:
     of an answer, as its trace has them.
     """
-    layout = settings.layout
-    most = layouts.microbatches(
+    layout, cfg = settings.layout, settings.batch
+    rows = layouts.most_rows(
         trajectories=trajectories,
         slots=settings.sampler.slots,
         answer=longest,
         rounds=noise.rounds(settings.noise, layout, longest, most_steps),
         copies=settings.noise.copies,
         layout=layout,
-        cfg=settings.batch,
+        cfg=cfg,
     )
+    if rows < cfg.rows:
+        say(
+            f"an update's {trajectories} answers fill at most {rows} of the {cfg.rows} "
+            "rows of a microbatch: the others are padding; lower batch.rows or "
+            "batch.tokens, or the number of updates, or raise mesh.model"
+        )
     return functools.partial(
         views.pack,
         mask_id=settings.model.mask_id,
         layout=layout,
-        cfg=settings.batch,
-        most=most,
+        cfg=cfg,
+        most=-(-rows // cfg.rows),
         aggregate=settings.objective.aggregate,
         copies=settings.noise.copies,
         draws=settings.noise.draws,

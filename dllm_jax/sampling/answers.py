@@ -18,9 +18,11 @@ others:
         calls, as shapes), for the memory plan. params: arrays, or their shapes with
         shardings.
 
-The same in every process: each queues the same prompts and fetches the same answers.
+`params` are those of models/acting.py, on the mesh of the answerer: `placement.py` says
+which. The same in every process: each queues the same prompts and fetches the same answers.
 """
 
+import dataclasses
 import sys
 
 import jax
@@ -43,10 +45,15 @@ def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
 
 
 class Batches:
-    """Batches of `cfg.rows` prompts in lock-step: each ends with its slowest row."""
+    """Batches of `cfg.rows` prompts in lock-step: each ends with its slowest row.
+
+    On a mesh there are as many rows more as its shards divide.
+    """
 
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, mesh):
-        self.model, self.cfg, self.mesh = model, cfg, mesh
+        self.model, self.mesh = model, mesh
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.cfg = dataclasses.replace(cfg, rows=-(-cfg.rows // shards) * shards)
 
     def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i), batch by batch: see the module."""
@@ -74,6 +81,7 @@ class Batches:
             if stopped:
                 return
 
+    @sharding.on_own_mesh
     def lower(self, params, key):
         """Returns (`denoise.advance`, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
@@ -90,9 +98,11 @@ class Batches:
         """
         static = {"model": self.model, "cfg": self.cfg}
         steps = 1 if watched else denoise.TURN
-        s = denoise.start(params, **arrays, **static)
+        with jax.set_mesh(self.mesh):  # the caller has its own between two turns
+            s = denoise.start(params, **arrays, **static)
         for _ in range(0, self.cfg.most_forwards, steps):
-            s = denoise.advance(params, s, steps, **static)
+            with jax.set_mesh(self.mesh):
+                s = denoise.advance(params, s, steps, **static)
             live_B, start_B = sharding.fetch((s.live_B, s.start_B))
             yield live_B, start_B, s
             if not live_B.any():
@@ -106,6 +116,7 @@ class Batches:
         """Returns the host Trace of a batch's rows as they are."""
         return sharding.fetch(traces(s, self.cfg.stop_ids))
 
+    @sharding.on_own_mesh
     def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:
         """Returns the arguments of `denoise.start` for prompts from `first` on."""
         n, rows = len(len_n), np.arange(first, first + self.cfg.rows)
@@ -121,6 +132,7 @@ class Batches:
             },
             self.mesh,
         )
+        key = sharding.key_on(self.mesh, key)
         return arrays | {"key_B": row_keys(key, arrays.pop("index_B"))}
 
 

@@ -22,7 +22,10 @@ class Engine:
     """Rows, pages and a queue. The same in every process of a mesh."""
 
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, mesh):
-        """Raises ValueError when the pages cannot hold a single row."""
+        """mesh: of the weights that sample; a run's other arrays may be on another.
+
+        Raises ValueError when the pages cannot hold a single row.
+        """
         self.model, self.cfg, self.mesh = model, cfg, mesh
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.scheduler = Scheduler(model=model, cfg=cfg, shards=self.shards)
@@ -61,6 +64,7 @@ class Engine:
         """
         if not self.busy:
             return []
+        key = sharding.key_on(self.mesh, key)
         self.forward(params, key, watched=watch is not None)
         return list(self.harvest(watch))
 
@@ -74,6 +78,7 @@ class Engine:
         generator, what is left is cancelled, so that no later run answers it; so it is
         where `stop`, which is asked after every turn, says so.
         """
+        key = sharding.key_on(self.mesh, key)
         try:
             while self.busy:  # a turn, of which answers are taken one by one
                 self.forward(params, key, watched=watch is not None)
@@ -102,6 +107,7 @@ class Engine:
         for request, answer in self.run(params, key, show if watch else None, stop):
             yield request.index, answer
 
+    @sharding.on_own_mesh
     def lower(self, params, key):
         """Returns (the loop over forwards, lowered; its rows and pages as shapes).
 
@@ -109,7 +115,7 @@ class Engine:
         """
         begun = empty.lower(
             sharding.place_rows(self.scheduler.no_changes(), self.mesh),
-            key,
+            sharding.key_on(self.mesh, key),
             model=self.model,
             cfg=self.cfg,
             pages=self.page_count,
@@ -128,6 +134,7 @@ class Engine:
 
     # ---- A turn ----------------------------------------------------------------------
 
+    @sharding.on_own_mesh
     def forward(self, params, key, *, watched: bool):
         """Admits what waits, then runs forwards until there is something for the host.
 

@@ -411,3 +411,22 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
 
     jax.eval_shape(everything)
     assert told == dict.fromkeys(ops, "reference")
+
+
+def test_weights_are_rounded_where_a_forward_pass_would_round_them(tiny):
+    sparse = {"experts": 4, "experts_per_token": 2, "expert_ffw": 8}
+    cfg = dataclasses.replace(
+        tiny[0], dtype="bfloat16", router="sigmoid", router_bias=True, **sparse
+    )
+    shapes = jax.eval_shape(
+        lambda key: transformer.init(key, cfg, jnp.float32, ("lm", "value")),
+        jax.random.key(0),
+    )
+    found = jax.eval_shape(lambda x: transformer.rounded(x, cfg), shapes)
+    exact = {"embed", "value", "router", "router_bias"}
+    for name, x in (found | found["layers"]).items():
+        if name != "layers":
+            assert x.dtype == ("float32" if name in exact else "bfloat16"), name
+    plain = dataclasses.replace(cfg, dtype="float32")
+    program = jax.make_jaxpr(lambda x: transformer.rounded(x, plain))(shapes)
+    assert not program.eqns  # a run in f32 computes what it did

@@ -4,15 +4,14 @@ import functools
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks import compile_8b
 from dllm_jax import memory, sharding
-from dllm_jax.models import transformer
+from dllm_jax.models import acting
 from dllm_jax.rl import budget, learner, networks
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
-from dllm_jax.sampling import answers
+from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
 GIB = 2**30
@@ -54,14 +53,12 @@ def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
     cfg = SamplerConfig(max_prompt=4, max_new=4, rows=4, page=4, prefill=4, cache=cache)
     mesh = sharding.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
     with jax.set_mesh(mesh), jax.log_compiles():
-        shapes = transformer.abstract(model, mesh, jnp.float32)
+        shapes = acting.abstract(model, mesh)
         answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
         lowered, rows = answerer.lower(shapes, jax.random.key(0))
         assert cache == "none" or answerer.rows is None  # nothing is there yet
         near(lowered, "rollout", shapes, rows)
-        params = jax.tree.map(
-            lambda x, shape: jax.device_put(x, shape.sharding), params, shapes
-        )
+        params = acting.laid_out(params, shapes)
         prompts, key = [[5, 6]] * 5, jax.random.key(1)
         stream = answerer.stream(params, prompts, key, temperature=1.0)
         trace = answers.collect(stream, len(prompts))
@@ -95,10 +92,9 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, ref
             update=jax.jit(update, donate_argnums=0),
             seed=0,
         )
-        sampled = plan(
-            answerer=answers.answerer(model=model, cfg=cfg, mesh=mesh),
-        )
-        given = plan(answerer=None)
+        sampling = placement.place(model=model, cfg=cfg, mesh=mesh)
+        sampled = plan(sampling=sampling)
+        given = plan(sampling=None)
     assert list(sampled.phases) == ["rollout", "update"]
     assert list(given.phases) == ["update"]
     assert given.phases["update"] == sampled.phases["update"]
@@ -108,6 +104,9 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, ref
         "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
         "frozen": memory.array_bytes(params[0]) if reference else 0,
     }
+    weights = memory.array_bytes(sampling.weights)
+    assert sampled.phases["rollout"]["weights"] == weights
+    assert weights > memory.array_bytes(params[0])  # which fsdp splits
     pages = {"rows and pages": sampled.always["rows and pages"]}
     assert sampled.always == given.always | pages and pages["rows and pages"] > 0
 

@@ -466,6 +466,46 @@ def test_the_cut_into_microbatches_leaves_the_update(sampled, alone):
     check_equal(run(params, cfg, batch), alone[0][2])
 
 
+@functools.partial(jit, static_argnames="model")
+def of_masters(params, batch, model):
+    """Returns the policy's gradients where each microbatch rounds the weights itself."""
+
+    def total(params):
+        losses = (
+            learner.loss(
+                params,
+                learner.microbatch(batch, i),
+                model=model,
+                plan=PLANS["policy"],
+                cfg=OBJECTIVE,
+            )[0]
+            for i in range(2)
+        )
+        return sum(losses)
+
+    return jax.grad(total)(params)
+
+
+def test_weights_rounded_once_have_the_gradients_of_the_masters(sampled, alone):
+    cfg, params, _ = sampled
+    model = dataclasses.replace(cfg, dtype="bfloat16")
+    batch = alone[0][0]
+    batch = batch.replace(used=np.minimum(batch.used, 2))
+    assert batch.used == 2
+    of_copy = jit(
+        functools.partial(
+            learner.gradients, model=model, plan=PLANS["policy"], cfg=OBJECTIVE
+        )
+    )
+    found = of_copy(params, batch, None)[0]
+    want = of_masters(params, batch, model)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert one.dtype == two.dtype == jnp.float32
+        size = np.linalg.norm(two)
+        assert size > 0
+        assert np.linalg.norm(one - two) < 0.01 * size
+
+
 def test_an_update_moves_every_parameter_and_reports(sampled, alone):
     _, params, _ = sampled
     states, metrics = alone[0][2]

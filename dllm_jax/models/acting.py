@@ -1,0 +1,181 @@
+"""The weights that sample: a copy of those that learn, laid out for sampling.
+
+Training splits every weight over `fsdp` too and gathers it for each use, which thousands
+of slots share. A forward of the sampler has a few for each row: to gather the weights
+would take far longer than to use them. So once a step they are copied, in the dtype of
+computation, to where sampling wants them:
+
+*   whole on every device, but for what `model` splits (the table sharding.ACT). Where
+    that is too large, on a *folded* mesh: the same devices in the same order, of which
+    neighbours along `fsdp` stand along `model`, and split heads and inner widths.
+*   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
+    them. There a scan copies a layer's weights out of the stack before it multiplies by
+    them. A TPU reads them where they are. A GPU copies them too, but keeps the stack: a
+    loop over 36 layers in each size of the engine's forward takes four times as long to
+    compile, and XLA then copies the pages from one size to the next.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+
+from dllm_jax.models import lora, transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.transformer import Params
+from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
+
+APART = ("cpu",)  # platforms on which each layer's weights are arrays of their own
+
+
+# ---- Where they lie ------------------------------------------------------------------
+
+
+def folded(mesh: Mesh, count: int) -> Mesh:
+    """Returns the mesh with `count` neighbours along `fsdp` standing along `model`.
+
+    The devices keep their order, so that a program moves arrays between the two meshes.
+    """
+    data, fsdp, model = mesh.devices.shape
+    grid = mesh.devices.reshape(data, fsdp // count, count * model)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def folds(model: ModelConfig, mesh: Mesh) -> list[int]:
+    """Returns the counts by which the mesh can be folded for a model, 1 first.
+
+    Beyond 1, `model` then splits every weight that it should, but perhaps the vocabulary.
+    """
+    fsdp = mesh.shape["fsdp"]
+    counts = [count for count in range(2, fsdp + 1) if fsdp % count == 0]
+    return [1, *(c for c in counts if splits_all(model, folded(mesh, c)))]
+
+
+def splits_all(model: ModelConfig, mesh: Mesh) -> bool:
+    """Returns whether the mesh's `model` divides heads, inner widths and experts."""
+    letters = MODEL.keys() - {"V"}
+    return all(
+        "model" in pspec(spec.dims, transformer.shape(spec, model), ACT, mesh)
+        for spec in jax.tree.leaves(specs(model))
+        if letters & set(spec.dims)
+    )
+
+
+def specs(model: ModelConfig) -> Params:
+    """Returns the Specs of all that samples, stacked: with adapters, beside their weights."""
+    whole = transformer.specs(dataclasses.replace(model, lora=None))
+    return lora.join(whole, transformer.specs(model), model.lora)
+
+
+def abstract(model: ModelConfig, mesh: Mesh) -> Params:
+    """Returns the weights that sample on a mesh, as shapes with shardings."""
+
+    def struct(spec):
+        shape = transformer.shape(spec, model)
+        place = named(spec.dims, shape, ACT, mesh)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=place)
+
+    def without_first(spec):
+        return dataclasses.replace(spec, dims=spec.dims[1:])
+
+    tree = specs(model)
+    if mesh.devices.flat[0].platform not in APART:
+        return jax.tree.map(struct, tree)
+    for name, letter in (("first", "Y"), ("layers", "L")):
+        if name in tree:
+            layer = jax.tree.map(without_first, tree[name])
+            tree[name] = (layer,) * model.sizes[letter]
+    return jax.tree.map(struct, tree)
+
+
+# ---- How they get there --------------------------------------------------------------
+
+
+def laid_out(params: Params, like: Params) -> Params:
+    """Returns weights as `like`, of `abstract`, says; params: stacked, with all of them.
+
+    What is there already, in the same dtype, is not copied: nobody may donate it meanwhile.
+    """
+    return walked(params, like, copied)
+
+
+def taken(params: Params, like: Params) -> Params:
+    """Does what `laid_out` does, and frees each of `params` when it is copied."""
+
+    def moved(x, number, place):
+        made = copied(x, number, place)
+        if made is not x and (number is None or number + 1 == len(x)):
+            x.delete()
+        return made
+
+    return walked(params, like, moved)
+
+
+def fresh(params: Params, like: Params) -> Params:
+    """Returns the shapes of what `laid_out` copies, None elsewhere; params: shapes too."""
+
+    def shape(x, number, place):
+        return None if is_there(x, number, place) else place
+
+    return walked(params, like, shape)
+
+
+def walked(params: Params, like: Params, get) -> Params:
+    """Returns the tree `like` with get(x, number, place) for each of its leaves, `place`.
+
+    x: that of `params`; number: which of the stack x is meant, or None for all of x.
+    """
+    out = {}
+    for name, places in like.items():
+        if isinstance(places, tuple):
+            stack, tree = jax.tree.flatten(params[name])
+            columns = zip(*map(jax.tree.leaves, places), strict=True)
+            columns = [
+                [get(x, number, place) for number, place in enumerate(column)]
+                for x, column in zip(stack, columns, strict=True)
+            ]
+            out[name] = tuple(map(tree.unflatten, zip(*columns, strict=True)))
+        else:
+            out[name] = jax.tree.map(
+                lambda x, place: get(x, None, place), params[name], places
+            )
+    return out
+
+
+def is_there(x, number, place) -> bool:
+    """Returns whether x, all of it, is as `place` says."""
+    return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
+
+
+def copied(x, number, place):
+    """Returns x, or x[number], as `place` says; x itself where that is so.
+
+    Layer by layer, so that no device holds more than one of them twice.
+    """
+    if is_there(x, number, place):
+        return x
+    if number is None:
+        return whole_copier(place.dtype, place.sharding)(x)
+    return layer_copier(place.dtype, place.sharding)(x, number)
+
+
+@functools.cache
+def whole_copier(dtype, place):
+    """Returns a program that copies an array."""
+
+    def copy_whole(x):
+        return x.astype(dtype)
+
+    return jax.jit(copy_whole, out_shardings=place)
+
+
+@functools.cache
+def layer_copier(dtype, place):
+    """Returns a program that copies one array of a stack; its number is data."""
+
+    def copy_layer(x, number):
+        return x[number].astype(dtype)
+
+    return jax.jit(copy_layer, out_shardings=place)

@@ -1,0 +1,144 @@
+"""Where a run samples: on which mesh, by whom, and with weights of which layout.
+
+Each device has all weights (but for what `mesh.model` splits) if they fit beside what else
+lies there; if not, the same devices share them out by tensor parallelism, as few of them as
+it takes. The less devices share, the less they wait for each other at every layer.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from dllm_jax import memory
+from dllm_jax.models import acting, hf, transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.sampling import answers
+from dllm_jax.sampling.config import SamplerConfig
+
+ROLLOUTS = ("auto", "replicated", "model")
+
+
+class Placement(NamedTuple):
+    """Who samples, and what with."""
+
+    answerer: answers.Batches | answers.Engine
+    weights: transformer.Params  # acting.abstract: shapes with shardings
+    note: str  # a line to print; "" where the mesh leaves no choice
+
+
+def place(
+    *,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+    mesh,
+    rollout: str = "auto",
+    beside: int = 0,
+    limit: int | None = None,
+) -> Placement:
+    """Returns where a run on `mesh` samples.
+
+    rollout: "replicated": every device has all weights, but for what `mesh.model` splits;
+    "model": as many neighbours along fsdp as the model's heads allow share them; "auto":
+    all weights if they fit, or else the fewest neighbours that can hold them.
+    beside: bytes of a device that others take meanwhile. limit: those it has, None where it
+    does not say; then they fit.
+    Raises ValueError where rollout is "model" and no neighbours can share.
+    """
+    counts = acting.folds(model, mesh)
+    if rollout == "model":
+        refuse_to_fold(counts, model, mesh)
+        counts = counts[-1:]
+    elif rollout == "replicated":
+        counts = counts[:1]
+    tried = ""
+    for count in counts:
+        placement = placed(model, cfg, acting.folded(mesh, count))
+        needs = beside + memory.array_bytes(placement.weights)
+        if limit is not None and len(counts) > 1:
+            needs = bytes_of(placement, beside, limit)
+        if count == counts[-1] or limit is None or needs <= limit:
+            break
+        tried = (
+            f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
+        )
+    if mesh.shape["fsdp"] == 1:
+        return placement
+    return placement._replace(note=note_of(placement, rollout) + tried)
+
+
+def loaded(path, *, model: ModelConfig, cfg: SamplerConfig, mesh, rollout: str, say):
+    """Returns (an answerer, the weights of the checkpoint at `path`, laid out for it).
+
+    say: prints a line. Raises ValueError as `place` and hf.load do.
+    """
+    placement = place(
+        model=model,
+        cfg=cfg,
+        mesh=mesh,
+        rollout=rollout,
+        limit=memory.device_bytes(),
+    )
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
+    if placement.note:
+        say(placement.note)
+    return placement.answerer, acting.taken(params, placement.weights)
+
+
+def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
+    """Returns the Placement on exactly this mesh."""
+    answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
+    return Placement(answerer, acting.abstract(model, mesh), "")
+
+
+def bytes_of(placement: Placement, beside: int, limit: int) -> float:
+    """Returns the bytes of a device that are taken while it samples.
+
+    Nothing is compiled where weights, rows and pages alone exceed `limit`. What the compiler
+    refuses takes more than any device has.
+    """
+    needs = beside + memory.array_bytes(placement.weights)
+    if needs > limit:
+        return needs
+    lowered, kept = placement.answerer.lower(placement.weights, jax.random.key(0))
+    needs += memory.array_bytes(kept)
+    if needs > limit:
+        return needs
+    try:
+        return needs + memory.program_bytes(lowered.compile())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
+
+
+def refuse_to_fold(counts: list[int], model: ModelConfig, mesh):
+    """Raises ValueError where no neighbours along fsdp can share the weights."""
+    if mesh.shape["fsdp"] == 1:
+        raise ValueError(
+            "mesh.rollout='model': mesh.fsdp is 1, so no device has a neighbour to share "
+            "weights with; set 'auto'"
+        )
+    if len(counts) == 1:
+        raise ValueError(
+            f"mesh.rollout='model': no number of neighbours among mesh.fsdp="
+            f"{mesh.shape['fsdp']}, times mesh.model={mesh.shape['model']}, divides the "
+            f"model's {model.heads} heads, {model.kv_heads} key heads and inner widths; "
+            "set 'replicated' or 'auto'"
+        )
+
+
+def note_of(placement: Placement, rollout: str) -> str:
+    """Returns the line that says where a run samples."""
+    shape = placement.answerer.mesh.shape
+    share = gib(memory.array_bytes(placement.weights))
+    copies = shape["data"] * shape["fsdp"]
+    return (
+        f"mesh.rollout={rollout!r}: sampling has {copies} x all weights, {share} GiB of "
+        f"them on each device (data, fsdp, model: {tuple(shape.values())})"
+    )
+
+
+def gib(size: int) -> str:
+    """Returns bytes in GiB, to print."""
+    return f"{size / memory.GIB:.2f}"

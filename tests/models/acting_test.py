@@ -1,0 +1,161 @@
+"""The weights that sample: each layer's own arrays, on every mesh, and what they compute."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import sharding
+from dllm_jax.models import acting, lora, mask, transformer
+from dllm_jax.models import cache as kv
+from dllm_jax.models.config import Lora
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
+KINDS = {
+    "dense": {},
+    "first": SPARSE | {"layers": 3, "dense_layers": 1, "shared_experts": 1},
+    "between": SPARSE | {"layers": 5, "sparse_step": 2},
+    "adapters": {"lora": Lora(3, 6.0, ("wq", "w_down"))},
+}
+
+
+def made(tiny, kind):
+    """Returns (ModelConfig, stacked weights) of a kind of tower."""
+    model = dataclasses.replace(tiny[0], **KINDS[kind])
+    specs = acting.specs(model)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs))))
+
+    def weight(spec):
+        return 0.3 * jax.random.normal(next(keys), transformer.shape(spec, model))
+
+    return model, jax.tree.map(weight, specs)
+
+
+def mesh_of(data=1, fsdp=1, model=1):
+    """Returns a mesh of as many devices as it takes."""
+    devices = jax.devices()[: data * fsdp * model]
+    return sharding.make_mesh(data=data, fsdp=fsdp, model=model, devices=devices)
+
+
+@functools.partial(jit, static_argnames="model")
+def run(params, tokens_BT, model):
+    """Returns hidden states and keys without a cache, and beside those keys."""
+    pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    seen = mask.clean("block", pos_BT, jnp.full(len(tokens_BT), 99), 4)
+    x_BTD = transformer.embed(params, tokens_BT, model)
+    alone, cache, load = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    beside = mask.beside(seen, jnp.ones(tokens_BT.shape, bool))
+    again, fresh, _ = transformer.trunk(params, x_BTD, pos_BT, beside, model, cache)
+    return alone, again, cache, fresh, load
+
+
+@functools.partial(jit, static_argnames="model")
+def run_paged(params, tokens_BT, model):
+    """Returns hidden states and the pages that two windows have written."""
+    pool = kv.pool(model, 4, 8)
+    window = kv.Window(
+        table_BA=jnp.array([[2, 0], [1, 3]]),
+        start_B=jnp.array([0, 4]),
+        keep_B=jnp.array([True, True]),
+    )
+    pos_BT = window.start_B[:, None] + jnp.arange(4)[None]
+    x_BTD = transformer.embed(params, tokens_BT[:, :4], model)
+    return transformer.trunk(params, x_BTD, pos_BT, window, model, pool)[:2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("program", [run, run_paged])
+def test_layers_of_their_own_compute_what_the_stack_does(tiny, kind, program):
+    model, params = made(tiny, kind)
+    like = acting.abstract(model, mesh_of())
+    layers = acting.laid_out(params, like)
+    for name in ("first", "layers"):
+        assert (name in params) == (name in layers)
+        assert isinstance(layers.get(name, ()), tuple)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 8), 0, 66)
+    want, found = (program(x, tokens_BT, model) for x in (params, layers))
+    assert jax.tree.structure(want) == jax.tree.structure(found)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-5), want, found
+    )
+
+
+@pytest.mark.parametrize("kind", ["first", "adapters"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(tiny, kind, count):
+    model, params = made(tiny, kind)
+    mesh = mesh_of(data=2, fsdp=4)
+    where = acting.folded(mesh, count)
+    assert dict(where.shape) == {"data": 2, "fsdp": 4 // count, "model": count}
+    assert list(where.devices.flat) == list(mesh.devices.flat)
+    split = jax.tree.map(
+        lambda x, spec: jax.device_put(
+            x, sharding.named(spec.dims, x.shape, sharding.PARAM, mesh)
+        ),
+        params,
+        acting.specs(model),
+    )
+    bf16 = dataclasses.replace(model, dtype="bfloat16")
+    like = acting.abstract(bf16, where)
+    with jax.set_mesh(mesh):
+        copy = acting.laid_out(split, like)
+    assert jax.tree.structure(copy) == jax.tree.structure(like)
+    for x, place in zip(jax.tree.leaves(copy), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (place.shape, jnp.bfloat16)
+        assert x.sharding.is_equivalent_to(place.sharding, x.ndim)
+    last, part = copy["layers"][-1]["wq"], 1 / count
+    last = last.w if kind == "adapters" else last
+    stack = params["layers"]["wq"]
+    stack = stack.w if kind == "adapters" else stack
+    np.testing.assert_array_equal(last, stack[-1].astype(jnp.bfloat16))
+    assert last.addressable_shards[0].data.size == part * last.size
+    assert not split["embed"].is_deleted()
+
+
+def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypatch):
+    model, params = made(tiny, "dense")
+    mesh = mesh_of()
+    shapes = transformer.abstract(model, mesh, jnp.float32)
+    params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
+    like = acting.abstract(model, mesh)
+    fresh = jax.tree.leaves(acting.fresh(params, like))
+    assert len(fresh) == len(jax.tree.leaves(like["layers"]))
+    kept, stack = params["embed"], params["layers"]["wq"]
+    want = np.array(stack)
+    weights = acting.taken(params, like)
+    assert weights["embed"] is kept
+    assert stack.is_deleted()
+    found = np.stack([layer["wq"] for layer in weights["layers"]])
+    np.testing.assert_array_equal(found, want)
+    monkeypatch.setattr(acting, "APART", ())
+    like = acting.abstract(model, mesh)
+    params = made(tiny, "dense")[1]
+    params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
+    same = jax.tree.map(lambda x, y: x is y, acting.laid_out(params, like), params)
+    assert all(jax.tree.leaves(same))
+    assert not jax.tree.leaves(acting.fresh(params, like))
+
+
+def test_a_mesh_is_folded_as_far_as_heads_and_widths_divide(tiny):
+    model = tiny[0]  # 16 heads, 8 key heads, a width of 64
+    assert acting.folds(model, mesh_of(fsdp=8)) == [1, 2, 4, 8]
+    assert acting.folds(model, mesh_of(data=2, fsdp=2, model=2)) == [1, 2]
+    few = dataclasses.replace(model, kv_heads=2)
+    assert acting.folds(few, mesh_of(fsdp=8)) == [1, 2]
+    assert acting.folds(few, mesh_of(fsdp=4, model=2)) == [1]
+    narrow = dataclasses.replace(model, ffw=60)
+    assert acting.folds(narrow, mesh_of(fsdp=8)) == [1, 2, 4]
+    assert acting.folds(model, mesh_of(fsdp=6)) == [1, 2]
+    sparse = dataclasses.replace(model, **SPARSE)  # 4 experts, each 16 wide
+    assert acting.folds(sparse, mesh_of(fsdp=8)) == [1, 2, 4]
+
+
+def test_all_that_is_adapted_has_its_adapters(tiny):
+    model, _ = made(tiny, "adapters")
+    layer = acting.abstract(model, mesh_of())["layers"][0]
+    adapted = {name for name, x in layer.items() if isinstance(x, lora.Adapted)}
+    assert adapted == {"wq", "w_down"}
