@@ -13,7 +13,8 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.denoise import TURN
-from dllm_jax.sampling.rows import Rows, admit, advance, empty, traces
+from dllm_jax.sampling.forwards import advance
+from dllm_jax.sampling.rows import Rows, admit, empty, traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
 

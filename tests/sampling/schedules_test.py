@@ -49,7 +49,7 @@ class Row:
         return tuple(self.canvas[: (at // self.size + 1) * self.size])
 
     def due(self) -> int:
-        """Returns how many clean windows the row waits for."""
+        """Returns how many blocks before its present one have no keys."""
         return (self.start - self.filled) // self.size if self.live else 0
 
 
@@ -89,35 +89,55 @@ class Device:
         page = self.table_BA[row, at // self.cfg.page_slots]
         return self.pools[row // self.count][page], at % self.cfg.page_slots
 
-    def deal(self, mates: dict[int, Row], windows: int) -> dict[int, int]:
-        """Returns how many clean windows each row gets, who waits for least first."""
-        taken = {}
-        for row in sorted(mates, key=lambda row: (mates[row].due() or 2**30, row)):
-            taken[row] = min(mates[row].due(), windows)
-            windows -= taken[row]
-        return taken
-
-    def forward(self, windows: int):
-        """Runs clean windows and a step of every row that has no others to wait for."""
+    def forward(self):
+        """Runs chunks of prompts where a row waits for more than a block, else blocks."""
         self.forwards += 1
-        for shard in range(self.shards):
-            mates = {r: x for r, x in self.rows.items() if r // self.count == shard}
-            taken = self.deal(mates, windows)
-            now = {r: x for r, x in mates.items() if x.live and taken[r] == x.due()}
-            for number, row in mates.items():
-                first, end = row.filled, row.filled + taken[number] * self.size
-                for at in range(first, end):
-                    page, slot = self.slot(number, at)
-                    page[slot] = row.key(at)
-                if end > first == row.start - taken[number] * self.size:
-                    row.end_of_clean = row.start
-                row.filled = end
-            for number, row in mates.items():  # everything is written before it is read
-                if taken[number] or number in now:
-                    self.check(number, row, row.start if number in now else row.filled)
-            for number, row in now.items():
-                if row.start + self.size <= self.room_B[number]:
-                    self.step(row)
+        live = {number: row for number, row in self.rows.items() if row.live}
+        if any(row.due() > 1 for row in live.values()):
+            written, now = self.chunks(live), {}
+        else:
+            written = {number: row.start for number, row in live.items() if row.due()}
+            now = {
+                number: row
+                for number, row in live.items()
+                if row.start + self.size <= self.room_B[number]
+            }
+        for number, end in written.items():
+            self.write(number, self.rows[number], end)
+        for number in {**written, **now}:  # everything is written before it is read
+            row = self.rows[number]
+            self.check(number, row, row.start if number in now else row.filled)
+        for row in now.values():
+            self.step(row)
+
+    def chunks(self, live: dict[int, Row]) -> dict[int, int]:
+        """Returns up to where rows' prompts are filled, who waits for least first."""
+        due = {  # in chunks
+            number: -(-row.due() * self.size // self.cfg.chunk)
+            for number, row in live.items()
+            if row.due() > 1
+        }
+        on_shard = collections.Counter()
+        for number, count in due.items():
+            on_shard[number // self.count] += count
+        few, many = self.cfg.chunk_counts(self.count)
+        count = few if 2 * max(on_shard.values()) < many else many
+        left, filled = dict.fromkeys(on_shard, count), {}
+        for number in sorted(due, key=lambda number: (due[number], number)):
+            row, shard = live[number], number // self.count
+            taken = min(due[number], left[shard])
+            left[shard] -= taken
+            filled[number] = min(row.filled + taken * self.cfg.chunk, row.start)
+        return filled
+
+    def write(self, number: int, row: Row, end: int):
+        """Writes a row's keys up to a position."""
+        for at in range(row.filled, end):
+            page, slot = self.slot(number, at)
+            page[slot] = row.key(at)
+        if end == row.start > row.filled:
+            row.end_of_clean = row.start
+        row.filled = end
 
     def check(self, number: int, row: Row, end: int):
         """Asserts that a row finds its own keys up to a position."""
@@ -139,7 +159,6 @@ class Device:
     def advance(self, steps: int, enough: int):
         """Runs forwards as the loop on the device does."""
         alive = sum(row.live for row in self.rows.values())
-        sizes = self.cfg.clean_windows(self.count)
         n = 0
         while n < steps:
             live = {r: x for r, x in self.rows.items() if x.live}
@@ -150,11 +169,7 @@ class Device:
             ]
             if not able or alive - len(live) >= enough:
                 break
-            due = collections.Counter()
-            for number, row in live.items():
-                due[number // self.count] += row.due()
-            fits = [size for size in sizes if size >= max(due.values())]
-            self.forward(fits[0] if fits else sizes[-1])
+            self.forward()
             n += 1
 
     # What the host fetches.
