@@ -132,3 +132,9 @@ def constrained(rows: Rows) -> Rows:
 
 
 traces = jax.jit(state.trace, static_argnames="stop_ids")
+
+
+@functools.partial(jax.jit, static_argnames="stop_ids")
+def some_traces(s: SamplingState, row_n, stop_ids: tuple[int, ...]) -> state.Trace:
+    """Returns what some rows hand up."""
+    return jax.tree.map(lambda x: x[row_n], state.trace(s, stop_ids))

@@ -199,7 +199,7 @@ def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
     rng = np.random.default_rng(0)
     lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
     drawn = [rng.integers(10, 60, length).tolist() for length in lengths]
-    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # three pages of four are known
+    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # twelve pages are known
     asked = [(i, prompt, 1.0, 6) for i, prompt in enumerate(drawn)]
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, asked)
@@ -292,16 +292,16 @@ def as_on_tpu(op):
     return run
 
 
-def test_over_the_kernels_of_pages(tiny, monkeypatch):
-    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
-    for name in ("paged_attention", "cache_update"):
-        op = functools.partial(getattr(pallas_kernels, name), interpret=True)
-
-        monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
+def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
+    want = defined(tiny, cfg, asked)
+    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
+    for name in ("attention", "paged_attention", "cache_update"):
+        op = functools.partial(getattr(pallas_kernels, name), interpret=True)
+        monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
     ask(made, asked)
-    answers_as(made, tiny[1], defined(tiny, cfg, asked))
+    answers_as(made, tiny[1], want)
 
 
 def test_a_run_that_is_left_answers_nothing_later(tiny):

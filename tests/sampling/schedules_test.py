@@ -6,6 +6,7 @@ schedules take the time that a model takes for one.
 """
 
 import collections
+import dataclasses
 import types
 
 import hypothesis
@@ -16,7 +17,9 @@ import pytest
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.denoise import TURN
 from dllm_jax.sampling.engine import Engine
+from dllm_jax.sampling.scheduler import AHEAD
 from dllm_jax.sampling.state import Trace
 from tests.properties import examples
 
@@ -185,15 +188,16 @@ class Device:
     forwards_B = property(lambda self: self.of_rows("forwards"))
     s = property(lambda self: self)
 
-    def trace(self) -> Trace:
-        """Returns the rows' traces, of which the tests read tokens and lengths."""
-        n = self.count * self.shards
+    def traces(self, numbers) -> Trace:
+        """Returns some rows' traces, of which the tests read tokens and lengths."""
+        n = len(numbers)
         tokens_BT = np.zeros((n, self.cfg.slots), np.int32)
         prompt_len_B, len_B = np.zeros((2, n), np.int32)
-        for number, row in self.rows.items():
-            tokens_BT[number, : len(row.canvas)] = row.canvas
-            prompt_len_B[number] = row.prompt_len
-            len_B[number] = min(row.limit, row.stop) - row.prompt_len
+        for i, number in enumerate(numbers):
+            if row := self.rows.get(int(number)):
+                tokens_BT[i, : len(row.canvas)] = row.canvas
+                prompt_len_B[i] = row.prompt_len
+                len_B[i] = min(row.limit, row.stop) - row.prompt_len
         zero_BT, zero_B = np.zeros(tokens_BT.shape), np.zeros(n, np.int32)
         return Trace(
             tokens_BT=tokens_BT,
@@ -227,7 +231,7 @@ def without_a_model(monkeypatch, shards: int):
         ("empty", empty),
         ("admit", admit),
         ("advance", advance),
-        ("traces", lambda device, stop_ids: device.trace()),
+        ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),
         ("sharding", types.SimpleNamespace(place_rows=as_it_is, fetch=as_it_is)),
     ):
         monkeypatch.setattr(engine, name, stand_in)
@@ -352,3 +356,28 @@ def play(made: Engine, asked, arrive, cancelled, watched: bool):
                 waiting.pop(cancelled[ended], None)
             come(arrive[ended - 1])
         assert not waiting
+
+
+def test_when_the_host_comes_back():
+    shape = {"data": 1, "fsdp": 1}
+    cfg = SamplerConfig(block=2, page=4, rows=16, max_prompt=8, max_new=64)
+    alike, other = [1] * 8, [2] * 8
+
+    def until(*prompts, **changes) -> tuple[int, int]:
+        """Returns after how many forwards, and ended rows."""
+        made = Engine(
+            model=ModelConfig(vocab=9),
+            cfg=dataclasses.replace(cfg, **changes),
+            mesh=types.SimpleNamespace(shape=shape),
+        )
+        for index, prompt in enumerate(prompts):
+            made.submit(prompt, index=index, temperature=0.0, new=64)
+        made.scheduler.admit()
+        return made.until(watched=False)
+
+    assert until(alike, other) == (TURN, 16)  # nobody waits
+    assert until(*[other] * 2) == (1, 2)  # one waits for the other's prompt
+    assert until(*[[n % 9, n // 9] for n in range(40)]) == (TURN, 2)  # for rows
+    # For pages, which come with the end of others.
+    assert until(alike, other, [3] * 8, pages=20) == (AHEAD, 2)
+    assert until(alike, alike, pages=20) == (1, 2)
