@@ -17,6 +17,7 @@ are no part of the compiled program.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache, Window
+from dllm_jax.models.cache import Chunk, KVCache, PagedKVCache, Window, read
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -219,13 +220,13 @@ def trunk(
     params: Params,
     x_BTD,
     pos_BT,
-    mask: Mask | Window,
+    mask: Mask | Window | Chunk,
     cfg: ModelConfig,
     cache: KVCache | PagedKVCache | None = None,
 ):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
-    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window.
+    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window or a Chunk.
     cache: what the rows see besides themselves, in one of three forms:
 
     None          nothing. Returned is the KVCache of exactly these T positions.
@@ -380,11 +381,15 @@ def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
 
 
 @jax.named_scope("attention")
-def attend_paged(x_BTD, p, angle_BTh, window: Window, pages, number, cfg: ModelConfig):
+def attend_paged(
+    x_BTD, p, angle_BTh, window: Window | Chunk, pages, number, cfg: ModelConfig
+):
     """Returns (x_BTD + Attn(RMSNorm(x_BTD)), pages with the keys that are kept).
 
     pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
     """
+    if isinstance(window, Chunk):
+        return attend_chunk(x_BTD, p, angle_BTh, window, pages, number, cfg)
     q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
     # The pages are written before they are read: where a block and the next one of the
     # same answer are two windows of this batch, the next one sees the block's kept keys.
@@ -409,6 +414,53 @@ def attend_paged(x_BTD, p, angle_BTh, window: Window, pages, number, cfg: ModelC
         implementation=cfg.kernels,
     )
     return add_attention(x_BTD, p, out_BTNH), pages
+
+
+def attend_chunk(x_BWD, p, angle_BWh, chunk: Chunk, pages, number, cfg: ModelConfig):
+    """Does what `attend_paged` does, with parts of prompts."""
+    q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, angle_BWh, cfg)
+    B, J = chunk.keep_BJ.shape
+    Q = x_BWD.shape[1] // J
+    # Written block by block, each as a window of its own: the last may end in a page
+    # where the answer goes on.
+    start_BJ = chunk.start_B[:, None] + Q * jnp.arange(J)[None]
+    pages = pallas_kernels.cache_update(
+        pages,
+        number,
+        jnp.repeat(chunk.table_BA, J, axis=0),
+        start_BJ.reshape(-1),
+        chunk.keep_BJ.reshape(-1),
+        *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
+        implementation=cfg.kernels,
+    )
+
+    def attend_to(count, q_BWNH, pages):
+        k_BSKH, v_BSKH = read(pages, number, chunk.table_BA[:, :count])
+        k_pos_BS, k_group_BS = (
+            x[:, : k_BSKH.shape[1]]
+            for x in (chunk.mask.k_pos_BS, chunk.mask.k_group_BS)
+        )
+        seen = chunk.mask.replace(k_pos_BS=k_pos_BS, k_group_BS=k_group_BS)
+        return pallas_kernels.attention(
+            q_BWNH, k_BSKH, v_BSKH, seen, implementation=cfg.kernels
+        )
+
+    counts = page_counts(chunk.table_BA.shape[1])
+    branches = [functools.partial(attend_to, count) for count in counts]
+    count = jnp.searchsorted(jnp.asarray(counts[:-1], jnp.int32), chunk.pages)
+    out_BWNH = jax.lax.switch(count, branches, q_BWNH, pages)
+    return add_attention(x_BWD, p, out_BWNH), pages
+
+
+def page_counts(pages: int) -> tuple[int, ...]:
+    """Returns how many of a row's pages attention may be made for: all, a quarter, ...
+
+    Prompts are read as far as they reach, and not as rows may.
+    """
+    counts = [pages]
+    while counts[0] > 4:
+        counts.insert(0, -(-counts[0] // 4))
+    return tuple(counts)
 
 
 def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):

@@ -34,7 +34,7 @@ class SamplerConfig:
     rows: int = 64  # canvases sampled together
     page: int = 32  # positions of a cache page, rounded up to whole blocks
     pages: int = 0  # of one device's rows; 0: as many as all of them can use
-    prefill: int = 512  # prompt tokens that one forward takes along, on each device
+    prefill: int = 512  # prompt tokens of one forward, on each device
 
     def __post_init__(self):
         checks.fields(
@@ -104,16 +104,31 @@ class SamplerConfig:
         """
         return self.slots + self.slots // self.block
 
-    def clean_windows(self, rows: int) -> tuple[int, ...]:
-        """Returns how many clean windows beside `rows` rows a forward may be made for.
+    def window_counts(self, rows: int) -> tuple[int, ...]:
+        """Returns how many windows a forward of `rows` rows' blocks may be made for.
 
-        What half of the rows have just filled, what all have, and parts of prompts; of
-        these no more than all rows can wait for. Each number is a program to compile.
+        A row has two at most: the block that it has just filled and its next; at two
+        steps a block half of the rows have both. The least is for the time when rows
+        have ended and nothing waits. Each number is a program to compile.
         """
-        longest = self.max_prompt // self.block
-        prefill = min(-(-self.prefill // self.block), rows * longest)  # windows
-        prompts = (prefill // 16, prefill // 4, prefill)
-        return tuple(sorted({rows // 2, rows, *(rows + count for count in prompts)}))
+        least = rows // 2 if rows >= 8 else rows
+        return tuple(sorted({least, rows + rows // 2, 2 * rows}))
+
+    @property
+    def chunk(self) -> int:
+        """Positions of a chunk of a prompt: whole blocks."""
+        most = min(64, self.prefill, self.max_prompt)
+        return -(-most // self.block) * self.block
+
+    def chunk_counts(self, rows: int) -> tuple[int, int]:
+        """Returns how many chunks of `rows` rows' prompts a forward may be made for.
+
+        As many as `prefill` says, but no more than all rows can wait for; or few, for a
+        short prompt that comes alone.
+        """
+        longest = -(-self.max_prompt // self.chunk)
+        many = min(-(-self.prefill // self.chunk), rows * longest)
+        return -(-many // 8), many
 
     @property
     def page_slots(self) -> int:

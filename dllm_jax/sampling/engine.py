@@ -8,12 +8,15 @@ ended: one *turn* is an admission, a run of forwards, and a harvest.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 """
 
+import numpy as np
+
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.denoise import TURN
-from dllm_jax.sampling.rows import Rows, admit, advance, empty, traces
+from dllm_jax.sampling.forwards import advance
+from dllm_jax.sampling.rows import Rows, admit, empty, some_traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
 
@@ -179,9 +182,9 @@ class Engine:
         enough = -(-row_count // 8) if waiting else row_count
         if watched:
             return 1, enough
-        # A request that waits beside a free row waits for pages, which may be filled or
-        # given back after any forward.
-        if waiting and len(self.scheduler.active) < row_count:
+        # A request that waits beside a free row for the pages of a prompt like its own
+        # can have them after any forward.
+        if len(self.scheduler.active) < row_count and self.scheduler.awaits_prompt:
             return 1, enough
         return AHEAD if self.scheduler.overbooked else TURN, enough
 
@@ -205,14 +208,31 @@ class Engine:
             )
         if not ended and not watch:
             return
-        trace = sharding.fetch(traces(s, self.cfg.stop_ids))
+        answers = self.answers(active if watch else ended)
         if watch:
             for request in active:
                 if request.running:
-                    watch(request, state.answer(trace, request.row))
+                    watch(request, answers[request])
         for request in ended:
             if request.running:
-                answer = state.answer(trace, request.row)
+                answer = answers[request]
                 self.tainted = self.tainted or bool(answer.bad)
                 self.scheduler.end(request)
                 yield request, answer
+
+    def answers(self, requests: list[Request]) -> dict[Request, Answer]:
+        """Returns the Answers of active requests, as far as they have come.
+
+        They are fetched some at a time, for which one program serves: a row's trace is
+        as long as a canvas, and few rows end together.
+        """
+        row_count, found = self.scheduler.row_count, {}
+        size = min(row_count, max(8, -(-row_count // 8)))
+        for first in range(0, len(requests), size):
+            some = requests[first : first + size]
+            row_n = np.zeros(size, np.int32)
+            row_n[: len(some)] = [request.row for request in some]
+            trace = sharding.fetch(some_traces(self.rows.s, row_n, self.cfg.stop_ids))
+            for n, request in enumerate(some):
+                found[request] = state.answer(trace, n)
+        return found

@@ -86,6 +86,8 @@ class Scheduler:
         self.asked: set[int] = set()  # the indices of both
         self.pools = [Pages(self.pages_per_shard) for _ in range(shards)]
         self.gone: set[int] = set()  # rows that the device has not heard of leaving
+        # Whether the last admission passed over one whose prompt is being prefilled.
+        self.awaits_prompt = False
 
     # ---- Requests come and go --------------------------------------------------------
 
@@ -201,6 +203,7 @@ class Scheduler:
 
     def admit(self) -> Changes | None:
         """Admits what waits; returns what to tell the device, None for nothing."""
+        self.awaits_prompt = False
         extended, evicted = self.extend_pages()
         admission = self.begin_admission()
         # Those who left for want of pages wait first in the queue: they would take the
@@ -313,6 +316,7 @@ class Scheduler:
         """Gives a request a row and pages; returns these, None where it has to wait."""
         shard = self.nearest_shard(request, admission)
         if shard is None:
+            self.awaits_prompt = True
             return None
         lease = self.take_pages(request, self.pools[shard])
         if lease is not None:

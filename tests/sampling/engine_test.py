@@ -29,7 +29,7 @@ CFG = SamplerConfig(
     stop_ids=(1, 5, 9),
     rows=4,
     page=8,
-    prefill=8,
+    prefill=12,  # in chunks of three blocks
 )
 ONE = functools.cache(lambda: sharding.make_mesh(fsdp=1, devices=jax.devices()[:1]))
 
@@ -190,6 +190,23 @@ def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
     answers_as(made, params, want)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
+    model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
+    cfg = dataclasses.replace(
+        CFG, max_prompt=150, prefill=140
+    )  # a chunk of 64, or three
+    rng = np.random.default_rng(0)
+    lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
+    drawn = [rng.integers(10, 60, length).tolist() for length in lengths]
+    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # twelve pages are known
+    asked = [(i, prompt, 1.0, 6) for i, prompt in enumerate(drawn)]
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    ask(made, asked)
+    answers_as(made, params, defined((model, params), cfg, asked))
+    empty_again(made)
+
+
 def test_too_few_pages_for_one_row_are_refused(tiny):
     cfg = dataclasses.replace(CFG, pages=4)
     with pytest.raises(ValueError, match=r"sampler.pages=4 .*set it to 5 or more"):
@@ -233,7 +250,7 @@ def test_on_a_mesh(tiny, shape):
     params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
     wq = params["layers"]["wq"]
     assert wq.addressable_shards[0].data.size * shape[1] * shape[2] == wq.size
-    cfg = dataclasses.replace(CFG, rows=16)
+    cfg = dataclasses.replace(CFG, rows=16, prefill=40)  # a chunk, or two
     want = defined(tiny, cfg, ASKED)
     with jax.set_mesh(mesh):
         made = Engine(model=model, cfg=cfg, mesh=mesh)
@@ -258,11 +275,12 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     assert int(made.rows.clean) == 4 + blocks
     for row in rows:
         assert row.forwards == row.steps
-    # No forward but those of its steps: what it commits rides in the first of them.
+    # One forward for three blocks of its prompt, and no other but those of its steps: the
+    # fourth block, as what it commits, rides in the first of them.
     alone = Engine(model=model, cfg=CFG, mesh=ONE())
     ask(alone, GROUP[:1])
     ((_, row),) = alone.run(params, KEY)
-    assert int(alone.rows.forwards) == row.steps
+    assert int(alone.rows.forwards) == 1 + row.steps
 
 
 def as_on_tpu(op):
@@ -274,16 +292,16 @@ def as_on_tpu(op):
     return run
 
 
-def test_over_the_kernels_of_pages(tiny, monkeypatch):
-    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
-    for name in ("paged_attention", "cache_update"):
-        op = functools.partial(getattr(pallas_kernels, name), interpret=True)
-
-        monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
+def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
+    want = defined(tiny, cfg, asked)
+    monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
+    for name in ("attention", "paged_attention", "cache_update"):
+        op = functools.partial(getattr(pallas_kernels, name), interpret=True)
+        monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())
     ask(made, asked)
-    answers_as(made, tiny[1], defined(tiny, cfg, asked))
+    answers_as(made, tiny[1], want)
 
 
 def test_a_run_that_is_left_answers_nothing_later(tiny):
@@ -360,7 +378,7 @@ def test_turns_prefill_a_prompt_once_for_the_same_weights(tiny):
     made = Engine(model=model, cfg=CFG, mesh=ONE())
 
     def prefilled(weights, request, answered) -> int:
-        """Returns how many clean windows were run for the prompt of GROUP."""
+        """Returns how many blocks were run for the prompt of GROUP."""
         before = 0 if made.rows is None else int(made.rows.clean)
         ask(made, [request])
         ((_, row),) = answered(made, weights)

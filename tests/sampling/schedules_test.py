@@ -6,6 +6,7 @@ schedules take the time that a model takes for one.
 """
 
 import collections
+import dataclasses
 import types
 
 import hypothesis
@@ -16,7 +17,9 @@ import pytest
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.denoise import TURN
 from dllm_jax.sampling.engine import Engine
+from dllm_jax.sampling.scheduler import AHEAD
 from dllm_jax.sampling.state import Trace
 from tests.properties import examples
 
@@ -49,7 +52,7 @@ class Row:
         return tuple(self.canvas[: (at // self.size + 1) * self.size])
 
     def due(self) -> int:
-        """Returns how many clean windows the row waits for."""
+        """Returns how many blocks before its present one have no keys."""
         return (self.start - self.filled) // self.size if self.live else 0
 
 
@@ -89,35 +92,55 @@ class Device:
         page = self.table_BA[row, at // self.cfg.page_slots]
         return self.pools[row // self.count][page], at % self.cfg.page_slots
 
-    def deal(self, mates: dict[int, Row], windows: int) -> dict[int, int]:
-        """Returns how many clean windows each row gets, who waits for least first."""
-        taken = {}
-        for row in sorted(mates, key=lambda row: (mates[row].due() or 2**30, row)):
-            taken[row] = min(mates[row].due(), windows)
-            windows -= taken[row]
-        return taken
-
-    def forward(self, windows: int):
-        """Runs clean windows and a step of every row that has no others to wait for."""
+    def forward(self):
+        """Runs chunks of prompts where a row waits for more than a block, else blocks."""
         self.forwards += 1
-        for shard in range(self.shards):
-            mates = {r: x for r, x in self.rows.items() if r // self.count == shard}
-            taken = self.deal(mates, windows)
-            now = {r: x for r, x in mates.items() if x.live and taken[r] == x.due()}
-            for number, row in mates.items():
-                first, end = row.filled, row.filled + taken[number] * self.size
-                for at in range(first, end):
-                    page, slot = self.slot(number, at)
-                    page[slot] = row.key(at)
-                if end > first == row.start - taken[number] * self.size:
-                    row.end_of_clean = row.start
-                row.filled = end
-            for number, row in mates.items():  # everything is written before it is read
-                if taken[number] or number in now:
-                    self.check(number, row, row.start if number in now else row.filled)
-            for number, row in now.items():
-                if row.start + self.size <= self.room_B[number]:
-                    self.step(row)
+        live = {number: row for number, row in self.rows.items() if row.live}
+        if any(row.due() > 1 for row in live.values()):
+            written, now = self.chunks(live), {}
+        else:
+            written = {number: row.start for number, row in live.items() if row.due()}
+            now = {
+                number: row
+                for number, row in live.items()
+                if row.start + self.size <= self.room_B[number]
+            }
+        for number, end in written.items():
+            self.write(number, self.rows[number], end)
+        for number in {**written, **now}:  # everything is written before it is read
+            row = self.rows[number]
+            self.check(number, row, row.start if number in now else row.filled)
+        for row in now.values():
+            self.step(row)
+
+    def chunks(self, live: dict[int, Row]) -> dict[int, int]:
+        """Returns up to where rows' prompts are filled, who waits for least first."""
+        due = {  # in chunks
+            number: -(-row.due() * self.size // self.cfg.chunk)
+            for number, row in live.items()
+            if row.due() > 1
+        }
+        on_shard = collections.Counter()
+        for number, count in due.items():
+            on_shard[number // self.count] += count
+        few, many = self.cfg.chunk_counts(self.count)
+        count = few if 2 * max(on_shard.values()) < many else many
+        left, filled = dict.fromkeys(on_shard, count), {}
+        for number in sorted(due, key=lambda number: (due[number], number)):
+            row, shard = live[number], number // self.count
+            taken = min(due[number], left[shard])
+            left[shard] -= taken
+            filled[number] = min(row.filled + taken * self.cfg.chunk, row.start)
+        return filled
+
+    def write(self, number: int, row: Row, end: int):
+        """Writes a row's keys up to a position."""
+        for at in range(row.filled, end):
+            page, slot = self.slot(number, at)
+            page[slot] = row.key(at)
+        if end == row.start > row.filled:
+            row.end_of_clean = row.start
+        row.filled = end
 
     def check(self, number: int, row: Row, end: int):
         """Asserts that a row finds its own keys up to a position."""
@@ -139,7 +162,6 @@ class Device:
     def advance(self, steps: int, enough: int):
         """Runs forwards as the loop on the device does."""
         alive = sum(row.live for row in self.rows.values())
-        sizes = self.cfg.clean_windows(self.count)
         n = 0
         while n < steps:
             live = {r: x for r, x in self.rows.items() if x.live}
@@ -150,11 +172,7 @@ class Device:
             ]
             if not able or alive - len(live) >= enough:
                 break
-            due = collections.Counter()
-            for number, row in live.items():
-                due[number // self.count] += row.due()
-            fits = [size for size in sizes if size >= max(due.values())]
-            self.forward(fits[0] if fits else sizes[-1])
+            self.forward()
             n += 1
 
     # What the host fetches.
@@ -170,15 +188,16 @@ class Device:
     forwards_B = property(lambda self: self.of_rows("forwards"))
     s = property(lambda self: self)
 
-    def trace(self) -> Trace:
-        """Returns the rows' traces, of which the tests read tokens and lengths."""
-        n = self.count * self.shards
+    def traces(self, numbers) -> Trace:
+        """Returns some rows' traces, of which the tests read tokens and lengths."""
+        n = len(numbers)
         tokens_BT = np.zeros((n, self.cfg.slots), np.int32)
         prompt_len_B, len_B = np.zeros((2, n), np.int32)
-        for number, row in self.rows.items():
-            tokens_BT[number, : len(row.canvas)] = row.canvas
-            prompt_len_B[number] = row.prompt_len
-            len_B[number] = min(row.limit, row.stop) - row.prompt_len
+        for i, number in enumerate(numbers):
+            if row := self.rows.get(int(number)):
+                tokens_BT[i, : len(row.canvas)] = row.canvas
+                prompt_len_B[i] = row.prompt_len
+                len_B[i] = min(row.limit, row.stop) - row.prompt_len
         zero_BT, zero_B = np.zeros(tokens_BT.shape), np.zeros(n, np.int32)
         return Trace(
             tokens_BT=tokens_BT,
@@ -212,7 +231,7 @@ def without_a_model(monkeypatch, shards: int):
         ("empty", empty),
         ("admit", admit),
         ("advance", advance),
-        ("traces", lambda device, stop_ids: device.trace()),
+        ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),
         ("sharding", types.SimpleNamespace(place_rows=as_it_is, fetch=as_it_is)),
     ):
         monkeypatch.setattr(engine, name, stand_in)
@@ -337,3 +356,28 @@ def play(made: Engine, asked, arrive, cancelled, watched: bool):
                 waiting.pop(cancelled[ended], None)
             come(arrive[ended - 1])
         assert not waiting
+
+
+def test_when_the_host_comes_back():
+    shape = {"data": 1, "fsdp": 1}
+    cfg = SamplerConfig(block=2, page=4, rows=16, max_prompt=8, max_new=64)
+    alike, other = [1] * 8, [2] * 8
+
+    def until(*prompts, **changes) -> tuple[int, int]:
+        """Returns after how many forwards, and ended rows."""
+        made = Engine(
+            model=ModelConfig(vocab=9),
+            cfg=dataclasses.replace(cfg, **changes),
+            mesh=types.SimpleNamespace(shape=shape),
+        )
+        for index, prompt in enumerate(prompts):
+            made.submit(prompt, index=index, temperature=0.0, new=64)
+        made.scheduler.admit()
+        return made.until(watched=False)
+
+    assert until(alike, other) == (TURN, 16)  # nobody waits
+    assert until(*[other] * 2) == (1, 2)  # one waits for the other's prompt
+    assert until(*[[n % 9, n // 9] for n in range(40)]) == (TURN, 2)  # for rows
+    # For pages, which come with the end of others.
+    assert until(alike, other, [3] * 8, pages=20) == (AHEAD, 2)
+    assert until(alike, alike, pages=20) == (1, 2)

@@ -1,0 +1,359 @@
+"""A forward of the engine's rows: of prompts where some are due, else of blocks.
+
+A forward of *blocks* runs windows of Q positions: the present block of every row that
+goes on, and beside these the blocks that rows have just filled and whose keys are not in
+the pages yet. Such clean keys are written before anything of the same layer looks, so a
+row commits a block and denoises the next in one forward: a block costs its denoising
+steps and nothing else. Rows that have ended have no window.
+
+A forward of *prompts* runs chunks: runs of whole blocks, wide enough that a row's pages
+are gathered once for many positions. No row decodes in it, and while a prompt of two
+blocks or more is due no forward is of blocks: prompts come first, so that later forwards
+are full. What is left of one block rides beside decoding rows, as if just filled.
+
+How many windows and chunks there are is known on the device alone, while shapes are
+fixed: there are few programs, each forward by the smallest that holds what is due.
+
+Rows are split over the mesh in *shards*, one for each device of its data and fsdp axes,
+with the pages of that device. The rows of a shard are neighbours; windows and chunks are
+dealt out within it.
+
+`denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
+
+Letters: d shards, b rows of a shard, w windows of a shard, c chunks of a shard, k places
+for windows: one for the full block of each row of a shard, then one for its present block.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.models import cache as kv
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import denoise
+from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.rows import Rows, constrained
+from dllm_jax.sampling.state import SamplingState
+
+
+def forward(
+    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+) -> Rows:
+    """Returns the rows after one forward."""
+    static = {"shards": shards, "model": model, "cfg": cfg}
+    decodes = functools.partial(decode, params, **static)
+    prefills = functools.partial(prefill, params, **static)
+    if cfg.max_prompt < 2 * cfg.block:  # no prompt has more than one whole block
+        rows = decodes(rows)
+    else:
+        prompts = (blocks_due(rows, cfg.block) > 1).any()
+        rows = jax.lax.cond(prompts, prefills, decodes, rows)
+    return rows.replace(forwards=rows.forwards + 1)
+
+
+def blocks_due(rows: Rows, Q: int):
+    """Returns of how many blocks before its present one each row has no keys: [B].
+
+    More than one are of its prompt.
+    """
+    return jnp.where(rows.s.live_B, (rows.s.start_B - rows.filled_B) // Q, 0)
+
+
+# ---- Of blocks -----------------------------------------------------------------------
+
+
+class Windows(NamedTuple):
+    """The windows of a forward, of a shard first those that are used."""
+
+    row_dw: jax.Array  # whose it is, counted on its shard
+    pos_dwW: jax.Array
+    shown_dwW: jax.Array  # its tokens, where they are known
+    keep_dw: jax.Array  # its keys are written
+    nth_dk: jax.Array  # the window of each place
+
+
+def decode(
+    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+) -> Rows:
+    """Returns the rows after a forward of blocks; no row waits for two or more."""
+    s, Q = rows.s, cfg.block
+    full_B = blocks_due(rows, Q) > 0
+    # A row denoises if its pages have room for the block.
+    now_B = s.live_B & (s.start_B + Q <= rows.room_B)
+    used_dk = jnp.concatenate([by_shard(x, shards) for x in (full_B, now_B)], axis=1)
+    windows = windows_of(rows, used_dk, model, Q)
+    sizes = cfg.window_counts(used_dk.shape[1] // 2)
+    branches = [
+        functools.partial(run_windows, params, count=size, model=model)
+        for size in sizes
+    ]
+    # The smallest that holds all.
+    fits = jnp.searchsorted(jnp.asarray(sizes[:-1]), used_dk.sum(axis=1).max())
+    x_BWD, last_BD, cache = jax.lax.switch(fits, branches, rows, windows)
+
+    if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
+        last_BD = jnp.where(full_B[:, None], last_BD, rows.last_BD)
+        x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
+    pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
+    s = denoise.unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg)
+    # A block that is clean now is committed by a window of a later forward.
+    clean_B = ~denoise.open_positions(s, pos_BW, model).any(axis=1)
+    s = denoise.move(s, now_B & s.live_B & clean_B, Q)
+    return rows.replace(
+        s=s.replace(cache=cache),
+        filled_B=rows.filled_B + Q * full_B,
+        last_BD=last_BD,
+        clean=rows.clean + full_B.sum(),
+    )
+
+
+def windows_of(rows: Rows, used_dk, model: ModelConfig, Q: int) -> Windows:
+    """Returns as many windows as there are places: those `used`, then fillers."""
+    shards, b = used_dk.shape[0], used_dk.shape[1] // 2
+    place_dw, nth_dk = first(used_dk)
+    row_dw, full_dw = place_dw % b, place_dw < b
+    used_dw = of_rows(used_dk, place_dw)
+    start_dw = of_rows(by_shard(rows.s.start_B, shards), row_dw) - Q * full_dw
+    # A window of no use sees no page: its result is dropped.
+    start_dw = jnp.where(used_dw, start_dw, 0)
+    pos_dwW = start_dw[..., None] + jnp.arange(Q)[None, None]
+    shown_dwW = shown(rows.s, row_dw, pos_dwW, model)
+    return Windows(row_dw, pos_dwW, shown_dwW, used_dw & full_dw, nth_dk)
+
+
+def first(used_dk):
+    """Returns the places in a new order, those used first, and each used one's rank.
+
+    (place_dw, as many as there are; nth_dk, whatever for those that are not used).
+    """
+    end_dk = jnp.cumsum(used_dk, axis=1)
+    unused_dk = end_dk[:, -1:] + jnp.cumsum(~used_dk, axis=1)
+    nth_dk = jnp.where(used_dk, end_dk, unused_dk) - 1
+
+    def inverse(nth_k):
+        return jnp.zeros_like(nth_k).at[nth_k].set(jnp.arange(len(nth_k)))
+
+    return jax.vmap(inverse)(nth_dk), nth_dk
+
+
+def run_windows(
+    params, rows: Rows, windows: Windows, *, count: int, model: ModelConfig
+):
+    """Runs the first `count` windows of each shard.
+
+    Returns (hidden states of the rows' present blocks x_BWD, those that end their full
+    ones last_BD, the PagedKVCache with the full ones' keys). Of a row without such a
+    window they are another's.
+    """
+    shards, b = len(windows.row_dw), windows.nth_dk.shape[1] // 2
+    row_dw, pos_dwW, shown_dwW, keep_dw = (x[:, :count] for x in windows[:-1])
+    seen = kv.Window(
+        table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dw)),
+        start_B=joined(pos_dwW[..., 0]),
+        keep_B=joined(keep_dw),
+    )
+    x_dwWD, cache = run(params, rows, shown_dwW, pos_dwW, seen, model)
+    nth_dk = jnp.minimum(windows.nth_dk, count - 1)
+    x_BWD = joined(of_rows(x_dwWD, nth_dk[:, b:]))
+    return x_BWD, joined(of_rows(x_dwWD[:, :, -1], nth_dk[:, :b])), cache
+
+
+# ---- Of prompts ----------------------------------------------------------------------
+
+
+class Chunks(NamedTuple):
+    """Chunks of prompts, of each shard those that wait for least first."""
+
+    row_dc: jax.Array  # whose it is, counted on its shard
+    pos_dcW: jax.Array
+    shown_dcW: jax.Array  # its tokens
+    end_dc: jax.Array  # its keys before this position are written
+
+
+def prefill(
+    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+) -> Rows:
+    """Returns the rows after a forward of prompts."""
+    due_B = blocks_due(rows, cfg.block)
+    due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
+    due_db = by_shard(due_B, shards)
+    few, many = cfg.chunk_counts(due_db.shape[1])
+    # Half of the many in one forward rather than by few after few.
+    few_do = 2 * due_db.sum(axis=1).max() < many
+    chunks = chunks_of(rows, due_db, many, model, cfg)
+    run_few, run_many = (
+        functools.partial(run_chunks, params, count=count, model=model, cfg=cfg)
+        for count in (few, many)
+    )
+    last_BD, cache = jax.lax.cond(few_do, run_few, run_many, rows, chunks)
+
+    taken_1c = jnp.arange(many)[None] < jnp.where(few_do, few, many)
+    end_dc = jnp.where(taken_1c, chunks.end_dc, 0)
+    # A row's chunks follow each other, so that the greatest end is the last one's.
+    greatest = jax.vmap(lambda old_b, row_c, end_c: old_b.at[row_c].max(end_c))
+    filled_db = greatest(by_shard(rows.filled_B, shards), chunks.row_dc, end_dc)
+    written = (joined(filled_db) - rows.filled_B).sum() // cfg.block
+    return rows.replace(
+        s=rows.s.replace(cache=cache),
+        filled_B=joined(filled_db),
+        last_BD=last_BD,
+        clean=rows.clean + written,
+    )
+
+
+def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chunks:
+    """Returns `count` chunks of each shard; due_db: for how many each row waits."""
+    shards, width = len(due_db), cfg.chunk
+    row_dc, nth_dc, real_dc = jax.vmap(functools.partial(deal, count=count))(due_db)
+    begin_dc = of_rows(by_shard(rows.filled_B, shards), row_dc)
+    start_dc = jnp.where(real_dc, begin_dc + nth_dc * width, 0)
+    # What is behind the prompt's last whole block is run and dropped.
+    end_dc = jnp.minimum(
+        start_dc + width, of_rows(by_shard(rows.s.start_B, shards), row_dc)
+    )
+    pos_dcW = start_dc[..., None] + jnp.arange(width)[None, None]
+    shown_dcW = shown(rows.s, row_dc, pos_dcW, model)
+    return Chunks(row_dc, pos_dcW, shown_dcW, jnp.where(real_dc, end_dc, 0))
+
+
+def run_chunks(
+    params,
+    rows: Rows,
+    chunks: Chunks,
+    *,
+    count: int,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+):
+    """Runs the first `count` chunks of each shard.
+
+    Returns (last_BD with what ends these chunks, the PagedKVCache with their keys).
+    """
+    shards = len(chunks.row_dc)
+    chunks = Chunks(*(x[:, :count] for x in chunks))
+    seen = kv.chunk(
+        joined(of_rows(by_shard(rows.table_BA, shards), chunks.row_dc)),
+        joined(chunks.pos_dcW),
+        joined(chunks.end_dc),
+        cfg.block,
+        rows.s.cache,
+    )
+    x_dcWD, cache = run(params, rows, chunks.shown_dcW, chunks.pos_dcW, seen, model)
+    if not model.shift:
+        return rows.last_BD, cache
+    return ends_of_prompts(rows, chunks, x_dcWD), cache
+
+
+def ends_of_prompts(rows: Rows, chunks: Chunks, x_dcWD):
+    """Returns `last_BD` with the ends of what lies before rows' present blocks.
+
+    x_dcWD: the chunks' hidden states.
+    """
+    shards, row_dc = len(x_dcWD), chunks.row_dc
+    start_db, last_dbD = (by_shard(x, shards) for x in (rows.s.start_B, rows.last_BD))
+    final_dc = (chunks.end_dc > 0) & (chunks.end_dc == of_rows(start_db, row_dc))
+    target_dc = jnp.where(final_dc, row_dc, start_db.shape[1])  # past: dropped
+    last_dc = jnp.maximum(chunks.end_dc - 1 - chunks.pos_dcW[..., 0], 0)
+    end_dcD = jax.vmap(of_rows)(x_dcWD, last_dc[..., None])[:, :, 0]
+    put = jax.vmap(lambda old, row, new: old.at[row].set(new, mode="drop"))
+    return joined(put(last_dbD, target_dc, end_dcD))
+
+
+def deal(due_b, count: int):
+    """Deals chunks out to a shard's rows, to those that wait for least first.
+
+    So the rows of short prompts decode soon. Returns (row_c, nth_c: which of the row's
+    chunks it is, from 0; real_c: whether it is one at all). Fewer are the same, cut.
+    """
+    order_b = jnp.argsort(jnp.where(due_b > 0, due_b, FAR))
+    due_b = due_b[order_b]
+    ends_b = jnp.cumsum(due_b)
+    slot_c = jnp.arange(count)
+    rank_c = jnp.searchsorted(ends_b, slot_c, side="right")
+    rank_c = jnp.minimum(rank_c, len(due_b) - 1)
+    return order_b[rank_c], slot_c - (ends_b - due_b)[rank_c], slot_c < ends_b[-1]
+
+
+# ---- Of both -------------------------------------------------------------------------
+
+
+def shown(s: SamplingState, row_dw, pos_dwW, model: ModelConfig):
+    """Returns the tokens at positions of rows, masked ones masked: [d, w, W]."""
+    shards = len(row_dw)
+    tokens_dwW, step_dwW = (
+        of_positions(by_shard(x_BT, shards), row_dw, pos_dwW)
+        for x_BT in (s.tokens_BT, s.step_BT)
+    )
+    return jnp.where(step_dwW == FAR, model.mask_id, tokens_dwW)
+
+
+def run(params, rows: Rows, shown_dwW, pos_dwW, seen: kv.Window | kv.Chunk, model):
+    """Returns (hidden states x_dwWD, the PagedKVCache with the keys that are kept)."""
+    x_BWD = transformer.embed(params, joined(shown_dwW), model)
+    x_BWD, cache, _ = transformer.trunk(
+        params, x_BWD, joined(pos_dwW), seen, model, rows.s.cache
+    )
+    return by_shard(x_BWD, len(shown_dwW)), cache
+
+
+def by_shard(x, shards: int):
+    """Returns x, [d * n, ...], as [d, n, ...]: rows of one shard are neighbours."""
+    return x.reshape(shards, -1, *x.shape[1:])
+
+
+def joined(x):
+    """Returns x, [d, n, ...], as [d * n, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+@jax.vmap
+def of_rows(x, row_w):
+    """Returns what x, [d, b, ...], has for the rows of windows: [d, w, ...]."""
+    return x[row_w]
+
+
+@jax.vmap
+def of_positions(x_bT, row_w, pos_wW):
+    """Returns what x, [d, b, T], has at the positions of windows: [d, w, W]."""
+    return x_bT.at[row_w[:, None], pos_wW].get(mode="clip")
+
+
+# ---- The loop ------------------------------------------------------------------------
+
+
+@functools.partial(
+    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
+)
+def advance(
+    params,
+    rows: Rows,
+    steps,
+    enough,
+    *,
+    shards: int,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+) -> Rows:
+    """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
+
+    A row that is out of room waits for the host, which alone can give it pages.
+    """
+    alive = rows.s.live_B.sum()
+
+    def goes_on(carry):
+        n, rows = carry
+        s = rows.s
+        fits_B = s.start_B + cfg.block <= rows.room_B
+        able_B = s.live_B & (fits_B | (blocks_due(rows, cfg.block) > 0))
+        return (n < steps) & able_B.any() & (alive - s.live_B.sum() < enough)
+
+    def body(carry):
+        n, rows = carry
+        rows = forward(params, rows, shards=shards, model=model, cfg=cfg)
+        return n + 1, constrained(rows)
+
+    return jax.lax.while_loop(goes_on, body, (0, rows))[1]
