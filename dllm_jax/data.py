@@ -91,7 +91,7 @@ def tokenizer(path: str):
 
     Raises ValueError when the folder holds none.
     """
-    # Imported here: it takes a third of the package's start, and not all need a tokenizer.
+    # Imported here: it takes a quarter of the start, and not all need a tokenizer.
     # Its notice that torch is missing is no news.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers
