@@ -155,9 +155,11 @@ def experts(size, dtype):
 
 
 def implementations(op: str, run):
-    """Returns the specification and, where there is one, the platform's kernel."""
+    """Returns the specification and, where there are, XLA's and the platform's kernel."""
     platform = jax.default_backend()
     ways = {"reference": functools.partial(run, implementation="reference")}
+    if (op, "any") in choice.KERNELS:
+        ways["any"] = functools.partial(run, implementation="any")
     if (op, platform) in choice.KERNELS:
         ways["kernel"] = functools.partial(run, implementation=platform)
     return ways

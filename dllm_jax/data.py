@@ -13,11 +13,6 @@ from typing import NamedTuple
 import flax.struct
 import numpy as np
 
-# Its notice that torch is missing is no news here.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-import transformers
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
 from dllm_jax import checks, limits
 from dllm_jax.exits import warn
 from dllm_jax.records import records
@@ -27,7 +22,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
-CLONES = {"DreamTokenizer": transformers.Qwen2Tokenizer}
+CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 STEPS = 2**30  # those of a trace are below it
 
@@ -96,10 +91,16 @@ def tokenizer(path: str):
 
     Raises ValueError when the folder holds none.
     """
+    # Imported here: it takes a quarter of the start, and not all need a tokenizer.
+    # Its notice that torch is missing is no news.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
     try:
         kind = get_tokenizer_config(path).get("tokenizer_class")
         if kind in CLONES:
-            return CLONES[kind].from_pretrained(path)
+            return getattr(transformers, CLONES[kind]).from_pretrained(path)
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
         reason = " ".join(str(error).split())

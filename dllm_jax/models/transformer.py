@@ -223,6 +223,8 @@ def trunk(
     mask: Mask | Window | Chunk,
     cfg: ModelConfig,
     cache: KVCache | PagedKVCache | None = None,
+    *,
+    unroll: bool = False,
 ):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
@@ -235,6 +237,8 @@ def trunk(
                   keys is the caller's decision, and not keeping them is how a denoising
                   step is undone.
     PagedKVCache  pages. The Window says what is kept; returned is the whole pool.
+
+    unroll: the layers are compiled one after the other, and not as a loop.
 
     The load is the moe.Load of each layer with experts, stacked over them, or None.
     Tokens that see nothing are padding, and do not count.
@@ -265,7 +269,7 @@ def trunk(
     elif cfg.sparse_step > 1:
         carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
     else:
-        carry, fresh, load = scan_stacks(layer, carry, params)
+        carry, fresh, load = scan_stacks(layer, carry, params, unroll)
     x_BTD, pages = carry
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
@@ -297,7 +301,7 @@ def loop_layers(layer, carry, layers: list[Params]):
     return carry, stack(fresh), stack(loads)
 
 
-def scan_stacks(layer, carry, params: Params):
+def scan_stacks(layer, carry, params: Params, unroll: bool):
     """Returns (carry, keys and values of all layers, the load), one stack after the other.
 
     layer: a function of lax.scan, from (carry, (a layer's parameters, its number)) to
@@ -309,7 +313,7 @@ def scan_stacks(layer, carry, params: Params):
             numbers_L = jnp.arange(depth, depth + len(params[name]["attn_norm"]))
             depth += len(numbers_L)
             carry, (fresh_of_stack, load) = jax.lax.scan(
-                layer, carry, (params[name], numbers_L)
+                layer, carry, (params[name], numbers_L), unroll=unroll
             )
             fresh.append(fresh_of_stack)
     return carry, stacked(fresh), load

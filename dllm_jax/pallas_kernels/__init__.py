@@ -2,11 +2,14 @@
 
 Each op has a specification in `reference`, and may have a kernel for TPU and one for GPU.
 `implementation` names one, or "platform": the kernel of the platform that is compiled for,
-where `choice.KERNELS` has one for such heads, else what it has for "any" platform, else the
-specification; or "auto": the same, with kernels alone that were right on this machine
-(`choice.verdicts`), or where nothing was checked those of the platforms in `choice.TRUSTED`.
+where `choice.KERNELS` has one for such heads, else what it has for "any" platform, made of
+XLA's operations and taken where it is faster, else the specification; or "auto": the same,
+with kernels alone that were right on this machine (`choice.verdicts`), or where nothing was
+checked those of the platforms in `choice.TRUSTED`; or "reference": the specification.
 A kernel that is named and missing raises ValueError, as does one for other numbers or
 pages. `interpret=True` runs a kernel anywhere, slowly, for tests.
+
+A kernel's module is imported when it is taken: Mosaic's took a quarter of the package's start.
 
 An op's arguments, sharding and derivative are in attend.py, head.py and experts.py: no
 module is named like an op, since the package's attribute of that name is the function.

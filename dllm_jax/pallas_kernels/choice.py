@@ -16,7 +16,9 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
             -> out_BWNH in q's dtype
         pages: (k, v), each [L, P, O, K, H]; layer: a scalar. A query sees its own window,
         if nothing else. Pages that begin at `start` or beyond are never read and may hold
-        NaN; the row's pages before them are finite to their ends.
+        NaN; the row's pages before them are finite to their ends. "any", and `reference`,
+        read more than that: for them a row's pages are finite up to the next power of two
+        of the longest row's, or all.
     cache_update
         update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
             -> pages, the same memory, written where `keep`
