@@ -185,16 +185,24 @@ class Engine:
             return 1, enough
         return AHEAD if self.scheduler.overbooked else TURN, enough
 
+    @sharding.on_own_mesh
+    def fetch_progress(self):
+        """Returns, on the host, live_B, start_B, filled_B and forwards_B of the rows."""
+        s = self.rows.s
+        return sharding.fetch((s.live_B, s.start_B, self.rows.filled_B, s.forwards_B))
+
+    @sharding.on_own_mesh
+    def fetch_trace(self):
+        """Returns the host Trace of the rows."""
+        return sharding.fetch(traces(self.rows.s, self.cfg.stop_ids))
+
     def harvest(self, watch):
         """Yields (request, its Answer) for what has ended.
 
         A request leaves its row as its answer is taken; until then the caller, or
         `watch`, may cancel it. Raises RuntimeError where rows would never end.
         """
-        s = self.rows.s
-        live_B, *progress = sharding.fetch(
-            (s.live_B, s.start_B, self.rows.filled_B, s.forwards_B)
-        )
+        live_B, *progress = self.fetch_progress()
         moved = self.scheduler.note_progress(*progress)
         active = list(self.scheduler.active)
         ended = [request for request in active if not live_B[request.row]]
@@ -205,7 +213,7 @@ class Engine:
             )
         if not ended and not watch:
             return
-        trace = sharding.fetch(traces(s, self.cfg.stop_ids))
+        trace = self.fetch_trace()
         if watch:
             for request in active:
                 if request.running:
