@@ -128,7 +128,8 @@ def alone(command, tmp_path_factory):
 
 @pytest.mark.soak
 def test_two_processes_do_what_one_does(command, alone, tmp_path):
-    end(command(tmp_path / "run", 2, "run.samples=16"))
+    told = end(command(tmp_path / "run", 2, "run.samples=16", "mesh.rollout=model"))
+    assert "sampling has 4 x all weights" in told[0]
     near(tmp_path / "run", alone)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import convert, exits, metrics
+from dllm_jax import convert, exits, metrics, sharding
 from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -164,12 +164,20 @@ def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
             assert wanted == {n for n in row if n.startswith("tokens_per_second/")}
 
 
-def test_eight_devices_do_what_one_does(command, whole, tmp_path):
-    mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
+@pytest.mark.parametrize(
+    ("shape", "rollout", "copies"), [((2, 2, 2), "auto", 4), ((2, 4, 1), "model", 4)]
+)
+def test_eight_devices_do_what_one_does(
+    shape, rollout, copies, command, whole, tmp_path
+):
+    sizes = dict(zip(sharding.AXES, shape))
+    mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    mesh += [f"mesh.rollout={rollout}"]
     how = {"devices": 8, "logged": True}
     told = end(command(tmp_path, *mesh, "rl.steps=2", "run.export=false", **how))
     compiled_once(told)
-    assert "mesh {'data': 2, 'fsdp': 2, 'model': 2}" in told
+    assert f"mesh {sizes}" in told
+    assert f"mesh.rollout={rollout!r}: sampling has {copies} x all weights" in told
     assert len(rows(tmp_path)) == 3
     for row, want in zip(rows(tmp_path), rows(whole)):
         assert row == pytest.approx(want, rel=1e-3, abs=1e-4), row["step"]

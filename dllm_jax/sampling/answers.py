@@ -103,7 +103,7 @@ class Batches:
         for _ in range(0, self.cfg.most_forwards, steps):
             with jax.set_mesh(self.mesh):
                 s = denoise.advance(params, s, steps, **static)
-            live_B, start_B = sharding.fetch((s.live_B, s.start_B))
+                live_B, start_B = sharding.fetch((s.live_B, s.start_B))
             yield live_B, start_B, s
             if not live_B.any():
                 return
@@ -112,6 +112,7 @@ class Batches:
             f"rows {rows} of a batch live on after {self.cfg.most_forwards} forwards"
         )
 
+    @sharding.on_own_mesh
     def trace(self, s: SamplingState) -> Trace:
         """Returns the host Trace of a batch's rows as they are."""
         return sharding.fetch(traces(s, self.cfg.stop_ids))

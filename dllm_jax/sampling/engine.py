@@ -188,16 +188,19 @@ class Engine:
             return 1, enough
         return AHEAD if self.scheduler.overbooked else TURN, enough
 
+    @sharding.on_own_mesh
+    def fetch_progress(self):
+        """Returns, on the host, live_B, start_B, filled_B and forwards_B of the rows."""
+        s = self.rows.s
+        return sharding.fetch((s.live_B, s.start_B, self.rows.filled_B, s.forwards_B))
+
     def harvest(self, watch):
         """Yields (request, its Answer) for what has ended.
 
         A request leaves its row as its answer is taken; until then the caller, or
         `watch`, may cancel it. Raises RuntimeError where rows would never end.
         """
-        s = self.rows.s
-        live_B, *progress = sharding.fetch(
-            (s.live_B, s.start_B, self.rows.filled_B, s.forwards_B)
-        )
+        live_B, *progress = self.fetch_progress()
         moved = self.scheduler.note_progress(*progress)
         active = list(self.scheduler.active)
         ended = [request for request in active if not live_B[request.row]]
@@ -220,6 +223,7 @@ class Engine:
                 self.scheduler.end(request)
                 yield request, answer
 
+    @sharding.on_own_mesh
     def answers(self, requests: list[Request]) -> dict[Request, Answer]:
         """Returns the Answers of active requests, as far as they have come.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from dllm_jax import memory
+from dllm_jax import memory, sharding
 from dllm_jax.models import acting, hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import answers
@@ -51,20 +51,19 @@ def place(
         counts = counts[-1:]
     elif rollout == "replicated":
         counts = counts[:1]
-    tried = ""
+    why = ""
     for count in counts:
         placement = placed(model, cfg, acting.folded(mesh, count))
-        needs = beside + memory.array_bytes(placement.weights)
-        if limit is not None and len(counts) > 1:
-            needs = bytes_of(placement, beside, limit)
-        if count == counts[-1] or limit is None or needs <= limit:
+        if limit is None or count == counts[-1]:
             break
-        tried = (
-            f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
-        )
+        # All processes decide alike, though devices may differ by some bytes.
+        if not sharding.anywhere(bytes_of(placement, beside, limit) > limit):
+            why = why or f"; they fit into {gib(limit)} GiB beside the rest"
+            break
+        why = f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
     if mesh.shape["fsdp"] == 1:
         return placement
-    return placement._replace(note=note_of(placement, rollout) + tried)
+    return placement._replace(note=note_of(placement, rollout) + why)
 
 
 def loaded(path, *, model: ModelConfig, cfg: SamplerConfig, mesh, rollout: str, say):

@@ -48,7 +48,7 @@ def alone(tiny):
 
 
 @pytest.mark.parametrize("rollout", ["replicated", "model"])
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (2, 4, 1)], ids=str)
 def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
     model, params = tiny
     mesh = mesh_of(*shape)
@@ -56,7 +56,10 @@ def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
         where = placement.place(model=model, cfg=CFG, mesh=mesh, rollout=rollout)
         weights = acting.laid_out(placed(model, params, mesh), where.weights)
         np.testing.assert_array_equal(ids(where, weights), alone)
-    data, fsdp, _ = shape
+        lowered, _ = where.answerer.lower(where.weights, jax.random.key(0))
+    data, fsdp, parts = shape
+    if rollout == "replicated" and parts == 1:  # a forward moves nothing but counters
+        assert "all-gather" not in lowered.compile().as_text()
     folds = fsdp if rollout == "model" else 1
     wq, copies = weights["layers"][0]["wq"], data * fsdp // folds
     assert wq.addressable_shards[0].data.size * 8 == wq.size * copies
@@ -106,6 +109,7 @@ def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkey
             model=model, cfg=CFG, mesh=mesh, beside=100, limit=limit
         )
         assert where.answerer.mesh.shape["model"] == count
+        assert ("; they fit into" in where.note) == (limit == 100 + needs[1])
         assert ("do not fit into" in where.note) == (count > 1)
 
 
