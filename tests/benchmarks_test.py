@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import decode, kernels, report
+from benchmarks import against, decode, kernels, report
 
 CALLS = {
     "decode": (
@@ -37,3 +37,19 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
         assert not [key for line in lines for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
+
+
+def test_two_checkouts_are_compared_line_by_line():
+    def lines(seconds, rate):
+        return [
+            {"model": "tiny", "rows": 4, "seconds": seconds, "tokens_per_second": rate}
+        ]
+
+    rounds = [
+        (lines(1.0, 30.0), lines(2.0, 10.0)),
+        (lines(2.0, 20.0), lines(8.0, 10.0)),
+    ]
+    seconds, rate = against.compared(rounds)
+    assert seconds["line"] == "tiny 4" and seconds["times faster"] == "3.00"
+    assert (seconds["here"], seconds["there"]) == ("1 / 1.5 / 2", "2 / 5 / 8")
+    assert rate["times faster"] == "2.50"

@@ -1,0 +1,122 @@
+"""This checkout against another commit of it: one benchmark, in turns.
+
+    python -m benchmarks.against COMMIT decode --model=tiny --rows 1 32
+    python -m benchmarks.against --rounds=7 COMMIT train_step --tokens=1152 --rows=2
+
+Each round runs `python -m benchmarks.NAME ...` here and then in a worktree of COMMIT, with
+the same interpreter and libraries, each with its own sources. Told are, for every line of
+JSON that both print and for what it says of time, minimum, median and maximum of the
+rounds here and there, and the median of the rounds' ratios: above 1 this checkout is ahead.
+A first round that compiles is as good as the others: benchmarks leave compilation out.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+TIMES = ("seconds", "tokens_per_second", "ms", "ms_per_forward", "latency")
+
+
+@contextlib.contextmanager
+def checkout(commit: str):
+    """A folder with the files of a commit, for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "-q", "--detach", folder, commit], check=True)
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def lines_of(folder: pathlib.Path, command: list[str]) -> list[dict]:
+    """Returns the lines of JSON that a benchmark of the checkout in `folder` prints."""
+    ran = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{command[0]}", *command[1:]],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
+
+
+def compared(rounds: list[tuple[list[dict], list[dict]]]) -> list[dict]:
+    """Returns a row for each line and time: values here, there, and their ratio.
+
+    rounds: of each, the lines of this checkout and of the other one, in the same order.
+    """
+    rows = []
+    for number, (here, there) in enumerate(zip(*rounds[0], strict=True)):
+        shared = [key for key in here if key in there]
+        name = " ".join(
+            str(here[key])
+            for key in shared
+            if here[key] == there[key] and key not in ("command", "date", "benchmark")
+        )
+        for key in shared:
+            if not key.endswith(TIMES) or not isinstance(here[key], int | float):
+                continue
+            pairs = [
+                (ours[number][key], theirs[number][key]) for ours, theirs in rounds
+            ]
+            more_is_better = key.endswith("per_second")
+            ratios = [(a / b if more_is_better else b / a) for a, b in pairs if a and b]
+            if ratios:
+                ours, theirs = zip(*pairs, strict=True)
+                ratio = statistics.median(ratios)
+                rows.append(
+                    {
+                        "line": name,
+                        "time": key,
+                        "here": spread(ours),
+                        "there": spread(theirs),
+                        "times faster": f"{ratio:.2f}",
+                    }
+                )
+    return rows
+
+
+def spread(values) -> str:
+    """Returns "minimum / median / maximum"."""
+    numbers = min(values), statistics.median(values), max(values)
+    return " / ".join(f"{x:.4g}" for x in numbers)
+
+
+def main():
+    """Runs both in turns and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commit", help="of this repository, such as a77af13")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="a module of benchmarks/, and its flags",
+    )
+    args = parser.parse_args()
+    if not args.command:
+        parser.error("name a benchmark, such as decode")
+    with checkout(args.commit) as other:
+        rounds = []
+        for number in range(args.rounds):
+            rounds.append((lines_of(ROOT, args.command), lines_of(other, args.command)))
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    rows = compared(rounds)
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(row.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()
