@@ -119,9 +119,9 @@ def kernel(
         trusted = implementation == "platform" or right
         if fits and trusted and (op, here) in KERNELS:
             return module(op, here)
-        # Rows of up to two tiles gain nothing from skipped tiles: with 128 slots the
-        # specification is as fast on CPU, with 192 packed ones its gradient takes 1.6
-        # times as long, with 1,152 ten times.
+        # Rows of up to two tiles gain little from skipped ones. On CPU the gradient by
+        # the specification takes 1 to 1.5 times as long with 192 to 384 packed slots, and
+        # six times with 1,152.
         few = queries is not None and queries <= 2 * tile()
         return None if few or (op, "any") not in KERNELS else module(op, "any")
     if (op, implementation) not in KERNELS:

@@ -6,7 +6,7 @@ walks over those tiles of keys alone that `tiles.schedule` names. Arrays have th
 first, so that every product is one of matrices; a step of the backward pass has five.
 
 Letters: t queries of one tile, s keys of it, i the tiles of queries of all rows, j those
-of keys, f the queries of a tile that share a key head, G x t.
+of keys, n the visits of a tile of queries, f its queries that share a key head, G x t.
 """
 
 import jax
@@ -53,7 +53,7 @@ def joined(x_iKfH, like_BTNH, t: int):
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     """Returns (tile, of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
 
-    Each in its tiles: q_iKfH, mask_i3t, visit_in (tiles j, in order), count_i;
+    Each in its tiles: q_iKfH, mask_i3t, visit_in (numbers of tiles j), count_i;
     k_jKsH, v_jKsH, mask_j2s. tile: t, which is s too.
     """
     t, K = choice.tile(), k_BSKH.shape[2]
