@@ -75,7 +75,8 @@ The reading order, for who wants to know how a prompt becomes a gradient:
 and for who wants to know how it is fast, or what surrounds it:
 
     sampling/pages.py            pages of keys that rows share
-    sampling/rows.py             the engine on the device: a forward, and their loop
+    sampling/rows.py             the engine on the device: rows, and what the host changes
+    sampling/forwards.py         a forward of them, of prompts or of blocks, and the loop
     sampling/scheduler.py        the engine on the host: who gets a row and which pages
     sampling/engine.py           the engine between them: turns, answers as they end
     models/acting.py             the weights that sample, and where they lie

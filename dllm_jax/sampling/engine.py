@@ -1,8 +1,8 @@
 """The engine: continuous batching over fixed rows and a paged cache.
 
 Requests wait in a queue, are admitted to rows as these come free, and leave with their
-answers. Who gets which row and which pages is for `scheduler.py` to say; `rows.py` has
-the loop over forwards, which runs on the device. The host comes back when rows have
+answers. Who gets which row and which pages is for `scheduler.py` to say; `forwards.py`
+has the loop over forwards, which runs on the device. The host comes back when rows have
 ended: one *turn* is an admission, a run of forwards, and a harvest.
 
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.

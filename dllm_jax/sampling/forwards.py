@@ -182,8 +182,8 @@ def prefill(
     due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
     due_db = by_shard(due_B, shards)
     few, many = cfg.chunk_counts(due_db.shape[1])
-    # Half of the many in one forward rather than by few after few.
-    few_do = 2 * due_db.sum(axis=1).max() < many
+    # More than half of the many in one forward rather than by few after few.
+    few_do = 2 * due_db.sum(axis=1).max() <= many
     chunks = chunks_of(rows, due_db, many, model, cfg)
     run_few, run_many = (
         functools.partial(run_chunks, params, count=count, model=model, cfg=cfg)

@@ -195,7 +195,7 @@ def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
     cfg = dataclasses.replace(
         CFG, max_prompt=150, prefill=140
-    )  # a chunk of 64, or three
+    )  # a chunk of 32, or five
     rng = np.random.default_rng(0)
     lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
     drawn = [rng.integers(10, 60, length).tolist() for length in lengths]

@@ -124,7 +124,7 @@ class Device:
         for number, count in due.items():
             on_shard[number // self.count] += count
         few, many = self.cfg.chunk_counts(self.count)
-        count = few if 2 * max(on_shard.values()) < many else many
+        count = few if 2 * max(on_shard.values()) <= many else many
         left, filled = dict.fromkeys(on_shard, count), {}
         for number in sorted(due, key=lambda number: (due[number], number)):
             row, shard = live[number], number // self.count
