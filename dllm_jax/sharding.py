@@ -96,6 +96,9 @@ def pspec(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> PartitionSpec
             splits.append(axes if len(axes) > 1 else axes[0])
         else:
             splits.append(None)
+    # As a program's results have it: to jit a spec with None at its end is another one.
+    while splits and splits[-1] is None:
+        splits.pop()
     return PartitionSpec(*splits)
 
 

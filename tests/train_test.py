@@ -175,8 +175,7 @@ def test_eight_devices_do_what_one_does(
     mesh += [f"mesh.rollout={rollout}"]
     how = {"devices": 8, "logged": True}
     told = end(command(tmp_path, *mesh, "rl.steps=2", "run.export=false", **how))
-    if rollout == "auto":  # on a folded mesh JAX compiles the engine's loop once more
-        compiled_once(told)
+    compiled_once(told)
     assert f"mesh {sizes}" in told
     assert f"mesh.rollout={rollout!r}: sampling has {copies} x all weights" in told
     assert len(rows(tmp_path)) == 3
