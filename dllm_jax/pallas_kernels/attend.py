@@ -30,7 +30,10 @@ def attention(
     Differentiable in q, k and v, and split over rows and key heads of the mesh.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    module = kernel("attention", implementation, H, queries=T)
+    # A chunk of a prompt has few queries and many keys, of which it sees those before it;
+    # a window over `cached` ones sees nearly all, and they would be copied together first.
+    slots = T if cached is not None else max(T, k_BSKH.shape[1])
+    module = kernel("attention", implementation, H, slots)
     if module is None:
         return reference.attention(q_BTNH, k_BSKH, v_BSKH, mask, cached=cached)
     if cached is not None:

@@ -101,13 +101,13 @@ def kernel(
     op: str,
     implementation: str,
     head_size: int | None = None,
-    queries: int | None = None,
+    slots: int | None = None,
 ):
     """Returns the module that computes `op`, or None for the specification.
 
     implementation: "reference", "auto" or "platform" (see the package), or a platform of
-    KERNELS. head_size: H, for ops that have heads. queries: T, for ops that the
-    specification computes faster where they are few. Raises ValueError for an
+    KERNELS. head_size: H, for ops that have heads. slots: the larger of T and S,
+    for ops that the specification computes faster where both are small. Raises ValueError for an
     implementation that the op, or its head size, does not have.
     """
     if implementation == "reference":
@@ -122,7 +122,7 @@ def kernel(
         # Rows of up to two tiles gain little from skipped ones. On CPU the gradient by
         # the specification takes 1 to 1.5 times as long with 192 to 384 packed slots, and
         # six times with 1,152.
-        few = queries is not None and queries <= 2 * tile()
+        few = slots is not None and slots <= 2 * tile()
         return None if few or (op, "any") not in KERNELS else module(op, "any")
     if (op, implementation) not in KERNELS:
         platforms = [name for name_of_op, name in KERNELS if name_of_op == op]

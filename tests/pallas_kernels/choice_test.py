@@ -58,11 +58,11 @@ def test_auto_is_the_specification_where_there_is_no_kernel():
     assert jaxpr == str(jax.make_jaxpr(reference.attention)(*inputs))
 
 
-LONG = 4096  # queries: more than two tiles anywhere
+LONG = 4096  # slots: more than two tiles anywhere
 
 
 @pytest.mark.parametrize(
-    "op, implementation, platform, size, queries, name",
+    "op, implementation, platform, size, slots, name",
     [
         ("attention", "auto", "tpu", H, 280, "tpu.attention"),
         ("attention", "auto", "tpu", 8, LONG, "tiled_attention"),
@@ -89,19 +89,28 @@ LONG = 4096  # queries: more than two tiles anywhere
     ],
 )
 def test_which_module_is_taken(
-    monkeypatch, op, implementation, platform, size, queries, name
+    monkeypatch, op, implementation, platform, size, slots, name
 ):
     monkeypatch.setattr(choice, "platform", lambda: platform)
-    taken = choice.kernel(op, implementation, size, queries)
+    taken = choice.kernel(op, implementation, size, slots)
     assert (taken and taken.__name__) == (name and f"dllm_jax.pallas_kernels.{name}")
 
 
-def test_attention_tells_how_many_queries_it_has():
-    few, many = (
-        str(jax.make_jaxpr(pallas_kernels.attention)(*attention_inputs(1, T, 2, 8)))
-        for T in (128, 136)
+@pytest.mark.parametrize("T, S, tiled", [(128, 128, 0), (136, 136, 1), (8, 136, 1)])
+def test_attention_tells_how_many_queries_and_keys_it_has(T, S, tiled):
+    q, (_, k, v, seen) = normal(1, T, 2, 8), attention_inputs(1, S, 2, 8)
+    seen = mask.ranged(seen.q_end_BT[:, :T], seen.k_pos_BS)
+    jaxpr = jax.make_jaxpr(pallas_kernels.attention)(q, k, v, seen)
+    assert ("flash_forward" in str(jaxpr)) == tiled
+    # Cached keys are read where they are.
+    jaxpr = jax.make_jaxpr(pallas_kernels.attention)(
+        q[:, :8],
+        k[:, :8],
+        v[:, :8],
+        mask.ranged(seen.q_end_BT[:, :8], jnp.arange(S + 8)[None]),
+        cached=(k, v),
     )
-    assert ("flash_forward" in few, "flash_forward" in many) == (False, True)
+    assert "flash_forward" not in str(jaxpr)
 
 
 def test_the_package_imports_no_kernel():
