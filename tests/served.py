@@ -22,7 +22,8 @@ HASTY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 PRELOAD = [
     *("dllm_jax.checkpoint", "dllm_jax.curves", "dllm_jax.command_line"),
     *("dllm_jax.rl.budget", "dllm_jax.rl.heldout", "dllm_jax.rl.sources"),
-    *("matplotlib.pyplot", "orbax.checkpoint", "tests.served"),
+    *("matplotlib.pyplot", "orbax.checkpoint", "transformers", "tests.served"),
+    "transformers.models.auto.tokenization_auto",
 ]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOAD)

@@ -6,7 +6,7 @@ walks over those tiles of keys alone that `tiles.schedule` names. Arrays have th
 first, so that every product is one of matrices; a step of the backward pass has five.
 
 Letters: t queries of one tile, s keys of it, i the tiles of queries of all rows, j those
-of keys, n the visits of a tile of queries, f its queries that share a key head, G x t.
+of keys, v the visits of a tile of queries, f its queries that share a key head, G x t.
 """
 
 import jax
@@ -53,20 +53,20 @@ def joined(x_iKfH, like_BTNH, t: int):
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     """Returns (tile, of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
 
-    Each in its tiles: q_iKfH, mask_i3t, visit_in (numbers of tiles j), count_i;
+    Each in its tiles: q_iKfH, mask_i3t, visit_iv (numbers of tiles j), count_i;
     k_jKsH, v_jKsH, mask_j2s. tile: t, which is s too.
     """
     t, K = choice.tile(), k_BSKH.shape[2]
     q_arrays, k_arrays = tiles.mask_arrays(mask, t, t)
-    visit_Bin, count_Bi = tiles.schedule(tiles.kinds(q_arrays, k_arrays, t, t))
-    B, _, tiles_of_row = visit_Bin.shape
+    visit_Biv, count_Bi = tiles.schedule(tiles.kinds(q_arrays, k_arrays, t, t))
+    B, _, tiles_of_row = visit_Biv.shape
     first_B11 = tiles_of_row * jnp.arange(B)[:, None, None]
-    visit_Bin = first_B11 + visit_Bin // 2
+    visit_Biv = first_B11 + visit_Biv // 2
 
     def tiled(arrays):
         return jnp.stack([x.reshape(-1, t) for x in arrays], axis=1)
 
-    visits = visit_Bin.reshape(-1, tiles_of_row), count_Bi.reshape(-1)
+    visits = visit_Biv.reshape(-1, tiles_of_row), count_Bi.reshape(-1)
     q_iKfH = cut(q_BTNH * q_BTNH.shape[3] ** -0.5, K, t)
     keys = cut(k_BSKH, K, t), cut(v_BSKH, K, t), tiled(k_arrays)
     return t, (q_iKfH, tiled(q_arrays), *visits), keys
@@ -94,11 +94,11 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     B, T, N, _ = q_BTNH.shape
 
     def attend(tile):
-        q_KfH, q_mask_3t, visit_n, count = tile
+        q_KfH, q_mask_3t, visit_v, count = tile
 
-        def visit(n, sums):
+        def visit(number, sums):
             acc_KfH, max_KGt, sum_KGt = sums
-            j = at(visit_n, n)
+            j = at(visit_v, number)
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
             score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
             new_max_KGt = jnp.maximum(max_KGt, score_KGts.max(axis=-1))
@@ -138,11 +138,11 @@ def backward(
     )
 
     def attend(gradients, tile):
-        (q_KfH, q_mask_3t, visit_n, count), dout_KfH, lse_Kf1, delta_Kf1 = tile
+        (q_KfH, q_mask_3t, visit_v, count), dout_KfH, lse_Kf1, delta_Kf1 = tile
 
-        def visit(n, gradients):
+        def visit(number, gradients):
             dq_KfH, dk_jKsH, dv_jKsH = gradients
-            j = at(visit_n, n)
+            j = at(visit_v, number)
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
             score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
             prob_Kfs = jnp.exp(score_KGts.reshape(K, -1, t) - lse_Kf1)

@@ -11,9 +11,11 @@ import types
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 
+from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
@@ -232,9 +234,11 @@ def without_a_model(monkeypatch, shards: int):
         ("admit", admit),
         ("advance", advance),
         ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),
-        ("sharding", types.SimpleNamespace(place_rows=as_it_is, fetch=as_it_is)),
     ):
         monkeypatch.setattr(engine, name, stand_in)
+    for name in ("place_rows", "fetch"):
+        monkeypatch.setattr(engine.sharding, name, as_it_is)
+    monkeypatch.setattr(engine.sharding, "key_on", lambda mesh, key: key)
 
 
 def as_it_is(x, *mesh):
@@ -318,7 +322,7 @@ def test_every_row_reads_its_own_keys_and_every_request_is_answered_once(
     cfg = SamplerConfig(**sizes, steps_per_block=1)
     least = -(-cfg.slots // cfg.page_slots)
     cfg = SamplerConfig(**sizes, steps_per_block=1, pages=least + spare)
-    mesh = types.SimpleNamespace(shape={"data": shards, "fsdp": 1})
+    mesh = sharding.make_mesh(data=shards, fsdp=1, devices=jax.devices()[:shards])
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_a_model(monkeypatch, shards)
         made = Engine(model=ModelConfig(vocab=9, shift=shift), cfg=cfg, mesh=mesh)
