@@ -25,6 +25,8 @@ PRELOAD = [
     *("matplotlib.pyplot", "orbax.checkpoint", "transformers", "tests.served"),
     "transformers.models.auto.tokenization_auto",
 ]
+# As data.tokenizer has it, which imports transformers only when it is called.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOAD)
 
