@@ -6,6 +6,7 @@ as a process of its own: with an exit code, by a signal, with what it wrote.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -62,8 +63,10 @@ class Run:
         return tuple(file.read_text() if file.exists() else "" for file in self.files)
 
     def send_signal(self, number: int):
-        """Sends it a signal."""
-        os.kill(self.process.pid, number)
+        """Sends it a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def kill(self):
         """Ends it at once."""
