@@ -74,9 +74,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
     rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
-    for line in (*kept, *config.warnings(cfg, model, rows_on)):
-        say(line)
-    for line in config.check_kernels(model, cfg.sampler, cfg.run.compile_cache):
+    checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
+    for line in (*kept, *config.warnings(cfg, model, rows_on), *checked):
         say(line)
     settings = settings_of(cfg, model, rows_on)
     noise.check(cfg.noise, settings.layout)

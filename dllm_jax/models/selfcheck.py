@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import pallas_kernels, processes, sharding
+from dllm_jax.folder import write
 from dllm_jax.models import mask
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
@@ -87,7 +88,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     faults = {op: known[op] if op in known else fault(op, here, wide) for op in ops}
     if folder and faults != known and jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(faults))
+        write(file, json.dumps(faults))
     lines = []
     for op, reason in faults.items():
         right = not sharding.anywhere(bool(reason))

@@ -391,8 +391,9 @@ def packer(
 ):
     """Returns views.pack, bound to the microbatches that always suffice for an update.
 
-    say: is told where not even one of them can be filled. trajectories: the most of an update; longest: tokens of the longest answer; most_steps:
-    of an answer, as its trace has them.
+    say: is told where not even one of them can be filled. trajectories: the most of an
+    update; longest: tokens of the longest answer; most_steps: of an answer, as its trace
+    has them.
     """
     layout, cfg = settings.layout, settings.batch
     rows = layouts.most_rows(
