@@ -13,7 +13,6 @@ from dllm_jax.models import acting, lora, mask, transformer
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import Lora
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
 KINDS = {
     "dense": {},
@@ -41,7 +40,7 @@ def mesh_of(data=1, fsdp=1, model=1):
     return sharding.make_mesh(data=data, fsdp=fsdp, model=model, devices=devices)
 
 
-@functools.partial(jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model")
 def run(params, tokens_BT, model):
     """Returns hidden states and keys without a cache, and beside those keys."""
     pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -53,7 +52,7 @@ def run(params, tokens_BT, model):
     return alone, again, cache, fresh, load
 
 
-@functools.partial(jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model")
 def run_paged(params, tokens_BT, model):
     """Returns hidden states and the pages that two windows have written."""
     pool = kv.pool(model, 4, 8)

@@ -10,9 +10,6 @@ import numpy as np
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 
-# Compiling is most of these tests' time; their tiny arrays run fast enough as they are.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 SOFTMAX = ModelConfig(
     vocab=37,
     d_model=16,

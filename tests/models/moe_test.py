@@ -15,7 +15,7 @@ from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
-from tests.models.common import SIGMOID, SOFTMAX, STEPPED, jit, weights
+from tests.models.common import SIGMOID, SOFTMAX, STEPPED, weights
 
 NEAR = {"atol": 1e-4, "rtol": 0}
 EITHER = pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=lambda cfg: cfg.router)
@@ -26,7 +26,7 @@ def first(cfg: ModelConfig) -> dict:
     return {name: x[0] for name, x in weights(cfg)["layers"].items()}
 
 
-@functools.partial(jit, static_argnames="cfg")
+@functools.partial(jax.jit, static_argnames="cfg")
 def ffw(h_BTD, p, real_BT, *, cfg):
     """Returns the experts' output and their load."""
     return moe.mixture(h_BTD, p, cfg, real_BT)
@@ -93,7 +93,7 @@ def test_balance_by_hand():
 # ---- In the tower --------------------------------------------------------------------
 
 
-@functools.partial(jit, static_argnames="cfg")
+@functools.partial(jax.jit, static_argnames="cfg")
 def run(params, tokens_BT, cfg):
     """Returns (logits, loads, gradient of a number that depends on every parameter)."""
     pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -191,7 +191,7 @@ def check_cache(params, cfg):
     """Asserts that half a row beside the other half's cache is what it is in the whole."""
     x = transformer.embed(params, np.arange(16)[None], cfg)
     pos = jnp.arange(16)[None]
-    trunk = jit(transformer.trunk, static_argnums=4)
+    trunk = jax.jit(transformer.trunk, static_argnums=4)
     at_once, *_ = trunk(params, x, pos, mask.block(pos, 8), cfg)
     seen = mask.block(pos[:, :8], 8)
     _, cache, _ = trunk(params, x[:, :8], pos[:, :8], seen, cfg)

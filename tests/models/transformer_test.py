@@ -32,9 +32,7 @@ def goldens(case: str) -> dict:
     return reader.tensors(f"{case}/goldens.safetensors")
 
 
-# Compiling is most of this file's time, and its tiny arrays run fast enough as they are.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-init = jit(transformer.init, static_argnums=(1, 2, 3))
+init = jax.jit(transformer.init, static_argnums=(1, 2, 3))
 
 
 def forward(params, tokens_BT, pos_BT, mask, cache=None, *, cfg):
@@ -43,7 +41,7 @@ def forward(params, tokens_BT, pos_BT, mask, cache=None, *, cfg):
     return transformer.trunk(params, x_BTD, pos_BT, mask, cfg, cache)[:2]
 
 
-hidden = jit(forward, static_argnames="cfg")
+hidden = jax.jit(forward, static_argnames="cfg")
 
 
 def logits(params, *args, cfg):
@@ -242,7 +240,7 @@ def test_golden_cases_are_those_we_compare():
 # ---- Options that must not change the answer -----------------------------------------
 
 
-@functools.partial(jit, static_argnames="cfg")
+@functools.partial(jax.jit, static_argnames="cfg")
 @jax.grad
 def gradient(params, tokens_BT, cfg):
     """Returns the gradient of a number that depends on every parameter."""

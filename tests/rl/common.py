@@ -25,10 +25,8 @@ from dllm_jax.sampling.state import GIVEN
 from tests.goldens import reader
 from tests.rl import dllm_rl
 
-# Compiling is most of these tests' time, and their tiny arrays run fast enough as they are.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-score = jit(learner.score, static_argnames=("model", "plans"))
-update = jit(learner.update, static_argnames=("model", "plans", "cfg"))
+score = jax.jit(learner.score, static_argnames=("model", "plans"))
+update = jax.jit(learner.update, static_argnames=("model", "plans", "cfg"))
 
 
 class Plans(dict):
@@ -67,7 +65,7 @@ def theirs(params, cfg) -> dict:
     return out
 
 
-@functools.partial(jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model")
 def pull(params, batch, cotangents, *, model):
     """Returns (outputs, gradient of sum(cotangents x outputs)) of one microbatch."""
     out, back = jax.vjp(
@@ -254,7 +252,7 @@ def on_mesh(shape, cfg, params, trace, plans=PLANS):
     with jax.set_mesh(mesh):
         states, places = begin_on(mesh, cfg, params, plans)
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        step = jit(counted, donate_argnums=0, out_shardings=(places, whole))
+        step = jax.jit(counted, donate_argnums=0, out_shardings=(places, whole))
         out = []
         for count in (N, N // 3):
             part = jax.tree.map(lambda x, count=count: x[:count], trace)

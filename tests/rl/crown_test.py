@@ -45,7 +45,7 @@ def compared(tiny, attention, shift, changes):
     prompt_BT = jax.random.randint(jax.random.key(6), (N, 9), 7, 60)
     keys = jax.random.split(jax.random.key(7), N)
     trace = jax.device_get(
-        common.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
+        jax.jit(generate)(params, prompt_BT, len_B, len_B + NEW, jnp.ones(N), keys)
     )
     layout = layouts.Layout(
         attention=attention, shift=shift, block=cfg.block, longest=NEW

@@ -26,7 +26,7 @@ def sampled():
     prompt_BT = jax.random.randint(jax.random.key(6), (common.N, 10), 7, CFG.mask_id)
     len_B = jnp.arange(common.N) % 10 + 1
     sampler = common.SAMPLERS["dynamic"]
-    generate = common.jit(functools.partial(denoise.generate, model=CFG, cfg=sampler))
+    generate = jax.jit(functools.partial(denoise.generate, model=CFG, cfg=sampler))
     keys = jax.random.split(jax.random.key(7), common.N)
     return params, jax.device_get(
         generate(
@@ -63,7 +63,7 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
         micro = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, batch)
         seen = mask.packed(micro.begin_BT, micro.end_BT, micro.group_BT)
         x_BTD = transformer.embed(params, micro.tokens_BT, CFG)
-        load = small.jit(transformer.trunk, static_argnums=4)(
+        load = jax.jit(transformer.trunk, static_argnums=4)(
             params, x_BTD, micro.pos_BT, seen, CFG
         )[2]
         assert load.tokens[0] == np.sum(

@@ -34,7 +34,6 @@ from tests.rl.common import (
     checkpoint,
     complete,
     cut,
-    jit,
     on_mesh,
     score,
     starting,
@@ -368,7 +367,7 @@ def sampled(tiny):
     len_B = jnp.array([8, 5, 1, 0, 7, 4, 10, 9, 2, 3, 6, 10, 1, 5, 7, 8])
     traces = {}
     for name, sampler in SAMPLERS.items():
-        generate = jit(functools.partial(denoise.generate, model=cfg, cfg=sampler))
+        generate = jax.jit(functools.partial(denoise.generate, model=cfg, cfg=sampler))
         traces[name] = jax.device_get(
             generate(
                 params,
@@ -466,7 +465,7 @@ def test_the_cut_into_microbatches_leaves_the_update(sampled, alone):
     check_equal(run(params, cfg, batch), alone[0][2])
 
 
-@functools.partial(jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model")
 def of_masters(params, batch, model):
     """Returns the policy's gradients where each microbatch rounds the weights itself."""
 
@@ -492,7 +491,7 @@ def test_weights_rounded_once_have_the_gradients_of_the_masters(sampled, alone):
     batch = alone[0][0]
     batch = batch.replace(used=np.minimum(batch.used, 2))
     assert batch.used == 2
-    of_copy = jit(
+    of_copy = jax.jit(
         functools.partial(
             learner.gradients, model=model, plan=PLANS["policy"], cfg=OBJECTIVE
         )
@@ -543,7 +542,7 @@ def test_an_update_that_is_not_sound_leaves_its_network_as_it_was(sampled, alone
     batch, _, after = alone[0]
     before = begin(params)
 
-    @jit
+    @jax.jit
     def update(states, batch, limits):
         how = {"model": cfg, "plans": PLANS, "cfg": OBJECTIVE}
         return learner.update(states, batch, None, limits, **how)

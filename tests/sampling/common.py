@@ -5,9 +5,6 @@ import numpy as np
 
 from dllm_jax.models.mask import FAR
 
-# For programs that run a few steps: compiling them is what takes the time.
-HASTY = {"xla_backend_optimization_level": 0}
-
 row_keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
 
 

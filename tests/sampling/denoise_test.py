@@ -20,7 +20,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
-from tests.sampling.common import HASTY, end_of, padded, row_keys
+from tests.sampling.common import end_of, padded, row_keys
 
 B = 8
 
@@ -218,7 +218,7 @@ def any_strategy(drawn, masked_BW, quota_B, cfg):
 RULES = [strategy.take for strategy in STRATEGIES.values()]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "block"), compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnames=("model", "block"))
 def step(params, s, f: Facts, *, model, block):
     """Returns the state after one `denoise.step` under these facts."""
     cfg = types.SimpleNamespace(
@@ -246,9 +246,7 @@ def step(params, s, f: Facts, *, model, block):
     return denoise.step(params, s, model=model, cfg=cfg, draw=draw)
 
 
-start = jax.jit(
-    denoise.start.__wrapped__, static_argnames=("model", "cfg"), compiler_options=HASTY
-)
+start = jax.jit(denoise.start.__wrapped__, static_argnames=("model", "cfg"))
 
 
 def run(params, cases: list[Case], *, model):
@@ -351,10 +349,10 @@ def program(model, cfg):
     """Returns `generate` compiled for a batch, from its parameters on."""
     params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model))
     lowered = denoise.generate.lower(params, **batch(), model=model, cfg=cfg)
-    return lowered.compile(compiler_options=HASTY)
+    return lowered.compile()
 
 
-@functools.partial(jax.jit, static_argnames=("model", "cfg"), compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnames=("model", "cfg"))
 def look(params, shown_T, at, masked_W, quota, temperature, key, *, model, cfg):
     """Returns (draw, take) of a window of one whole canvas, without a cache."""
     pos_BT = jnp.arange(cfg.slots)[None]
@@ -574,7 +572,7 @@ def on_mesh(tiny):
             arrays, index_B = sharding.place_rows((arrays, index_B), mesh)
             arrays["key_B"] = row_keys(jax.random.key(0), index_B)
             lowered = denoise.generate.lower(params, **arrays, model=model, cfg=ON_MESH)
-            program = lowered.compile(compiler_options=HASTY)
+            program = lowered.compile()
             trace = sharding.fetch(program(params, **arrays))
         return trace, params, arrays, program
 

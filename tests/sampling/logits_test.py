@@ -10,10 +10,9 @@ from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
-from tests.sampling.common import HASTY
 
-draw = jax.jit(logits.draw, static_argnames="cfg", compiler_options=HASTY)
-keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"), compiler_options=HASTY)
+draw = jax.jit(logits.draw, static_argnames="cfg")
+keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"))
 FREE = SamplerConfig()
 FILTERED = SamplerConfig(top_k=4, top_p=0.8)
 

@@ -14,7 +14,7 @@ from dllm_jax.sampling import confidence, denoise, logits, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from dllm_jax.sampling.strategy import STRATEGIES
-from tests.sampling.common import HASTY, end_of, padded
+from tests.sampling.common import end_of, padded
 
 BASE = SamplerConfig(
     block=4, max_prompt=7, max_new=11, threshold=0.5, stop_ids=(3, 19, 20, 14, 0)
@@ -62,7 +62,7 @@ def case(tiny, name):
     return model, tiny[1], dataclasses.replace(BASE, **changes), arrays
 
 
-@functools.partial(jax.jit, static_argnames=("model", "cfg"), compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnames=("model", "cfg"))
 def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
     """Returns the draws for the block at `at`, computed from whole canvases.
 
@@ -144,7 +144,7 @@ def define(params, prompt, limit, temperature, key, *, model, cfg):
 def test_generate_is_what_it_means(tiny, name):
     model, params, cfg, arrays = case(tiny, name)
     lowered = denoise.generate.lower(params, **arrays, model=model, cfg=cfg)
-    sample = lowered.compile(compiler_options=HASTY)
+    sample = lowered.compile()
     trace = jax.device_get(sample(params, **arrays))
     for row, prompt in enumerate(PROMPTS):
         tokens_T, step_T, logp_T, length, count = define(

@@ -14,7 +14,7 @@ from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
-from tests.sampling.common import HASTY, padded
+from tests.sampling.common import padded
 
 DIFFERENT = {  # and why
     ("dream", "top_p_dynamic"): "it applies top_p before top_k",
@@ -42,9 +42,7 @@ def either(drawn, masked_BW, quota_B, cfg):
     return jnp.where(entry_B1, first_BW, pick_BW)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "cfg", "lead"), compiler_options=HASTY
-)
+@functools.partial(jax.jit, static_argnames=("model", "cfg", "lead"))
 def finish(params, s, counts, threshold, dynamic, *, model, cfg, lead):
     """Returns the state at its end, under a schedule and a threshold that are data."""
     fields = dataclasses.asdict(cfg) | {
