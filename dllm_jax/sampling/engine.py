@@ -8,6 +8,7 @@ ended: one *turn* is an admission, a run of forwards, and a harvest.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 """
 
+import jax
 import numpy as np
 
 from dllm_jax import sharding
@@ -111,14 +112,15 @@ class Engine:
             yield request.index, answer
 
     @sharding.on_own_mesh
-    def lower(self, params, key):
+    def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows and pages as shapes).
 
-        params: arrays, or their shapes with shardings. Nothing is laid out.
+        params: arrays, or their shapes with shardings. Nothing is laid out, so that the
+        devices need not be here.
         """
         begun = empty.lower(
-            sharding.place_rows(self.scheduler.no_changes(), self.mesh),
-            sharding.key_on(self.mesh, key),
+            sharding.shapes_of_rows(self.scheduler.no_changes(), self.mesh),
+            jax.eval_shape(jax.random.key, 0),
             model=self.model,
             cfg=self.cfg,
             pages=self.page_count,
