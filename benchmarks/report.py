@@ -90,7 +90,7 @@ def tables(lines: list[dict]) -> str:
     if not any(group[2].startswith("NVIDIA") for group in groups):
         out.append("Not measured on a GPU: `benchmarks/all_gpu.sh` is what would.\n")
     if not any(group[2].startswith("TPU") for group in groups):
-        out.append("Not measured on a TPU.\n")
+        out.append("Not measured on a TPU: `benchmarks/all_tpu.sh` is what would.\n")
     return "\n".join(out)
 
 
