@@ -26,6 +26,7 @@ import jax
 
 from benchmarks import chips, hlo, programs, roofline, scaling_page, topologies
 from dllm_jax import memory
+from dllm_jax.models import acting
 from dllm_jax.sampling import placement
 
 FILE = pathlib.Path(__file__).with_name("budget.json")
@@ -92,12 +93,15 @@ def figures(cell: Cell) -> dict:
 def refusal(cell: Cell, run: programs.Run) -> str:
     """Returns why a program cannot fit whatever is compiled; "" where it may."""
     resident = sum(run.resident.values())
-    if cell.program == "answers" or resident <= run.limit:
+    needs, what = resident, "what is trained takes"
+    if cell.program != "update":
+        needs = sampling_bytes(run, 0 if cell.program == "answers" else resident)
+        what = "what is trained, the weights that sample and their pages take"
+    if cell.program == "answers":
+        what = "weights and pages take"
+    if needs <= run.limit:
         return ""
-    return (
-        f"what is trained takes {resident / GIB:.1f} GiB of a device's "
-        f"{run.limit / GIB:.1f}"
-    )
+    return f"{what} {needs / GIB:.1f} GiB of a device's {run.limit / GIB:.1f}"
 
 
 def made(cell: Cell, run: programs.Run) -> dict:
@@ -341,38 +345,54 @@ def update_faults(program: hlo.Program, tokens: int) -> list[str]:
 
 
 def smallest(cell: Cell) -> str:
-    """Returns the smallest slice of the chip that takes the program, or "".
+    """Returns the least change with which the program fits: fewer rows, or a larger slice.
 
-    Which it may be the memory plan's arithmetic says, from the sizes that are known; then
-    it is compiled there, and on the next one only if that was wrong.
+    What may fit the memory plan's arithmetic says, from the sizes that are known; then it
+    is compiled, and what comes next only if that was wrong. "" where nothing was found.
     """
-    for topology in SLICES[cell.topology.partition(":")[0]]:
-        if chips.devices(topology) <= chips.devices(cell.topology):
-            continue
-        other = cell._replace(topology=topology)
-        run = programs.Run(cell.model, topology)
-        if estimate(cell, run) > run.limit:
+    for setting, other, rows in remedies(cell):
+        run = programs.Run(cell.model, other.topology, **rows)
+        if estimate(other, run) > run.limit:
             continue
         row = made(other, run)
         if not row.get("refused"):
-            return f"{topology}: {row['gib']} of {row['gib_there']} GiB"
+            return f"{setting}: {row['gib']} of {row['gib_there']} GiB"
     return ""
+
+
+def remedies(cell: Cell):
+    """Yields (a change in words, the cell with it, fields of SamplerConfig with it)."""
+    if cell.program == "rollout":
+        rows = programs.settings(cell.model)[0].sampler.rows
+        for fewer in (rows // 2, rows // 4, rows // 8):
+            yield f"sampler.rows={fewer}", cell, {"rows": fewer}
+    for topology in SLICES[cell.topology.partition(":")[0]]:
+        if chips.devices(topology) > chips.devices(cell.topology):
+            yield topology, cell._replace(topology=topology), {}
 
 
 def estimate(cell: Cell, run: programs.Run) -> float:
     """Returns about what a program and what lies beside it take of a device."""
     resident, model = sum(run.resident.values()), run.model
+    if cell.program != "update":
+        return sampling_bytes(run, resident)
     trained = run.resident["parameters"] / len(run.states)  # f32, of one network
-    if cell.program == "update":
-        rows, tokens = run.settings.batch.rows // run.rows_on, run.settings.batch.tokens
-        layer = tokens * (10 * model.d_model + 3 * max(model.ffw, 1)) * 2
-        saved = tokens * model.layers * model.d_model * 2
-        gathered = 2 * trained * run.rows_on / model.layers / 2
-        return resident + 1.5 * trained + rows * (layer + saved) + gathered
-    cfg = run.cfg.sampler
-    row = cfg.slots * model.layers * 2 * model.kv_heads * model.head_dim * 2
-    least = trained * run.rows_on / 2 / run.mesh.shape["fsdp"]
-    return resident + least + -(-cfg.rows // run.rows_on) * row
+    rows, tokens = run.settings.batch.rows // run.rows_on, run.settings.batch.tokens
+    layer = tokens * (10 * model.d_model + 3 * max(model.ffw, 1)) * 2
+    saved = tokens * model.layers * model.d_model * 2
+    gathered = 2 * trained * run.rows_on / model.layers / 2
+    return resident + 1.5 * trained + rows * (layer + saved) + gathered
+
+
+def sampling_bytes(run: programs.Run, beside: float) -> float:
+    """Returns the least that sampling takes of a device, and what is beside it."""
+    cfg, model = run.cfg.sampler, run.model
+    itemsize = jax.numpy.dtype(model.dtype).itemsize
+    row = cfg.slots * model.layers * 2 * model.kv_heads * model.head_dim * itemsize
+    shared_by = acting.folds(model, run.mesh)[-1] * run.mesh.shape["model"]
+    weights = roofline.sizes_of(model)
+    size = (weights.stored + (2 - model.tied) * weights.head) * itemsize / shared_by
+    return beside + size + -(-cfg.rows // run.rows_on) * row
 
 
 # ---- Against the file ----------------------------------------------------------------
