@@ -131,7 +131,8 @@ def host_work(run):
 
     A device call lasts from the engine's dispatch to what it fetches at the end.
     """
-    dispatch, fetch = engine.advance, sharding.fetch
+    name = "advance_on_gpu" if jax.default_backend() == "gpu" else "advance"
+    dispatch, fetch = getattr(engine, name), sharding.fetch
     on_device, dispatched = np.zeros(2), None
 
     def timed_dispatch(*args, **static):
@@ -148,7 +149,7 @@ def host_work(run):
 
     start = clocks()
     with (
-        mock.patch.object(engine, "advance", timed_dispatch),
+        mock.patch.object(engine, name, timed_dispatch),
         mock.patch.object(sharding, "fetch", timed_fetch),
     ):
         run()

@@ -270,13 +270,18 @@ def product_flops(line: Instruction, operands: list[Instruction]) -> float:
         return 2.0 * math.prod(line.arrays[0].dims) * over
     if line.opcode == "convolution":
         return convolution_flops(line, *(x.arrays[0].dims for x in operands[:2]))
-    if line.opcode == "custom-call" and "__cublas" in line.attributes:
+    if cublas(line):
         over = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.attributes)
         if over:
             left = operands[0].arrays[0].dims
             sizes = [left[int(i)] for i in re.findall(r"\d+", over[1])]
             return 2.0 * math.prod(line.arrays[0].dims) * math.prod(sizes)
     return 0.0
+
+
+def cublas(line: Instruction) -> bool:
+    """Returns whether an instruction is a call of cuBLAS."""
+    return line.opcode == "custom-call" and "__cublas" in line.attributes
 
 
 def convolution_flops(line: Instruction, left, right) -> float:
@@ -379,6 +384,8 @@ def changed(program: Program, computation: Computation, name: str) -> float:
         return computation.lines[line.operands[1]].bytes
     if line.opcode == "scatter":
         return computation.lines[line.operands[-1]].bytes
+    if cublas(line):  # the second of its results is room to work in
+        return line.arrays[0].bytes
     if line.opcode == "fusion":
         inner = program.computations[named(line.attributes, "calls")[0]]
         return changed(program, inner, inner.root)
@@ -404,7 +411,7 @@ def moved(program: Program, line: Instruction, operands) -> tuple[float, float]:
     if line.opcode.removesuffix("-start") in COLLECTIVES:
         done = line.bytes - sum(inputs) if "-start" in line.opcode else line.bytes
         return sum(inputs), max(done, 0)
-    return sum(inputs), line.bytes
+    return sum(inputs), line.arrays[0].bytes if cublas(line) else line.bytes
 
 
 # ---- Collectives ---------------------------------------------------------------------

@@ -21,7 +21,7 @@ multiplies no more than it must, and waits for nobody.
 def text(cells: dict) -> str:
     """Returns the page; cells: what budget.json holds, by name."""
     parts = [HEAD, rollouts(cells), updates(cells), refusals(cells), faults(cells)]
-    return "\n".join(part for part in parts if part) + "\n" + LOSSES
+    return "".join(part for part in parts if part) + LOSSES
 
 
 def write(cells: dict):
@@ -31,8 +31,7 @@ def write(cells: dict):
 
 def table(head: str, rows: list[list]) -> str:
     """Returns a table; head: the names of its columns, with bars between."""
-    names = head.split(" | ")
-    lines = [" | ".join(names), "|".join(["---"] * len(names))]
+    lines = [head, " | ".join(["---"] * len(head.split(" | ")))]
     lines += [" | ".join(str(x) for x in row) for row in rows]
     return "".join(f"| {line} |\n" for line in lines)
 
