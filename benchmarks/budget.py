@@ -217,10 +217,13 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
         keys=0.0,
     )
 
+    prefilled = cfg.max_prompt >= 2 * cfg.block
+    programs_there = len(sizes) + 2 * prefilled
+
     def choose(depth: int, branches: int) -> int | None:
-        if depth or branches < len(sizes):
-            return 0 if branches == 2 else None
-        return enough
+        if not depth and branches == programs_there:
+            return enough
+        return None if depth else 0  # the other says whether rows denoise: they do
 
     counted = hlo.count(program, body, choose, mesh.size)
     return roofline.with_kernels(counted, facts), facts
@@ -407,6 +410,8 @@ MORE, LESS = (
 def worse(name: str, old: dict, new: dict) -> list[str]:
     """Returns a line for each figure of a cell that got worse by more than 5 %."""
     lines = []
+    if not old:
+        return [f"{name}: {fault}" for fault in new.get("faults", [])]
     if new.get("refused") and not old.get("refused"):
         lines.append(f"{name}: does not fit any more: {new['refused']}")
     for key in (*MORE, *LESS):
