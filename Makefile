@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test soak aot test-torch lint lock
+.PHONY: help install train test soak aot budget test-torch lint lock
 
 ARGS ?=
 SOAK ?=
@@ -52,6 +52,9 @@ soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short take
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware
 	DLLM_NO_SKIP=1 .venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)
+
+budget: .venv-aot/.installed ## Count what every program takes, against benchmarks/budget.json
+	.venv-aot/bin/python -m benchmarks.budget $(ARGS)
 
 test-torch: $(INSTALLED) .venv-torch/.installed ## Cross-check an export with PyTorch
 	DLLM_PYTHON=$(CURDIR)/.venv/bin/python .venv-torch/bin/python -m pytest -q \

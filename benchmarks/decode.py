@@ -7,7 +7,7 @@ weights say: a step takes the first masked position and every other one that dre
 even token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three
 times as many requests as rows (--waves); neighbours of a --group have the same prompt.
 Both ways answer the same requests and must give the same ids; they alternate, the
-median is told, compilation excluded. On an accelerator that is in `report.CHIPS` the
+median is told, compilation excluded. On an accelerator that is in `chips.CHIPS` the
 share of the roofline is told too: the time that one forward after the other would need
 for reading weights and the cache of the rows that were busy, or for their
 multiplications if that is longer. `busy_rows` is how many were: the last requests leave
@@ -131,7 +131,8 @@ def host_work(run):
 
     A device call lasts from the engine's dispatch to what it fetches at the end.
     """
-    dispatch, fetch = engine.advance, sharding.fetch
+    name = "advance_on_gpu" if jax.default_backend() == "gpu" else "advance"
+    dispatch, fetch = getattr(engine, name), sharding.fetch
     on_device, dispatched = np.zeros(2), None
 
     def timed_dispatch(*args, **static):
@@ -148,7 +149,7 @@ def host_work(run):
 
     start = clocks()
     with (
-        mock.patch.object(engine, "advance", timed_dispatch),
+        mock.patch.object(engine, name, timed_dispatch),
         mock.patch.object(sharding, "fetch", timed_fetch),
     ):
         run()

@@ -14,13 +14,8 @@ import time
 import jax
 import jaxlib
 
-CHIPS = {  # device_kind: (bytes/s of memory, bf16 FLOP/s)
-    "NVIDIA H200": (4.8e12, 989e12),
-    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
-    "TPU v5 lite": (819e9, 197e12),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), (2765e9, 459e12)),
-    "TPU v6 lite": (1640e9, 918e12),
-}
+from benchmarks import chips
+
 ONCE = ("benchmark", "command", "device", "date", "python", "jax", "jaxlib")
 HEAD = """# Benchmarks
 
@@ -31,14 +26,15 @@ forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean 
 
 
 def chip():
-    """Returns (bytes/s, FLOP/s) of the device, or None if it is not in CHIPS.
+    """Returns (bytes/s, FLOP/s) of the device, or None if chips.CHIPS lacks it.
 
     Warns of an accelerator that is not: its rows lack their share of what it can do.
     """
     kind = jax.devices()[0].device_kind
-    if kind not in CHIPS and jax.default_backend() != "cpu":
-        print(f"report.CHIPS does not know {kind!r}", file=sys.stderr)
-    return CHIPS.get(kind)
+    found = chips.BY_KIND.get(kind)
+    if not found and jax.default_backend() != "cpu":
+        print(f"chips.CHIPS does not know {kind!r}", file=sys.stderr)
+    return found and (found.bandwidth, found.flops)
 
 
 def dtype() -> str:
@@ -94,7 +90,7 @@ def tables(lines: list[dict]) -> str:
     if not any(group[2].startswith("NVIDIA") for group in groups):
         out.append("Not measured on a GPU: `benchmarks/all_gpu.sh` is what would.\n")
     if not any(group[2].startswith("TPU") for group in groups):
-        out.append("Not measured on a TPU.\n")
+        out.append("Not measured on a TPU: `benchmarks/all_tpu.sh` is what would.\n")
     return "\n".join(out)
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from benchmarks.chips import CHIPS
 from dllm_jax import sharding
 
 # This process computes nothing, so it is to claim no accelerator. Not by the variable
@@ -34,19 +35,10 @@ jax.config.update("jax_platforms", "cpu")
 
 GIB = 2**30
 
-# Bytes of one JAX device. For TPUs it is the limit that libtpu itself states when a
-# program is refused; for GPUs the GB on their label.
-HBM = {
-    "v5e": int(15.75 * GIB),
-    "v5p": int(95.73 * GIB),
-    "v6e": int(31.24 * GIB),
-    "h100": 80 * 10**9,
-    "h200": 141 * 10**9,
-}
 GPU_SHARE = (
     0.75  # of those that JAX takes, where XLA_PYTHON_CLIENT_MEM_FRACTION is not set
 )
-HOPPERS = {"h100": ("NVIDIA H100", 3.35e12), "h200": ("NVIDIA H200", 4.8e12)}  # bytes/s
+HOPPERS = ("h100", "h200")
 
 # libtpu looks for a slice, and takes a machine-wide lock, unless told otherwise.
 TPU_ENV = {
@@ -73,8 +65,10 @@ def devices(topology: str) -> tuple[jax.Device, ...]:
     chip or a shape that does not exist.
     """
     chip, _, shape = topology.partition(":")
-    if chip not in HBM or not shape:
-        raise ValueError(f"topology {topology!r}: want CHIP:SHAPE, CHIP in {list(HBM)}")
+    if chip not in CHIPS or not shape:
+        raise ValueError(
+            f"topology {topology!r}: want CHIP:SHAPE, CHIP in {list(CHIPS)}"
+        )
     described = _hopper(chip, shape) if chip in HOPPERS else _tpu(topology)
     return tuple(described.devices)
 
@@ -89,7 +83,7 @@ def mesh(topology: str, *, data: int = 1, fsdp: int = -1, model: int = 1) -> Mes
 def hbm_bytes(topology: str) -> int:
     """Returns the memory of one device that a program may use."""
     chip = topology.partition(":")[0]
-    return int(HBM[chip] * (GPU_SHARE if chip in HOPPERS else 1))
+    return int(CHIPS[chip].memory * (GPU_SHARE if chip in HOPPERS else 1))
 
 
 def peak_bytes(compiled) -> int:
@@ -120,12 +114,12 @@ def _hopper(chip: str, shape: str):
             f"topology '{chip}:{shape}': want {chip}:GPUS or {chip}:NODESxGPUS"
         )
     nodes, gpus = parts.groups(default="1")
-    name, bandwidth = HOPPERS[chip]
+    name = CHIPS[chip].kinds[0]
     config = Path(__file__).with_name("hopper.txtpb").read_text()
     for key, value in (
         ("NAME", name),
-        ("MEMORY", HBM[chip]),
-        ("BANDWIDTH", int(bandwidth)),
+        ("MEMORY", CHIPS[chip].memory),
+        ("BANDWIDTH", int(CHIPS[chip].bandwidth)),
     ):
         config = config.replace(f"${key}", str(value))
     described = topologies.get_topology_desc(

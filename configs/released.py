@@ -3,7 +3,8 @@
 A config file of a method has up to three recipes: one of models that attend by blocks (SDAR,
 TraDo), and dLLM-RL's for Dream and for LLaDA and MMaDA, which attend to the whole canvas.
 None of these presets was ever run: they want accelerators and data, and there were none.
-What is known of them: `make aot` compiles an 8B step for TPU and H200 slices.
+What is known of them: `make budget` compiles their steps for TPU and H200 slices, and counts
+what these take (docs/scaling.md).
 """
 
 # Preset: the repository, and the recipe it takes.

@@ -162,12 +162,28 @@ def place_rows(tree, mesh: Mesh, axis: int = 0):
     """Puts host arrays on the mesh, split over rows (dimension `axis`)."""
 
     def put(x):
-        x = np.asarray(x)
-        # "_" is a letter of no rule.
-        dims = "".join("B" if i == axis else "_" for i in range(x.ndim))
-        return place(x, pspec(dims, x.shape, ACT, mesh), mesh)
+        return place(x, rows_spec(np.shape(x), mesh, axis), mesh)
 
     return jax.tree.map(put, tree)
+
+
+def shapes_of_rows(tree, mesh: Mesh, axis: int = 0):
+    """Returns what `place_rows` makes, as shapes with shardings: nothing is put anywhere."""
+
+    def shape(x):
+        x = np.asarray(x)
+        placed = NamedSharding(mesh, rows_spec(x.shape, mesh, axis))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=placed)
+
+    return jax.tree.map(shape, tree)
+
+
+def rows_spec(shape: tuple[int, ...], mesh: Mesh, axis: int) -> PartitionSpec:
+    """Returns the partition of an array whose dimension `axis` is of rows."""
+    # "_" is a letter of no rule.
+    dims = "".join("B" if i == axis else "_" for i in range(len(shape)))
+    return pspec(dims, shape, ACT, mesh)
 
 
 def laid_out(lowered):

@@ -138,7 +138,6 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         mesh=mesh,
         sampling=sampling if samples else None,
         update=update,
-        seed=cfg.seed,
     )
     budget.check(needs, limit)
     say(budget.table(needs))

@@ -354,7 +354,7 @@ def blank(
     mesh,
     fields: tuple[str, ...],
 ) -> TrainBatch:
-    """Returns a TrainBatch on the mesh that holds nothing, of the shape of all others.
+    """Returns the shapes, on the mesh, of a TrainBatch: the same for all.
 
     trace: of one row without an answer; fields: the optional ones that the objective
     asks for, such as RL_FIELDS.
@@ -365,7 +365,7 @@ def blank(
     row_n = np.zeros(cfg.copies, int)
     batch, _ = pack(take(trace, row_n), noised, group_n=row_n)
     batch = batch.replace(**dict.fromkeys(fields, np.zeros_like(batch.weight_BU)))
-    return sharding.place_rows(batch, mesh, axis=1)
+    return sharding.shapes_of_rows(batch, mesh, axis=1)
 
 
 # ---- Rows of items that have several -------------------------------------------------

@@ -39,7 +39,6 @@ def plan(
     mesh,
     sampling: Placement | None,
     update,
-    seed: int,
 ) -> Budget:
     """Returns the Budget of a run; compiles its two large programs.
 
@@ -52,9 +51,7 @@ def plan(
     base = checkpoint(model, mesh) if model.lora else None
     always, phases = resident(states, model, mesh, reference=source.reference), {}
     if sampling is not None:
-        lowered, between_calls = sampling.answerer.lower(
-            sampling.weights, jax.random.key(seed)
-        )
+        lowered, between_calls = sampling.answerer.lower(sampling.weights)
         always["rows and pages"] = memory.array_bytes(between_calls)
         stacked = lora.join(base, states["policy"].params, model.lora)
         phases["rollout"] = {

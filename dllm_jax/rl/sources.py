@@ -14,7 +14,7 @@ members, and the loop in train.py knows no others:
     samples             whether a step samples answers
     reference           whether the policy of the start is scored, too
     objective           the ObjectiveConfig of the update
-    blank()             a TrainBatch on the mesh that holds nothing, of the shape of all
+    blank()             the shapes, on the mesh, of a TrainBatch: the same for all
     batches(step, taken, weights, score)
                         returns StepBatches, or None where a signal came meanwhile.
                         weights: networks.Weights; score: learner.score, jitted
@@ -188,7 +188,7 @@ class RL:
         )
 
     def blank(self) -> TrainBatch:
-        """Returns a batch that holds nothing."""
+        """Returns the shapes of every batch."""
         return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:
@@ -284,7 +284,7 @@ class SFT:
         )
 
     def blank(self) -> TrainBatch:
-        """Returns a batch that holds nothing."""
+        """Returns the shapes of every batch."""
         return blank(self.settings, self.tools, self.pack, ())
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches:
@@ -323,7 +323,7 @@ class DPO:
         )
 
     def blank(self) -> TrainBatch:
-        """Returns a batch that holds nothing."""
+        """Returns the shapes of every batch."""
         return blank(self.settings, self.tools, self.pack, batches.PAIR_FIELDS)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches:
@@ -424,7 +424,7 @@ def packer(
 
 
 def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
-    """Returns a TrainBatch that holds nothing, with these optional fields."""
+    """Returns the shapes of a TrainBatch with these optional fields."""
     return batches.blank(
         trace=state.stacked([state.no_answer(settings.sampler.slots)]),
         cfg=settings.noise,

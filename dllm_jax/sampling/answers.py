@@ -13,7 +13,7 @@ others:
         grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
         and equally often in every process; once it says so no more answers come, and
         the last to come are those that have ended.
-    lower(params, key)
+    lower(params)
         Returns (the program that samples, lowered; the arrays that it keeps between
         calls, as shapes), for the memory plan. params: arrays, or their shapes with
         shardings.
@@ -82,8 +82,9 @@ class Batches:
                 return
 
     @sharding.on_own_mesh
-    def lower(self, params, key):
+    def lower(self, params):
         """Returns (`denoise.advance`, lowered; its rows as shapes)."""
+        key = jax.random.key(0)
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
         arrays = self.batch(one_1T, one_1T[0, :1], 0, key, temperature=0.0)
         static = {"model": self.model, "cfg": self.cfg}

@@ -8,6 +8,7 @@ ended: one *turn* is an admission, a run of forwards, and a harvest.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 """
 
+import jax
 import numpy as np
 
 from dllm_jax import sharding
@@ -15,7 +16,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.denoise import TURN
-from dllm_jax.sampling.forwards import advance
+from dllm_jax.sampling.forwards import advance, advance_on_gpu
 from dllm_jax.sampling.rows import Rows, admit, empty, some_traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
@@ -56,6 +57,12 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request waits or is active."""
         return bool(self.scheduler.queue or self.scheduler.active)
+
+    @property
+    def loop(self):
+        """The loop over forwards, as it is compiled for the devices of the mesh."""
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        return advance_on_gpu if on_gpu else advance
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.
@@ -111,20 +118,21 @@ class Engine:
             yield request.index, answer
 
     @sharding.on_own_mesh
-    def lower(self, params, key):
+    def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows and pages as shapes).
 
-        params: arrays, or their shapes with shardings. Nothing is laid out.
+        params: arrays, or their shapes with shardings. Nothing is laid out, so that the
+        devices need not be here.
         """
         begun = empty.lower(
-            sharding.place_rows(self.scheduler.no_changes(), self.mesh),
-            sharding.key_on(self.mesh, key),
+            sharding.shapes_of_rows(self.scheduler.no_changes(), self.mesh),
+            jax.eval_shape(jax.random.key, 0),
             model=self.model,
             cfg=self.cfg,
             pages=self.page_count,
         )
         rows = sharding.laid_out(begun)
-        lowered = advance.lower(
+        lowered = self.loop.lower(
             params,
             rows,
             TURN,
@@ -165,7 +173,7 @@ class Engine:
             changes = sharding.place_rows(changes, self.mesh)
             self.rows = admit(self.rows, changes, key, model=self.model, cfg=self.cfg)
         steps, enough = self.until(watched)
-        self.rows = advance(
+        self.rows = self.loop(
             params,
             self.rows,
             steps,

@@ -38,21 +38,49 @@ from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.rows import Rows, constrained
 from dllm_jax.sampling.state import SamplingState
+from dllm_jax.sharding import constrain
 
 
 def forward(
     params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
 ) -> Rows:
-    """Returns the rows after one forward."""
+    """Returns the rows after one forward.
+
+    All programs are branches of one choice, from which the pages come straight: from a
+    choice within a choice XLA would copy them, all of them, in every forward.
+    """
     static = {"shards": shards, "model": model, "cfg": cfg}
-    decodes = functools.partial(decode, params, **static)
-    prefills = functools.partial(prefill, params, **static)
-    if cfg.max_prompt < 2 * cfg.block:  # no prompt has more than one whole block
-        rows = decodes(rows)
-    else:
+    fits, branches = decoders(params, rows, **static)
+    prefilled = cfg.max_prompt >= 2 * cfg.block  # or none has more than one whole block
+    if prefilled:
         prompts = (blocks_due(rows, cfg.block) > 1).any()
-        rows = jax.lax.cond(prompts, prefills, decodes, rows)
-    return rows.replace(forwards=rows.forwards + 1)
+        few_do, prefills = prefillers(params, rows, **static)
+        fits = jnp.where(prompts, len(branches) + jnp.where(few_do, 0, 1), fits)
+        branches += prefills
+    ran = jax.lax.switch(fits, branches, rows)
+    written = (ran.filled_B - rows.filled_B).sum() // cfg.block
+    denoised = functools.partial(denoise_blocks, params, model=model, cfg=cfg)
+    s = rows.s.replace(cache=None)
+    if prefilled:
+        s = jax.lax.cond(prompts, lambda s, *_: s, denoised, s, ran.x_BWD, rows.room_B)
+    else:
+        s = denoised(s, ran.x_BWD, rows.room_B)
+    return rows.replace(
+        s=s.replace(cache=ran.cache),
+        filled_B=ran.filled_B,
+        last_BD=ran.last_BD,
+        forwards=rows.forwards + 1,
+        clean=rows.clean + written,
+    )
+
+
+class Ran(NamedTuple):
+    """What a program leaves: of prompts, x_BWD is zeros."""
+
+    x_BWD: jax.Array  # hidden states that answer for rows' present blocks
+    last_BD: jax.Array
+    filled_B: jax.Array
+    cache: kv.PagedKVCache
 
 
 def blocks_due(rows: Rows, Q: int):
@@ -76,39 +104,49 @@ class Windows(NamedTuple):
     nth_dk: jax.Array  # the window of each place
 
 
-def decode(
+def able(s: SamplingState, room_B, Q: int):
+    """Returns which rows denoise: their pages have room for the block."""
+    return s.live_B & (s.start_B + Q <= room_B)
+
+
+def decoders(
     params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
-) -> Rows:
-    """Returns the rows after a forward of blocks; no row waits for two or more."""
-    s, Q = rows.s, cfg.block
-    full_B = blocks_due(rows, Q) > 0
-    # A row denoises if its pages have room for the block.
-    now_B = s.live_B & (s.start_B + Q <= rows.room_B)
+):
+    """Returns (which program holds all windows that are due, the programs).
+
+    A program takes the rows, none of which waits for two blocks or more: it is a forward
+    of blocks for so many windows.
+    """
+    full_B = blocks_due(rows, cfg.block) > 0
+    now_B = able(rows.s, rows.room_B, cfg.block)
     used_dk = jnp.concatenate([by_shard(x, shards) for x in (full_B, now_B)], axis=1)
-    windows = windows_of(rows, used_dk, model, Q)
     sizes = cfg.window_counts(used_dk.shape[1] // 2)
-    branches = [
-        functools.partial(run_windows, params, count=size, model=model)
-        for size in sizes
-    ]
+
+    def decode(rows, count: int):
+        windows = windows_of(rows, used_dk, model, cfg.block)
+        x_BWD, last_BD, cache = run_windows(
+            params, rows, windows, count=count, model=model
+        )
+        if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
+            last_BD = jnp.where(full_B[:, None], last_BD, rows.last_BD)
+            x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
+        return Ran(x_BWD, last_BD, rows.filled_B + cfg.block * full_B, cache)
+
     # The smallest that holds all.
     fits = jnp.searchsorted(jnp.asarray(sizes[:-1]), used_dk.sum(axis=1).max())
-    x_BWD, last_BD, cache = jax.lax.switch(fits, branches, rows, windows)
+    return fits, [functools.partial(decode, count=size) for size in sizes]
 
-    if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
-        last_BD = jnp.where(full_B[:, None], last_BD, rows.last_BD)
-        x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
+
+def denoise_blocks(
+    params, s: SamplingState, x_BWD, room_B, *, model: ModelConfig, cfg: SamplerConfig
+) -> SamplingState:
+    """Returns the state after a forward of blocks; x_BWD: what it says of them."""
+    Q, now_B = cfg.block, able(s, room_B, cfg.block)
     pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
     s = denoise.unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg)
     # A block that is clean now is committed by a window of a later forward.
     clean_B = ~denoise.open_positions(s, pos_BW, model).any(axis=1)
-    s = denoise.move(s, now_B & s.live_B & clean_B, Q)
-    return rows.replace(
-        s=s.replace(cache=cache),
-        filled_B=rows.filled_B + Q * full_B,
-        last_BD=last_BD,
-        clean=rows.clean + full_B.sum(),
-    )
+    return denoise.move(s, now_B & s.live_B & clean_B, Q)
 
 
 def windows_of(rows: Rows, used_dk, model: ModelConfig, Q: int) -> Windows:
@@ -174,35 +212,31 @@ class Chunks(NamedTuple):
     end_dc: jax.Array  # its keys before this position are written
 
 
-def prefill(
+def prefillers(
     params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
-) -> Rows:
-    """Returns the rows after a forward of prompts."""
+):
+    """Returns (whether the first program will do, two programs: of few chunks, of many).
+
+    A program takes the rows and runs chunks of those that wait for two blocks or more.
+    """
     due_B = blocks_due(rows, cfg.block)
     due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
     due_db = by_shard(due_B, shards)
     few, many = cfg.chunk_counts(due_db.shape[1])
+
+    def prefill(rows, count: int):
+        chunks = chunks_of(rows, due_db, count, model, cfg)
+        last_BD, cache = run_chunks(params, rows, chunks, model=model, cfg=cfg)
+        # A row's chunks follow each other, so that the greatest end is the last one's.
+        greatest = jax.vmap(lambda old_b, row_c, end_c: old_b.at[row_c].max(end_c))
+        filled_db = by_shard(rows.filled_B, shards)
+        filled_B = joined(greatest(filled_db, chunks.row_dc, chunks.end_dc))
+        x_BWD = jnp.zeros((len(due_B), cfg.block, model.d_model), model.dtype)
+        return Ran(constrain(x_BWD, "BWD"), last_BD, filled_B, cache)
+
     # More than half of the many in one forward rather than by few after few.
     few_do = 2 * due_db.sum(axis=1).max() <= many
-    chunks = chunks_of(rows, due_db, many, model, cfg)
-    run_few, run_many = (
-        functools.partial(run_chunks, params, count=count, model=model, cfg=cfg)
-        for count in (few, many)
-    )
-    last_BD, cache = jax.lax.cond(few_do, run_few, run_many, rows, chunks)
-
-    taken_1c = jnp.arange(many)[None] < jnp.where(few_do, few, many)
-    end_dc = jnp.where(taken_1c, chunks.end_dc, 0)
-    # A row's chunks follow each other, so that the greatest end is the last one's.
-    greatest = jax.vmap(lambda old_b, row_c, end_c: old_b.at[row_c].max(end_c))
-    filled_db = greatest(by_shard(rows.filled_B, shards), chunks.row_dc, end_dc)
-    written = (joined(filled_db) - rows.filled_B).sum() // cfg.block
-    return rows.replace(
-        s=rows.s.replace(cache=cache),
-        filled_B=joined(filled_db),
-        last_BD=last_BD,
-        clean=rows.clean + written,
-    )
+    return few_do, [functools.partial(prefill, count=count) for count in (few, many)]
 
 
 def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chunks:
@@ -221,20 +255,13 @@ def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chun
 
 
 def run_chunks(
-    params,
-    rows: Rows,
-    chunks: Chunks,
-    *,
-    count: int,
-    model: ModelConfig,
-    cfg: SamplerConfig,
+    params, rows: Rows, chunks: Chunks, *, model: ModelConfig, cfg: SamplerConfig
 ):
-    """Runs the first `count` chunks of each shard.
+    """Runs chunks of prompts.
 
     Returns (last_BD with what ends these chunks, the PagedKVCache with their keys).
     """
     shards = len(chunks.row_dc)
-    chunks = Chunks(*(x[:, :count] for x in chunks))
     seen = kv.chunk(
         joined(of_rows(by_shard(rows.table_BA, shards), chunks.row_dc)),
         joined(chunks.pos_dcW),
@@ -325,9 +352,6 @@ def of_positions(x_bT, row_w, pos_wW):
 # ---- The loop ------------------------------------------------------------------------
 
 
-@functools.partial(
-    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
-)
 def advance(
     params,
     rows: Rows,
@@ -357,3 +381,19 @@ def advance(
         return n + 1, constrained(rows)
 
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
+
+
+jitted = functools.partial(
+    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
+)
+# Left to itself XLA copies every layer's weights out of their stack before it multiplies by
+# them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
+# where they are, and only those that are not joined.
+advance_on_gpu = jitted(
+    advance,
+    compiler_options={
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    },
+)
+advance = jitted(advance)

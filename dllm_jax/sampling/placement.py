@@ -99,7 +99,7 @@ def bytes_of(placement: Placement, beside: int, limit: int) -> float:
     needs = beside + memory.array_bytes(placement.weights)
     if needs > limit:
         return needs
-    lowered, kept = placement.answerer.lower(placement.weights, jax.random.key(0))
+    lowered, kept = placement.answerer.lower(placement.weights)
     needs += memory.array_bytes(kept)
     if needs > limit:
         return needs

@@ -1,4 +1,4 @@
-"""SDAR-8B fits: the programs of a real run, compiled for chips that are not here."""
+"""Programs of real runs, compiled for chips that are not here, against their budget."""
 
 import os
 import pathlib
@@ -8,22 +8,32 @@ import sys
 
 import pytest
 
-from benchmarks import compile_8b, topologies
+from benchmarks import budget, topologies
+
+CELLS = {
+    cell.name: cell
+    for cell in budget.cells()
+    if cell.name
+    in (
+        "sdar-8b h200:1 answers rows=64",
+        "sdar-4b h200:1 answers rows=1",
+        "sdar-8b h200:8 rollout",
+        "sdar-8b h200:8 update",
+        "tiny v5p:2x2x1 rollout",
+        "sdar-8b v5p:2x2x1 update",
+    )
+}
 
 
-@pytest.mark.parametrize("topology", compile_8b.TARGETS)
-def test_rollout_and_update_fit_a_device(topology):
+@pytest.mark.parametrize("name", CELLS)
+def test_a_program_is_no_worse_than_its_budget(name):
     try:
-        rows = list(compile_8b.report(topology))
+        row = budget.figures(CELLS[name])
     except topologies.SkipReason as reason:
         pytest.skip(str(reason))
-    plain = ["rollout step", "TraceRL update"]
-    kernels = [f"{program}, kernels" for program in plain]
-    trusted = topology.startswith("v")
-    assert [row[0] for row in rows] == plain + (not trusted) * kernels
-    for program, used, seconds in rows:
-        print(f"{topology} {program}: {used / 2**30:.2f} GiB a device, {seconds:.0f} s")
-        assert 0 < used < topologies.hbm_bytes(topology)
+    print(f"{name}: {row}")
+    assert not row["refused"]
+    assert budget.worse(name, budget.load()[name], row) == []
 
 
 @pytest.mark.parametrize("word, code", [("", 0), ("1", 1)])

@@ -1,15 +1,16 @@
 """What a run takes: the compiler's figures, no second compilation, what is refused."""
 
+import dataclasses
 import functools
 import types
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import compile_8b
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting
-from dllm_jax.rl import budget, learner, networks
+from dllm_jax.rl import budget, learner, networks, views
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
@@ -19,6 +20,21 @@ NEEDS = budget.Budget(
     always={"parameters": GIB, "optimizer": 2 * GIB, "frozen": 0},
     phases={"update": {"gradients": GIB, "activations": GIB // 2}},
 )
+
+
+def blank(mesh) -> views.TrainBatch:
+    """Returns the shapes of eight microbatches of four rows of 64 slots."""
+    floats = ("weight", "adv", "old", "ref", "ret")
+    zeros = {
+        field.name: np.zeros(
+            (8, 4, {"T": 64, "U": 32}[field.name[-1]]),
+            np.float32 if field.name.startswith(floats) else np.int32,
+        )
+        for field in dataclasses.fields(views.TrainBatch)
+        if field.name != "used"
+    }
+    batch = views.TrainBatch(used=np.int32(0), **zeros)
+    return sharding.shapes_of_rows(batch, mesh, axis=1)
 
 
 def near(lowered, phase, *arguments):
@@ -31,8 +47,7 @@ def near(lowered, phase, *arguments):
 
 
 @pytest.mark.parametrize("value", ["own", "head"])
-def test_the_update_is_what_the_compiler_plans(tiny, monkeypatch, value):
-    monkeypatch.setattr(compile_8b, "TOKENS", 64)
+def test_the_update_is_what_the_compiler_plans(tiny, value):
     model, mesh = tiny[0], sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])
     plans = networks.plans("policy", value, OptimConfig(), OptimConfig(), updates=9)
     update = functools.partial(
@@ -40,7 +55,7 @@ def test_the_update_is_what_the_compiler_plans(tiny, monkeypatch, value):
     )
     with jax.set_mesh(mesh):
         states = {name: networks.abstract(model, plans[name], mesh) for name in plans}
-        batch = compile_8b.batch(mesh, 4)
+        batch = blank(mesh)
         jitted = jax.jit(update, donate_argnums=0)
         limits = dict.fromkeys(states, 0.0)
         near(jitted.lower(states, batch, None, limits), "update", states, batch)
@@ -55,7 +70,7 @@ def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
     with jax.set_mesh(mesh), jax.log_compiles():
         shapes = acting.abstract(model, mesh)
         answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-        lowered, rows = answerer.lower(shapes, jax.random.key(0))
+        lowered, rows = answerer.lower(shapes)
         assert cache == "none" or answerer.rows is None  # nothing is there yet
         near(lowered, "rollout", shapes, rows)
         params = acting.laid_out(params, shapes)
@@ -70,8 +85,7 @@ def test_a_run_finds_its_program_compiled(tiny, caplog, cache, fsdp):
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, reference):
-    monkeypatch.setattr(compile_8b, "TOKENS", 64)
+def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, reference):
     model, mesh = tiny[0], sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])
     plans = networks.plans("policy", "own", OptimConfig(), OptimConfig(), updates=9)
     update = functools.partial(
@@ -81,7 +95,7 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, ref
     with jax.set_mesh(mesh):
         states = {name: networks.abstract(model, plans[name], mesh) for name in plans}
         source = types.SimpleNamespace(
-            blank=lambda: compile_8b.batch(mesh, 4), updates=2, reference=reference
+            blank=lambda: blank(mesh), updates=2, reference=reference
         )
         plan = functools.partial(
             budget.plan,
@@ -90,7 +104,6 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, monkeypatch, ref
             model=model,
             mesh=mesh,
             update=jax.jit(update, donate_argnums=0),
-            seed=0,
         )
         sampling = placement.place(model=model, cfg=cfg, mesh=mesh)
         sampled = plan(sampling=sampling)

@@ -56,7 +56,7 @@ def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
         where = placement.place(model=model, cfg=CFG, mesh=mesh, rollout=rollout)
         weights = acting.laid_out(placed(model, params, mesh), where.weights)
         np.testing.assert_array_equal(ids(where, weights), alone)
-        lowered, _ = where.answerer.lower(where.weights, jax.random.key(0))
+        lowered, _ = where.answerer.lower(where.weights)
     data, fsdp, parts = shape
     if rollout == "replicated" and parts == 1:  # a forward moves nothing but counters
         assert "all-gather" not in lowered.compile().as_text()
@@ -116,7 +116,7 @@ def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkey
 def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny):
     where = placement.placed(tiny[0], CFG, mesh_of(1, 2, 1))
     weights = memory.array_bytes(where.weights)
-    lowered, rows = where.answerer.lower(where.weights, jax.random.key(0))
+    lowered, rows = where.answerer.lower(where.weights)
     rows = memory.array_bytes(rows)
     program = memory.program_bytes(lowered.compile())
     assert placement.bytes_of(where, 7, 10**12) == 7 + weights + rows + program

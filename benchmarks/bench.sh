@@ -1,0 +1,38 @@
+# What all_gpu.sh and all_tpu.sh share; they source it. $1: the folder of the results.
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+set -o pipefail
+out=${1:-runs/benchmarks}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+: > "$out/results.jsonl"
+export PYTHONUNBUFFERED=1
+
+bench() { # seconds, module, arguments: its lines of JSON are kept; its status is returned
+    local limit=$1
+    shift
+    echo "== $*"
+    timeout "$limit" "$python" -m "benchmarks.$@" 2> >(tail -n 20 >&2) |
+        tee >(grep '^{' >> "$out/results.jsonl") | sed '/^{/d'
+}
+
+checked() { # sets $with: the kernels if the self-check finds all right, else none
+    with=--kernels=${KERNELS:-platform}
+    if ! bench 80 selfchecks --model "$@"; then
+        with=--kernels=${KERNELS:-reference}
+        echo "== the self-check failed: what follows is with $with"
+    fi
+}
+
+one_step() { # seconds: a whole step of RL, where its packages are there
+    if "$python" -c "import ml_collections, tensorboardX" 2> /dev/null; then
+        bench "$1" rl_step --config.model.dtype=bfloat16 "--config.model.${with#--}"
+    else
+        echo "== rl_step SKIPPED: needs ml_collections and tensorboardX"
+    fi
+}
+
+reported() { # the tables of these results and of docs/benchmarks.jsonl's
+    sleep 1
+    "$python" -m benchmarks.report "$out/results.jsonl" docs/benchmarks.jsonl \
+        > "$out/benchmarks.md" && cp "$out/benchmarks.md" docs/benchmarks.md
+}

@@ -1,0 +1,192 @@
+"""The programs of a run, as `python -m dllm_jax.train` makes them, for chips not here.
+
+A model of shapes.py with the settings of its preset in configs/tracerl.py, on a topology:
+the mesh, where it samples, what it trains and the memory plan are decided by the run's own
+code, from shapes. Kernels are chosen as by a run whose self-check found every one right.
+
+    run = Run("sdar-8b", "h200:8")
+    run.rollout()        # the engine's loop, compiled
+    run.update()         # the update
+    run.budget()         # bytes, by what they are for; raises ValueError where they do not fit
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from unittest import mock
+
+import jax
+
+from benchmarks import topologies
+from benchmarks.shapes import RELEASED
+from configs import tracerl
+from dllm_jax import config, data, memory, metrics, train
+from dllm_jax.models import hf
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import choice
+from dllm_jax.rl import budget, learner, networks, sources
+from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.sampling import placement
+
+TINY = "examples/arithmetic"
+# Models, by the preset whose settings they take: none is named after the largest.
+PRESETS = {name: name for name in ("sdar-1.7b", "sdar-4b", "sdar-8b")}
+PRESETS |= {"tiny": "arithmetic", "sdar-30b-a3b": "sdar-8b"}
+STOPS = (151645, 151643)  # of the released models' chats
+
+
+@contextlib.contextmanager
+def trusted():
+    """Lets `auto` take every kernel, as where the self-check found all of them right."""
+    verdicts = dict.fromkeys(choice.KERNELS, True)
+    with mock.patch.dict(choice.verdicts, verdicts):
+        yield
+
+
+def settings(name: str, **sampler) -> tuple[config.Config, ModelConfig]:
+    """Returns (a run's complete configuration, what its checkpoint becomes in it).
+
+    sampler: fields of SamplerConfig that differ from the preset's.
+    """
+    tree = tracerl.get_config(PRESETS[name])
+    tree.sampler.update(sampler)
+    # The problems are none of the programs' affair, nor are their tokens.
+    tree.data.update(data.DataConfig().__dict__)
+    tree.data.update(train=f"{TINY}/train.jsonl")
+    cfg = config.freeze(tree)
+    if name == "tiny":
+        cfg, model, _ = config.completed(cfg)
+        return cfg, model
+    model = cfg.model.adapted(RELEASED[name])
+    block = cfg.sampler.block or model.block
+    sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=STOPS)
+    model = dataclasses.replace(model, block=block)
+    return dataclasses.replace(cfg, sampler=sampler), model
+
+
+class Run:
+    """A run on a topology, up to where it would load weights."""
+
+    def __init__(self, name: str, topology: str, **sampler):
+        """sampler: what differs from the preset. Raises SkipReason without a compiler."""
+        self.cfg, self.model = settings(name, **sampler)
+        self.mesh = topologies.mesh(topology, **self.cfg.mesh.axes)
+        self.limit = topologies.hbm_bytes(topology)
+        self.rows_on = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        self.settings = train.settings_of(self.cfg, self.model, self.rows_on)
+        self.last = None  # what was compiled last, to see whether it fits
+        self.plans = sources.RL.plans(self.settings)
+        # Not with the mesh in force: AdamW makes a zero, which no device is here to hold.
+        self.states = {
+            network: networks.abstract(self.model, plan, self.mesh)
+            for network, plan in self.plans.items()
+        }
+        self.resident = budget.resident(
+            self.states,
+            self.model,
+            self.mesh,
+            reference=bool(self.cfg.objective.reference_beta),
+        )
+
+    @functools.cached_property
+    def sampling(self) -> placement.Placement:
+        """Where it samples, beside what it trains."""
+        return self.placed(sum(self.resident.values()))
+
+    @functools.cached_property
+    def alone(self) -> placement.Placement:
+        """Where it samples without training: as eval and generate do."""
+        return self.placed(0)
+
+    def placed(self, beside: int) -> placement.Placement:
+        """Returns where it samples; beside: bytes of a device that others take."""
+        sized = memory.program_bytes
+
+        def keep(compiled) -> int:
+            self.last = compiled
+            return sized(compiled)
+
+        kept = mock.patch.object(memory, "program_bytes", keep)
+        with jax.set_mesh(self.mesh), trusted(), kept:
+            return placement.place(
+                model=self.model,
+                cfg=self.cfg.sampler,
+                mesh=self.mesh,
+                rollout=self.cfg.mesh.rollout,
+                beside=beside,
+                limit=self.limit,
+            )
+
+    def rollout(self, place: placement.Placement):
+        """Returns the engine's loop over forwards, compiled."""
+        devices = jax.tree.leaves(place.weights)[0].sharding.mesh
+        if self.last is not None and devices in meshes_of(self.last):
+            return self.last
+        with trusted():
+            lowered, _ = place.answerer.lower(place.weights)
+        return lowered.compile()
+
+    @functools.cached_property
+    def source(self) -> sources.RL:
+        """The run's source of batches, on problems that are no matter."""
+        tools = sources.Tools(
+            mesh=self.mesh,
+            tok=data.tokenizer(hf.find(f"{TINY}/model")),
+            grader=GRADERS[self.cfg.rl.reward],
+            truncated_wrong=self.cfg.rl.truncated_wrong,
+            answerer=None,
+            timer=metrics.Timer(),
+            stop=lambda: False,
+            say=lambda *words: None,
+            folder=pathlib.Path(),
+            samples=0,
+        )
+        return sources.RL(self.settings, tools)
+
+    @functools.cached_property
+    def jitted_update(self):
+        """learner.update, jitted as a run calls it."""
+        replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        places = jax.tree.map(lambda x: x.sharding, self.states)
+        return jax.jit(
+            functools.partial(
+                learner.update,
+                model=self.model,
+                plans=self.plans,
+                cfg=self.source.objective,
+            ),
+            donate_argnums=0,
+            out_shardings=(places, replicated),
+        )
+
+    def update(self):
+        """Returns the update of all networks, compiled.
+
+        Raises JaxRuntimeError where its compiler knows that it does not fit.
+        """
+        with jax.set_mesh(self.mesh), trusted():
+            lowered = self.jitted_update.lower(
+                self.states, self.source.blank(), None, dict.fromkeys(self.states, 0.0)
+            )
+        return lowered.compile()
+
+    def budget(self) -> budget.Budget:
+        """Returns the memory plan of the run. Raises ValueError where it does not fit."""
+        with jax.set_mesh(self.mesh), trusted():
+            needs = budget.plan(
+                self.source,
+                states=self.states,
+                model=self.model,
+                mesh=self.mesh,
+                sampling=self.sampling,
+                update=self.jitted_update,
+            )
+        budget.check(needs, self.limit)
+        return needs
+
+
+def meshes_of(compiled) -> list:
+    """Returns the meshes on which a program's arguments lie."""
+    places = jax.tree.leaves(compiled.input_shardings)
+    return [place.mesh for place in places if hasattr(place, "mesh")]

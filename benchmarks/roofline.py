@@ -1,0 +1,204 @@
+"""What a program would do at most on a chip, from what its text counts.
+
+The assumptions, which are those of a run of the published recipe: a block takes 2.2 forwards,
+a row has seen 1,000 positions (half of its canvas where that is shorter), an answer has 500
+tokens after a prompt of 588, and a packed row's attention visits 22 % of its tiles. A program
+takes the longer of its bytes and its FLOPs at the chip's peak, and then its collectives, none
+of them overlapped. The *ideal* of a forward reads the weights once and the keys of each row
+once, or multiplies what its windows need, whichever takes longer; it waits for nobody.
+
+What is inside kernels no text tells: `KERNELS` has it, by their names, from the shapes.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+
+from benchmarks import chips, hlo
+from dllm_jax.models import transformer
+from dllm_jax.models.config import ModelConfig
+
+STEPS = 2.2  # forwards of a block, in which its tokens are unmasked
+CONTEXT = 1000
+PROMPT, ANSWER = 588, 500  # tokens, on average
+FILL = 0.956  # of a packed row's slots that hold something
+VISITED = 0.224  # of a packed row's pairs of tiles, 256 x 512
+TILE = 256  # queries that share what is read of the keys
+
+
+class Facts(NamedTuple):
+    """Sizes of a program on one device, by the letters of their arrays."""
+
+    rows: float  # of a microbatch, or windows of a forward that are used
+    windows: int  # that a forward computes
+    width: int  # T of a packed row, or Q
+    seats: int  # positions that the head is asked for
+    context: int  # positions that a window's row has in pages
+    keys: float  # that a query of a packed row, or of a prompt's chunk, visits
+    N: int
+    K: int
+    H: int
+    D: int
+    V: int
+    itemsize: int
+
+
+def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
+    """Returns the Facts of a model of which `model_axis` devices share the heads."""
+
+    def share(size):
+        return size // model_axis if size % model_axis == 0 else size
+
+    both = model.heads % model_axis == model.kv_heads % model_axis == 0
+    return Facts(
+        N=share(model.heads) if both else model.heads,
+        K=share(model.kv_heads) if both else model.kv_heads,
+        H=model.head_dim,
+        D=model.d_model,
+        V=share(model.vocab),
+        itemsize=jax.numpy.dtype(model.dtype).itemsize,
+        **sizes,
+    )
+
+
+# ---- Kernels -------------------------------------------------------------------------
+
+
+def paged(f: Facts) -> hlo.Counted:
+    """A layer's attention of windows over pages."""
+    Q, size = f.width, f.itemsize
+    own = f.windows * Q * f.H * size
+    return hlo.Counted(
+        flops=4.0 * f.rows * Q * (f.context + Q) * f.N * f.H,
+        read=f.rows * f.context * 2 * f.K * f.H * size + own * (f.N + 2 * f.K),
+        written=own * f.N,
+    )
+
+
+def written_pages(f: Facts) -> hlo.Counted:
+    """A layer's update of pages: the windows that are kept, in and out."""
+    kept = (f.rows - f.rows / (1 + 1 / STEPS)) * f.width * 2 * f.K * f.H * f.itemsize
+    return hlo.Counted(read=kept, written=kept)
+
+
+def of_head(products: int):
+    """Returns the count of a kernel that walks over the vocabulary once."""
+
+    def counted(f: Facts) -> hlo.Counted:
+        R = f.seats
+        return hlo.Counted(
+            flops=2.0 * products * R * f.D * f.V,
+            read=(f.D * f.V + R * f.D) * f.itemsize,
+            written=4.0 * R * 6,
+        )
+
+    return counted
+
+
+def packed(products: int):
+    """Returns the count of a pass of tiled attention; each tile of queries reads its keys."""
+
+    def counted(f: Facts) -> hlo.Counted:
+        T, head = f.width, f.H * f.itemsize
+        streamed = math.ceil(T / TILE) * f.keys * 2 * f.K * head
+        return hlo.Counted(
+            flops=2.0 * products * f.rows * T * f.keys * f.N * f.H,
+            read=f.rows * (T * f.N * head * (products - 1) + streamed),
+            written=f.rows * T * f.N * head,
+        )
+
+    return counted
+
+
+# Name in the program's text (TPU's, then GPU's): Facts -> Counted of one call.
+KERNELS = {
+    "paged_attention": paged,
+    "cache_update": written_pages,
+    **dict.fromkeys(("draw_kernel", "token_draw"), of_head(1)),
+    **dict.fromkeys(("pick_kernel", "token_logprob"), of_head(1)),
+    **dict.fromkeys(("dx_kernel", "dhead_kernel"), of_head(2)),
+    **dict.fromkeys(("forward_kernel", "attention"), packed(2)),
+    **dict.fromkeys(("dq_kernel", "attention_dq"), packed(3)),
+    **dict.fromkeys(("dkv_kernel", "attention_dkv"), packed(4)),
+}
+
+
+def with_kernels(counted: hlo.Counted, sizes: Facts) -> hlo.Counted:
+    """Returns the figures with those of the kernels added.
+
+    Raises ValueError for a kernel that KERNELS does not know.
+    """
+    total = hlo.Counted()
+    total.add(counted)
+    for name, times in counted.kernels.items():
+        if name not in KERNELS:
+            raise ValueError(f"roofline.KERNELS has no {name!r}: say what it does")
+        total.add(KERNELS[name](sizes), times)
+    return total
+
+
+# ---- Times ---------------------------------------------------------------------------
+
+
+def seconds(counted: hlo.Counted, topology: str) -> float:
+    """Returns the least seconds that a program can take."""
+    chip = chips.chip(topology)
+    busy = max(
+        counted.flops / chip.flops, (counted.read + counted.written) / chip.bandwidth
+    )
+    return busy + sum(counted.sent.values()) / chips.link_bytes(topology)
+
+
+class Sizes(NamedTuple):
+    """Multiplications of a model: parameters that a token meets."""
+
+    layers: float  # of all layers, of experts those that are chosen
+    stored: float  # the same with all experts
+    head: float
+
+
+def sizes_of(model: ModelConfig) -> Sizes:
+    """Returns the Sizes of a model."""
+    plain = dataclasses.replace(model, lora=None)
+    tree, size = transformer.specs(plain), model.sizes
+    chosen = stored = 0.0
+    for spec in jax.tree.leaves([tree.get("first", {}), tree["layers"]]):
+        count = math.prod(transformer.shape(spec, model))
+        stored += count
+        of_experts = len(spec.dims) > 1 and spec.dims[1] == "E" and size["E"]
+        chosen += count * model.experts_per_token / size["E"] if of_experts else count
+    return Sizes(chosen, stored, size["D"] * size["V"])
+
+
+def ideal_forward(
+    model: ModelConfig, rows: float, sizes: Facts, share: int
+) -> hlo.Counted:
+    """Returns what a forward of blocks must do on one device.
+
+    rows: of the devices that share the weights; share: how many these are.
+    """
+    weights, Q = sizes_of(model), sizes.width
+    itemsize, keys = sizes.itemsize, 2 * sizes.K * sizes.H * model.layers
+    windows = rows * (1 + 1 / STEPS)
+    attention = 4.0 * windows * Q * sizes.context * sizes.N * sizes.H * model.layers
+    return hlo.Counted(
+        flops=2.0 * Q * (weights.layers * windows + weights.head * rows) / share
+        + attention,
+        read=(weights.stored + weights.head) * itemsize / share
+        + rows * sizes.context * keys * itemsize,
+    )
+
+
+def useful_update(
+    model: ModelConfig, answers: int, prompt: float, answer: float, nets: int
+):
+    """Returns the FLOPs that an update's answers ask for, on all devices.
+
+    Six a parameter and a slot that holds something, and of the head six a parameter and a
+    supervised token. nets: networks that are trained; the value network has no head.
+    """
+    weights = sizes_of(model)
+    slots = prompt + (1 + STEPS) * answer
+    return 6.0 * answers * (nets * weights.layers * slots + weights.head * answer)

@@ -1,0 +1,132 @@
+"""The page docs/scaling.md, made of the cells of benchmarks/budget.json."""
+
+import pathlib
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
+HEAD = """# Scaling: what the compiled programs could do
+
+Made by `make budget ARGS=--write`; `benchmarks/budget.json` holds the same figures and more.
+**Nothing here was measured on a chip.** Each program was compiled as `python -m dllm_jax.train`
+with the preset's settings would compile it, its text counted, and set against what the chip
+can do at most (`benchmarks/chips.py`). So the rates are bounds: launches, stalls and what
+collectives could hide are left out, and so is what a chip does not reach of its peak.
+
+Assumed are the published recipe's lengths (`benchmarks/roofline.py`): 2.2 forwards a block,
+1,000 positions seen, 500 tokens an answer. Kernels are those that `auto` takes where the
+self-check has found every one right. *Ideal* is a forward that reads weights and keys once, or
+multiplies no more than it must, and waits for nobody.
+"""
+
+
+def text(cells: dict) -> str:
+    """Returns the page; cells: what budget.json holds, by name."""
+    parts = [HEAD, rollouts(cells), updates(cells), refusals(cells), faults(cells)]
+    return "".join(part for part in parts if part) + LOSSES
+
+
+def write(cells: dict):
+    """Writes the page."""
+    PAGE.write_text(text(cells))
+
+
+def table(head: str, rows: list[list]) -> str:
+    """Returns a table; head: the names of its columns, with bars between."""
+    lines = [head, " | ".join(["---"] * len(head.split(" | ")))]
+    lines += [" | ".join(str(x) for x in row) for row in rows]
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def fitting(cells: dict, *programs: str):
+    """Yields (model, topology, figures) of the cells of programs that fit."""
+    for name, row in cells.items():
+        model, topology, program, *_ = name.split()
+        if program in programs and not row["refused"]:
+            yield model, topology, row
+
+
+def sent(row: dict) -> str:
+    """Returns the MiB of collectives by axis, those of a MiB and more."""
+    large = {axis: size for axis, size in row["sent_mib"].items() if size >= 1}
+    return ", ".join(f"{axis} {size:,.0f}" for axis, size in large.items()) or "none"
+
+
+def rollouts(cells: dict) -> str:
+    """Returns the table of forwards."""
+    rows = [
+        [
+            model,
+            topology,
+            f"{row['rows_per_device']:g}",
+            row["weights_shared_by"],
+            row["gib"],
+            f"{row['read_gib']:.1f} / {row['written_gib']:.1f}",
+            f"{row['tflops']:.2f}",
+            sent(row),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['percent_of_ideal']:.0f}",
+            f"{row['prompt']['tokens_per_second']:,.0f}" if "prompt" in row else "",
+        ]
+        for model, topology, row in fitting(cells, "rollout", "answers")
+    ]
+    head = (
+        "model | chips | rows a device | share weights | GiB a device | GiB read / written "
+        "| TFLOP | MiB sent | tokens/s a device | % of ideal | prompt tokens/s a device"
+    )
+    return (
+        "\n## Rollout: a forward of blocks\n\nOn `h200:1` with 1, 64 and 128 rows: as "
+        "`eval` and `generate` run, with nothing trained beside it.\n\n"
+        + table(head, rows)
+    )
+
+
+def updates(cells: dict) -> str:
+    """Returns the table of updates."""
+    rows = [
+        [
+            model,
+            topology,
+            row["rows_per_device"],
+            row["microbatches"],
+            row["gib"],
+            f"{row['read_gib'] + row['written_gib']:,.0f}",
+            f"{row['tflops']:,.0f}",
+            sent(row),
+            f"{row['seconds']:.2f}",
+            f"{row['mfu_bound']:.0f}",
+            f"{row['mfu_with_waits']:.0f}",
+        ]
+        for model, topology, row in fitting(cells, "update")
+    ]
+    head = (
+        "model | chips | rows a device | microbatches | GiB a device | GiB moved | TFLOP | "
+        "MiB sent | seconds | MFU bound, % | with collectives, %"
+    )
+    return (
+        "\n## Update of 256 answers\n\nThe MFU bound is the useful FLOPs (six a parameter and "
+        "filled slot) over those of the program; the last column also waits for every "
+        "collective, none of them overlapped.\n\n" + table(head, rows)
+    )
+
+
+def refusals(cells: dict) -> str:
+    """Returns the table of what does not fit."""
+    rows = [
+        [name, row["refused"], row["smallest"] or "none that was looked at"]
+        for name, row in cells.items()
+        if row["refused"]
+    ]
+    return "\n## What does not fit\n\n" + table("cell | why | fits on", rows)
+
+
+def faults(cells: dict) -> str:
+    """Returns the list of what programs must not do, and do."""
+    lines = [
+        f"* {name}: {fault}\n"
+        for name, row in cells.items()
+        for fault in row.get("faults", [])
+    ]
+    return "\n## Faults\n\n" + "".join(lines) if lines else ""
+
+
+LOSSES = """
+"""

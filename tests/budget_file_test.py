@@ -1,0 +1,67 @@
+"""benchmarks/budget.json: what it holds, what is worse than it, and the page made of it."""
+
+import types
+
+import pytest
+
+from benchmarks import budget, scaling_page
+
+OLD = {
+    "refused": "",
+    "gib": 40.0,
+    "tokens_per_second": 1000.0,
+    "sent_mib": {"fsdp all-gather": 100.0},
+    "kernels": {"attention": 36},
+    "faults": [],
+}
+
+
+def test_the_page_is_made_of_the_file():
+    known = budget.load()
+    assert known.keys() <= {cell.name for cell in budget.cells()}
+    assert scaling_page.PAGE.read_text() == scaling_page.text(known)
+
+
+def test_no_program_of_the_file_has_a_fault():
+    assert {
+        name: row["faults"] for name, row in budget.load().items() if row.get("faults")
+    } == {}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({}, []),
+        ({"gib": 41.9, "tokens_per_second": 951.0}, []),
+        ({"gib": 30.0, "tokens_per_second": 2000.0, "sent_mib": {}}, []),
+        ({"gib": 42.1}, ["cell: gib was 40.0, is 42.1"]),
+        (
+            {"tokens_per_second": 940.0},
+            ["cell: tokens_per_second was 1000.0, is 940.0"],
+        ),
+        ({"sent_mib": {"model all-reduce": 110.0}}, ["cell: sent_mib was 100, is 110"]),
+        (
+            {"kernels": {}},
+            ["cell: the kernel attention is not in the program any more"],
+        ),
+        (
+            {"faults": ["an array of scores: [8, 8]"]},
+            ["cell: an array of scores: [8, 8]"],
+        ),
+    ],
+)
+def test_what_is_worse_by_a_twentieth_is_told(change, words):
+    assert budget.worse("cell", OLD, OLD | change) == words
+
+
+def test_what_fits_no_more_is_told():
+    new = {"refused": "rollout takes 120.0 GiB of a device's 98.5", "smallest": ""}
+    assert budget.worse("cell", OLD, new) == [
+        f"cell: does not fit any more: {new['refused']}"
+    ]
+
+
+def test_devices_of_a_group_differ_along_its_axes():
+    mesh = types.SimpleNamespace(shape={"data": 2, "fsdp": 2, "model": 2})
+    assert budget.axes_of((0, 1), mesh) == "model"
+    assert budget.axes_of((0, 2, 4, 6), mesh) == "data+fsdp"
