@@ -1,122 +1,433 @@
-"""The engine against a plain PyTorch loop: same checkpoint, prompts, limits and rate.
+"""This package against plain PyTorch: same weights, prompts, limits and rates, in turns.
 
-    make test-torch                             # makes the environment with PyTorch
-    python -m benchmarks.peer --rows 1 32
+    make .venv-torch/.installed                     # the environment with PyTorch
+    python -m benchmarks.peer                       # everything: hours
+    python -m benchmarks.peer --shapes 30m --parts rows update --rows 32 --rounds 2
 
-The loop (benchmarks/torch_loop.py) is what a model card's code does, batched: a cache,
-sdpa attention, one forward more to keep a block's keys, and a batch that ends with its
-longest answer. Both unmask at the forced rate of benchmarks/decode.py. They alternate;
-medians, first call excluded. CPU, f32.
+Parts, a line of JSON each:
+
+    rows     ragged prompts and answers, three requests for every row
+    prompts  one long prompt and eight tokens of an answer
+    update   one AdamW step on answers with so many rounds in every block
+    canvas   full attention (LLaDA's), two tokens a step, without a cache and with `prefix`
+    first    from the start of a process to its first answer, cold and warm
+
+The other side is benchmarks/torch_loop.py, which says what it does well. Seconds are
+minimum / median / maximum of alternating repetitions, the first call excluded but in
+`first`; `times_as_fast` is the median of their ratios, above 1 where this package is
+ahead. CPU, f32, as many threads as there are cores.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import pathlib
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
 import jax
+import numpy as np
 
-from benchmarks import decode, report
+from benchmarks import decode, report, train_step
 from dllm_jax import sharding
 from dllm_jax.models import acting, hf
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl import learner, noise, views
+from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
+from dllm_jax.sampling import answers
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 
 ROOT = pathlib.Path(__file__).parents[1]
+SHAPES = {
+    name: ModelConfig(tied=True, mask_id=0, eos_id=1, dtype="float32", **sizes)
+    for name, sizes in {
+        "0.6m": {
+            "vocab": 512,
+            "d_model": 128,
+            "layers": 3,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 32,
+            "ffw": 384,
+        },
+        "30m": {
+            "vocab": 8192,
+            "d_model": 512,
+            "layers": 8,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 64,
+            "ffw": 1536,
+        },
+        "135m": {
+            "vocab": 49152,
+            "d_model": 576,
+            "layers": 30,
+            "heads": 9,
+            "kv_heads": 3,
+            "head_dim": 64,
+            "ffw": 1536,
+        },
+    }.items()
+}
+ANSWERS = {"0.6m": 32, "30m": 8, "135m": 4}  # of an update
+
+
+class Torch:
+    """The other side's process: `ask` returns its seconds for a task."""
+
+    def __init__(self, python: str, folder: str, model: ModelConfig):
+        """Starts it; it makes the model in `folder` where there is none."""
+        fields = {
+            "vocab_size": model.vocab,
+            "hidden_size": model.d_model,
+            "intermediate_size": model.ffw,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "tie_word_embeddings": model.tied,
+        }
+        self.process = subprocess.Popen(
+            # -P: files beside the program, such as kernels.py, are no packages of PyTorch's.
+            [
+                python,
+                "-P",
+                ROOT / "benchmarks/torch_loop.py",
+                folder,
+                json.dumps(fields),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": ""},
+        )
+        while (line := self.process.stdout.readline()).strip() != "ready":
+            if not line:
+                raise RuntimeError("the PyTorch loop did not start")
+
+    def ask(self, key: str = "seconds", **task) -> float:
+        """Returns the seconds of a task, or what else it says of it."""
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())[key]
+
+    def close(self):
+        """Ends the process."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def timed(run) -> float:
+    """Returns the seconds of a call."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def told(part: str, ours, theirs, repeats: int, work: int = 0, **facts):
+    """Prints a part's line: `ours` and `theirs` return seconds, in turns.
+
+    work: tokens or answers' tokens of a call, for rates; 0: none are told.
+    """
+    pairs = [(ours(), theirs()) for _ in range(repeats + 1)]
+    ours_s, theirs_s = zip(*(pairs[1:] or pairs), strict=True)
+    ratio = statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
+    spread = {"seconds": ours_s, "pytorch_seconds": theirs_s}
+    for name, values in spread.items():
+        numbers = min(values), statistics.median(values), max(values)
+        facts[name] = " / ".join(f"{x:.4g}" for x in numbers)
+    if work:
+        facts["tokens"] = work
+        facts["tokens_per_second"] = round(work / statistics.median(ours_s), 1)
+        facts["pytorch_tokens_per_second"] = round(
+            work / statistics.median(theirs_s), 1
+        )
+    report.tell("peer", part=part, **facts, times_as_fast=round(ratio, 2))
+
+
+@dataclasses.dataclass
+class Side:
+    """What a shape is measured with."""
+
+    name: str
+    model: ModelConfig
+    params: dict  # as they are trained
+    torch: Torch
+    args: argparse.Namespace
+    folder: str
+
+    @functools.cached_property
+    def mesh(self):
+        """One device."""
+        return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+
+    @functools.cached_property
+    def acting(self):
+        """The weights as they sample."""
+        return acting.laid_out(self.params, acting.abstract(self.model, self.mesh))
+
+
+def sampled(side: Side, part: str, prompts, new, rows: int, limits: tuple[int, int]):
+    """Measures requests on the engine; limits: the longest prompt and answer."""
+    cfg = SamplerConfig(
+        block=side.model.block,
+        steps_per_block=side.model.block,
+        strategy="forced",
+        max_prompt=limits[0],
+        max_new=limits[1],
+        rows=rows,
+    )
+    engine = Engine(model=side.model, cfg=cfg, mesh=side.mesh)
+    key = jax.random.key(side.args.seed)
+    request = {"prompts": prompts, "new": [int(n) for n in new], "rows": rows}
+    run = functools.partial(
+        decode.on_engine, engine, side.acting, prompts, np.array(new), key
+    )
+    told(
+        part,
+        lambda: timed(lambda: run() and None),
+        lambda: side.torch.ask(task="sample", **request),
+        side.args.repeats,
+        int(sum(new)),
+        model=side.name,
+        rows=rows,
+        longest_prompt=limits[0],
+        longest_answer=limits[1],
+    )
+
+
+def rows(side: Side):
+    """Ragged requests, three for every row."""
+    args = argparse.Namespace(prompt=64, new=64, waves=3, group=1, seed=side.args.seed)
+    for count in side.args.rows:
+        prompts, new = decode.requests(count, args, side.model)
+        sampled(side, "rows", prompts, new, count, (args.prompt, args.new))
+
+
+def prompts(side: Side):
+    """One prompt, and eight tokens."""
+    rng = np.random.default_rng(side.args.seed)
+    for length in side.args.prompts:
+        prompt = rng.integers(2, side.model.vocab, length).tolist()
+        sampled(side, "prompts", [prompt], [8], 1, (length, 8))
+
+
+def canvas(side: Side):
+    """Blocks of 32 behind a prompt of 64, under full attention."""
+    prompt, new, block = 64, 64, 32
+    full = dataclasses.replace(side.model, attention="full", block=block)
+    rng = np.random.default_rng(side.args.seed)
+    for count in side.args.rows:
+        if count > 8:
+            continue
+        asked = rng.integers(2, full.vocab, (count, prompt)).tolist()
+        for cache in ("none", "prefix"):
+            cfg = SamplerConfig(
+                block=block,
+                steps_per_block=block // 2,
+                strategy="static",
+                cache=cache,
+                horizon=new if cache == "prefix" else 0,
+                max_prompt=prompt,
+                max_new=new,
+                rows=count,
+            )
+            made = answers.answerer(model=full, cfg=cfg, mesh=side.mesh)
+
+            def run(made=made, asked=asked):
+                key = jax.random.key(side.args.seed)
+                stream = made.stream(side.acting, asked, key, temperature=1.0)
+                return answers.collect(stream, len(asked)).tokens_BT
+
+            sizes = {"rows": count, "prompt": prompt, "new": new, "block": block}
+            task = functools.partial(
+                side.torch.ask, task="canvas", cache=cache, **sizes
+            )
+            told(
+                "canvas",
+                lambda run=run: timed(run),
+                task,
+                side.args.repeats,
+                count * new,
+                model=side.name,
+                cache=cache,
+                rows=count,
+            )
+
+
+def update(side: Side):
+    """One step, on packed rows of a width that the program chooses, and on rows of rounds."""
+    model, n = side.model, ANSWERS[side.name]
+    for rounds in side.args.rounds:
+        args = argparse.Namespace(
+            trajectories=n,
+            max_prompt=64,
+            max_answer=256,
+            mean_answer=96,
+            block=model.block,
+            steps_per_block=rounds,
+            vocab=model.vocab - 1,
+        )
+        rng = np.random.default_rng(side.args.seed)
+        trace = train_step.trajectories(args, rng)
+        shape = trace.tokens_BT.shape
+        layout = layouts.Layout(block=model.block, longest=args.max_answer)
+        width = side.args.tokens or layout.width(shape[1], rounds)
+        cfg = BatchConfig(rows=side.args.micro, tokens=width)
+        batch, source = views.pack(
+            trace,
+            noise.of_steps(trace.step_BT),
+            mask_id=model.mask_id,
+            layout=layout,
+            cfg=cfg,
+            most=layouts.microbatches(
+                trajectories=n,
+                slots=shape[1],
+                answer=args.max_answer,
+                rounds=rounds,
+                copies=1,
+                layout=layout,
+                cfg=cfg,
+            ),
+            aggregate="token",
+        )
+        split, split_source = train_step.one_row_per_round(
+            trace, trace.step_BT, mask_id=model.mask_id, block=model.block, rows=1
+        )
+        adv_nT, old_nT = rng.normal(size=(2, *shape)) - np.array([0, 8])[:, None, None]
+        weight_nT = source.scatter(batch.weight_BU, shape)
+        ours = jax.device_put(
+            batch.replace(
+                adv_BU=source.gather(adv_nT), old_logp_BU=source.gather(old_nT)
+            )
+        )
+        theirs = {
+            name: getattr(split, field)
+            for name, field in (
+                ("tokens", "tokens_BT"),
+                ("pos", "pos_BT"),
+                ("end", "end_BT"),
+                ("group", "group_BT"),
+                ("where", "where_BU"),
+                ("target", "target_BU"),
+            )
+        }
+        for name, x_nT in (("weight", weight_nT), ("adv", adv_nT), ("old", old_nT)):
+            theirs[name] = split_source.gather(x_nT)
+        theirs = {name: np.concatenate(x) for name, x in theirs.items()}
+        whole = ("tokens", "pos", "end", "group", "where", "target")
+        theirs |= {name: theirs[name].astype(np.int64) for name in whole}
+        file = f"{side.folder}/update.npz"
+        np.savez(file, **theirs)
+        plans = {"policy": learner.Plan(("policy",), OptimConfig(lr=1e-6), 100)}
+        states = {"policy": learner.begin(side.params, plans["policy"])}
+        step = jax.jit(
+            functools.partial(
+                learner.update, model=model, plans=plans, cfg=ObjectiveConfig()
+            )
+        )
+        ours_norm = float(step(states, ours)[1]["grad_norm"])
+        norm = side.torch.ask("gradient_norm", task="update", file=file)
+        if abs(norm / ours_norm - 1) > 1e-3:
+            raise RuntimeError(f"two gradients: their norms are {ours_norm} and {norm}")
+        told(
+            "update",
+            lambda step=step, states=states, ours=ours: timed(
+                lambda: step(states, ours)
+            ),
+            functools.partial(side.torch.ask, task="update", file=file),
+            side.args.repeats,
+            int(trace.len_B.sum()),
+            model=side.name,
+            rounds=rounds,
+            answers=n,
+            batch=f"{cfg.rows} x {cfg.tokens}",
+            slots=int(batch.used) * cfg.rows * cfg.tokens,
+            pytorch_slots=theirs["tokens"].size,
+            fill=round(batch.fill, 3),
+        )
+
+
+def first(side: Side):
+    """The bundled model answers a prompt, and PyTorch's one of 16 random tokens."""
+    line = json.dumps({"prompts": [list(range(5, 21))], "new": [32], "rows": 1})
+    with tempfile.TemporaryDirectory() as cache:
+        kept = {
+            "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        command = [sys.executable, "-m", "dllm_jax.generate"]
+        command += ["--model=examples/arithmetic/model", "--dtype=float32", "785+800"]
+
+        def ours() -> float:
+            start = time.perf_counter()
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | kept,
+            )
+            return time.perf_counter() - start
+
+        def theirs() -> float:
+            start = time.perf_counter()
+            torch = Torch(side.args.torch, side.folder, side.model)
+            torch.ask(task="sample", **json.loads(line))
+            seconds = time.perf_counter() - start
+            torch.close()
+            return seconds
+
+        told("first", ours, theirs, 0, model=side.name, compiled="cold")
+        told("first", ours, theirs, side.args.repeats, model=side.name, compiled="warm")
+
+
+PARTS = {
+    "rows": rows,
+    "prompts": prompts,
+    "update": update,
+    "canvas": canvas,
+    "first": first,
+}
 
 
 def main():
-    """Measures each number of rows."""
+    """Measures every part of every shape that is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="0.1b", choices=("tiny", "0.1b"))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument(
-        "--prompt", type=int, default=128, help="longest prompt, tokens"
-    )
-    parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    lengths = [128, 512, 1024, 2048, 4096]
+    parser.add_argument("--prompts", type=int, nargs="+", default=lengths)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--micro", type=int, default=2, help="rows of our microbatch")
+    parser.add_argument("--tokens", type=int, default=0, help="of a row; 0: chosen")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.set_defaults(waves=3, group=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torch", default=str(ROOT / ".venv-torch/bin/python"))
     args = parser.parse_args()
     if not pathlib.Path(args.torch).exists():
-        parser.error(f"{args.torch} is not there: make test-torch makes it")
-    shape = decode.SHAPES[args.model]
-    fields = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.d_model,
-        "intermediate_size": shape.ffw,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tied,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, folder, fields)
-
-
-def run(args, folder: str, fields: dict):
-    """Starts the loop and times it and the engine in turn."""
-    loop = subprocess.Popen(
-        # -P: files beside the program, such as kernels.py, are no packages of PyTorch's.
-        [
-            args.torch,
-            "-P",
-            ROOT / "benchmarks/torch_loop.py",
-            folder,
-            json.dumps(fields),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": ""},
-    )
-    while loop.stdout.readline().strip() != "ready":
-        if loop.poll() is not None:
-            raise RuntimeError("the PyTorch loop did not start")
-    model, params = hf.load(folder, dtype="float32")
-    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    params = acting.taken(params, acting.abstract(model, mesh))
-    for rows in args.rows:
-        prompts, new = decode.requests(rows, args, model)
-        line = {"prompts": prompts, "new": new.tolist(), "rows": rows}
-        cfg = SamplerConfig(
-            block=model.block,
-            steps_per_block=model.block,
-            strategy="forced",
-            max_prompt=args.prompt,
-            max_new=args.new,
-            rows=rows,
-        )
-        engine, key = Engine(model=model, cfg=cfg, mesh=mesh), jax.random.key(args.seed)
-        seconds = {"engine": [], "torch": []}
-        for _ in range(args.repeats + 1):
-            start = time.perf_counter()
-            decode.on_engine(engine, params, prompts, new, key)
-            seconds["engine"].append(time.perf_counter() - start)
-            loop.stdin.write(json.dumps(line) + "\n")
-            loop.stdin.flush()
-            seconds["torch"].append(json.loads(loop.stdout.readline())["seconds"])
-        median = {name: statistics.median(x[1:]) for name, x in seconds.items()}
-        tokens = int(new.sum())
-        report.tell(
-            "peer",
-            model=args.model,
-            dtype="float32",
-            rows=rows,
-            tokens=tokens,
-            engine_tokens_per_second=round(tokens / median["engine"], 1),
-            pytorch_tokens_per_second=round(tokens / median["torch"], 1),
-            times_as_fast=round(median["torch"] / median["engine"], 2),
-        )
-    loop.stdin.close()
+        parser.error(f"{args.torch} is not there: make .venv-torch/.installed makes it")
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            torch = Torch(args.torch, folder, SHAPES[name])
+            stored, params = hf.load(folder, dtype="float32")
+            model = dataclasses.replace(stored, dtype="float32")
+            side = Side(name, model, params, torch, args, folder)
+            for part in args.parts:
+                PARTS[part](side)
+            torch.close()
 
 
 if __name__ == "__main__":

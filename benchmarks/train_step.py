@@ -164,7 +164,7 @@ def main():
         help="of computation (default: float32 on CPU, else bfloat16)",
     )
     parser.add_argument("--model", default="", choices=["", *decode.SHAPES])
-    parser.add_argument("--remat", default="none", choices=["none", "full", "dots"])
+    parser.add_argument("--remat", default="none", choices=list(transformer.REMAT))
     kinds = pallas_kernels.CHOICES
     parser.add_argument(
         "--kernels", default="auto", choices=kinds, help="model.kernels"

@@ -17,7 +17,6 @@ import yaml
 from configs.dllm_rl import KINDS, START, Row, attends_fully
 from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
-from dllm_jax.sampling.config import SamplerConfig
 
 # ---- A file, read and translated ---------------------------------------------------------
 
@@ -127,11 +126,6 @@ def assignments(leaves: dict, path: str) -> list[str]:
         if typed != known[leaf]:
             tree.update_from_flattened_dict({leaf: typed})
             lines.append(f"    c.{leaf} = {typed!r}")
-    sampler = config.frozen(SamplerConfig, tree.sampler, "sampler.")
-    slots = sampler.slots + sampler.block
-    if tree.batch.tokens < slots:
-        tree.batch.tokens = slots
-        lines.append(f"    c.batch.tokens = {slots}  # one trajectory")
     config.freeze(tree)
     return lines
 

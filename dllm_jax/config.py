@@ -21,6 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
+from dllm_jax.rl import layout, noise
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -29,8 +30,12 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.noise import KINDS
+from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
+
+# Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
+TRUSTED_GAP = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +44,10 @@ class ModelArgs:
 
     path: str = ""  # a Hugging Face folder, or a hub repository's name
     dtype: str = "bfloat16"  # of computation; masters are f32
-    remat: str = "none"  # what the backward pass recomputes: none, full or dots
+    # What the backward pass recomputes of a layer. none: nothing. dots: all but products
+    # with weights. attention: all but attention. full: all. offload: as attention, with
+    # layers' inputs in the host's memory. auto: none, attention or full, the first that fits.
+    remat: str = "auto"
     # "platform": the chip's own, trusted yet or not; "reference": none (docs/kernels.md)
     kernels: str = "auto"
     # What training turns the checkpoint into; the export says so, and loads again.
@@ -68,7 +76,7 @@ class ModelArgs:
                 mask_id=self.mask_id,
             ),
             dtype=self.dtype,
-            remat=self.remat,
+            remat="none" if self.remat == "auto" else self.remat,  # train.py chooses
             kernels=self.kernels,
             lora=self.lora,
         )
@@ -77,7 +85,7 @@ class ModelArgs:
         checks.fields(
             self,
             dtype=("bfloat16", "float32"),
-            remat=tuple(REMAT),
+            remat=("auto", *REMAT),
             kernels=pallas_kernels.CHOICES,
             mask_id=">= -1",
             lora_rank=">= 0",
@@ -196,7 +204,7 @@ class Config:
                 "spg and dpo train evidence bounds: they need noise.kind='subset' and "
                 "objective.aggregate='elbo'"
             )
-        if self.rl.trusted_gap and self.noise.kind != "trace":
+        if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
             raise ValueError(
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
                 f"{self.noise.kind!r}; set it to 0"
@@ -215,7 +223,8 @@ class Config:
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
             )
         room = self.sampler.slots + self.sampler.block
-        if self.sampler.block and self.batch.tokens < room:  # 0: asked again, completed
+        # Blocks of 0: asked again, completed.
+        if self.sampler.block and 0 < self.batch.tokens < room:
             raise ValueError(
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
@@ -243,6 +252,60 @@ def completed(cfg: Config):
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
+
+
+def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
+    """Returns (cfg with values for what the program is to choose, a line for each choice).
+
+    cfg, model: of `completed`.
+    """
+    rl, batch, lines = cfg.rl, cfg.batch, []
+    if cfg.method == "rl" and rl.trusted_gap < 0:
+        reason = scored_anew(cfg, model)
+        rl = dataclasses.replace(rl, trusted_gap=0.0 if reason else TRUSTED_GAP)
+        said = "what the sampler recorded stands for old log-probs while it is so near"
+        if reason:
+            said = f"old log-probs are scored anew, as {reason}"
+        lines.append(f"rl.trusted_gap={rl.trusted_gap}: {said}")
+    if not batch.tokens:
+        shown = layout.of(model, cfg.sampler, cfg.noise)
+        rounds = noise.rounds(cfg.noise, shown, cfg.sampler.max_new)
+        width = shown.width(cfg.sampler.slots, rounds)
+        batch = dataclasses.replace(batch, tokens=width)
+        lines.append(f"batch.tokens={width}: a row holds the longest prompt and answer")
+    return dataclasses.replace(cfg, rl=rl, batch=batch), lines
+
+
+def half_empty(fill: float, batch: BatchConfig) -> list[str]:
+    """Returns a warning, where most of the slots of an update's rows hold nothing."""
+    if fill >= 0.5:
+        return []
+    line = (
+        f"warning: {1 - fill:.0%} of the first update's slots are empty, and are computed "
+        f"all the same: lower batch.rows={batch.rows} or batch.tokens={batch.tokens}, or "
+        "give an update more answers"
+    )
+    return [line]
+
+
+def scored_anew(cfg: Config, model: ModelConfig) -> str:
+    """Returns why the sampler's log-probs cannot stand for old ones, "": they can.
+
+    They can where it looked at the very tokens that training shows, with its very weights,
+    and drew from the model's own distribution.
+    """
+    drawn, sampler = cfg.noise, cfg.sampler
+    traced = (drawn.kind, drawn.shrink, drawn.grid) == ("trace", 1, "absolute")
+    filters = sampler.temperature != 1 or sampler.top_k or sampler.top_p < 1
+    stale = policy.choose(sampler, model.attention).stale
+    reasons = {
+        "the noise is not the trace as it is": not traced,
+        "rl.value='head' is scored with them": cfg.rl.value == "head",
+        f"weights are rounded for sampling ({model.dtype})": model.dtype != "float32",
+        "temperature, top_k or top_p change what is drawn from": filters,
+        f"sampler.cache={sampler.cache!r} has stale keys": stale,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     defaults = run.defaults() if has_steps else None
     cfg, kept = config.keeping(cfg, defaults)
     cfg, model, tok = config.completed(cfg)  # refuses, before anything is begun
+    cfg, choices = config.chosen(cfg, model)
     if cfg.run.export:
         hf.check_target(folder / "export", cfg.model.path)
     sharding.keep_compiled(cfg.run.compile_cache)
@@ -75,7 +76,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
     rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
-    for line in (*kept, *config.warnings(cfg, model, rows_on), *checked):
+    for line in (*kept, *choices, *config.warnings(cfg, model, rows_on), *checked):
         say(line)
     settings = settings_of(cfg, model, rows_on)
     noise.check(cfg.noise, settings.layout)
@@ -118,27 +119,34 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- The compiled functions: each is traced once in a run ------------------------
-    # The update writes new states over the old ones, so that no device holds both.
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     scored = networks.scored(plans, source.reference)
     score = jax.jit(functools.partial(learner.score, model=model, plans=scored))
-    update = jax.jit(
-        functools.partial(
-            learner.update, model=model, plans=plans, cfg=source.objective
-        ),
-        donate_argnums=0,
-        out_shardings=(places, replicated),
-    )
+
+    def planned(remat: str):
+        trained = dataclasses.replace(model, remat=remat)
+        update = functools.partial(
+            learner.update, model=trained, plans=plans, cfg=source.objective
+        )
+        # It writes new states over the old ones, so that no device holds both.
+        update = jax.jit(update, donate_argnums=0, out_shardings=(places, replicated))
+        return update, budget.plan(
+            source,
+            states=shapes,
+            model=model,
+            mesh=mesh,
+            sampling=sampling if samples else None,
+            update=update,
+        )
 
     # ---- Whether it fits a device: compiled now, found compiled when called -----------
-    needs = budget.plan(
-        source,
-        states=shapes,
-        model=model,
-        mesh=mesh,
-        sampling=sampling if samples else None,
-        update=update,
-    )
+    remats = (model.remat,)
+    if cfg.model.remat == "auto":
+        slots = settings.batch.rows // rows_on * settings.batch.tokens
+        remats = budget.remats(model, slots, mesh, limit)
+    remat, update, needs = budget.first_that_fits(remats, planned, limit)
+    if remat != model.remat:
+        say(f"model.remat={remat!r}: what keeps more does not fit a device")
     budget.check(needs, limit)
     say(budget.table(needs))
 
@@ -199,6 +207,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         if step_batches is None or stopping():
             break
         row, pending = dict(step_batches.metrics), False
+        if step == start + 1 and step_batches.batches:
+            for line in config.half_empty(row.get("packed_fill", 1.0), settings.batch):
+                say(line)
         if step_batches.batches:
             with timer("update"):
                 updates = []

@@ -143,9 +143,9 @@ VALUES = """
     rl.min_solved nan -0.1 1.1
     rl.max_solved nan 1.5
     rl.updates 0 9999
-    rl.trusted_gap nan inf -1
+    rl.trusted_gap nan inf -2 -0.5
     batch.rows 0 -8
-    batch.tokens 0 40
+    batch.tokens -1 40
     policy_optim.lr nan inf -1 1e39
     policy_optim.schedule step
     policy_optim.warmup -1

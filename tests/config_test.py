@@ -247,6 +247,63 @@ def test_the_block_is_the_checkpoints_own_unless_told(told, block, steps, tmp_pa
             config.completed(cfg)
 
 
+@pytest.mark.parametrize(
+    ("leaves", "attention", "reason"),
+    [
+        ({}, "block", ""),
+        ({"rl__value": "none"}, "block", ""),
+        ({"noise__shrink": 2}, "block", "not the trace as it is"),
+        ({"noise__kind": "bernoulli", "rl__value": "none"}, "block", "not the trace"),
+        ({"rl__value": "head"}, "block", "rl.value='head'"),
+        ({"model__dtype": "bfloat16"}, "block", "rounded for sampling (bfloat16)"),
+        ({"sampler__temperature": 0.9}, "block", "temperature"),
+        ({"sampler__top_k": 5}, "block", "top_k"),
+        ({"sampler__top_p": 0.9}, "block", "top_p"),
+        ({"sampler__cache": "prefix"}, "full", "sampler.cache='prefix' has stale"),
+        ({"sampler__cache": "none"}, "full", ""),
+    ],
+)
+def test_the_program_chooses_whether_the_record_stands(leaves, attention, reason):
+    leaves = {"model__dtype": "float32", "sampler__block": 4} | leaves
+    leaves |= {"batch__tokens": 2048}
+    cfg = config.freeze(changed(**leaves))
+    model = ModelConfig(attention=attention, dtype=cfg.model.dtype)
+    done, (line,) = config.chosen(cfg, model)
+    assert line.startswith(f"rl.trusted_gap={done.rl.trusted_gap}: ")
+    assert (done.rl.trusted_gap == 0, reason in line) == (bool(reason), True)
+    assert config.chosen(done, model) == (done, [])
+    told = config.freeze(changed(**leaves, rl__trusted_gap=0.0))
+    assert config.chosen(told, model) == (told, [])
+
+
+@pytest.mark.parametrize(
+    ("leaves", "attention", "width"),
+    [
+        # Prompt and answer, and two noised copies of 26 blocks: the answer may begin inside
+        # of one.
+        ({}, "block", 100 + 100 + 2 * 26 * 4),
+        ({"sampler__steps_per_block": 1, "noise__shrink": 4}, "block", 200 + 26 * 4),
+        ({}, "full", 200 + 4),
+        ({"sampler__max_new": 184}, "full", 284 + 4),
+    ],
+)
+def test_the_program_chooses_a_row_that_holds_the_longest(leaves, attention, width):
+    leaves = {"sampler__max_prompt": 100, "sampler__max_new": 100} | leaves
+    cfg = config.freeze(changed(sampler__block=4, rl__trusted_gap=0.0, **leaves))
+    model = ModelConfig(attention=attention, dtype=cfg.model.dtype)
+    done, (line,) = config.chosen(cfg, model)
+    assert 0 <= done.batch.tokens - width < 128 and done.batch.tokens % 128 == 0
+    assert line.startswith(f"batch.tokens={done.batch.tokens}: ")
+    assert config.chosen(done, model) == (done, [])
+
+
+def test_who_fills_less_than_half_of_a_batch_is_told():
+    batch = BatchConfig(rows=8, tokens=512)
+    assert config.half_empty(0.5, batch) == []
+    (line,) = config.half_empty(0.25, batch)
+    assert "75% of the first update's slots" in line and "batch.rows=8" in line
+
+
 def test_a_group_of_one_is_fine_without_the_z_score():
     cfg = config.freeze(changed(rl__group=1, rl__advantage="none", rl__prompts=4))
     assert (cfg.rl.group, cfg.rl.advantage) == (1, "none")

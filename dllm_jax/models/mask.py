@@ -39,6 +39,8 @@ beside, a window at positions 4 and 5: first six slots of a cache, of which four
     5               x   x   x   x   .   .          x x        6
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,9 @@ class Mask:
     q_group_BT: jax.Array  # besides, it sees the keys of this group; -1: none
     k_pos_BS: jax.Array  # the place of a key; FAR: outside every range
     k_group_BS: jax.Array  # the group that sees it wherever it is; -2: none
+    tiles: Any = (
+        None  # what `pallas_kernels.planned` found of the ranges; None: nothing
+    )
 
 
 def ranged(q_end_BT, k_pos_BS) -> Mask:

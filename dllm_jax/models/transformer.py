@@ -22,22 +22,33 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
 from dllm_jax.models.cache import Chunk, KVCache, PagedKVCache, Window, read
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
+from dllm_jax.pallas_kernels.attend import SAVED
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
 
+INPUT = "layer_input"  # names it for `REMAT`
 # What the backward pass may read instead of computing it again, by ModelConfig.remat.
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # Recomputes no attention; "offload" also keeps layers' inputs in the host's memory.
+    "attention": jax.checkpoint_policies.save_only_these_names(SAVED),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[SAVED],
+        names_which_can_be_offloaded=[INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -248,10 +259,13 @@ def trunk(
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
+        if cache is None:
+            mask = pallas_kernels.planned(mask, cfg.head_dim, cfg.kernels)
         real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
 
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
+        x_BTD = checkpoint_name(x_BTD, INPUT)
         if paged:
             x_BTD, pages = attend_paged(x_BTD, p, angle_BTh, mask, pages, number, cfg)
             fresh = None

@@ -11,11 +11,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.choice import kernel
 
+SAVED = "attention"  # names what of it a rematerialised layer may keep
 FEW = 64  # queries below which a key head's queries fill a tile together
 
 
@@ -42,6 +44,17 @@ def attention(
     if T > FEW:
         return flash(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
     return flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+def planned(mask, H: int, implementation="auto"):
+    """Returns the mask with what a kernel of `attention` has to know of its ranges.
+
+    Found once, for the attention of many layers without cached keys, whose heads are of
+    size H: inside a loop over layers it would be found again in each.
+    """
+    T, S = mask.q_end_BT.shape[1], mask.k_pos_BS.shape[1]
+    module = kernel("attention", implementation, H, max(T, S)) if T > FEW else None
+    return mask if module is None else mask.replace(tiles=module.plan(mask))
 
 
 def flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
@@ -83,7 +96,12 @@ def flash_dims(q_BTNH, k_BSKH, mask):
     """Returns the letters of q, of k and v, of the mask and of the queries' sums."""
     N, K = head_letters(q_BTNH.shape[2], k_BSKH.shape[2])
     mask_dims = mask.replace(
-        q_begin_BT="BT", q_end_BT="BT", q_group_BT="BT", k_pos_BS="BS", k_group_BS="BS"
+        q_begin_BT="BT",
+        q_end_BT="BT",
+        q_group_BT="BT",
+        k_pos_BS="BS",
+        k_group_BS="BS",
+        tiles=jax.tree.map(lambda x: "B" + "." * (x.ndim - 1), mask.tiles),
     )
     return f"BT{N}H", f"BS{K}H", mask_dims, f"B{N}T"
 
@@ -95,6 +113,7 @@ def flash_forward(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
     out_BTNH, lse_BNT = sharding.per_device(
         run, dims_in, dims_out, q_BTNH, k_BSKH, v_BSKH, mask
     )
+    out_BTNH, lse_BNT = (checkpoint_name(x, SAVED) for x in (out_BTNH, lse_BNT))
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT)
 
 

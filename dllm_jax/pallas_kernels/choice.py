@@ -9,6 +9,7 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
             -> (out_BTNH in q's dtype, lse_BNT f32: the log of each query's sum)
         backward(q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret)
             -> (dq_BTNH, dk_BSKH, dv_BSKH), each in its input's dtype
+        plan(mask) -> a tree of arrays [B, ...]: what both may find in mask.tiles, or None
         A query that sees nothing gets zero, and gives no gradient: its lse is 1e30.
         (`reference` gives it a mean of all values; nobody may read either.)
     paged_attention

@@ -50,6 +50,12 @@ def joined(x_iKfH, like_BTNH, t: int):
     return x_BTNH[:, :T].astype(like_BTNH.dtype)
 
 
+def plan(mask):
+    """Returns `tiles.schedule` of the mask: the tiles of keys that each of queries visits."""
+    t = choice.tile()
+    return tiles.schedule(tiles.kinds(*tiles.mask_arrays(mask, t, t), t, t))
+
+
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     """Returns (tile, of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
 
@@ -58,7 +64,7 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     """
     t, K = choice.tile(), k_BSKH.shape[2]
     q_arrays, k_arrays = tiles.mask_arrays(mask, t, t)
-    visit_Biv, count_Bi = tiles.schedule(tiles.kinds(q_arrays, k_arrays, t, t))
+    visit_Biv, count_Bi = mask.tiles or plan(mask)
     B, _, tiles_of_row = visit_Biv.shape
     first_B11 = tiles_of_row * jnp.arange(B)[:, None, None]
     visit_Biv = first_B11 + visit_Biv // 2

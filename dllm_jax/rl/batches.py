@@ -220,7 +220,7 @@ def old_log_probs(
     if none of its tokens is off by more, what the sampler recorded stands for the
     policy's log-probs, which are then not scored.
     """
-    if trusted_gap:
+    if trusted_gap > 0:
         first = placed.replace(used=jnp.minimum(placed.used, 1))
         gap = dealt.gap(outputs("policy", first)["logp"], microbatches=1)
         if gap.max() <= trusted_gap:
@@ -236,7 +236,7 @@ def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, 
         gap = np.concatenate(scores.gaps)
         metrics["logprob_gap_mean"] = float(gap.mean())
         metrics["logprob_gap_max"] = float(gap.max())
-    if rl.trusted_gap:
+    if rl.trusted_gap > 0:
         metrics["updates_trusted"] = float(scores.trusted_n.mean())
     return metrics
 

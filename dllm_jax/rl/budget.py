@@ -9,6 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from dllm_jax import memory
 from dllm_jax.models import acting, lora, transformer
@@ -68,6 +69,35 @@ def plan(
         "activations": needs - gradients,
     }
     return Budget(always, phases)
+
+
+def first_that_fits(remats: tuple[str, ...], planned, limit: int | None):
+    """Returns (remat, update, Budget) of the first that fits a device, or of the last.
+
+    remats: keys of transformer.REMAT, the fastest first; planned: of one of them, the
+    jitted update and its Budget, or ValueError; limit: as in `check`.
+    """
+    for remat in remats[:-1]:
+        try:
+            update, needs = planned(remat)
+            check(needs, limit)
+        except ValueError:
+            continue
+        return remat, update, needs
+    return remats[-1], *planned(remats[-1])
+
+
+def remats(model: ModelConfig, slots: int, mesh, limit: int | None) -> tuple[str, ...]:
+    """Returns what model.remat='auto' tries; slots: of a device's microbatch.
+
+    "none" is left out where the least that a layer keeps of every slot, its input, heads
+    and two inner arrays, exceeds the device: that compilation would take minutes for nothing.
+    """
+    split = 2 * model.ffw + 2 * (model.heads + model.kv_heads) * model.head_dim
+    width = 2 * model.d_model + split / mesh.shape["model"]
+    kept = model.layers * slots * width * jnp.dtype(model.dtype).itemsize
+    least = ("attention", "full")
+    return least if limit is not None and kept > limit else ("none", *least)
 
 
 def resident(

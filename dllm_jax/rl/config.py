@@ -166,8 +166,8 @@ class RLConfig:
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
     # What the sampler recorded stands for old log-probs, which saves the policy's
     # scoring, while no token of an update's first microbatch is off by more nats; 0:
-    # never.
-    trusted_gap: float = 0.0
+    # never. -1: the program chooses (config.chosen).
+    trusted_gap: float = -1.0
 
     def __post_init__(self):
         checks.fields(
@@ -185,14 +185,19 @@ class RLConfig:
             min_solved=">= 0",
             max_solved="<= 1",
             updates=">= 1",
-            trusted_gap=">= 0",
+            trusted_gap=">= -1",
         )
+        if -1 < self.trusted_gap < 0:
+            raise checks.Refused(
+                "trusted_gap",
+                f"={self.trusted_gap}: nats, 0 or more; or -1, the program's",
+            )
         if self.advantage != "none" and self.group < 2:
             raise ValueError(
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at "
                 "least 2 rollouts; raise rl.group or set rl.advantage='none'"
             )
-        if self.trusted_gap and self.value == "head":
+        if self.trusted_gap > 0 and self.value == "head":
             raise ValueError(
                 f"rl.trusted_gap={self.trusted_gap}: it is 0 where rl.value='head', whose "
                 "values are scored with the log-probs"
@@ -213,10 +218,12 @@ class BatchConfig:
     # Of a microbatch, over all devices; rounded up to a multiple of data x fsdp, which
     # share them.
     rows: int = 8
-    tokens: int = 4096  # slots of a row: clean copies and noised blocks
+    # Slots of a row: clean copies and noised blocks. 0: the program chooses a width that
+    # holds the longest trajectory (layout.Layout.width).
+    tokens: int = 0
 
     def __post_init__(self):
-        checks.fields(self, rows=">= 1", tokens=">= 1")
+        checks.fields(self, rows=">= 1", tokens=">= 0")
 
     def on(self, devices: int) -> "BatchConfig":
         """Returns the shape where so many devices share the rows: all have as many.

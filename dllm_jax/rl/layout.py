@@ -22,6 +22,7 @@ from dllm_jax.models.mask import FAR
 # The round of a view that supervises the tokens of all steps. It is later than every
 # step, so that nothing is masked.
 EVERY = FAR + 1
+WHOLE = 128  # slots, of which a chosen width is a multiple: whole tiles of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +96,34 @@ class Layout:
             return end
         return max(end, min(T, prompt_len + self.longest))
 
+    def width(self, slots: int, rounds: int) -> int:
+        """Returns the slots of a row that holds the longest trajectory in one piece.
+
+        slots: of a canvas; rounds: the most of a block, of which two are usual. A wider row
+        would repeat fewer clean copies of what is cut, and end with more empty slots.
+        """
+        noised = self.block
+        if self.facts.by_block:
+            noised *= (-(-self.longest // self.block) + 1) * min(rounds, 2)
+        return -(-(slots + noised) // WHOLE) * WHOLE
+
     def seats(self, cfg) -> int:
         """Returns how many slots of a row can be supervised.
 
         Noised blocks stand behind a clean copy; a canvas can be supervised everywhere.
         """
         return cfg.tokens // 2 if self.facts.by_block else cfg.tokens
+
+
+def of(model, sampler, noise) -> Layout:
+    """Returns the Layout of a ModelConfig, a SamplerConfig and a NoiseConfig."""
+    return Layout(
+        attention=model.attention,
+        shift=model.shift,
+        block=sampler.block,
+        grid=noise.grid,
+        longest=sampler.max_new,
+    )
 
 
 class View(NamedTuple):

@@ -74,13 +74,7 @@ class Settings:
     @property
     def layout(self) -> layouts.Layout:
         """How noised trajectories are shown to the model."""
-        return layouts.Layout(
-            attention=self.model.attention,
-            shift=self.model.shift,
-            block=self.sampler.block,
-            grid=self.noise.grid,
-            longest=self.sampler.max_new,
-        )
+        return layouts.of(self.model, self.sampler, self.noise)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
@@ -262,6 +263,33 @@ def test_remat_leaves_the_gradient(tiny):
         for plain, again in zip(*pairs, strict=True):
             assert np.abs(plain).max() > 0
             np.testing.assert_allclose(plain, again, atol=1e-6)
+
+
+def primitives(jaxpr, inside=()):
+    """Yields (name, names around it) of all that a program computes."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        yield name, inside
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives(inner, (*inside, name))
+
+
+@pytest.mark.parametrize(
+    ("remat", "loops"), [("none", 2), ("full", 3), ("attention", 2), ("offload", 2)]
+)
+def test_tiles_are_sorted_once_and_attention_is_kept(tiny, remat, loops):
+    """Of a row wide enough to go by tiles: its loop forward, perhaps again, and backward."""
+    cfg, params = tiny
+    cfg = dataclasses.replace(cfg, remat=remat)
+    tokens = np.arange(192)[None] % 60
+    plain = functools.partial(gradient.__wrapped__, cfg=cfg)
+    made = jax.make_jaxpr(plain)(params, tokens)
+    found = [x for x in primitives(made.jaxpr) if x[0] in ("sort", "while")]
+    assert [
+        around for name, around in found if name == "sort" and "scan" in around
+    ] == []
+    assert sum(name == "sort" for name, _ in found) == 1
+    assert sum(name == "while" for name, _ in found) == loops
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}])

@@ -152,10 +152,11 @@ def test_on_a_mesh(implementation, sizes):
     kernel = functools.partial(
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
-    args = q, k, v, seen, q
-    want = SPECIFIED(*args)
+    want = SPECIFIED(q, k, v, seen, q)
+    planned = pallas_kernels.planned(seen, H, implementation)
+    assert planned.tiles is not None
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(with_gradients, kernel))(*args)
+        found = jax.jit(functools.partial(with_gradients, kernel))(q, k, v, planned, q)
     for x, y in zip(found, want, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
     # Heads that do not divide the axis are computed everywhere.
@@ -167,6 +168,8 @@ def test_gpu_kernels_are_split_over_a_mesh():
     q, k = (jax.ShapeDtypeStruct((4, T, n, H), jnp.bfloat16) for n in (4, 2))
     seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, T), x.dtype), packed())
     kernel = functools.partial(pallas_kernels.attention, implementation="gpu")
+    plan = functools.partial(pallas_kernels.planned, H=H, implementation="gpu")
+    seen = jax.eval_shape(plan, seen)
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, model=2)):
         run = functools.partial(with_gradients, kernel)
         found = jax.eval_shape(run, q, k, k, seen, q)

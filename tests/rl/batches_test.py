@@ -201,7 +201,7 @@ def test_pairs_get_the_factors_of_what_was_scored():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"rl.trusted_gap": -1.0}, "trusted_gap=-1"),
+        ({"rl.trusted_gap": -0.5}, "trusted_gap=-0.5: nats, 0 or more; or -1"),
         ({"rl.trusted_gap": 0.1, "rl.value": "head"}, "rl.value='head'"),
         (
             {"rl.trusted_gap": 0.1, "noise.kind": "bernoulli"},

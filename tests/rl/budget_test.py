@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, learner, networks, views
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers, placement
@@ -138,6 +139,37 @@ def test_what_does_not_fit_is_refused_with_the_settings_to_change():
     words = r"update needs 4.50 GiB of a device's 4.00; set model.remat='full'"
     with pytest.raises(ValueError, match=words):
         budget.check(NEEDS, 4 * GIB)
+
+
+def test_the_fastest_recomputation_that_fits_is_taken():
+    sizes = {"none": None, "attention": 4.5 * GIB, "full": 3.5 * GIB}  # None: refused
+    seen = []
+
+    def planned(remat):
+        seen.append(remat)
+        if sizes[remat] is None:
+            raise ValueError("update does not fit a device")
+        return f"update {remat}", budget.Budget(
+            {"parameters": int(sizes[remat])}, {"update": {}}
+        )
+
+    def taken(limit):
+        seen.clear()
+        return budget.first_that_fits(tuple(sizes), planned, limit)[:2]
+
+    assert taken(5 * GIB) == ("attention", "update attention")
+    assert taken(4 * GIB) == taken(GIB) == ("full", "update full")
+    assert seen == ["none", "attention", "full"]
+
+
+def test_keeping_all_is_not_tried_where_it_cannot_fit():
+    model, mesh = ModelConfig(), types.SimpleNamespace(shape={"model": 2})
+    # 36 layers of 8,192 slots, bf16: the input twice, half of heads and inner arrays.
+    kept = 36 * 8192 * 2 * (2 * 2560 + (2 * 9728 + 2 * 40 * 128) // 2)
+    few = ("attention", "full")
+    assert budget.remats(model, 8192, mesh, kept - 1) == few
+    assert budget.remats(model, 8192, mesh, kept) == ("none", *few)
+    assert budget.remats(model, 8192, mesh, None) == ("none", *few)
 
 
 def test_what_the_compiler_refuses_says_what_to_change():

@@ -192,14 +192,15 @@ class Pass(NamedTuple):
     q_axis: int  # the queries' axis of a tile of scores; 0: they are resident
     tile: int  # columns
     results: int  # arrays like the resident side's
+    place: int  # of its schedule in `plan`
 
 
-FORWARD = Pass("attention", forward_step, 0, TILE, 1)
+FORWARD = Pass("attention", forward_step, 0, TILE, 1, 0)
 GRADIENT_Q = Pass(
-    "attention_dq", functools.partial(backward_step, q_axis=0), 0, TILE_BACKWARD, 1
+    "attention_dq", functools.partial(backward_step, q_axis=0), 0, TILE_BACKWARD, 1, 1
 )
 GRADIENT_KV = Pass(
-    "attention_dkv", functools.partial(backward_step, q_axis=1), 1, TILE_BACKWARD, 2
+    "attention_dkv", functools.partial(backward_step, q_axis=1), 1, TILE_BACKWARD, 2, 2
 )
 
 
@@ -217,7 +218,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
     resident, streamed = sides[q_axis], sides[1 - q_axis]
     (B, rows, heads, H), dtype = resident[0].shape, resident[0].dtype
     G, scale = q_side[0].shape[2] // k_side[0].shape[2], H**-0.5
-    schedule = schedule_of(kind, masks)
+    schedule = (mask.tiles or plan(mask))[kind.place]
 
     def body(
         schedule,
@@ -341,6 +342,13 @@ def schedule_of(kind: Pass, masks):
         return tiles.schedule(tiles.kinds(*masks, RESIDENT, kind.tile))
     kinds_Bij = tiles.kinds(*masks, kind.tile, RESIDENT)
     return tiles.schedule(kinds_Bij.swapaxes(1, 2))
+
+
+def plan(mask):
+    """Returns the schedule of each pass, by its place."""
+    masks = tiles.mask_arrays(mask, RESIDENT, RESIDENT)
+    passes = FORWARD, GRADIENT_Q, GRADIENT_KV
+    return tuple(schedule_of(kind, masks) for kind in passes)
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):

@@ -180,14 +180,14 @@ def dkv_kernel(
         dv_ref[0, 0] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
-def launch(kernel, inputs, outputs, scratch, kinds_Bij, tile, interpret):
+def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
     """Runs a kernel over (row, key head, tile of one side, visited tiles of the other).
 
-    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. tile: how
-    much of a letter is a tile, the letter whose tiles are visited being last.
+    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. schedule:
+    of `plan`, for this side. tile: how much of a letter is a tile, the letter whose tiles are visited being last.
     """
     major, minor = tile
-    visit_Bij, count_Bi = tiles.schedule(kinds_Bij)
+    visit_Bij, count_Bi = schedule
     extent = {}
     for dims, x in inputs:
         extent |= dict(zip(dims, x.shape, strict=True))
@@ -211,7 +211,7 @@ def launch(kernel, inputs, outputs, scratch, kinds_Bij, tile, interpret):
     grid = (
         extent["B"],
         extent["K"],
-        kinds_Bij.shape[1],
+        visit_Bij.shape[1],
         jnp.maximum(count_Bi.max(), 1),
     )
     return pl.pallas_call(
@@ -232,14 +232,27 @@ def launch(kernel, inputs, outputs, scratch, kinds_Bij, tile, interpret):
     )(visit_Bij, count_Bi, *(x for _, x in inputs))
 
 
+def tile_sizes(mask) -> tuple[int, int]:
+    """Returns how many queries and how many keys a tile has."""
+    T, S = mask.q_end_BT.shape[1], mask.k_pos_BS.shape[1]
+    return tiles.fit(TILE_T, T), tiles.fit(TILE_S, S)
+
+
+def plan(mask):
+    """Returns `tiles.schedule` of the tiles of queries, and of those of keys."""
+    t, s = tile_sizes(mask)
+    kinds_Bij = tiles.kinds(*tiles.mask_arrays(mask, t, s), t, s)
+    return tiles.schedule(kinds_Bij), tiles.schedule(kinds_Bij.swapaxes(1, 2))
+
+
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     """Returns what the kernels read, padded to whole tiles of T and of S.
 
-    (scaled q_BKGHT, k_BKSH, v_BKSH, the mask's two arrays as inputs of `launch`, the kinds
-    of the tiles, the tile of T and S by letter).
+    (scaled q_BKGHT, k_BKSH, v_BKSH, the mask's two arrays as inputs of `launch`, the
+    schedules of `plan`, the tile of T and S by letter).
     """
-    T, H, K = q_BTNH.shape[1], q_BTNH.shape[3], k_BSKH.shape[2]
-    t, s = tiles.fit(TILE_T, T), tiles.fit(TILE_S, k_BSKH.shape[1])
+    H, K = q_BTNH.shape[3], k_BSKH.shape[2]
+    t, s = tile_sizes(mask)
     k_BSKH, v_BSKH = (tiles.pad(x_BSKH, 1, s) for x_BSKH in (k_BSKH, v_BSKH))
     q_mask, k_mask = tiles.mask_arrays(mask, t, s)
     return (
@@ -247,7 +260,7 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
         jnp.moveaxis(k_BSKH, 1, 2),
         jnp.moveaxis(v_BSKH, 1, 2),
         [("B3T", jnp.stack(q_mask, axis=1)), ("BS2", jnp.stack(k_mask, axis=2))],
-        tiles.kinds(q_mask, k_mask, t, s),
+        mask.tiles or plan(mask),
         {"T": t, "S": s},
     )
 
@@ -267,7 +280,7 @@ def positions(x_BKGHT, T: int):
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
-    q_BKGHT, k_BKSH, v_BKSH, masks, kinds_Bij, tile = arranged(
+    q_BKGHT, k_BKSH, v_BKSH, masks, schedules, tile = arranged(
         q_BTNH, k_BSKH, v_BSKH, mask
     )
     out_BKGHT, lse_BKGT = launch(
@@ -275,7 +288,7 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
         [("BKGHT", q_BKGHT), ("BKSH", k_BKSH), ("BKHS", v_BKSH.swapaxes(2, 3)), *masks],
         outputs=["BKGHT", "BKGT"],
         scratch=["GT", "GT", "GHT"],
-        kinds_Bij=kinds_Bij,
+        schedule=schedules[0],
         tile=tile,
         interpret=interpret,
     )
@@ -287,7 +300,7 @@ def backward(
     q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret=False
 ):
     """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
-    q_BKGHT, k_BKSH, v_BKSH, masks, kinds_Bij, tile = arranged(
+    q_BKGHT, k_BKSH, v_BKSH, masks, schedules, tile = arranged(
         q_BTNH, k_BSKH, v_BSKH, mask
     )
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
@@ -310,7 +323,7 @@ def backward(
         [*inputs, ("BKHS", k_BKSH.swapaxes(2, 3))],
         outputs=["BKGHT"],
         scratch=["GHT"],
-        kinds_Bij=kinds_Bij,
+        schedule=schedules[0],
         tile=tile,
         interpret=interpret,
     )
@@ -319,7 +332,7 @@ def backward(
         inputs,
         outputs=["BKHS", "BKHS"],
         scratch=["HS", "HS"],
-        kinds_Bij=kinds_Bij.swapaxes(1, 2),
+        schedule=schedules[1],
         tile=dict(reversed(tile.items())),
         interpret=interpret,
     )
