@@ -311,6 +311,11 @@ def ended(program: str, stdin: bytes, *, seconds: float, memory_mb: int) -> Resu
             return Result("sandbox", b"", 0.0)
 
 
+def judge_seconds(seconds: float) -> float:
+    """Returns what a judge may take; it waits for some tests that are not answered."""
+    return 10 + 8 * seconds
+
+
 def tried(
     candidate: dict, tests: dict, *, seconds: float, memory_mb: int, all_cases: bool
 ) -> str | None:
@@ -323,7 +328,7 @@ def tried(
     limits = {
         "seconds": seconds,
         "memory_mb": memory_mb,
-        "judge_seconds": 10 + 8 * seconds,  # it waits for some that do not answer
+        "judge_seconds": judge_seconds(seconds),
         "all_cases": all_cases,
     }
     texts = (json.dumps(x).encode() for x in (candidate, tests))

@@ -407,10 +407,10 @@ class Bench:
         ast.fix_missing_locations(tree)
         exec(compile(tree, "tests", "exec"), self.space)  # noqa: S102
 
-    def import_mentioned(self, trees: list[ast.AST]) -> None:
-        """Imports the modules of the standard library that tests name without importing."""
-        names = {x.id for t in trees for x in ast.walk(t) if isinstance(x, ast.Name)}
-        for name in names & {*sys.stdlib_module_names} - {*self.space, *NOT_READ}:
+    def import_mentioned(self, trees: list[ast.AST], but: set[str]) -> None:
+        """Imports the standard library's modules that tests name without importing."""
+        modules = {*sys.stdlib_module_names} - {*self.space, *NOT_READ, *but}
+        for name in mentioned(trees) & modules:
             self.space[name] = importlib.import_module(name)
 
 
@@ -418,7 +418,6 @@ def by_asserts(bench: Bench, tests: dict) -> None:
     """Judges by statements, each a test: those of MBPP and of dLLM-RL's files."""
     trees = [ast.parse(x) for x in tests["asserts"]]
     setup = ast.parse(tests["setup"])
-    bench.import_mentioned([*trees, setup])
     try:
         bench.candidates.ready()
     except Failed:
@@ -426,9 +425,13 @@ def by_asserts(bench: Bench, tests: dict) -> None:
             bench.note(False)
         return
     names = {*bench.candidates.names}
+    # Where tests call nothing else, a builtin's name is that of the function they test:
+    # elsewhere a candidate's own `set` would be shown what its answer is compared with.
+    known = {*dir(builtins), *sys.stdlib_module_names}
+    tested = mentioned(trees) if mentioned(trees) <= known else set()
+    bench.import_mentioned([*trees, setup], names & tested)
     # What builds the candidate's own objects can only be run where these live.
-    mentioned = {x.id for x in ast.walk(setup) if isinstance(x, ast.Name)}
-    if mentioned & names - {*dir(builtins)}:
+    if mentioned([setup]) & names - known:
         bench.candidates.setups.append(tests["setup"])
         bench.candidates.replied({"x": tests["setup"]})
         stored = (x for x in ast.walk(setup) if isinstance(x, ast.Name))
@@ -436,8 +439,7 @@ def by_asserts(bench: Bench, tests: dict) -> None:
     else:
         with contextlib.suppress(Exception):  # then the tests that need it fail
             bench.execute(setup)
-    taken = {*bench.space, *dir(builtins), *sys.stdlib_module_names}
-    asker = Asker(names - taken)
+    asker = Asker(names - ({*bench.space, *known} - tested))
     for tree in trees:
         try:
             bench.execute(asker.visit(tree))
@@ -445,6 +447,12 @@ def by_asserts(bench: Bench, tests: dict) -> None:
         except Exception:  # noqa: BLE001
             passed = False
         bench.note(passed)
+
+
+def mentioned(trees: list[ast.AST]) -> set[str]:
+    """Returns the names that sources read."""
+    found = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Name))
+    return {x.id for x in found if not stores(x)}
 
 
 class Asker(ast.NodeTransformer):
@@ -519,6 +527,7 @@ def by_check(bench: Bench, tests: dict) -> None:
     def proxy(*arguments, **named_ones):
         return bench.call(entry, *arguments, **named_ones)
 
+    bench.space[entry] = proxy  # which one of them calls by its name
     try:
         bench.space["check"](proxy)
     except Exception:  # noqa: BLE001 (it ended before its last assertion)
@@ -530,7 +539,10 @@ def by_calls(bench: Bench, tests: dict) -> None:
     for arguments, wanted in tests["cases"]:
         try:
             got = bench.call(tests["entry"], *arguments)
-            passed = alike(listed(got), listed(wanted), tests["float"])
+            got, wanted = listed(got), listed(wanted)
+            passed = alike(got, wanted, tests["float"])
+            if tests["wrapped"] and isinstance(wanted, list) and len(wanted) == 1:
+                passed = passed or alike(got, wanted[0], tests["float"])
         except Exception:  # noqa: BLE001
             passed = False
         bench.note(passed)
