@@ -31,6 +31,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 import zlib
 from decimal import Decimal, InvalidOperation
 
@@ -41,6 +42,9 @@ LANGUAGES = ("python", "py", "python3")
 MOST_BYTES = 2**28  # of tests that were packed
 SECONDS, MEMORY_MB = 4.0, 512
 CLOSE = 1e-6
+RECORD = "record"  # the file that a test is said to stand in
+# Escapes that Python will not know one day are the data's affair.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=RECORD)
 # Where several outputs are right, one that is given says nothing of the others.
 ANY = re.compile(
     r"\b(?:any (?:of them|one|valid|such|order|answer|solution|possible|correct)"
@@ -320,7 +324,7 @@ def checked(tests: dict) -> dict:
 def parsed(source: str) -> ast.Module:
     """Returns the tree of a test's source; raises ValueError where it is no Python."""
     try:
-        return ast.parse(kept(source, str, "a text"))
+        return ast.parse(kept(source, str, "a text"), RECORD)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{source[:40]!r} is no Python") from None
 
@@ -366,7 +370,7 @@ def sources(program: str, tests: dict) -> list[str]:
     if tests["kind"] != "check":
         return [program]
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = ast.parse(program)
+        tree = ast.parse(program, RECORD)
         if any(getattr(x, "name", None) == tests["entry"] for x in tree.body):
             return [tests["prelude"], program]
     return [tests.get("prompt", "") + program]
@@ -417,16 +421,28 @@ def near(got: str, wanted: str) -> bool:
     return False
 
 
-def check(problem) -> None:
-    """Raises ValueError for a problem whose record has no tests."""
-    tests_of(problem.record)
-    limits_of(problem.record)
+def check(record: dict) -> None:
+    """Raises ValueError for a record without tests, or with limits that are none."""
+    tests_of(record)
+    limits_of(record)
+
+
+def begin(cfg) -> list[str]:
+    """Starts the sandbox as rl.config.RewardConfig says; returns a line that names it.
+
+    Raises ValueError where programs cannot be confined.
+    """
+    sandbox.configure(cfg.workers, cfg.allow_unsafe)
+    try:
+        return [f"sandbox: {sandbox.available()}"]
+    except RuntimeError as error:
+        raise ValueError(f"rl.reward: {error}") from None
 
 
 def grade(texts: list[str], problems, cfg) -> list[float]:
     """Returns the share of tests that the program in each text passes.
 
-    0 where a text has none. cfg: rewards.RewardConfig.
+    0 where a text has none. problems: data.Problem; cfg: rl.config.RewardConfig.
     """
     sandbox.configure(cfg.workers, cfg.allow_unsafe)
 

@@ -479,15 +479,12 @@ class Asker(ast.NodeTransformer):
         keywords = [self.visit(x) for x in node.keywords]
         return ast.Call(ast.Name("__call__", ast.Load()), arguments, keywords)
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Asks where the call begins with a name of the candidate's."""
-        return self.asked(node) if self.begins(node) else self.generic_visit(node)
-
-    visit_Attribute = visit_Subscript = visit_Call
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Asks for a variable of the candidate's."""
-        return self.asked(node) if self.begins(node) and not stores(node) else node
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Asks for what begins with a name of the candidate's, and is not written to."""
+        kinds = ast.Call, ast.Attribute, ast.Subscript, ast.Name
+        if isinstance(node, kinds) and not stores(node) and self.begins(node):
+            return self.asked(node)
+        return self.generic_visit(node)
 
     def begins(self, node: ast.expr) -> bool:
         """Returns whether an expression's leftmost name is the candidate's."""
@@ -501,16 +498,18 @@ class Asker(ast.NodeTransformer):
         return node.id in self.names
 
 
-def stores(name: ast.Name) -> bool:
-    """Returns whether a name is written to."""
-    return isinstance(name.ctx, ast.Store)
+def stores(node: ast.AST) -> bool:
+    """Returns whether an expression is written to."""
+    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 class Assertions(ast.NodeTransformer):
     """Makes every assertion inside of a function a test of its own."""
 
-    def visit_Assert(self, node: ast.Assert) -> ast.Expr:
-        """Returns a call that notes whether it holds."""
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Returns, for an assertion, a call that notes whether it holds."""
+        if not isinstance(node, ast.Assert):
+            return self.generic_visit(node)
         nothing = ast.arguments([], [], None, [], [], None, [])
         test = ast.Lambda(nothing, node.test)
         return ast.Expr(ast.Call(ast.Name("__assert__", ast.Load()), [test], []))
