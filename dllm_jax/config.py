@@ -27,6 +27,7 @@ from dllm_jax.rl.config import (
     NoiseConfig,
     ObjectiveConfig,
     OptimConfig,
+    RewardConfig,
     RLConfig,
 )
 from dllm_jax.rl.noise import KINDS
@@ -185,6 +186,7 @@ class Config:
     noise: NoiseConfig = dataclasses.field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     rl: RLConfig = dataclasses.field(default_factory=RLConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     policy_optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)

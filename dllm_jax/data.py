@@ -55,7 +55,12 @@ class Problem:
 
     prompt_ids: list[int]
     text: str
-    answer: str
+    answer: str  # the gold one; "" where its grader needs none
+    record: dict = dataclasses.field(default_factory=dict)  # all that the file says
+
+
+class BadGold(ValueError):
+    """A gold answer that nobody can judge by."""
 
 
 @contextlib.contextmanager
@@ -227,18 +232,20 @@ def ask(tok, cfg: DataConfig, question: str) -> list[int]:
 def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
-    grader: the Grader that they are for (rl.rewards); it refuses golds that it cannot judge
-    by. None is graded here: a run may begin with thousands of problems.
+    grader: the Grader that they are for (rl.rewards); it refuses problems that it cannot
+    judge by. None is graded here: a run may begin with thousands of problems.
     """
     out = []
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
-            question, answer = (text(row, x) for x in (cfg.question, cfg.answer))
+            question = text(row, cfg.question)
+            answer = text(row, cfg.answer) if grader.gold else ""
+            problem = Problem(ask(tok, cfg, question), question, answer, row)
             try:
-                grader.check(answer)
-            except ValueError as error:
+                grader.check(problem)
+            except BadGold as error:
                 raise ValueError(f"field {cfg.answer!r}: {error}") from None
-            out.append(Problem(ask(tok, cfg, question), question, answer))
+            out.append(problem)
     return out
 
 

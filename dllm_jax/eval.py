@@ -21,8 +21,7 @@ from absl import flags
 from dllm_jax import command_line, config, data, exits, metrics, processes, sharding
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
-from dllm_jax.rl import rollout
-from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl import rewards, rollout
 from dllm_jax.sampling import answers, placement, state
 
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
@@ -52,8 +51,11 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    asked = asked_of(cfg, tok, say)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    asked = asked_of(cfg, tok, say, grader)
     check_same(sink, asked)
+    for line in grader.begin():
+        say(line)
     model = dataclasses.replace(model, lora=None)
     stream = stream_of(cfg, model, mesh, say)
 
@@ -64,7 +66,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         sink.begin(len(asked))
     grade = functools.partial(
         graded,
-        grader=GRADERS[cfg.rl.reward],
+        grader=grader,
         truncated_wrong=cfg.rl.truncated_wrong,
         tok=tok,
     )
@@ -105,14 +107,14 @@ def leave(scores: dict[str, float], file: pathlib.Path):
         print(f"{name:24s} {value:.4g}")
 
 
-def asked_of(cfg: config.Config, tok, say) -> list[data.Problem]:
+def asked_of(cfg: config.Config, tok, say, grader) -> list[data.Problem]:
     """Returns the problem of each answer; says how many of them are too long.
 
     Raises ValueError where there are none.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, GRADERS[cfg.rl.reward])
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     return [problem for problem in problems for _ in range(cfg.eval.answers)]
@@ -128,7 +130,7 @@ def scores_of(records: list[dict], each: int) -> dict[str, float]:
 def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
-    idle = ("run.", "mesh.", "sampler.rows", "sampler.pages")
+    idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
     return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
 
 
@@ -195,7 +197,7 @@ def graded(
     rollouts = rollout.graded(
         trace,
         answers.decode(trace, tok),
-        [problem.answer for problem in problems],
+        problems,
         numbers // each,
         grader,
         truncated_wrong=truncated_wrong,

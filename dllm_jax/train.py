@@ -37,10 +37,10 @@ from dllm_jax.rl import (
     learner,
     networks,
     noise,
+    rewards,
     rollout,
     sources,
 )
-from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.sampling import placement
 
 RESUME = (
@@ -102,10 +102,13 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say(sampling.note)
 
     # ---- What it learns from, and what it is evaluated on ----------------------------
+    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    for line in grader.begin() if samples else ():
+        say(line)
     tools = sources.Tools(
         mesh=mesh,
         tok=tok,
-        grader=GRADERS[cfg.rl.reward],
+        grader=grader,
         truncated_wrong=cfg.rl.truncated_wrong,
         answerer=sampling.answerer,
         timer=timer,

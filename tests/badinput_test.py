@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from dllm_jax import config, data, generate
-from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl import rewards
+from dllm_jax.rl.config import RewardConfig
 from tests import properties, served
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -779,7 +780,7 @@ def ids_in(kind: str, file: str, tok) -> list[list[int]]:
         return generate.read(file, tok, 112)[0]
     cfg = data.DataConfig()
     if kind == "rl":
-        problems = data.problems(file, tok, cfg, GRADERS["math"])
+        problems = data.problems(file, tok, cfg, rewards.grader("math", RewardConfig()))
         assert all(problem.text.strip() and problem.answer for problem in problems)
         return [problem.prompt_ids for problem in problems]
     form = {"end": 2, "pad": 0, "mask": 3, "vocab": 112, "block": 4, "slots": 256}

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data, limits
-from dllm_jax.rl.rewards import GRADERS, Grader
+from dllm_jax.rl.config import RewardConfig
+from dllm_jax.rl.rewards import Grader, grader
 
 ROOT = pathlib.Path(__file__).parents[1]
 CFG = data.DataConfig()
+MATH = grader("math", RewardConfig())
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,10 @@ def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
         {"question": "2+2", "anwser": 4},
     )
     with pytest.raises(ValueError, match=r"record 2: no field 'answer'.*'anwser'\?"):
-        data.problems(path, tok, CFG, GRADERS["math"])
+        data.problems(path, tok, CFG, MATH)
     with pytest.raises(ValueError, match=r"no field 'zzz', it has \['answer', 'qu"):
         cfg = dataclasses.replace(CFG, question="zzz")
-        data.problems(path, tok, cfg, GRADERS["math"])
+        data.problems(path, tok, cfg, MATH)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,7 @@ def test_a_missing_field_is_named_with_the_nearest(tmp_path, tok):
 def test_a_bad_problem_is_named(tmp_path, tok, bad, message):
     good = {"question": "1+1", "answer": 2}
     with pytest.raises(ValueError, match=message):
-        data.problems(
-            write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, GRADERS["math"]
-        )
+        data.problems(write(tmp_path / "x.jsonl", good, good | bad), tok, CFG, MATH)
 
 
 def test_golds_are_checked_and_nothing_is_graded(tmp_path, tok):
@@ -101,7 +101,8 @@ def test_golds_are_checked_and_nothing_is_graded(tmp_path, tok):
         tmp_path / "x.jsonl", *({"question": "?", "answer": n} for n in (1, 2))
     )
     assert len(data.problems(path, tok, CFG, grader)) == 2
-    assert checked == ["1", "2"]
+    assert [problem.answer for problem in checked] == ["1", "2"]
+    assert [problem.record["answer"] for problem in checked] == [1, 2]
 
 
 # ---- Order ---------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_render_without_a_template_is_an_error(tok):
 def test_problems_fill_the_template(tmp_path, tok):
     path = write(tmp_path / "x.jsonl", {"question": "1+2", "answer": 3})
     cfg = dataclasses.replace(CFG, template="{question}= {x}?")
-    (problem,) = data.problems(path, tok, cfg, GRADERS["math"])
+    (problem,) = data.problems(path, tok, cfg, MATH)
     assert "user\n1+2= {x}?<|im_end|>" in tok.decode(problem.prompt_ids)
     assert (problem.text, problem.answer) == ("1+2", "3")
 

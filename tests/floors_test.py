@@ -75,7 +75,7 @@ def test_the_package_imports_neither_torch_nor_what_stands_around_it():
 # ---- Sizes ---------------------------------------------------------------------------
 
 # In lines of code: raise a figure with a reason, in the commit that needs it.
-CORE, REWARDS, FILE = 10_900, 1_100, 500
+CORE, REWARDS, FILE = 10_900, 2_100, 500  # rewards: a jail, a judge, seven formats
 LONG_FILES = {}  # path: why it is one idea all the same
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 
 from dllm_jax import checks
-from dllm_jax.rl import advantage
+from dllm_jax.rl import advantage, rewards
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
 from dllm_jax.rl.optim import SCHEDULES
-from dllm_jax.rl.rewards import GRADERS
 from dllm_jax.rl.views import AGGREGATES
 
 VALUES = ("none", "own", "head")
@@ -149,7 +148,9 @@ class RLConfig:
     steps: int = 80
     prompts: int = 64  # problems of one step
     group: int = 16  # rollouts of one problem
-    reward: str = "math"  # a key of rewards.GRADERS
+    # Graders, keys of rewards.GRADERS or one's own as module:function; several with
+    # weights as in "math:1,length:0.1" (docs/rewards.md).
+    reward: str = "math"
     value: str = "own"  # value model: "none", "own" network, or "head" on the policy
     gamma: float = 1.0  # discount per denoising step
     lam: float = 1.0  # GAE lambda per denoising step
@@ -175,7 +176,6 @@ class RLConfig:
             steps=">= 1",
             prompts=">= 1",
             group=">= 1",
-            reward=tuple(GRADERS),
             value=VALUES,
             gamma=">= 0, <= 1",
             lam=">= 0, <= 1",
@@ -192,6 +192,10 @@ class RLConfig:
                 "trusted_gap",
                 f"={self.trusted_gap}: nats, 0 or more; or -1, the program's",
             )
+        try:
+            rewards.weights(self.reward)
+        except ValueError as error:
+            raise checks.Refused("reward", f"={self.reward!r}: {error}") from None
         if self.advantage != "none" and self.group < 2:
             raise ValueError(
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at "
@@ -209,6 +213,29 @@ class RLConfig:
             )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """How programs are run that rl.reward="code" grades."""
+
+    seconds: float = (
+        4.0  # of a processor, of a test; where a record has none of its own
+    )
+    memory_mb: int = 512  # of a program, likewise
+    workers: int = 0  # programs at once; 0: one less than there are cores
+    all_cases: bool = True  # False: a program's first failure ends its tests
+    # Run them also where neither Landlock nor namespaces confine them: they can then do
+    # what the user can who trains.
+    allow_unsafe: bool = False
+
+    def __post_init__(self):
+        checks.fields(
+            self,
+            seconds="> 0, <= 3600",
+            memory_mb=">= 16, <= 1048576",
+            workers=">= 0, <= 1024",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

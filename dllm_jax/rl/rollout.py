@@ -12,6 +12,7 @@ import json
 import math
 import pathlib
 
+import jax
 import numpy as np
 
 from dllm_jax import sharding
@@ -30,13 +31,20 @@ class Rollouts:
     group_n: np.ndarray
     text: list[str]  # decoded once, for graders and people
     reward_n: np.ndarray
-    late_n: np.ndarray  # whether it earns 0 since grading it took too long
+    late_n: np.ndarray  # whether it earns 0 since nobody found out what it is worth
+    # What several graders said, by name, before weights; the first says what is right.
+    parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def solved_n(self) -> np.ndarray:
+        """Which answers are right."""
+        return next(iter(self.parts.values()), self.reward_n) >= 1
 
 
 def graded(
     trace: Trace,
     texts: list[str],
-    golds: list[str],
+    problems: list[Problem],
     group_n: np.ndarray,
     grader: Grader,
     *,
@@ -47,15 +55,25 @@ def graded(
     Rows without an answer (their prompt was too long), and with `truncated_wrong` those
     that were cut at their limit, earn 0.
     """
-    reward_n = np.zeros(len(texts), np.float32)
     share = sharding.dealt()
-    reward_n[share] = grader.grade(texts[share], golds[share])
-    reward_n = sharding.gathered(reward_n)
-    reward_n[trace.len_B == 0] = 0
-    if truncated_wrong:
-        reward_n[~trace.stopped_B] = 0
+    grades = grader.grade(
+        texts[share], problems[share], jax.tree.map(lambda x: x[share], trace)
+    )
+    if grades.reward_nT is not None:
+        raise ValueError("rl.reward: rewards of tokens are not learned from yet")
+    every = {"": grades.reward_n} | grades.parts
+    for name, own_n in every.items():
+        reward_n = np.zeros(len(texts), np.float32)
+        reward_n[share] = own_n
+        reward_n = sharding.gathered(reward_n)
+        reward_n[trace.len_B == 0] = 0
+        if truncated_wrong:
+            reward_n[~trace.stopped_B] = 0
+        every[name] = reward_n
+    reward_n = every.pop("")
     late_n = np.isnan(reward_n)
-    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n)
+    parts = {name: np.nan_to_num(x_n) for name, x_n in every.items()}
+    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts)
 
 
 def answered(
@@ -91,7 +109,7 @@ def answered(
         return graded(
             trace,
             answers.decode(trace, tok),
-            [problem.answer for problem in problems],
+            problems,
             group_n,
             grader,
             truncated_wrong=truncated_wrong,
@@ -134,7 +152,7 @@ def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
 
     The answers to a problem follow each other.
     """
-    solved_ns = (rollouts.reward_n >= 1).reshape(-1, samples)
+    solved_ns = rollouts.solved_n.reshape(-1, samples)
     ks = {2**i for i in range(samples.bit_length())} | {samples}
     return {f"pass@{k}": pass_at(solved_ns, k) for k in sorted(ks)}
 
@@ -147,20 +165,29 @@ def speed(trace: Trace) -> np.ndarray:
 def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns the metrics of a step's rollouts: means over its answers.
 
+    reward and accuracy are those of the answers that were judged; where there are several
+    graders, reward/NAME is what each says.
+
     tokens_per_forward counts the forwards that a row was denoised in. On the engine
     there are no others: the keys of blocks and prompts are computed beside these.
     """
     trace = rollouts.trace
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
+
+    def judged(value_n) -> float:
+        return float(value_n[~rollouts.late_n].mean()) if answers_judged else 0.0
+
+    answers_judged = not rollouts.late_n.all()
     return {
-        "reward": float(rollouts.reward_n.mean()),
-        "accuracy": float((rollouts.reward_n >= 1).mean()),
+        "reward": judged(rollouts.reward_n),
+        "accuracy": judged(rollouts.solved_n),
         "graded_timeouts": int(rollouts.late_n.sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float(cut_B.mean()),
         "nan_answers": int(trace.bad_B.sum()),
+        **{f"reward/{name}": judged(x_n) for name, x_n in rollouts.parts.items()},
     }
 
 
@@ -205,8 +232,14 @@ def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
             "answer": problem.answer,
         }
         | ({"graded": False} if rollouts.late_n[i] else {})
+        | ({"rewards": parts_of(rollouts, i)} if rollouts.parts else {})
         for i, problem in enumerate(problems)
     ]
+
+
+def parts_of(rollouts: Rollouts, i: int) -> dict[str, float]:
+    """Returns what each of several graders said of an answer."""
+    return {name: float(x_n[i]) for name, x_n in rollouts.parts.items()}
 
 
 def of_records(records: list[dict]) -> Rollouts:
@@ -229,4 +262,8 @@ def of_records(records: list[dict]) -> Rollouts:
         text=[record["text"] for record in records],
         reward_n=np.array([record["reward"] for record in records], np.float32),
         late_n=np.array([not record.get("graded", True) for record in records]),
+        parts={
+            name: np.array([record["rewards"][name] for record in records], np.float32)
+            for name in (records[0].get("rewards", {}) if records else {})
+        },
     )

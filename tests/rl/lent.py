@@ -15,7 +15,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
 )
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.rl.sources import Settings, Tools
 from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
@@ -84,9 +84,9 @@ def score(params: dict, batch) -> dict:
     }
 
 
-def grade(texts, golds) -> list[float]:
+def grade(texts, problems, trace) -> Grades:
     """Returns a reward that differs within a group."""
-    return [float(i % 3 == 0) for i in range(len(texts))]
+    return Grades(np.array([float(i % 3 == 0) for i in range(len(texts))]))
 
 
 def settings(**changes) -> Settings:
@@ -125,7 +125,7 @@ def tools(settings: Settings, folder, **changes) -> Tools:
     made = Tools(
         mesh=sharding.make_mesh(),
         tok=TOK,
-        grader=Grader(grade=grade, check=lambda gold: None),
+        grader=Grader(grade=grade, check=lambda problem: None),
         truncated_wrong=True,
         answerer=Answerer(sampler.slots, sampler.max_prompt),
         timer=metrics.Timer(),

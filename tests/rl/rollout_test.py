@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax import data, exits, sharding
 from dllm_jax.rl import rollout, views
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import Trace
@@ -58,8 +58,13 @@ class Fake(answers.Batches):
 
 
 def grader(grade) -> Grader:
-    """Returns a Grader that lets every gold pass."""
-    return Grader(grade=grade, check=lambda gold: None)
+    """Returns a Grader of a function of texts and problems that lets all of these pass."""
+
+    def grades(texts, problems, trace) -> Grades:
+        assert len(trace.len_B) == len(texts) == len(problems)
+        return Grades(np.array(grade(texts, problems), np.float32))
+
+    return Grader(grade=grades, check=lambda problem: None)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +282,7 @@ def test_records_hold_the_answer_and_its_trace(mesh):
         list("abcdef"),
         [""] * 6,
         np.arange(6) // 2,
-        grader(lambda texts, golds: [0.5] * 6),
+        grader(lambda *_: [0.5] * 6),
         truncated_wrong=False,
     )
     problems = [data.Problem(p, f"of {len(p)}", "7") for p in PROMPTS]

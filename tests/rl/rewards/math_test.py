@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax import exits
-from dllm_jax.rl.rewards import GRADERS, math, worker
+from dllm_jax.rl.rewards import math, worker
 from tests.goldens import reader
 
 
@@ -330,7 +330,7 @@ def test_math_verify_is_asked_for_by_name(monkeypatch):
 
 def test_grade():
     completions = [r"\boxed{72}", "72", r"\boxed{71}", "<answer>72.0</answer>", ""]
-    assert GRADERS["math"].grade(completions, ["so ... #### 72"] * 5) == [
+    assert math.grade(completions, ["so ... #### 72"] * 5) == [
         1.0,
         0.0,
         0.0,

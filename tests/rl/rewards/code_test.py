@@ -1,0 +1,436 @@
+"""Code rewards: formats in, the share of tests out, and programs that only pretend."""
+
+import base64
+import json
+import math
+import os
+import pathlib
+import pickle
+import zlib
+
+import pytest
+
+from dllm_jax.rl.rewards import code, sandbox
+from tests.rl.rewards import cheats
+
+SHARED = (x / "shared/data/mbpp.jsonl" for x in pathlib.Path(__file__).parents)
+MBPP = next((x for x in SHARED if x.exists()), None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_jails():
+    yield
+    sandbox.close()
+
+
+def grade(program, record, **how):
+    return code.grade_program(program, record, **({"seconds": 2.0} | how))
+
+
+# ---- The program of an answer --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("so\n```python\na = 1\n```\nand", "a = 1\n"),
+        ("```Python\na\n```", "a\n"),
+        ("```py\na\n```\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\n```python\nb", None),  # cut: the answer was not finished
+        ("```python\na\n```\n```", None),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```\noutput\n```", "a\n"),
+        ("```python\na\n```\n```text\noutput\n```", "a\n"),
+        ("```cpp\nint a;\n```", None),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("def f(): pass", None),
+        ("```python\n```", ""),
+        ("", None),
+    ],
+)
+def test_the_last_closed_block_is_the_program(text, program):
+    assert code.extract(text) == program
+
+
+# ---- Formats -------------------------------------------------------------------------
+
+ECHO = "print(int(input()) * 2)"
+DOUBLE = "def f(x):\n    return 2 * x\n"
+SOLUTION = (
+    "class Solution:\n    def f(self, x: List[int], y: int):\n        return x * y\n"
+)
+
+
+def packed(value) -> str:
+    """Returns tests as LiveCodeBench packs them."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+FUNCTIONAL = [
+    {"input": "[1, 2]\n2", "output": "[1, 2, 1, 2]", "testtype": "functional"}
+]
+STDIN = [{"input": "3\n", "output": "6\n", "testtype": "stdin"}]
+RECORDS = {
+    "dllm-rl stdio": (
+        ECHO,
+        {"test_method": "stdio", "test_input": ["1", "4"], "test_output": ["2", "8"]},
+    ),
+    "dllm-rl function": (
+        DOUBLE,
+        {
+            "test_method": "function",
+            "test_list": ["assert f(1) == 2"],
+            "prefix": "{{x}}",
+        },
+    ),
+    "dllm-rl without a method": (DOUBLE, {"test_list": ["assert f(1) == 2"]}),
+    "mbpp": (
+        DOUBLE,
+        {
+            "text": "?",
+            "test_setup_code": "x = 4",
+            "test_list": ["assert f(x) == 8"],
+            "challenge_test_list": ["assert f('a') == 'aa'"],
+        },
+    ),
+    "mbpp sanitized": (
+        DOUBLE,
+        {
+            "prompt": "?",
+            "test_imports": ["import math"],
+            "test_list": ["assert math.isclose(f(0.1), 0.2)"],
+        },
+    ),
+    "humaneval": (
+        DOUBLE,
+        {
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test": "def check(candidate):\n"
+            "    for i in range(3):\n        assert candidate(i) == 2 * i\n",
+        },
+    ),
+    "humaneval, its prompt's helper": (
+        "def f(x):\n    return g(x) + 1\n",
+        {
+            "prompt": "def g(x):\n    return x\n\ndef f(x):\n",
+            "entry_point": "f",
+            "test": "def check(candidate):\n    assert candidate(1) == g(2)\n",
+        },
+    ),
+    "humaneval, going on": (
+        "    return 2 * x\n",
+        {
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test": "def check(candidate):\n    assert candidate(4) == 8\n",
+        },
+    ),
+    "apps stdio": (
+        ECHO,
+        {"input_output": '{"inputs": ["1", ["2"]], "outputs": ["2", "4"]}'},
+    ),
+    "apps function": (
+        DOUBLE,
+        {
+            "input_output": '{"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [4]]}'
+        },
+    ),
+    "taco method": (
+        "class Solution:\n    def f(self, x): return x\n",
+        {"input_output": {"fn_name": "f", "inputs": [[[1]]], "outputs": [[1]]}},
+    ),
+    "livecodebench stdin": (
+        ECHO,
+        {
+            "public_test_cases": json.dumps(STDIN),
+            "private_test_cases": packed(json.dumps(STDIN)),
+        },
+    ),
+    "livecodebench functional": (
+        SOLUTION,
+        {
+            "public_test_cases": json.dumps(FUNCTIONAL),
+            "private_test_cases": json.dumps(FUNCTIONAL),
+            "metadata": '{"func_name": "f"}',
+        },
+    ),
+    "codecontests": (
+        ECHO,
+        {
+            "description": "Double it.",
+            "public_tests": {"input": ["1"], "output": ["2"]},
+            "private_tests": {"input": [], "output": []},
+            "generated_tests": {"input": ["5"], "output": ["10"]},
+            "time_limit": {"seconds": 2, "nanos": 500000000},
+            "memory_limit_bytes": 256000000,
+        },
+    ),
+    "our own": (
+        DOUBLE,
+        {"tests": {"kind": "calls", "entry": "f", "cases": [[[1], 2]]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_format_is_read_and_graded(name):
+    program, record = RECORDS[name]
+    assert grade(program, record) == 1.0
+    assert grade("def f(x): return 'no'\nprint('no')", record) == 0.0
+    assert grade("this is no program", record) == 0.0
+
+
+def test_a_records_own_limits_hold():
+    record = RECORDS["codecontests"][1]
+    assert code.limits_of(record) == (2.5, 244)
+    assert code.limits_of({"test_time_limit": 1}) == (1, None)
+    own = {"limits": {"seconds": 0.5, "memory_mb": 64}}
+    assert code.limits_of(own) == (0.5, 64)
+    slow = {"test_list": ["assert f(1) == 2"], "test_time_limit": 0.2}
+    assert grade("def f(x):\n    while True: pass\n", slow) == 0.0
+
+
+class Evil:
+    """Runs a command when it is unpickled by who does not look."""
+
+    def __reduce__(self):
+        return os.system, ("touch /tmp/unpickled",)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({}, "no tests: it needs one of the fields tests, test_input"),
+        ({"test_list": "assert 1"}, "field 'test_list': must be a list, and is a str"),
+        ({"test_list": [3]}, "field 'test_list': must be a list of texts"),
+        ({"test_list": []}, "field 'test_list': no tests in it"),
+        ({"test_list": ["assert ("]}, "'assert \\(' is no Python"),
+        ({"test_input": ["1"], "test_output": []}, "1 inputs and 0 outputs"),
+        ({"test_input": ["1"]}, "field 'test_input': must be a list"),
+        (
+            {"test_input": [""], "test_method": "x"},
+            "test_method='x': stdio or function",
+        ),
+        ({"entry_point": "f", "prompt": "x"}, "must be test, a text"),
+        ({"input_output": "{"}, "field 'input_output': '{' is no JSON"),
+        ({"input_output": "[]"}, "must be an object, and is a list"),
+        ({"input_output": "[" * 99999}, "is no JSON"),
+        ({"private_test_cases": "%%%"}, "neither JSON nor packed"),
+        ({"private_test_cases": packed(Evil())}, "which nobody runs"),
+        ({"private_test_cases": packed([1])}, "must be a pickled text"),
+        (
+            {"private_test_cases": packed("{}")[:-9] + "AAAAAAAA="},
+            "neither JSON|damaged",
+        ),
+        (
+            {"public_tests": {}, "description": "print any of them"},
+            "more than one output",
+        ),
+        ({"public_tests": {"input": 3}}, "must be a list"),
+        ({"tests": {"kind": "x"}}, "kind='x': one of stdio, asserts, check, calls"),
+        ({"tests": {"kind": "calls", "cases": [[[1], 1]]}}, "must be entry, a str"),
+        ({"tests": {"kind": "calls", "entry": "f", "cases": [1]}}, "a case is a pair"),
+    ],
+)
+def test_a_bad_record_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        code.tests_of(record)
+    assert not os.path.exists("/tmp/unpickled")
+
+
+def test_bad_limits_of_a_record_are_refused():
+    for limits in ({"test_time_limit": -1}, {"limits": {"memory_mb": 1}}):
+        with pytest.raises(ValueError, match="must be"):
+            code.limits_of(limits)
+
+
+# ---- What is passed ------------------------------------------------------------------
+
+
+def test_the_reward_is_the_share_of_tests():
+    record = {"test_list": [f"assert f({i}) == {i * i}" for i in range(4)]}
+    assert grade("def f(x): return 2 * x", record) == 0.5  # 0 and 2
+    assert grade("def f(x): return 2 * x", record, all_cases=False) == 0.25
+    stdio = {"test_input": ["0", "1", "2"], "test_output": ["0", "1", "4"]}
+    assert grade("print(2 * int(input()))", stdio) == pytest.approx(2 / 3)
+    assert grade("print(2 * int(input()))", stdio, all_cases=False) == pytest.approx(
+        1 / 3
+    )
+
+
+def test_one_bad_test_does_not_spoil_the_others():
+    """A slow, a dying and a raising test each fail alone."""
+    record = {"test_list": [f"assert f({i}) == {i}" for i in range(6)]}
+    program = (
+        "import os\ndef f(x):\n    if x == 1:\n        while True: pass\n"
+        "    if x == 2: os._exit(0)\n    if x == 4: raise KeyError\n    return x\n"
+    )
+    assert grade(program, record, seconds=0.3) == 0.5
+
+
+def test_after_three_deaths_the_rest_has_failed():
+    record = {"test_list": [f"assert f({i}) == {i}" for i in range(9)]}
+    program = "import os\ndef f(x):\n    if x < 4: os._exit(0)\n    return x\n"
+    assert grade(program, record) == 0.0
+
+
+def test_time_is_a_tests_own():
+    """Tests that are each in time pass, though together they are not."""
+    record = {"test_list": [f"assert f({i}) == {i}" for i in range(4)]}
+    program = (
+        "import time\ndef f(x):\n    end = time.process_time() + 0.3\n"
+        "    while time.process_time() < end: pass\n    return x\n"
+    )
+    assert grade(program, record, seconds=0.7) == 1.0
+
+
+def test_outputs_are_compared_but_for_blanks():
+    record = {"test_input": [""], "test_output": ["1 2\n 3.5\n"]}
+    assert grade("print('1  2 \\n3.5\\n\\n')", record) == 1.0
+    assert grade("print('1 2 3.50')", record) == 0.0
+    tolerant = {"tests": {"kind": "stdio", "cases": [["", "1 2 3.5"]], "float": True}}
+    assert grade("print('1 2.0000000001 3.50')", tolerant) == 1.0
+    for wrong in ("1 2 nan", "1 2 3.6", "1 2", "1 2 3.5 4", "1 2 1e999999", "1 2 x"):
+        assert grade(f"print('{wrong}')", tolerant) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "share"),
+    [
+        ("import sys; print(6); sys.exit(3)", 1.0),  # an exit code says nothing
+        ("print(6); exit()", 1.0),
+        ("print(6); 1/0", 0.0),
+        ("import sys; sys.stdout.buffer.write(b'6\\xff')", 0.0),
+        ("while True: print(6)", 0.0),
+        ("print('error: ...')", 0.0),
+    ],
+)
+def test_how_a_program_ends_counts(program, share):
+    assert grade(program, {"test_input": [""], "test_output": ["6"]}) == share
+
+
+VALUES = (
+    "(1, 2)",
+    "[1, [2, (3,)]]",
+    "{1: 'a', (2, 3): None}",
+    "{1, 2}",
+    "frozenset({1})",
+    "2**200",
+    "-(2**80)",
+    "1e300",
+    "1j",
+    "b'a\\xff'",
+    "'\\ud800'",
+    "True",
+    "None",
+)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_cross_between_the_jails(value):
+    record = {"test_list": [f"assert f({value}) == ({value}, {value})"]}
+    assert grade("def f(x): return x, x", record) == 1.0
+
+
+def test_what_crosses_is_plain():
+    record = {"test_list": ["assert list(f(3)) == [0, 1, 2]"]}
+    assert grade("def f(n):\n    for i in range(n): yield i\n", record) == 1.0
+    assert grade("def f(n): return map(int, '012')", record) == 1.0
+    counter = {"test_list": ["assert f('aab') == {'a': 2, 'b': 1}"]}
+    assert grade("from collections import Counter as f", counter) == 1.0
+    deep = "def f(n):\n    x = []\n    for _ in range(9999): x = [x]\n    return x\n"
+    assert grade(deep, record) == 0.0
+    assert grade("def f(n): return 'x' * 2**21", {"test_list": ["assert f(1)"]}) == 0.0
+
+
+def test_tests_may_build_the_candidates_objects():
+    program = (
+        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n"
+        "def total(pairs): return sum(p.a * p.b for p in pairs)\n"
+    )
+    record = {"test_list": ["assert total([Pair(1, 2), Pair(3, 4)]) == 14"]}
+    assert grade(program, record) == 1.0
+    setup = record | {
+        "test_setup_code": "p = Pair(5, 6)",
+        "test_list": ["assert total([p]) == 30", "assert p.a == 5"],
+    }
+    assert grade(program, setup) == 1.0
+
+
+def test_a_function_may_have_a_builtins_name():
+    record = {"test_list": ["assert sum(10, 15) == 25"]}
+    assert grade("def sum(a, b): return a + b", record) == 1.0
+    assert grade("def sum(a, b): return a", record) == 0.0
+
+
+def test_exceptions_of_the_candidate_are_pythons_own():
+    check = (
+        "def check(candidate):\n    try:\n        candidate(-1)\n        assert False\n"
+        "    except ValueError:\n        assert True\n"
+    )
+    record = {"prompt": "def f(x):\n", "entry_point": "f", "test": check}
+    assert grade("def f(x): raise ValueError", record) == 1.0
+    assert grade("def f(x): raise KeyError", record) == 0.0
+
+
+# ---- What is not passed --------------------------------------------------------------
+
+TASKS = (
+    {"test_list": ["assert f(1, 2) == 3", "assert f('a', 'b') == 'ab'"]},
+    {
+        "test_list": [
+            "assert set(f([1, 1], [2])) == set([1, 2])",
+            "assert f([], [2]) == [2]",
+        ]
+    },
+    {
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "test": "import math\ndef check(candidate):\n"
+        "    assert math.isclose(candidate(2), 4.5), 'wrong'\n"
+        "    assert abs(candidate(3) - 7.5) < 1e-6\n    assert candidate('x') == 'y'\n",
+    },
+    {"tests": {"kind": "calls", "entry": "f", "cases": [[[1], 5], [[2], "six"]]}},
+)
+
+
+@pytest.mark.parametrize("name", cheats.CHEATS)
+def test_no_cheat_passes_a_test(name):
+    slow = name in cheats.SLOW
+    for task in TASKS[::3] if slow else TASKS:
+        limits = {"seconds": 0.2 if slow else 2.0, "all_cases": not slow}
+        assert grade(cheats.of(name, "f"), task, **limits) == 0.0
+
+
+def test_no_cheat_passes_where_it_shares_the_machine(monkeypatch):
+    """Without namespaces two children could find each other in /proc."""
+    monkeypatch.setattr(sandbox, "pool", sandbox.Pool(1))
+    sandbox.pool.without = ("namespaces",)
+    for name in ("other processes", "forged verdict", "stack inspection"):
+        for task in TASKS:
+            assert grade(cheats.of(name, "f"), task) == 0.0
+    assert "namespaces no" in sandbox.available()
+    sandbox.pool.close()
+
+
+def test_tests_that_never_end_are_no_reward(monkeypatch):
+    monkeypatch.setattr(sandbox, "judge_seconds", lambda seconds: 0.3)
+    for test in ("while True: pass", "import os\nos._exit(0)", "assert f(1) == 1"):
+        share = grade("def f(x): return x", {"test_list": [test, "assert 1"]})
+        assert share == float(test.startswith("assert"))
+
+
+def test_the_sandboxs_own_fault_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(sandbox, "tried", lambda *args, **how: None)
+    fault = sandbox.Result("sandbox", b"", 0.0)
+    monkeypatch.setattr(sandbox, "ended", lambda *args, **how: fault)
+    assert math.isnan(grade(DOUBLE, {"test_list": ["assert 1"]}))
+    assert math.isnan(grade(ECHO, {"test_input": ["1"], "test_output": ["2"]}))
+
+
+@pytest.mark.skipif(MBPP is None, reason="no shared/data/mbpp.jsonl")
+def test_reference_solutions_of_mbpp_pass():
+    """Every twentieth; benchmarks/jail.py takes all."""
+    rows = [json.loads(line) for line in MBPP.read_text().splitlines()][::20]
+    assert [row["task_id"] for row in rows if grade(row["code"], row) != 1.0] == []

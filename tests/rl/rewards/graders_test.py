@@ -1,0 +1,282 @@
+"""Graders by name, several at once, and one's own from a file anywhere."""
+
+import numpy as np
+import pytest
+
+from dllm_jax import data
+from dllm_jax.rl import rewards, rollout
+from dllm_jax.rl.config import RewardConfig, RLConfig
+from dllm_jax.rl.rewards import Grades, choice, sandbox
+from dllm_jax.sampling import state
+
+CFG = RewardConfig(seconds=2.0, memory_mb=256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_jails():
+    yield
+    sandbox.close()
+
+
+def problem(answer="", **record):
+    return data.Problem([1], "?", answer, record)
+
+
+def trace(*lengths, room=10):
+    """Returns answers of so many tokens, each behind a prompt of two."""
+    rows = [
+        state.no_answer(room + 2)._replace(
+            prompt_len=np.int32(2), len=np.int32(n), stopped=np.bool_(True)
+        )
+        for n in lengths
+    ]
+    return state.stacked(rows)
+
+
+def grade(spec, texts, problems, lengths=None):
+    lengths = lengths or [5] * len(texts)
+    return rewards.grader(spec, CFG).grade(texts, problems, trace(*lengths))
+
+
+# ---- The shipped ones ----------------------------------------------------------------
+
+
+def test_math_and_choice_compare_with_the_gold():
+    texts = [r"\boxed{0.5}", r"\boxed{2}", "1/2"]
+    grades = grade("math", texts, [problem("1/2")] * 3)
+    assert grades.reward_n.tolist() == [1.0, 0.0, 0.0]
+    assert grades.reward_nT is None
+    texts = [
+        r"\boxed{(b)}",
+        "<answer>B. Paris</answer>",
+        r"\boxed{\text{B}}",
+        r"\boxed{C}",
+    ]
+    texts += [r"\boxed{B or C}", r"\boxed{AB}", "B", ""]
+    grades = grade("choice", texts, [problem("(B)")] * 8)
+    assert grades.reward_n.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("gold", ["", "AB", "1", "the first"])
+def test_a_choice_needs_a_letter(gold):
+    with pytest.raises(ValueError, match="is no letter of an option"):
+        choice.check(gold)
+
+
+def test_code_runs_the_records_tests():
+    record = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
+    grader = rewards.grader("code", CFG)
+    (line,) = grader.begin()
+    assert line.startswith("sandbox: ") and "seccomp" in line
+    assert not grader.gold
+    texts = [
+        "```python\ndef f(x): return x + 1\n```",
+        "```python\ndef f(x): return 2\n```",
+        "```python\ndef f(x): return x + 1\n",  # cut
+        "def f(x): return x + 1",
+    ]
+    asked = [problem(**record)] * 4
+    for one in asked:
+        grader.check(one)
+    assert grade("code", texts, asked).reward_n.tolist() == [1.0, 0.5, 0.0, 0.0]
+    with pytest.raises(ValueError, match="no tests: it needs one of the fields"):
+        grader.check(problem("4", question="?"))
+
+
+def test_code_is_refused_where_nothing_confines(monkeypatch):
+    def none():
+        raise RuntimeError("programs cannot be run safely here: no Landlock")
+
+    monkeypatch.setattr(sandbox, "available", none)
+    with pytest.raises(
+        ValueError, match="rl.reward: programs cannot be run safely here"
+    ):
+        rewards.grader("code", CFG).begin()
+
+
+def test_length_and_format():
+    grades = grade("length", ["", "", ""], [problem()] * 3, [0, 5, 10])
+    np.testing.assert_allclose(grades.reward_n, [1.0, 0.5, 0.0])
+    texts = [r"\boxed{1}", "<answer>1</answer>", "```python\n1\n```", "1", r"\boxed{1"]
+    assert grade("format", texts, [problem()] * 5).reward_n.tolist() == [1, 1, 1, 0, 0]
+
+
+# ---- Several at once -----------------------------------------------------------------
+
+
+def test_several_are_weighed_and_each_is_told():
+    texts, asked = [r"\boxed{1}", r"\boxed{2}"], [problem("1")] * 2
+    grades = grade("math:1,length:0.1", texts, asked, [5, 10])
+    np.testing.assert_allclose(grades.reward_n, [1.05, 0.0])
+    assert {name: x.tolist() for name, x in grades.parts.items()} == {
+        "math": [1.0, 0.0],
+        "length": [0.5, 0.0],
+    }
+    assert not grade("math", texts, asked).parts
+    assert grade("math:2", texts, asked).reward_n.tolist() == [2.0, 0.0]
+    assert rewards.grader("length,math", CFG).gold
+    assert not rewards.grader("length,format", CFG).gold
+
+
+def test_what_one_cannot_judge_nobody_has_judged():
+    nan = Grades(np.array([1.0, np.nan]))
+    both = rewards.added({"a": nan, "b:c": Grades(np.ones(2))}, {"a": 1.0, "b:c": 0.5})
+    np.testing.assert_array_equal(both.reward_n, [1.5, np.nan])
+    assert [*both.parts] == ["a", "c"] and both.reward_nT is None
+
+
+def test_rewards_of_tokens_are_added_by_weight():
+    one = Grades(np.ones(2), np.ones((2, 3)))
+    both = rewards.added(
+        {"a": one, "b": Grades(np.ones(2)), "c": one}, {"a": 1, "b": 1, "c": 0.5}
+    )
+    np.testing.assert_array_equal(both.reward_nT, np.full((2, 3), 1.5))
+
+
+def graded(grader, lengths, **how):
+    texts = [rf"\boxed{{{i}}}" for i in range(len(lengths))]
+    asked = [problem("0")] * len(texts)
+    group_n = np.zeros(len(texts), int)
+    return rollout.graded(trace(*lengths), texts, asked, group_n, grader, **how)
+
+
+def test_accuracy_is_the_firsts_and_every_part_is_a_metric():
+    grader = rewards.grader("math,length:0.5", CFG)
+    got = graded(grader, [5, 5, 0, 10], truncated_wrong=True)
+    np.testing.assert_allclose(got.reward_n, [1.25, 0.25, 0.0, 0.0])
+    told = rollout.summary(got)
+    assert told["accuracy"] == 0.25
+    assert told["reward/math"] == 0.25 and told["reward/length"] == 0.25
+    assert rollout.passed(got, 4) == pytest.approx(
+        {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1}
+    )
+    records = rollout.as_records(got, [problem("0")] * 4)
+    assert records[1]["rewards"] == {"math": 0.0, "length": 0.5}
+    for record in records:
+        record["finished"] = "stop"
+    assert rollout.summary(rollout.of_records(records))["reward/length"] == 0.25
+
+
+def test_what_was_not_judged_leaves_the_means(tmp_path):
+    def own(texts, problems, trace):
+        return [1.0, np.nan, 0.0]
+
+    grader = rewards.Grader(
+        lambda *given: Grades(np.array(own(*given))), rewards.anything
+    )
+    told = rollout.summary(graded(grader, [5, 5, 5], truncated_wrong=False))
+    assert (told["reward"], told["accuracy"], told["graded_timeouts"]) == (0.5, 0.5, 1)
+
+
+def test_rewards_of_tokens_are_refused_as_long_as_nobody_reads_them():
+    grader = rewards.Grader(
+        lambda *_: Grades(np.ones(1), np.ones((1, 12))), rewards.anything
+    )
+    with pytest.raises(ValueError, match="rewards of tokens are not learned from yet"):
+        graded(grader, [5], truncated_wrong=False)
+
+
+# ---- One's own -----------------------------------------------------------------------
+
+OWN = """
+import numpy as np
+from dllm_jax.rl.rewards import Grades
+
+def brevity(texts, problems, trace):
+    return [1 / (1 + len(text)) for text in texts]
+
+def keyed(texts, problems, trace):
+    right = [p.record["key"] in t for t, p in zip(texts, problems)]
+    return Grades(np.array(right, np.float32))
+
+def check(problem):
+    if "key" not in problem.record:
+        raise ValueError("no field 'key'")
+
+keyed.check = check
+
+def short(texts, problems, trace):
+    return [1.0]
+
+def words(texts, problems, trace):
+    return ["good"] * len(texts)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module outside of the repository."""
+    (tmp_path / "mine_outside.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "mine_outside"
+
+
+def test_a_function_of_ones_own_grades(mine):
+    grades = grade(f"{mine}:brevity", ["a", "abc"], [problem()] * 2)
+    np.testing.assert_allclose(grades.reward_n, [0.5, 0.25])
+    both = grade(f"{mine}:keyed,{mine}:brevity:-0.5", ["ab"], [problem(key="b")])
+    np.testing.assert_allclose(both.reward_n, [1 - 0.5 / 3])
+    assert [*both.parts] == ["keyed", "brevity"]
+    grader = rewards.grader(f"{mine}:keyed", CFG)
+    grader.check(problem(key="b"))
+    with pytest.raises(ValueError, match="no field 'key'"):
+        grader.check(problem())
+    assert RLConfig(reward=f"{mine}:brevity:0.5").reward
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine_nowhere:f", "No module named 'mine_nowhere'; its folder must be"),
+        ("mine_outside:f", "mine_outside has no f"),
+        ("mine_outside:number", "number is no function"),
+    ],
+)
+def test_what_is_not_there_is_refused(mine, name, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.grader(name, CFG)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "grades of shape \\(1,\\) for 2 answers"),
+        ("words", "returned what is no list of numbers"),
+    ],
+)
+def test_a_function_that_returns_nonsense_is_named(mine, name, message):
+    with pytest.raises(ValueError, match=message):
+        grade(f"{mine}:{name}", ["a", "b"], [problem()] * 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "maths",
+            "'maths' is no grader: choose from math, choice, code, length, format",
+        ),
+        ("", "'' is no grader"),
+        ("math,", "'' is no grader"),
+        ("math:x", "'math:x': a weight is one finite number"),
+        ("math:0", "a weight is one finite number, and not 0"),
+        ("math:nan", "a weight is one"),
+        ("math:1:2", "a weight is one"),
+        ("math,math:2", "'math' is named twice"),
+        ("a b:c", "'a b:c' is no grader"),
+        ("mod:0.5", "'mod:0.5' is no grader"),
+    ],
+)
+def test_a_bad_name_or_weight_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        RLConfig(reward=spec)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"seconds": 0.0}, {"memory_mb": 1}, {"workers": -1}, {"allow_unsafe": 1}]
+)
+def test_bad_limits_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        RewardConfig(**bad)
