@@ -72,7 +72,7 @@ function mean(values) {
 
 // Characters that would be invisible, or turn the rest of a line around, are shown as what
 // they are.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]/g;
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]/g;
 
 function visible(text) {
   return text.replace(HIDDEN, (char) => {
