@@ -43,12 +43,12 @@ The floors. A room imports from its own and from lower floors; an entry also imp
 `config`, which assembles the configurations that the floors below declare, and
 `command_line`, which reads it:
 
-    6  config, command_line, train, eval, generate, convert
+    6  config, command_line, train, eval, generate, convert, trace, report
     5  rl
     4  sampling
     3  models
-    2  pallas_kernels
-    1  sharding, processes, data, metrics, curves, memory, checkpoint, folder
+    2  pallas_kernels, viewer
+    1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
     0  checks, limits, records, exits
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
@@ -95,5 +95,6 @@ and for who wants to know how it is fast, or what surrounds it:
     checkpoint.py                saved states, and exact resumption
     folder.py                    a run's folder: its lock, its log, its attempts
     config.py                    every key in one tree
+    viewer/page.py               pages that people look at: one file with all inside
     command_line.py              that tree from a file and its overrides; how entries end
 """

@@ -151,6 +151,8 @@ class RunConfig:
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
     samples: int = 8  # rollouts written out at every step
+    # Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, with commas.
+    trackers: str = "tensorboard"
     max_skips: int = 5  # updates skipped in a row, as not finite or too large: it ends
     # Where compiled programs stay for the next start; "": nowhere.
     compile_cache: str = "~/.cache/dllm_jax"

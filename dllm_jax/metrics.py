@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, TensorBoard and a console line."""
+"""What a run writes about itself: metrics.jsonl, its trackers and a console line."""
 
 import collections
 import contextlib
@@ -11,7 +11,6 @@ import sys
 import time
 
 import numpy as np
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dllm_jax.exits import room, warn
@@ -87,13 +86,15 @@ class Writer:
         saved_rows: dict[int, dict] | None = None,
         *,
         enabled: bool = True,
+        trackers=None,
     ):
         """Opens the files of a run of `total` steps, of which `step` was the last done.
 
         What a killed run wrote beyond that step is cut off. saved_rows: the metrics of
         steps, as checkpoints tell them: they take the place of rows that are lost, and of
         the last one, if the run was killed before it wrote it. enabled: whether to write at
-        all; one process of a run does.
+        all; one process of a run does. trackers: called with the first step to be written,
+        returns the run's Trackers; None: there are none.
         """
         self.enabled = enabled
         if not enabled:
@@ -113,9 +114,7 @@ class Writer:
             )
             os.replace(partial, self.path)
             self.file = self.path.open("a")
-        self.board = SummaryWriter(
-            str(self.path.parent / "tensorboard"), purge_step=next_step
-        )
+        self.trackers = trackers(next_step) if trackers else None
         self.bar = tqdm(
             total=total,
             initial=step,
@@ -142,9 +141,8 @@ class Writer:
         if step > self.first_step:
             self.paces.append(now - self.last_time)
         self.last_time = now
-        for name, x in values.items():
-            self.board.add_scalar(name, x, step)
-        self.board.flush()
+        if self.trackers:
+            self.trackers.log(step, values)
         self.bar.update(max(step - self.bar.n, 0))
         tqdm.write(self.line(step, values), file=sys.stdout)
         if bad:
@@ -170,7 +168,8 @@ class Writer:
         if self.enabled:
             self.bar.close()
             self.file.close()
-            self.board.close()
+            if self.trackers:
+                self.trackers.close()
 
 
 def row_of(step: int, values: dict[str, float]) -> dict:

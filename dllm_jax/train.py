@@ -25,6 +25,7 @@ from dllm_jax import (
     metrics,
     processes,
     sharding,
+    trackers,
 )
 from dllm_jax.checkpoint import Checkpoints, check_resume
 from dllm_jax.folder import Folder
@@ -42,6 +43,7 @@ from dllm_jax.rl import (
     sources,
 )
 from dllm_jax.sampling import placement
+from dllm_jax.viewer import leave
 
 RESUME = (
     "go on from the folder's newest checkpoint: if there is one, or else fail, or never"
@@ -65,6 +67,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     cfg, kept = config.keeping(cfg, defaults)
     cfg, model, tok = config.completed(cfg)  # refuses, before anything is begun
     cfg, choices = config.chosen(cfg, model)
+    boards = trackers.named(cfg.run.trackers)
     if cfg.run.export:
         hf.check_target(folder / "export", cfg.model.path)
     sharding.keep_compiled(cfg.run.compile_cache)
@@ -184,7 +187,16 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     # Whether the last step was not evaluated yet, since a signal came.
     pending = bool(problems) and meta.get("pending", start == 0)
     row = rows.pop(start, {}) if pending else {}
-    writer = metrics.Writer(folder, source.steps, start, rows, enabled=main)
+    writer = metrics.Writer(
+        folder,
+        source.steps,
+        start,
+        rows,
+        enabled=main,
+        trackers=lambda next_step: trackers.Trackers(
+            boards, trackers.Run(folder, next_step, config.flat(resolved))
+        ),
+    )
     watch = guard.Guard(
         plans, checkpoints, folder, cfg.run.max_skips, start, meta.get("norms", {})
     )
@@ -251,6 +263,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     if main:
         with exits.room(folder):
             curves.draw(metrics.history(folder), folder / "curves.png")
+        leave.after_run(folder, tok, say)
     if stopping():
         raise exits.Stopped(
             f"stopped by a signal; start the same command again to go on in {folder}"

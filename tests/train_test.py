@@ -120,6 +120,7 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
     assert any((tmp_path_factory.getbasetemp() / "compiled").iterdir())
     for name in ("config.json", "curves.png", "export", "tensorboard", "samples"):
         assert (whole / name).exists(), name
+    assert "step 4" in (whole / "trace.html").read_text()[:1000]
     assert saved(whole) == [3, 4]
     assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3, 4]
     last = rows(whole)[-1]
@@ -139,6 +140,10 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
         assert sample["response_ids"] and sample["answer"]
         assert len(sample["step_map"]) == len(sample["response_ids"])
         assert sample["reward"] in (0, 1)
+        if "advantage" in sample:  # its group was learned from
+            assert len(sample["advantage"]) == len(sample["value"])
+            assert len(sample["value"]) == len(sample["response_ids"])
+    assert any("advantage" in sample for sample in samples)
     (attempt,) = attempts(whole)
     assert attempt["ended"] == "done"
     assert attempt["config"] == json.loads((whole / "config.json").read_text())

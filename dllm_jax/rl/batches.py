@@ -46,6 +46,7 @@ def of_rollouts(
     pack: Callable,
     score: Callable,
     mesh,
+    note: Callable | None = None,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
@@ -56,6 +57,8 @@ def of_rollouts(
     params: of the networks by name: "policy", and as configured "value", "reference".
     pack: views.pack, bound but for trace, noise and group_n.
     score: learner.score, bound but for params and batch.
+    note: told, for people to look at, (keep_n [n], advantages and values [n, T]): those of
+    a trajectory's first row of noise.
     There are no batches where rl.filter finds no group that teaches something.
     """
     keep_n = teaching(rollouts, rl)
@@ -80,6 +83,8 @@ def of_rollouts(
     adv_nT, ret_nT, adv_metrics = advantages(
         relative_n[trajectory_n], answer_nT, noised, scores.value_nT, rl
     )
+    if note is not None:
+        note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
     fields = {
         "adv_BU": factors(
             adv_nT, scores.logp_nT, answer_nT, noised, objective, draws=copies

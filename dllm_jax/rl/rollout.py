@@ -197,10 +197,25 @@ def write(
     rollouts: Rollouts,
     problems: list[Problem],
     count: int,
+    keep_n=None,
+    adv_nT=None,
+    value_nT=None,
 ):
-    """Writes `count` of a step's rollouts with their traces, spread over its problems."""
+    """Writes `count` of a step's rollouts with their traces, spread over its problems.
+
+    keep_n: which of them are learned from; of these each token's advantage and value are
+    written, too, unless they are all 0, as values are without a network that tells them.
+    """
     path = folder / "samples" / f"step_{step:06d}.jsonl"
     records = as_records(rollouts, problems)
+    told = {"advantage": adv_nT, "value": value_nT}
+    for i in () if keep_n is None else np.flatnonzero(keep_n).tolist():
+        first = rollouts.trace.prompt_len_B[i]
+        end = first + rollouts.trace.len_B[i]
+        for name, x_nT in told.items():
+            if x_nT.any():
+                x_T = x_nT[i, first:end]
+                records[i][name] = [round(float(x), 4) for x in x_T]
     lines = [json.dumps(records[i]) + "\n" for i in spread(rollouts.group_n, count)]
     with room(path.parent):
         path.parent.mkdir(exist_ok=True)

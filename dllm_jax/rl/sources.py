@@ -194,10 +194,9 @@ class RL:
         if rollouts is None:
             return None
         metrics = rollout.summary(rollouts)
-        if tools.samples:
-            rollout.write(tools.folder, step, rollouts, problems, tools.samples)
         if tools.stop():
             return None
+        told = []
         with tools.timer("score"):
             learned, complete = batches.of_rollouts(
                 rollouts,
@@ -212,7 +211,10 @@ class RL:
                 pack=self.pack,
                 score=score,
                 mesh=tools.mesh,
+                note=told.extend,
             )
+        if tools.samples:
+            rollout.write(tools.folder, step, rollouts, problems, tools.samples, *told)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
             reason = self.nothing_learned(sampled)

@@ -1,0 +1,72 @@
+"""Reports on a run, or on two side by side: one page, which needs nothing else.
+
+    python -m dllm_jax.report RUN [RUN2] [-o page.html]
+
+RUN is the folder of a run (run.folder). The page shows its curves, where its time went, its
+evaluations with their intervals, answers of its first and last steps as they were written,
+what happened on the way, and how its configuration differs from the defaults, or from RUN2's.
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from dllm_jax import command_line, folder
+from dllm_jax.viewer import compare, page, runs, traces
+
+OUT = "the page; default: report.html in RUN"
+
+
+def content(paths: list[str]) -> dict:
+    """Returns what the page shows of one run or of two.
+
+    Raises ValueError for a folder that is none of a run.
+    """
+    told = [runs.told(path) for path in paths]
+    return {"runs": told, "samples": samples([pathlib.Path(path) for path in paths])}
+
+
+def samples(folders: list[pathlib.Path]) -> dict | None:
+    """Returns answers for the replay: of two runs those of the last step that both have.
+
+    Of one run those of its first and of its last step. None where there are none.
+    """
+    steps = [sorted((path / "samples").glob("step_*.jsonl")) for path in folders]
+    if len(folders) == 2:
+        both = {path.name for path in steps[0]} & {path.name for path in steps[1]}
+        chosen = [path / "samples" / max(both) for path in folders] if both else []
+    else:
+        chosen = list(dict.fromkeys(path for path in (*steps[0][:1], *steps[0][-1:])))
+    if not chosen:
+        return None
+    files = [traces.read(str(path)) for path in chosen]
+    made = [traces.packed(x, traces.tokenizer(x.model)) for x in files]
+    pairs = None
+    if len(files) == 2:
+        pairs = compare.pairs(compare.common(files[0].rows, files[1].rows)) or None
+    return {"files": made, "pairs": pairs}
+
+
+def main():
+    """Parses the command line and writes the page."""
+    values = flags.FlagValues()
+    values.set_gnu_getopt()  # flags may follow the folders
+    flags.DEFINE_string("out", None, OUT, short_name="o", flag_values=values)
+    try:
+        _, *paths = values(sys.argv)
+    except flags.Error as error:
+        raise ValueError(str(error).splitlines()[-1]) from None
+    if len(paths) not in (1, 2):
+        raise ValueError(f"name one or two folders of runs, not {len(paths)}")
+    made = content(paths)
+    out = pathlib.Path(values.out or pathlib.Path(paths[0]) / "report.html")
+    title = " and ".join(run["name"] for run in made["runs"])
+    folder.write(out, page.page(f"Report on {title}", page.REPORT, made))
+    print(out)
+
+
+if __name__ == "__main__":
+    options = {"RUN [RUN2]": "folders of runs", "-o, --out=FILE": OUT}
+    lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
+    command_line.entry(main, f"{__doc__}\n{lines}\n")

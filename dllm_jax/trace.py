@@ -1,0 +1,94 @@
+"""Shows how a diffusion language model wrote its answers: one page, which needs nothing else.
+
+    python -m dllm_jax.trace FILE [FILE2] [-o page.html]
+
+FILE is what `generate --out` or `eval` wrote, a run's samples/step_N.jsonl, or a run's folder:
+its newest samples. The page replays each answer in the order in which it was written. With
+FILE2, another checkpoint's answers, it shows both side by side wherever their prompts are the
+same, and who is ahead by how much.
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from dllm_jax import command_line, folder
+from dllm_jax.models import hf
+from dllm_jax.viewer import compare, page, table, traces
+
+OUT = "the page; default: FILE with .html for its ending"
+MODEL = "a folder with the tokenizer; default: that of the command that wrote FILE"
+SHOWN = 8  # answers in the terminal's table
+
+
+def content(paths: list[str], model: str = "") -> dict:
+    """Returns what a page shows of one file of answers, or of two; see web/show_trace.js.
+
+    model: a folder with their tokenizer; "": that of the command that wrote them. Raises
+    ValueError for files that cannot be read, and for two without a common prompt.
+    """
+    files = [traces.read(path) for path in paths]
+    if len(files) == 1:
+        return {"files": [shown(files[0], model)], "pairs": None, "summary": None}
+    first, second = files
+    shared = compare.common(first.rows, second.rows)
+    if not shared:
+        raise ValueError(
+            f"{first.path} and {second.path} have no prompt in common: nothing to compare"
+        )
+    summary = compare.summary(first.rows, second.rows, shared)
+    # Only what is compared is shown, pair by pair, so that both have as many.
+    pairs, notice = traces.some(compare.pairs(shared))
+    sides = []
+    for file, numbers in zip(files, zip(*pairs, strict=True), strict=True):
+        rows = [file.rows[i] for i in numbers]
+        sides.append(shown(traces.File(file.path, rows, file.model, file.block), model))
+    sides[0]["notice"] = notice
+    return {
+        "files": sides,
+        "pairs": [[i, i] for i in range(len(pairs))],
+        "summary": summary,
+    }
+
+
+def shown(file: traces.File, model: str) -> dict:
+    """Returns a file's answers for the page. model: see `content`."""
+    tok = traces.tokenizer(model or file.model)
+    return traces.packed(file, tok, block=file.block or block_of(model or file.model))
+
+
+def block_of(model: str) -> int:
+    """Returns the block of a local checkpoint; 0 where that is not known."""
+    try:
+        return hf.read_config(pathlib.Path(model)).block if model else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def main():
+    """Parses the command line, writes the page, and prints a table of the first answers."""
+    values = flags.FlagValues()
+    values.set_gnu_getopt()  # flags may follow the files
+    flags.DEFINE_string("out", None, OUT, short_name="o", flag_values=values)
+    flags.DEFINE_string("model", "", MODEL, flag_values=values)
+    try:
+        _, *paths = values(sys.argv)
+    except flags.Error as error:
+        raise ValueError(str(error).splitlines()[-1]) from None
+    if len(paths) not in (1, 2):
+        raise ValueError(f"name one or two files of answers, not {len(paths)}")
+    made = content(paths, values.model)
+    file = traces.found(pathlib.Path(paths[0]))
+    out = pathlib.Path(values.out or file.with_suffix(".html"))
+    title = " and ".join(side["name"] for side in made["files"])
+    folder.write(out, page.page(f"Trace of {title}", page.TRACE, made))
+    print(table.of_rows(traces.read(paths[0]).rows[:SHOWN]))
+    print(out)
+
+
+if __name__ == "__main__":
+    options = {"FILE [FILE2]": "answers with their traces", "-o, --out=FILE": OUT}
+    options["--model=DIR"] = MODEL
+    lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
+    command_line.entry(main, f"{__doc__}\n{lines}\n")

@@ -1,0 +1,200 @@
+"""Where metrics go beside metrics.jsonl: a row of TRACKERS for each service.
+
+A tracker is made once, in the process that writes, and has these methods; whatever it
+raises later costs the tracker and never the run (`Trackers`):
+
+    __init__(run)         run: Run. Imports its package, which nothing else does
+    log(step, values)     metrics by name, all of them finite
+    close()
+
+None of them needs a network: wandb and mlflow write into the run's folder, trackio to its
+own database, unless their environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI,
+TRACKIO_SPACE_ID) name a server.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import math
+import os
+import pathlib
+import re
+
+from dllm_jax.exits import warn
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a tracker is told of a run."""
+
+    folder: pathlib.Path
+    next_step: int  # what it knows of this step and later ones is not true any more
+    config: dict  # flat
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.folder.absolute().name
+
+    @property
+    def id(self) -> str:
+        """The same whenever the run in this folder goes on."""
+        return hashlib.sha1(str(self.folder.absolute()).encode()).hexdigest()[:12]
+
+
+class TensorBoard:
+    """Events in the run's folder, for `tensorboard --logdir`."""
+
+    package = "tensorboardX"
+
+    def __init__(self, run: Run):
+        from tensorboardX import SummaryWriter
+
+        self.board = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=run.next_step
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes a step."""
+        for name, x in values.items():
+            self.board.add_scalar(name, x, step)
+        self.board.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.board.close()
+
+
+class Wandb:
+    """Weights & Biases; without a key offline, for `wandb sync`."""
+
+    package = "wandb"
+
+    def __init__(self, run: Run):
+        import wandb
+
+        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "dllm-jax"),
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=run.config,
+            mode=os.environ.get("WANDB_MODE", mode),
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes a step; those that the service has already stay as they were."""
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.run.finish()
+
+
+class Trackio:
+    """Trackio's local database, for `trackio show`."""
+
+    package = "trackio"
+
+    def __init__(self, run: Run):
+        import trackio
+
+        self.trackio = trackio
+        trackio.init(
+            project="dllm-jax", name=run.name, config=run.config, resume="allow"
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes a step."""
+        self.trackio.log(values, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.trackio.finish()
+
+
+class Mlflow:
+    """MLflow; without a server a database in the run's folder, for `mlflow ui`."""
+
+    package = "mlflow"
+
+    def __init__(self, run: Run):
+        import mlflow
+
+        self.mlflow = mlflow
+        local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", local))
+        mlflow.set_experiment("dllm-jax")
+        mlflow.start_run(run_name=run.name)
+        mlflow.log_params({name: str(x)[:500] for name, x in run.config.items()})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes a step; MLflow takes few signs in a name."""
+        named = {re.sub(r"[^\w./ -]", "_", name): x for name, x in values.items()}
+        self.mlflow.log_metrics(named, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.mlflow.end_run()
+
+
+TRACKERS = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": Mlflow,
+}
+
+
+def named(text: str) -> list[str]:
+    """Returns the names in a list with commas.
+
+    Raises ValueError for one that is not in TRACKERS, and where its package is missing.
+    """
+    names = list(
+        dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
+    )
+    for name in names:
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
+            raise ValueError(f"run.trackers={text!r}: {name!r} is none of {known}")
+        package = TRACKERS[name].package
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"run.trackers={text!r}: {name} is not installed: pip install {package}"
+            )
+    return names
+
+
+class Trackers:
+    """Several trackers as one; one that fails is left out from then on, which is said."""
+
+    def __init__(self, names: list[str], run: Run):
+        """names: of `named`."""
+        self.live = {}
+        for name in names:
+            self.tried(
+                name, lambda name=name: self.live.update({name: TRACKERS[name](run)})
+            )
+
+    def tried(self, name: str, call) -> None:
+        """Calls; where it raises, the tracker is left out."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 (a service, or its client, may raise anything)
+            self.live.pop(name, None)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            warn(f"run.trackers: {name} is left out from here on: {reason[:300]}")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Tells all of them a step's metrics, but for numbers that are not finite."""
+        finite = {name: x for name, x in values.items() if math.isfinite(x)}
+        for name, tracker in list(self.live.items()):
+            self.tried(name, lambda tracker=tracker: tracker.log(step, finite))
+
+    def close(self) -> None:
+        """Closes all of them."""
+        for name, tracker in list(self.live.items()):
+            self.tried(name, tracker.close)

@@ -1,0 +1,94 @@
+"""Two checkpoints on the same prompts: which answers belong together, and who won.
+
+A difference's interval is the paired bootstrap's: problems are drawn with replacement, and
+of each its difference, the mean over its answers (arXiv 2411.00640 calls this paired and
+clustered).
+"""
+
+import collections
+
+import numpy as np
+
+DRAWS, SEED = 10_000, 0
+CHUNK = 2_000_000  # numbers drawn at once
+# What is compared: its name, and its value in a record, None where it has none.
+MEASURES = {
+    "reward": lambda row: row.get("reward"),
+    "right": lambda row: None if row.get("reward") is None else row["reward"] >= 1,
+    "tokens per forward": lambda row: (
+        len(row["response_ids"]) / row["forwards"] if row.get("forwards") else None
+    ),
+    "tokens": lambda row: len(row["response_ids"]),
+}
+
+
+def key_of(row: dict):
+    """Returns what two answers to one prompt have in common."""
+    ids = row.get("prompt_ids")
+    return tuple(ids) if ids else (row.get("id"), row.get("question"))
+
+
+def groups(rows: list[dict]) -> dict:
+    """Returns the numbers of the answers to each prompt, by what they have in common."""
+    numbers = collections.defaultdict(list)
+    for i, row in enumerate(rows):
+        numbers[key_of(row)].append(i)
+    return {key: ids for key, ids in numbers.items() if key != (None, None)}
+
+
+def common(first: list[dict], second: list[dict]) -> list[tuple[list, list]]:
+    """Returns the numbers of the answers to each prompt that both files have."""
+    there = groups(second)
+    return [(ids, there[key]) for key, ids in groups(first).items() if key in there]
+
+
+def pairs(shared: list[tuple[list, list]]) -> list[tuple[int, int]]:
+    """Returns pairs of answers: the k-th to a prompt in one file, and in the other."""
+    return [pair for both in shared for pair in zip(*both, strict=False)]
+
+
+def summary(first: list[dict], second: list[dict], shared) -> dict:
+    """Returns what the second file's answers have ahead of the first's, problem by problem.
+
+    shared: of `common`. measures: name, both means, difference, its 95 % interval (None
+    for a single problem); wins: problems that each has the higher reward on.
+    """
+    measures, wins = [], None
+    for name, measure in MEASURES.items():
+        means_2n = means_of(measure, first, second, shared)
+        if means_2n is None:
+            continue
+        gain_n = means_2n[1] - means_2n[0]
+        if name == "reward":
+            wins = [int((gain_n < 0).sum()), int((gain_n > 0).sum())]
+        low, high = interval(gain_n)
+        a, b = means_2n.mean(axis=1).tolist()
+        measures.append([name, a, b, float(gain_n.mean()), low, high])
+    if len(measures) > 1 and measures[0][1:3] == measures[1][1:3]:
+        del measures[0]  # rewards of 0 and 1: their mean is the share of right answers
+    return {"problems": len(shared), "wins": wins, "measures": measures}
+
+
+def means_of(measure, first: list[dict], second: list[dict], shared):
+    """Returns each problem's mean in both files, [2, n]; None where one has no value."""
+    sides = []
+    for rows, numbers in ((first, 0), (second, 1)):
+        values = [[measure(rows[i]) for i in both[numbers]] for both in shared]
+        if any(x is None for row in values for x in row):
+            return None
+        sides.append([float(np.mean(row)) for row in values])
+    return np.array(sides)
+
+
+def interval(gain_n) -> tuple[float | None, float | None]:
+    """Returns the 95 % percentile interval of the mean of [n] differences."""
+    n = len(gain_n)
+    if n < 2:
+        return None, None
+    rng, size = np.random.default_rng(SEED), max(CHUNK // n, 1)
+    means = []
+    for first in range(0, DRAWS, size):
+        count = min(size, DRAWS - first)
+        means.append(gain_n[rng.integers(0, n, (count, n))].mean(axis=1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,173 @@
+"""What a run's folder tells of the run, for its report."""
+
+import json
+import math
+import pathlib
+import re
+
+from dllm_jax import curves, metrics, records
+from dllm_jax.viewer import traces
+
+HAPPENED = re.compile(
+    r"warning|skipp|resum|stays|taken over|stopped|cannot go on|error|refused|defect|Error"
+)
+LAST_EVENTS = 200
+Z = 1.96
+SUMS = {  # metrics of steps whose sum over the run says what went wrong
+    "updates_skipped": "updates of the policy skipped",
+    "value_updates_skipped": "updates of the value network skipped",
+    "graded_timeouts": "answers that the grader could not judge in time",
+    "nan_answers": "answers that met a number that is not finite",
+}
+
+
+def told(path: str) -> dict:
+    """Returns what the report shows of a run, JSON-able; see web/report.js.
+
+    Raises ValueError for a folder that holds none.
+    """
+    folder = pathlib.Path(path)
+    rows = metrics.history(folder) if folder.is_dir() else []
+    run = traces.object_of(folder / "run.json")
+    if not rows and not run:
+        raise ValueError(f"{path}: no run's folder: neither metrics.jsonl nor run.json")
+    attempts = [x for x in run.get("attempts") or [] if isinstance(x, dict)]
+    cfg = traces.object_of(folder / "config.json")
+    defaults = run.get("defaults")
+    return {
+        "name": folder.absolute().name,
+        "facts": facts(rows, cfg, attempts),
+        "panels": panels(rows),
+        "phases": phases(rows),
+        "evals": evals(rows, heldout_size(cfg)),
+        "scores": scores(folder),
+        "attempts": [attempt_of(attempt) for attempt in attempts],
+        "sums": sums(rows),
+        "events": events(folder),
+        "config": flat(cfg),
+        "defaults": flat(defaults if isinstance(defaults, dict) else {}),
+    }
+
+
+def facts(rows: list[dict], cfg: dict, attempts: list[dict]) -> list[list[str]]:
+    """Returns (name, value) of what the run is, and where and when it ran."""
+    newest = attempts[-1] if attempts else {}
+    versions = newest.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    known = {
+        "method": cfg.get("method"),
+        "model": (cfg.get("model") or {}).get("path"),
+        "steps": rows[-1]["step"] if rows else None,
+        "started": attempts[0].get("start") if attempts else None,
+        "ended": newest.get("ended"),
+        "device": f"{newest.get('devices')} x {newest.get('device')}"
+        if newest.get("device")
+        else None,
+        "commit": newest.get("commit"),
+        "versions": ", ".join(f"{name} {x}" for name, x in versions.items()),
+    }
+    return [[name, str(x)] for name, x in known.items() if x not in (None, "")]
+
+
+def panels(rows: list[dict]) -> list[dict]:
+    """Returns the panels of curves.png that have data."""
+    return [
+        {
+            "title": title,
+            "log": bool(lines.keys() & set(curves.LOG)),
+            "lines": [
+                {"label": curves.label_of(metric, lines), "points": points}
+                for metric, points in lines.items()
+            ],
+        }
+        for title, lines in curves.panels_of(rows)
+    ]
+
+
+def phases(rows: list[dict]) -> dict:
+    """Returns the seconds of each phase of each step, as far as they are told."""
+    timed = [row for row in rows if row["step"] > 0 and curves.phases_of(row)]
+    names = [
+        name for name in curves.PHASES if any(f"seconds/{name}" in r for r in timed)
+    ]
+    seconds = [[row.get(f"seconds/{name}") or 0.0 for name in names] for row in timed]
+    return {
+        "names": names,
+        "steps": [row["step"] for row in timed],
+        "seconds": [[round(x, 4) for x in row] for row in seconds],
+    }
+
+
+def evals(rows: list[dict], problems: int) -> list[list]:
+    """Returns (step, accuracy, its interval's ends, tokens per forward, length).
+
+    problems: of each evaluation; 0: not known, and then the ends are None.
+    """
+    out = []
+    for row in rows:
+        share = row.get("heldout_accuracy")
+        if share is not None:
+            low, high = wilson(share, problems) if problems else (None, None)
+            names = ("tokens_per_forward", "response_length")
+            more = [row.get(f"heldout_{name}") for name in names]
+            out.append([row["step"], share, low, high, *more])
+    return out
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a share of n (JASA 22, 1927)."""
+    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = (
+        Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    )
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def heldout_size(cfg: dict) -> int:
+    """Returns how many problems an evaluation had; 0 where nobody can tell any more."""
+    limit = (cfg.get("eval") or {}).get("problems") or 0
+    path = (cfg.get("data") or {}).get("heldout") or ""
+    try:
+        size = len(records.records(path))
+    except ValueError:
+        return limit
+    return min(limit or size, size)
+
+
+def scores(folder: pathlib.Path) -> list[list]:
+    """Returns (name, value) of eval.json; [] where there is none."""
+    found = traces.object_of(folder / "eval.json")
+    return [[name, x] for name, x in found.items() if traces.number(x)]
+
+
+def attempt_of(attempt: dict) -> list[str]:
+    """Returns start, end, host, commit and how it ended, as far as they are known."""
+    names = ("start", "end", "host", "commit", "ended")
+    return [str(attempt.get(name) or "") for name in names]
+
+
+def sums(rows: list[dict]) -> list[list]:
+    """Returns (what, how often) of what went wrong in steps."""
+    totals = [[text, sum(row.get(x) or 0 for row in rows)] for x, text in SUMS.items()]
+    return [[text, total] for text, total in totals if total]
+
+
+def events(folder: pathlib.Path) -> list[str]:
+    """Returns the lines of run.log that tell of something unusual, the last of many."""
+    try:
+        text = (folder / "run.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [line[:500] for line in text.splitlines() if HAPPENED.search(line)]
+    return lines[-LAST_EVENTS:]
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, str]:
+    """Returns a configuration's leaves by their dotted names, as JSON writes them."""
+    leaves = {}
+    for name, x in tree.items():
+        if isinstance(x, dict):
+            leaves |= flat(x, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = json.dumps(x, ensure_ascii=False)
+    return leaves

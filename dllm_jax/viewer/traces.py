@@ -1,0 +1,202 @@
+"""Files of answers with their traces, as a page shows them.
+
+A file is what `generate --out` and `eval` write, or a run's samples/step_N.jsonl: a record
+for each answer with response_ids and step_map, and as far as they are known prompt_ids,
+logprobs (nats), confidence, advantage, value, reward, forwards, finished, question, answer.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+
+from dllm_jax import data, records
+from dllm_jax.exits import warn
+from dllm_jax.viewer.pieces import Pieces
+
+# What a record may say of each token, and in the page: its letter, its decimals.
+PER_TOKEN = {
+    "logprobs": ("l", 2),
+    "confidence": ("c", 2),
+    "advantage": ("a", 2),
+    "value": ("v", 2),
+}
+TEXTS = ("text", "question", "answer", "finished")
+NUMBERS = ("reward", "forwards")
+STEP = re.compile(r"step_(\d+)\.jsonl")
+MOST = 2000  # answers on a page; of more, some are taken
+LONG_PROMPT = 20_000  # characters of a prompt that are shown
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of answers, and what stands beside it."""
+
+    path: pathlib.Path
+    rows: list[dict]
+    model: str  # the checkpoint's folder or hub name; "": not known
+    block: int  # positions that are denoised together; 0: not known
+
+    @property
+    def name(self) -> str:
+        """What people call it: of a run's samples the run and the step."""
+        folder, step = self.path.absolute().parent, STEP.fullmatch(self.path.name)
+        if step and folder.name == "samples":
+            return f"{folder.parent.name}, step {int(step[1])}"
+        return f"{folder.name}/{self.path.name}"
+
+
+def read(path: str) -> File:
+    """Reads a file of answers, or of a run's folder the newest.
+
+    Raises ValueError naming the file and the answer that is none.
+    """
+    file = found(pathlib.Path(path))
+    rows = records.records(str(file))
+    for number, row in enumerate(rows, 1):
+        try:
+            check(row)
+        except ValueError as error:
+            raise ValueError(f"{file}: answer {number}: {error}") from None
+    model, block = settings(file)
+    return File(file, rows, model, block)
+
+
+def found(path: pathlib.Path) -> pathlib.Path:
+    """Returns a file of answers: the path itself, or of a run's folder the newest samples.
+
+    Raises ValueError where a folder has none.
+    """
+    if not path.is_dir():
+        return path
+    for pattern in ("samples/step_*.jsonl", "eval.jsonl"):
+        if files := sorted(path.glob(pattern)):
+            return files[-1]
+    raise ValueError(
+        f"{path}: a folder without samples/step_N.jsonl and eval.jsonl; name a file of "
+        "answers, such as python -m dllm_jax.generate --out writes"
+    )
+
+
+def check(row: dict) -> None:
+    """Raises ValueError for a record that tells of no answer, or of one that cannot be."""
+    for name in ("response_ids", "step_map"):
+        if name not in row:
+            raise ValueError(
+                f"it has no {name}; python -m dllm_jax.generate --out writes them"
+            )
+    for name in ("response_ids", "step_map", "prompt_ids"):
+        data.ids(row | {"prompt_ids": row.get("prompt_ids", [])}, name, 2**31)
+    count = len(row["response_ids"])
+    for name in ("step_map", *PER_TOKEN):
+        given = row.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, list) or len(given) != count:
+            found = len(given) if isinstance(given, list) else "no list of"
+            raise ValueError(f"{name} has {found} numbers for {count} tokens")
+        if not all(x is None or number(x) for x in given):
+            raise ValueError(f"{name} must be numbers")
+    for name in TEXTS:
+        if type(row.get(name)) not in (str, type(None)):
+            raise ValueError(f"{name} must be a text")
+    for name in NUMBERS:
+        if not (row.get(name) is None or number(row[name])):
+            raise ValueError(f"{name} must be a number")
+
+
+def number(x) -> bool:
+    """Returns whether a JSON value is a number, and a finite one."""
+    return type(x) in (int, float) and abs(x) < math.inf
+
+
+def settings(file: pathlib.Path) -> tuple[str, int]:
+    """Returns (model.path, sampler.block) of the command that wrote a file, if it says."""
+    job = object_of(file.with_suffix(".job.json"))
+    if job:
+        return str(job.get("model.path", "")), whole(job.get("sampler.block"))
+    for folder in (file.parent, file.parent.parent):
+        if cfg := object_of(folder / "config.json"):
+            groups = [cfg.get(name) for name in ("model", "sampler")]
+            model, sampler = (x if isinstance(x, dict) else {} for x in groups)
+            return str(model.get("path", "")), whole(sampler.get("block"))
+    return "", 0
+
+
+def whole(x) -> int:
+    """Returns a number above 0, or 0 for anything else."""
+    return x if type(x) is int and x > 0 else 0
+
+
+def object_of(file: pathlib.Path) -> dict:
+    """Returns the JSON object in a file; {} where there is none."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tokenizer(model: str):
+    """Returns the tokenizer of a local checkpoint, or None, which is said."""
+    folder = pathlib.Path(model)
+    try:
+        if model and folder.is_dir() and any(folder.glob("tokenizer*")):
+            return data.tokenizer(folder)
+        reason = f"{model!r} is no folder with a tokenizer" if model else "not known"
+    except ValueError as error:
+        reason = str(error)
+    warn(
+        f"token ids are shown in place of texts: the model: {reason}; name --model=DIR"
+    )
+    return None
+
+
+# ---- In the page -------------------------------------------------------------------------
+
+
+def packed(file: File, tok, *, block: int = 0, name: str = "") -> dict:
+    """Returns a file's answers for the page: short names, and each distinct piece once.
+
+    block: where the file does not say it.
+    """
+    pieces, table = Pieces(tok), {}
+    rows, notice = some(file.rows)
+    made = [packed_row(row, pieces, table) for row in rows]
+    return {
+        "name": name or file.name,
+        "model": file.model,
+        "block": file.block or block,
+        "notice": notice,
+        "pieces": [list(piece) for piece in table],
+        "rows": made,
+    }
+
+
+def some(rows: list) -> tuple[list, str]:
+    """Returns (at most MOST rows, spread over all of them; what to say of that)."""
+    if len(rows) <= MOST:
+        return rows, ""
+    chosen = [rows[i * len(rows) // MOST] for i in range(MOST)]
+    return chosen, f"{MOST:,} of {len(rows):,} answers, spread evenly over the file"
+
+
+def packed_row(row: dict, pieces: Pieces, table: dict) -> dict:
+    """Returns an answer for the page; table: Piece -> its number, which grows."""
+    ids, steps = row["response_ids"], row["step_map"]
+    prompt = row.get("question") or pieces.text(row.get("prompt_ids") or [])
+    before = [0, *steps]
+    out = {
+        "q": prompt[:LONG_PROMPT],
+        "n": len(row.get("prompt_ids") or []),
+        "t": [table.setdefault(piece, len(table)) for piece in pieces.of(ids)],
+        "s": [after - step for step, after in zip(before, steps, strict=False)],
+    }
+    for name, (letter, decimals) in PER_TOKEN.items():
+        if row.get(name) is not None:
+            scale = 10**decimals
+            out[letter] = [None if x is None else round(scale * x) for x in row[name]]
+    known = {"g": "answer", "r": "reward", "f": "forwards", "e": "finished"}
+    out |= {key: row[name] for key, name in known.items() if row.get(name) is not None}
+    return out

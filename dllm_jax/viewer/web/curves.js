@@ -1,0 +1,137 @@
+// Charts: the curves of one panel, of one run or two, and the seconds of each step.
+
+const WIDE = 330, HIGH = 150, LEFT = 42, BOTTOM = 18, TOP = 6, RIGHT = 6;
+const FEW = 30; // points that are drawn one by one
+
+// About so many round numbers between two.
+function ticks(low, high, about) {
+  const raw = (high - low) / about || 1;
+  const unit = 10 ** Math.floor(Math.log10(raw));
+  const step = unit * ([1, 2, 5, 10].find((x) => x * unit >= raw) ?? 10);
+  const found = [];
+  for (let i = Math.ceil(low / step); i * step <= high * (1 + 1e-9); i++) found.push(i * step);
+  return found;
+}
+
+function running(values) {
+  const half = Math.min(Math.floor(values.length / 20) + 1, 8);
+  return values.map((_, i) => mean(values.slice(Math.max(i - half, 0), i + half + 1)));
+}
+
+class Chart {
+  // lines: [{label, points: [[step, value]], run}]; runs: how many are compared.
+  constructor({ title, log, lines }, runs) {
+    this.lines = lines;
+    this.log = log;
+    const all = lines.flatMap((line) => line.points);
+    const [xs, ys] = [all.map(([x]) => x), all.map(([, y]) => this.scaled(y))];
+    const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+    const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+    [this.x0, this.x1] = [least(xs), most(xs)];
+    const room = 0.06 * (most(ys) - least(ys)) || Math.abs(most(ys)) * 0.1 || 1;
+    [this.y0, this.y1] = [least(ys) - room, most(ys) + room];
+    this.cross = svg("path", { class: "cross" });
+    this.plot = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": title },
+      this.axes(), lines.map((line, i) => this.curve(line, this.classOf(line, i, runs))), this.cross);
+    this.legend = el("p", { class: "legend-line" });
+    this.node = el("figure", { class: "chart" }, el("figcaption", {}, title), this.legend, this.plot);
+    this.names = lines.map((line, i) => [this.classOf(line, i, runs), runs > 1
+      ? `${LETTERS[line.run]}${lines.some((l) => l.run === line.run && l !== line) ? ` ${line.label}` : ""}`
+      : line.label]);
+    this.plot.addEventListener("pointermove", (event) => this.hover(event));
+    this.plot.addEventListener("pointerleave", () => this.tell(null));
+    this.tell(null);
+  }
+
+  classOf(line, i, runs) {
+    if (runs < 2) return `line line${i}`;
+    const first = this.lines.findIndex((other) => other.run === line.run);
+    return `line run${line.run}${i > first ? " dashed" : ""}`;
+  }
+
+  scaled(y) {
+    return this.log ? Math.log10(y) : y;
+  }
+
+  x(step) {
+    return LEFT + ((step - this.x0) / (this.x1 - this.x0 || 1)) * (WIDE - LEFT - RIGHT);
+  }
+
+  y(value) {
+    return HIGH - BOTTOM - ((value - this.y0) / (this.y1 - this.y0)) * (HIGH - BOTTOM - TOP);
+  }
+
+  axes() {
+    const rows = ticks(this.y0, this.y1, 4).filter((t) => !this.log || Number.isInteger(t));
+    const words = rows.map((t) => (this.log ? `1e${t}`.replace("-", MINUS) : short(Number(t.toPrecision(6)))));
+    const grid = rows.map((t) => `M${LEFT} ${this.y(t)}H${WIDE - RIGHT}`).join("");
+    return [svg("path", { class: "grid", d: grid }),
+      rows.map((t, i) => svg("text", { x: LEFT - 6, y: this.y(t) + 3.5, class: "tick y" }, words[i])),
+      ticks(this.x0, this.x1, 4).filter(Number.isInteger).map((t) =>
+        svg("text", { x: this.x(t), y: HIGH - 4, class: "tick x" }, grouped(t)))].flat();
+  }
+
+  curve({ points }, name) {
+    const path = (values) => points.map(([step], i) =>
+      `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(values[i]).toFixed(1)}`).join("");
+    const values = points.map(([, y]) => this.scaled(y));
+    if (points.length > FEW) {
+      return svg("g", { class: name }, svg("path", { class: "raw", d: path(values) }),
+        svg("path", { d: path(running(values)) }));
+    }
+    return svg("g", { class: name }, svg("path", { d: path(values) }), points.map(([step], i) =>
+      svg("circle", { cx: this.x(step), cy: this.y(values[i]), r: 2.2 })));
+  }
+
+  hover(event) {
+    const { left, width } = this.plot.getBoundingClientRect();
+    const at = this.x0 + (((event.clientX - left) / width) * WIDE - LEFT)
+      / (WIDE - LEFT - RIGHT) * (this.x1 - this.x0);
+    const near = (points) => points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
+    this.tell(near(this.lines.map((line) => near(line.points)))[0]);
+  }
+
+  // Tells the values at a step; null: the last ones.
+  tell(step) {
+    this.cross.setAttribute("d", step === null ? "" : `M${this.x(step)} ${TOP}V${HIGH - BOTTOM}`);
+    const told = this.lines.map(({ points }, i) => {
+      const point = step === null ? points.at(-1) : points.find(([x]) => x === step);
+      const [name, label] = this.names[i];
+      return el("span", {}, el("i", { class: `key ${name}` }), this.lines.length > 1 ? `${label} ` : "",
+        el("b", {}, point ? short(point[1]) : "\u2013"));
+    });
+    this.legend.replaceChildren(...told, el("small", {}, step === null ? "last" : `step ${grouped(step)}`));
+  }
+}
+
+// The seconds of each step, its phases on top of each other, and each phase's share.
+function timeChart({ names, steps, seconds }) {
+  const totals = seconds.map((row) => row.reduce((a, b) => a + b, 0));
+  // The first step compiles, and would hide the others.
+  const sorted = [...totals].sort((a, b) => a - b);
+  const high = 1.25 * sorted[Math.floor(0.97 * (sorted.length - 1))] || 1;
+  const wide = 1000, tall = 150, width = wide / steps.length, gap = steps.length < 200 ? 0.15 * width : 0;
+  const rects = seconds.flatMap((row, i) => {
+    let below = 0;
+    return row.map((x, k) => {
+      const height = (Math.min(below + x, high) - Math.min(below, high)) / high * tall;
+      const y = tall - Math.min(below, high) / high * tall - height;
+      below += x;
+      return svg("rect", { class: `phase phase${k}`, x: i * width + gap / 2, y, width: width - gap, height },
+        svg("title", {}, `step ${steps[i]}: ${names[k]} ${short(x)} s of ${short(totals[i])} s`));
+    });
+  });
+  const whole = totals.reduce((a, b) => a + b, 0);
+  const shares = names.map((name, k) => {
+    const sum = seconds.reduce((a, row) => a + row[k], 0);
+    return el("span", {}, el("i", { class: `key phase${k}` }), `${name} `, el("b", {}, percent(sum / whole)));
+  });
+  const over = totals.filter((x) => x > high).length;
+  return el("div", { class: "time" },
+    el("p", { class: "legend-line" }, shares, el("small", {}, `${short(whole)} s in ${count(steps.length, "step")}`)),
+    svg("svg", { viewBox: `0 0 ${wide} ${tall}`, preserveAspectRatio: "none", role: "img",
+      "aria-label": "Seconds of each step" }, rects),
+    el("p", { class: "quiet ends" }, el("span", {}, `step ${steps[0]}`),
+      over ? el("span", {}, `${count(over, "step")} above ${short(high)} s cut off`) : null,
+      el("span", {}, `step ${steps.at(-1)}`)));
+}

@@ -1,0 +1,141 @@
+"""Trackers: what they are told, and that none of them can end a run."""
+
+import math
+import pathlib
+import sys
+import types
+
+import pytest
+
+from dllm_jax import metrics, trackers
+
+
+def run_of(folder) -> trackers.Run:
+    """Returns a run that goes on after step 2."""
+    return trackers.Run(pathlib.Path(folder), 3, {"seed": 1, "model.path": "x" * 900})
+
+
+class Fake(types.ModuleType):
+    """A package that keeps its calls, and returns itself."""
+
+    def __init__(self, name: str, calls: list):
+        super().__init__(name)
+        self.__spec__ = object()
+        self.calls = calls
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """What the fake packages were called with."""
+    made = []
+    for name in ("wandb", "trackio", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, Fake(name, made))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def test_each_is_told_the_run_and_its_steps(calls, tmp_path):
+    names = trackers.named("wandb, trackio,mlflow,wandb")
+    assert names == ["wandb", "trackio", "mlflow"]
+    told = trackers.Trackers(names, run_of(tmp_path))
+    told.log(3, {"reward": 0.5, "pass@1": 1.0, "kl": math.nan})
+    told.close()
+    by_name = {name: (args, kwargs) for name, args, kwargs in calls}
+    assert by_name["set_tracking_uri"][0] == (f"sqlite:///{tmp_path}/mlflow.db",)
+    assert by_name["log_metrics"] == (
+        ({"reward": 0.5, "pass_1": 1.0},),
+        {"step": 3},
+    )
+    assert len(by_name["log_params"][0][0]["model.path"]) == 500
+    logged = [args[0] for name, args, _ in calls if name == "log"]
+    assert logged == [{"reward": 0.5, "pass@1": 1.0}] * 2
+    assert [name for name, *_ in calls][-3:] == ["finish", "finish", "end_run"]
+    (wandb,) = [k for name, _, k in calls if name == "init" and "mode" in k]
+    assert (wandb["mode"], wandb["dir"]) == ("offline", str(tmp_path))
+    assert wandb["id"] == run_of(tmp_path).id != run_of(tmp_path / "x").id
+
+
+def test_only_a_key_takes_wandb_to_the_network(calls, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    trackers.Trackers(["wandb"], run_of(tmp_path))
+    assert calls[0][2]["mode"] == "online"
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_one_that_fails_is_left_out_and_the_others_go_on(
+    where, calls, tmp_path, monkeypatch, capsys
+):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no\nnetwork")
+
+    monkeypatch.setattr(sys.modules["wandb"], where, fails, raising=False)
+    told = trackers.Trackers(["wandb", "trackio"], run_of(tmp_path))
+    told.log(3, {"reward": 0.5})
+    told.log(4, {"reward": 0.5})
+    told.close()
+    line = "warning: run.trackers: wandb is left out from here on: no network\n"
+    assert capsys.readouterr().err == line
+    trackio = [name for name, _, kwargs in calls if "mode" not in kwargs]
+    assert trackio.count("log") == (4 if where == "finish" else 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("wandbb", "'wandbb' is none of tensorboard, wandb, trackio, mlflow"),
+        ("tensorboard;wandb", "is none of"),
+    ],
+)
+def test_an_unknown_tracker_is_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        trackers.named(text)
+
+
+def test_one_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        trackers.named("wandb")
+    assert trackers.named("") == []
+
+
+def test_no_package_is_imported_before_its_tracker_is_asked_for():
+    source = pathlib.Path(trackers.__file__).read_text()
+    top = [line for line in source.splitlines() if line.startswith(("import", "from"))]
+    assert not any(name in line for line in top for name in trackers.TRACKERS)
+
+
+def test_the_writer_tells_them_every_row(tmp_path):
+    told = []
+
+    class Kept:
+        def log(self, step, values):
+            told.append((step, values))
+
+        def close(self):
+            told.append("closed")
+
+    writer = metrics.Writer(
+        tmp_path, 10, 2, trackers=lambda first: told.append(first) or Kept()
+    )
+    writer.write(3, {"reward": 1.0})
+    writer.close()
+    assert told == [3, (3, {"reward": 1.0}), "closed"]
+
+
+def test_tensorboard_leaves_events_in_the_folder(tmp_path):
+    told = trackers.Trackers(["tensorboard"], run_of(tmp_path))
+    told.log(3, {"reward": 0.5})
+    told.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward" in events.read_bytes()

@@ -1,0 +1,283 @@
+"""The pages in a browser: keys, slider, comparison, no complaint, and no text that acts.
+
+They are skipped where Debian's chromium, its driver or selenium are missing.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from dllm_jax import data, report, trace
+from dllm_jax.viewer import page, traces
+from tests.viewer.common import MODEL, answer, write
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no chromium with its driver"
+)
+
+HOSTILE = {
+    "script": "</script><script>document.title='gone'</script>",
+    "image": "<img src=x onerror=\"document.title='gone'\">",
+    "emoji": "a🙂b 👩‍👩‍👧",
+    "hebrew": "שלום עולם",
+    "override": "abc \u202e\u2066 def",
+    "control": "a\x00\x1b[31mb",
+    "template": "{{data}} ${x} \\u003c \u2028",
+    "empty": "",
+    "long": "wörd " * 20_000,
+}
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """A browser without a window."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    browser = webdriver.Chrome(options=options, service=service)
+    yield browser
+    browser.quit()
+
+
+class Page:
+    """An open page; leaving it asserts that the browser had no complaint."""
+
+    def __init__(self, driver, file, width: int):
+        self.driver, self.file, self.width = driver, file, width
+
+    def __enter__(self):
+        size = {"width": self.width, "height": 800, "deviceScaleFactor": 1}
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", size | {"mobile": self.width < 500}
+        )
+        self.driver.get(self.file.as_uri())
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            assert self.driver.get_log("browser") == []
+
+    def js(self, script: str, *arguments):
+        """Returns what a function body returns in the page."""
+        return self.driver.execute_script(script, *arguments)
+
+    def key(self, *names: str):
+        """Presses keys, one after the other."""
+        for name in names:
+            self.js(
+                "document.body.dispatchEvent(new KeyboardEvent('keydown',"
+                " {key: arguments[0], bubbles: true, cancelable: true}))",
+                name,
+            )
+
+    def shown(self) -> list[str]:
+        """Returns the tokens that are written, on all canvases."""
+        return self.js(
+            "return [...document.querySelectorAll('.canvas .shown')].map(x => x.textContent)"
+        )
+
+    def fits(self) -> bool:
+        """Returns whether nothing is wider than the page."""
+        return self.js("return document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(params=[1280, 360])
+def opened(driver, tmp_path, request):
+    """Returns a function that opens a page of some data, at a desk's and a phone's width."""
+
+    def of(kind, content, title="Trace"):
+        file = tmp_path / "page.html"
+        file.write_text(page.page(title, kind, content))
+        return Page(driver, file, request.param)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def tok():
+    """The bundled model's tokenizer."""
+    return data.tokenizer(MODEL)
+
+
+def by_hand(texts, **fields) -> dict:
+    """Returns the page's data of one answer to each text, a token for every four signs."""
+    made = {
+        "name": "x",
+        "model": "",
+        "block": 4,
+        "notice": "",
+        "pieces": [],
+        "rows": [],
+    }
+    for text in texts:
+        parts = [text[i : i + 4] for i in range(0, len(text), 4)]
+        first = len(made["pieces"])
+        made["pieces"] += [[part, 0, i] for i, part in enumerate(parts)]
+        count = len(parts)
+        row = {"q": text[:200], "n": 3, "t": [*range(first, first + count)]}
+        row |= {"s": [1] * count, "l": [-5] * count, "c": [95] * count, "e": "stop"}
+        made["rows"].append(row | fields)
+    return {"files": [made], "pairs": None, "summary": None}
+
+
+def test_replay_by_keys_slider_and_buttons(opened, tmp_path, tok):
+    ids = [8, 31, 25, 32, 102, 2]  # \boxed{607} and an end, written from right to left
+    rows = [answer(ids, reward=1.0), answer(ids[:3], reward=0.0, prompt_ids=[4])]
+    file = traces.read(str(write(tmp_path / "x.jsonl", rows)))
+    content = {"files": [traces.packed(file, tok)], "pairs": None, "summary": None}
+    with opened(page.TRACE, content) as view:
+        assert view.fits()
+        assert "".join(view.shown()) == "\\boxed{607}<|im_end|>"
+        view.key("Home")
+        assert view.shown() == []
+        view.key("ArrowRight")
+        assert view.shown() == ["<|im_end|>"]
+        view.key("ArrowRight", "ArrowRight", "ArrowLeft")
+        assert view.shown() == ["}", "<|im_end|>"]
+        view.js(
+            "const s = document.querySelector('input[type=range]'); s.value = 4;"
+            "s.dispatchEvent(new Event('input'))"
+        )
+        assert len(view.shown()) == 4
+        assert (
+            view.js("return document.querySelector('.counter').textContent")
+            == "4\u2009/\u20096"
+        )
+        view.js("document.querySelector('[aria-label=\"To the end\"]').click()")
+        assert len(view.shown()) == 6
+        view.key("]")
+        assert len(view.shown()) == 3
+        view.key("[")
+        assert len(view.shown()) == 6
+        modes = []
+        for _ in range(3):
+            view.key("c")
+            modes.append(
+                view.js("return document.querySelector('.canvas').dataset.mode")
+            )
+        assert modes == ["confidence", "logprob", "order"]
+        view.js("document.querySelectorAll('.chip')[2].click()")  # wrong
+        assert view.js("return document.querySelectorAll('.item').length") == 1
+        view.js("document.querySelector('.canvas .token').click()")
+        facts = view.js("return document.querySelector('.facts').textContent")
+        assert "step 6 of 6" in facts and "confidence 50" in facts
+
+
+def test_playing_ends_at_the_last_step(opened):
+    with opened(page.TRACE, by_hand(["abcdefgh"])) as view:
+        view.key(" ")
+        assert view.shown() == []
+        view.driver.set_script_timeout(20)
+        view.driver.execute_async_script(
+            "const done = arguments[0], wait = setInterval(() => {"
+            "if (document.querySelectorAll('.canvas .shown').length === 2) {"
+            "clearInterval(wait); done(); }}, 20)"
+        )
+        name = "return document.querySelector('.play').getAttribute('aria-label')"
+        assert view.js(name) == "Play"
+
+
+def test_two_files_side_by_side(opened, tmp_path):
+    ids = [8, 31, 25]
+    first = [answer(ids, prompt_ids=[i], reward=0.0) for i in range(3)]
+    second = [
+        answer([8, 30, 25], prompt_ids=[i], reward=float(i > 0)) for i in range(3)
+    ]
+    paths = [
+        write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((first, second))
+    ]
+    content = trace.content([*map(str, paths)], str(MODEL))
+    with opened(page.TRACE, content) as view:
+        assert view.fits()
+        assert view.js("return document.querySelectorAll('.canvas').length") == 2
+        assert len(view.shown()) == 6
+        told = view.js("return document.querySelector('.versus').textContent")
+        assert "66.7" in told and "B is ahead on 2, A on 0, 1 the same" in told
+        differs = (
+            "return [...document.querySelectorAll('.differs')].map(x => x.textContent)"
+        )
+        assert view.js(differs) == ["6", "5"]
+        view.js("document.querySelectorAll('.chip')[1].click()")
+        assert view.js("return document.querySelectorAll('.item').length") == 2
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_shown_and_does_nothing(opened, name):
+    text = HOSTILE[name]
+    with opened(page.TRACE, by_hand([text, text], g=text[:50]), title="safe") as view:
+        assert view.driver.title == "safe"
+        assert view.fits()
+        assert (
+            view.js("return document.querySelectorAll('main script, main img').length")
+            == 0
+        )
+        shown = "".join(view.shown())
+        expected = view.js("return visible(arguments[0])", text)
+        assert shown == expected
+        if name in ("script", "image", "emoji", "hebrew", "long"):
+            assert shown == text
+        if name == "override":
+            assert "\u202e" not in shown and "\u2039202E\u203a" in shown
+        view.key("Home", "c", "End", " ", " ")
+    assert view.driver.title == "safe"
+
+
+def test_many_answers_open_at_once(opened):
+    texts = [f"{i} " + "word " * 400 for i in range(200)]
+    with opened(page.TRACE, by_hand(texts)) as view:
+        assert view.js("return document.querySelectorAll('.item').length") == 200
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that ended badly once, with hostile words in its log."""
+    folder = tmp_path / "run"
+    (folder / "samples").mkdir(parents=True)
+    rows = []
+    for step in range(41):
+        row = {"step": step, "reward": step / 40, "updates_skipped": float(step == 7)}
+        row |= {"seconds/rollout": 1.0, "seconds/update": 2.0} if step else {}
+        row |= {"heldout_accuracy": step / 40} if step % 10 == 0 else {}
+        rows.append(row)
+    write(folder / "metrics.jsonl", rows)
+    for step in (1, 40):
+        write(folder / "samples" / f"step_{step:06d}.jsonl", [answer(reward=1.0)])
+    cfg = {"method": "rl", "seed": 1, "model": {"path": str(MODEL)}}
+    cfg |= {"eval": {"problems": 64}, "sampler": {"block": 4}}
+    (folder / "config.json").write_text(json.dumps(cfg))
+    attempts = [{"start": "a", "ended": "killed <b>"}, {"start": "b", "ended": "done"}]
+    told = {"attempts": attempts, "defaults": cfg | {"seed": 0}}
+    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "run.log").write_text("t warning: </script><b>\nt step 1\n")
+    return folder
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_the_report_shows_what_happened(opened, run, two, tmp_path):
+    folders = [str(run)]
+    if two:
+        shutil.copytree(run, tmp_path / "other")
+        cfg = json.loads((run / "config.json").read_text()) | {"seed": 5}
+        (tmp_path / "other" / "config.json").write_text(json.dumps(cfg))
+        folders.append(str(tmp_path / "other"))
+    with opened(page.REPORT, report.content(folders)) as view:
+        assert view.fits()
+        text = view.js("return document.body.textContent")
+        for words in (
+            "killed <b>",
+            "warning: </script><b>",
+            "updates of the policy skipped",
+        ):
+            assert words in text
+        assert "t step 1" not in text
+        keys = "return [...document.querySelectorAll('.keys-table td')].map(x => x.textContent)"
+        assert view.js(keys) == (["1", "5"] if two else ["0", "1"])
+        charts = view.js("return document.querySelectorAll('.chart').length")
+        assert charts == 1  # accuracy; nothing else has data
+        assert view.js("return document.querySelectorAll('.canvas').length") == 2

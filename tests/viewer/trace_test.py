@@ -1,0 +1,169 @@
+"""The page of answers: what it is made of, what it refuses, and what nobody can put into it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dllm_jax import trace
+from dllm_jax.viewer import compare, page, table, traces
+from tests.viewer.common import MODEL, ROOT, answer, write
+
+
+def test_numbers_arrive_in_the_page_as_they_were(tmp_path):
+    row = answer(advantage=[1.5, None, -0.25], reward=1.0, answer="8", question="3+5")
+    row["step_map"] = [4, 1, 9]
+    file = traces.read(str(write(tmp_path / "x.jsonl", [row])))
+    packed = traces.packed(file, None, block=4)
+    (told,) = packed["rows"]
+    assert np.cumsum(told["s"]).tolist() == [4, 1, 9]
+    assert [packed["pieces"][i][2] for i in told["t"]] == [5, 6, 7]
+    assert told["l"] == [-25] * 3 and told["c"] == [50] * 3
+    assert told["a"] == [150, None, -25]
+    assert (told["q"], told["g"], told["r"], told["n"]) == ("3+5", "8", 1.0, 3)
+    assert packed["block"] == 4 and "v" not in told
+
+
+def test_the_settings_are_those_of_the_command_that_wrote_the_file(tmp_path):
+    samples = tmp_path / "run" / "samples"
+    samples.mkdir(parents=True)
+    for step in (2, 10):
+        write(samples / f"step_{step:06d}.jsonl", [answer()])
+    told = {"model": {"path": "a"}, "sampler": {"block": 4}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(told))
+    newest = traces.read(str(tmp_path / "run"))
+    assert (newest.name, newest.model, newest.block) == ("run, step 10", "a", 4)
+    loose = write(tmp_path / "x.jsonl", [answer()])
+    (tmp_path / "x.job.json").write_text('{"model.path": "b", "sampler.block": 0}')
+    assert (traces.read(str(loose)).model, traces.read(str(loose)).block) == ("b", 0)
+
+
+def test_of_very_many_answers_some_are_shown_and_that_is_said():
+    rows, notice = traces.some([*range(5001)])
+    assert len(rows) == traces.MOST and rows[0] == 0 and rows[-1] > 4990
+    assert notice == "2,000 of 5,001 answers, spread evenly over the file"
+    assert traces.some([1, 2]) == ([1, 2], "")
+
+
+REFUSED = {
+    "nothing": ("", "it is empty"),
+    "no JSON": ("hello", "line 1: not JSON"),
+    "prompts": ('{"prompt": "1+1"}', "answer 1: it has no response_ids"),
+    "ids": (answer() | {"response_ids": "abc"}, "answer 1: response_ids must be"),
+    "steps": (answer() | {"step_map": [1]}, "step_map has 1 numbers for 3 tokens"),
+    "list": (answer() | {"confidence": 5}, "confidence has no list of numbers"),
+    "number": (answer() | {"logprobs": ["a"] * 3}, "logprobs must be numbers"),
+    "reward": (answer() | {"reward": "high"}, "reward must be a number"),
+    "text": (answer() | {"question": 5}, "question must be a text"),
+    "prompt": (answer() | {"prompt_ids": [-1]}, "prompt_ids must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_cannot_be_shown_is_one_line(name, tmp_path):
+    content, says = REFUSED[name]
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "x.jsonl").write_text(text + "\n")
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        trace.content([str(tmp_path / "x.jsonl")])
+    assert "x.jsonl" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
+    write(tmp_path / "a.jsonl", [answer()])
+    write(tmp_path / "b.jsonl", [answer(prompt_ids=[9])])
+
+    def run(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "dllm_jax.trace", *map(str, words)],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={"PATH": "", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        )
+
+    told = run(tmp_path / "a.jsonl", f"--model={MODEL}", "-o", tmp_path / "p.html")
+    assert told.returncode == 0, told.stderr
+    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    told = run(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert told.returncode == 2 and told.stdout == ""
+    assert told.stderr.splitlines()[-1].endswith(
+        "have no prompt in common: nothing to compare"
+    )
+
+
+# ---- Two files -----------------------------------------------------------------------
+
+
+def test_answers_are_paired_by_prompt_and_in_order():
+    first = [answer(prompt_ids=[p]) for p in (1, 1, 2, 3)]
+    second = [answer(prompt_ids=[p]) for p in (3, 1, 4, 1, 1)]
+    shared = compare.common(first, second)
+    assert shared == [([0, 1], [1, 3, 4]), ([3], [0])]
+    assert compare.pairs(shared) == [(0, 1), (1, 3), (3, 0)]
+
+
+def test_a_file_compared_with_itself_gives_zero_and_no_width():
+    rows = [answer(prompt_ids=[i], reward=float(i % 2)) for i in range(20)]
+    told = compare.summary(rows, rows, compare.common(rows, rows))
+    assert told["wins"] == [0, 0] and told["problems"] == 20
+    assert [row[0] for row in told["measures"]] == [
+        "right",
+        "tokens per forward",
+        "tokens",
+    ]
+    assert all(row[3:] == [0.0, 0.0, 0.0] for row in told["measures"])
+
+
+def test_the_interval_is_that_of_the_mean_of_differences():
+    rng = np.random.default_rng(0)
+    gain_n = rng.normal(1.0, 2.0, 400)
+    low, high = compare.interval(gain_n)
+    half = 1.96 * gain_n.std() / 20  # the normal approximation, good for 400
+    assert low == pytest.approx(gain_n.mean() - half, abs=0.03)
+    assert high == pytest.approx(gain_n.mean() + half, abs=0.03)
+    assert compare.interval(gain_n[:1]) == (None, None)
+
+
+def test_what_is_not_graded_is_compared_by_length_and_speed():
+    rows = [answer(prompt_ids=[i]) for i in range(3)]
+    told = compare.summary(rows, rows, compare.common(rows, rows))
+    assert told["wins"] is None
+    assert [row[0] for row in told["measures"]] == ["tokens per forward", "tokens"]
+
+
+# ---- The file that comes out ---------------------------------------------------------
+
+
+def test_no_text_gets_out_of_the_data_or_the_title():
+    hostile = "</script><script>alert(1)</script><!-- \u2028 {{script}} \ud800"
+    made = page.page(hostile, page.TRACE, {"x": hostile})
+    assert made.count("<script") == 2 and made.count("</script>") == 2
+    assert "<title>&lt;/script&gt;" in made
+    data = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
+    assert json.loads(data)["x"] == hostile.replace("\ud800", "?")
+    assert not set(data) & {"\u2028", "<", ">"}
+
+
+def test_a_page_needs_nothing_else():
+    for kind in (page.TRACE, page.REPORT):
+        made = page.page("x", kind, {})
+        assert not re.search(r'(src|href)="(?!data:)|@import|url\(|fetch\(', made)
+        assert len(made) < 60_000
+
+
+def test_a_table_is_as_wide_as_it_may_be():
+    rows = [
+        answer(question="日本 " * 40, text="a\x1b[31m\n" * 90, reward=0.5),
+        answer(question=None, text=None),
+    ]
+    for width in (40, 80, 200):
+        lines = table.of_rows(rows, width).splitlines()
+        assert len(lines) == 3
+        assert all(table.columns(line) <= width for line in lines)
+        assert not re.search(r"[\x00-\x1f]", "".join(lines))
+    assert lines[1].split()[:4] == ["✗", "0.50", "3", "1.00"]
