@@ -22,6 +22,7 @@ from tests import properties, served
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "arithmetic" / "model"
 GOOD = {"question": "1+1", "answer": "2", "response": "2"}
+FEW = "examples/arithmetic/heldout.jsonl"  # problems, so soon read
 TURN = {"role": "user", "content": "1+1"}
 
 
@@ -64,6 +65,7 @@ def train(folder: pathlib.Path, method: str = "rl") -> list[str]:
     """Returns the flags of a run on the bundled model, in a folder."""
     flags = ["--config=configs/smoke.py", f"--config.run.folder={folder / 'run'}"]
     flags += ["--config.run.compile_cache=", "--config.data.heldout="]
+    flags += [f"--config.data.train={FEW}"]
     return flags + [f"--config.{key}" for key in METHODS[method]]
 
 

@@ -155,6 +155,7 @@ def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program, keys, where)
     loud = {name: 1e30 * x.astype(np.float32) for name, x in weights.items()}
     safetensors.numpy.save_file(loud, folder / "model.safetensors")
     keys += f"model.path={folder}", f"run.folder={tmp_path}/run", "eval.problems=4"
+    keys += ("data.train=examples/arithmetic/heldout.jsonl",)  # few, so soon read
     done = run(
         "--config=configs/smoke.py", *(f"--config.{x}" for x in keys), program=program
     )

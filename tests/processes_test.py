@@ -29,6 +29,7 @@ def command(tmp_path_factory):
             f"run.folder={folder}",
             f"run.compile_cache={cache}",
             "data.heldout=",
+            "data.train=examples/arithmetic/heldout.jsonl",  # few, so soon read
             "rl.steps=2",
             "rl.updates=1",
             # A gradient that is nothing but rounding moves no weight by a whole step.
@@ -181,7 +182,7 @@ def test_an_error_in_one_is_the_last_line_of_both(command, tmp_path):
     "override, difference",
     [
         ("rl.group=8", "config.rl.group is 4 in process 0 and 8 in process 1"),
-        ("data.train=examples/arithmetic/heldout.jsonl", "data.train's content is "),
+        ("data.train=examples/arithmetic/train.jsonl", "data.train's content is "),
     ],
 )
 def test_processes_that_differ_are_refused(command, tmp_path, override, difference):

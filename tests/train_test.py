@@ -34,6 +34,7 @@ def command(tmp_path_factory):
             f"run.folder={folder}",
             f"rl.steps={STEPS}",
             "eval.problems=8",
+            "data.train=examples/arithmetic/heldout.jsonl",  # few, so soon read
             f"run.compile_cache={cache}",
             *overrides,
         ]
