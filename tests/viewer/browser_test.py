@@ -13,6 +13,7 @@ from dllm_jax.viewer import page, traces
 from tests.viewer.common import MODEL, answer, write
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no chromium with its driver"
@@ -57,6 +58,8 @@ class Page:
             "Emulation.setDeviceMetricsOverride", size | {"mobile": self.width < 500}
         )
         self.driver.get(self.file.as_uri())
+        ready = "return document.querySelectorAll('main > *').length > 1"
+        WebDriverWait(self.driver, 60).until(lambda _: self.js(ready))
         return self
 
     def __exit__(self, kind, *_):

@@ -161,7 +161,7 @@ def test_a_table_is_as_wide_as_it_may_be():
         answer(question="日本 " * 40, text="a\x1b[31m\n" * 90, reward=0.5),
         answer(question=None, text=None),
     ]
-    for width in (40, 80, 200):
+    for width in (60, 80, 200):
         lines = table.of_rows(rows, width).splitlines()
         assert len(lines) == 3
         assert all(table.columns(line) <= width for line in lines)

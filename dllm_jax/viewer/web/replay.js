@@ -1,6 +1,7 @@
 // One answer: what its row of the data says, and the canvas on which it is written again.
 
 const LEVELS = 10; // of a colour scale
+const LONG = 2000; // tokens of an answer that is replayed without transitions
 const PLAIN = 0, SPECIAL = 1, PART = 2, UNKNOWN = 3; // kinds of pieces, as pieces.py has them
 
 // The colours of tokens: which numbers they show, and where the scale ends.
@@ -108,7 +109,8 @@ class Canvas {
       block = here;
       return node;
     });
-    this.node = el("div", { class: "canvas", dir: "auto", tabindex: 0, role: "img" });
+    const kind = this.tokens.length > LONG ? "canvas long" : "canvas";
+    this.node = el("div", { class: kind, dir: "auto", tabindex: 0, role: "img" });
     for (const node of this.tokens) this.node.append(node);
     if (!this.tokens.length) this.node.append(el("p", { class: "quiet" }, empty(answer.row.e)));
     const index = new Map(this.tokens.map((node, i) => [node, i]));

@@ -30,7 +30,7 @@ function versus(summary) {
       el("td", { class: "quiet" }, low === null ? "\u2013"
         : `${form(name, low, signed)} to ${form(name, high, signed)}`));
   });
-  const head = ["", badge(0), badge(1), "B \u2212 A", "95\u202f% between"];
+  const head = ["", badge(0), badge(1), "B \u2212 A", "95\u202f% interval"];
   const same = wins ? problems - wins[0] - wins[1] : 0;
   return el("section", { class: "versus" },
     el("table", {}, el("thead", {}, el("tr", {}, head.map((x) => el("th", { scope: "col" }, x)))),
