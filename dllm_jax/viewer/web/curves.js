@@ -66,7 +66,7 @@ class Chart {
   }
 
   axes() {
-    const rows = ticks(this.y0, this.y1, 4).filter((t) => !this.log || Number.isInteger(t));
+    const rows = ticks(this.y0, this.y1, 5).filter((t) => !this.log || Number.isInteger(t));
     const words = rows.map((t) => (this.log ? `1e${t}`.replace("-", MINUS) : tickText(Number(t.toPrecision(6)))));
     const grid = rows.map((t) => `M${LEFT} ${this.y(t)}H${WIDE - RIGHT}`).join("");
     return [svg("path", { class: "grid", d: grid }),
