@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from dllm_jax import trace
 from dllm_jax.viewer import compare, page, table, traces
 from tests.viewer.common import MODEL, ROOT, answer, write
 
@@ -68,7 +67,7 @@ def test_a_file_that_cannot_be_shown_is_one_line(name, tmp_path):
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "x.jsonl").write_text(text + "\n")
     with pytest.raises(ValueError, match=re.escape(says)) as error:
-        trace.content([str(tmp_path / "x.jsonl")])
+        traces.read(str(tmp_path / "x.jsonl"))
     assert "x.jsonl" in str(error.value) and "\n" not in str(error.value)
 
 

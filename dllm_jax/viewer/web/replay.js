@@ -151,12 +151,14 @@ class Canvas {
     this.node.setAttribute("aria-label", this.label());
   }
 
+  // What is written, for who cannot see it: the beginning of a long answer.
   label() {
-    const { answer, step } = this;
-    const shown = answer.pieces.map(([text, kind], i) =>
-      answer.steps[i] > step ? "\u2592" : kind === PLAIN ? text : "",
-    );
-    return visible(shown.join("")).slice(0, 2000) || "nothing written";
+    let text = "";
+    for (let i = 0; i < this.tokens.length && text.length < 1000; i++) {
+      const [piece, kind] = this.answer.pieces[i];
+      text += this.answer.steps[i] > this.step ? "\u2592" : kind === PLAIN ? piece : "";
+    }
+    return visible(text) || "nothing written";
   }
 }
 
