@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from dllm_jax.viewer import compare, page, table, traces
+from dllm_jax.viewer import compare, leave, page, table, traces
 from tests.viewer.common import MODEL, ROOT, answer, write
 
 
@@ -166,3 +166,26 @@ def test_a_table_is_as_wide_as_it_may_be():
         assert all(table.columns(line) <= width for line in lines)
         assert not re.search(r"[\x00-\x1f]", "".join(lines))
     assert lines[1].split()[:4] == ["✗", "0.50", "3", "1.00"]
+
+
+# ---- At the end of a run -------------------------------------------------------------
+
+
+def test_a_run_leaves_its_last_samples_as_a_page_and_a_table(tmp_path):
+    told = []
+    leave.after_run(tmp_path, None, told.append)
+    assert not told and not [*tmp_path.iterdir()]  # it has no samples
+    (tmp_path / "samples").mkdir()
+    write(tmp_path / "samples" / "step_000001.jsonl", [answer(question="old")])
+    write(tmp_path / "samples" / "step_000002.jsonl", [answer(question="new")])
+    leave.after_run(tmp_path, None, told.append)
+    assert '"q":"new"' in (tmp_path / "trace.html").read_text()
+    assert "new" in told[0] and told[1].endswith("trace.html")
+
+
+def test_samples_that_are_damaged_do_not_end_a_run(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_000001.jsonl").write_text('{"half')
+    leave.after_run(tmp_path, None, print)
+    assert "warning: no page of samples" in capsys.readouterr().err
+    assert not (tmp_path / "trace.html").exists()
