@@ -23,29 +23,38 @@ def content(paths: list[str]) -> dict:
 
     Raises ValueError for a folder that is none of a run.
     """
-    told = [runs.told(path) for path in paths]
-    return {"runs": told, "samples": samples([pathlib.Path(path) for path in paths])}
+    told, folders = (
+        [runs.told(path) for path in paths],
+        [pathlib.Path(x) for x in paths],
+    )
+    return {"runs": told, "samples": None, "summary": None} | samples(folders)
 
 
-def samples(folders: list[pathlib.Path]) -> dict | None:
-    """Returns answers for the replay: of two runs those of the last step that both have.
+def samples(folders: list[pathlib.Path]) -> dict:
+    """Returns {"samples": answers for the replay, "summary": of two runs' evaluations}.
 
-    Of one run those of its first and of its last step. None where there are none.
+    Of one run they are those of its first and its last step; of two the evaluations that
+    both folders hold, or else the last step that both have. {} where there are none.
     """
     steps = [sorted((path / "samples").glob("step_*.jsonl")) for path in folders]
-    if len(folders) == 2:
+    chosen = [path / "eval.jsonl" for path in folders]
+    evaluated = len(folders) == 2 and all(path.is_file() for path in chosen)
+    if len(folders) == 1:
+        chosen = list(dict.fromkeys((*steps[0][:1], *steps[0][-1:])))
+    elif not evaluated:
         both = {path.name for path in steps[0]} & {path.name for path in steps[1]}
         chosen = [path / "samples" / max(both) for path in folders] if both else []
-    else:
-        chosen = list(dict.fromkeys(path for path in (*steps[0][:1], *steps[0][-1:])))
     if not chosen:
-        return None
+        return {}
     files = [traces.read(str(path)) for path in chosen]
-    made = [traces.packed(x, traces.tokenizer(x.model)) for x in files]
-    pairs = None
-    if len(files) == 2:
-        pairs = compare.pairs(compare.common(files[0].rows, files[1].rows)) or None
-    return {"files": made, "pairs": pairs}
+    made = {"files": [traces.packed(x, traces.tokenizer(x.model)) for x in files]}
+    rows = [file.rows for file in files]
+    shared = compare.common(*rows) if len(rows) == 2 else []
+    # A page holds some of very many answers, and pairs are of all.
+    whole = all(len(x) <= traces.MOST for x in rows)
+    made["pairs"] = (compare.pairs(shared) or None) if whole else None
+    told = compare.summary(*rows, shared) if evaluated and shared else None
+    return {"samples": made, "summary": told}
 
 
 def main():

@@ -22,13 +22,12 @@ MODEL = "a folder with the tokenizer; default: that of the command that wrote FI
 SHOWN = 8  # answers in the terminal's table
 
 
-def content(paths: list[str], model: str = "") -> dict:
+def content(files: list[traces.File], model: str = "") -> dict:
     """Returns what a page shows of one file of answers, or of two; see web/show_trace.js.
 
     model: a folder with their tokenizer; "": that of the command that wrote them. Raises
-    ValueError for files that cannot be read, and for two without a common prompt.
+    ValueError for two without a common prompt.
     """
-    files = [traces.read(path) for path in paths]
     if len(files) == 1:
         return {"files": [shown(files[0], model)], "pairs": None, "summary": None}
     first, second = files
@@ -78,12 +77,12 @@ def main():
         raise ValueError(str(error).splitlines()[-1]) from None
     if len(paths) not in (1, 2):
         raise ValueError(f"name one or two files of answers, not {len(paths)}")
-    made = content(paths, values.model)
-    file = traces.found(pathlib.Path(paths[0]))
-    out = pathlib.Path(values.out or file.with_suffix(".html"))
+    files = [traces.read(path) for path in paths]
+    made = content(files, values.model)
+    out = pathlib.Path(values.out or files[0].path.with_suffix(".html"))
     title = " and ".join(side["name"] for side in made["files"])
     folder.write(out, page.page(f"Trace of {title}", page.TRACE, made))
-    print(table.of_rows(traces.read(paths[0]).rows[:SHOWN]))
+    print(table.of_rows(files[0].rows[:SHOWN]))
     print(out)
 
 

@@ -102,9 +102,8 @@ class Trackio:
         import trackio
 
         self.trackio = trackio
-        trackio.init(
-            project="dllm-jax", name=run.name, config=run.config, resume="allow"
-        )
+        name = f"{run.name}-{run.id}"  # the name is all that it knows a run by
+        trackio.init(project="dllm-jax", name=name, config=run.config, resume="allow")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Writes a step."""
@@ -116,7 +115,10 @@ class Trackio:
 
 
 class Mlflow:
-    """MLflow; without a server a database in the run's folder, for `mlflow ui`."""
+    """MLflow; without a server a database in the run's folder, for `mlflow ui`.
+
+    A run that is started again is a further one there, of the same name.
+    """
 
     package = "mlflow"
 

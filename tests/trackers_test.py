@@ -63,6 +63,8 @@ def test_each_is_told_the_run_and_its_steps(calls, tmp_path):
     assert [name for name, *_ in calls][-3:] == ["finish", "finish", "end_run"]
     (wandb,) = [k for name, _, k in calls if name == "init" and "mode" in k]
     assert (wandb["mode"], wandb["dir"]) == ("offline", str(tmp_path))
+    (trackio,) = [k for name, _, k in calls if name == "init" and "mode" not in k]
+    assert trackio["name"] == f"{tmp_path.name}-{wandb['id']}"
     assert wandb["id"] == run_of(tmp_path).id != run_of(tmp_path / "x").id
 
 

@@ -204,7 +204,7 @@ def write(
     """Writes `count` of a step's rollouts with their traces, spread over its problems.
 
     keep_n: which of them are learned from; of these each token's advantage and value are
-    written, too, unless they are all 0, as values are without a network that tells them.
+    written, too. value_nT: None where there is no network that tells them.
     """
     path = folder / "samples" / f"step_{step:06d}.jsonl"
     records = as_records(rollouts, problems)
@@ -213,7 +213,7 @@ def write(
         first = rollouts.trace.prompt_len_B[i]
         end = first + rollouts.trace.len_B[i]
         for name, x_nT in told.items():
-            if x_nT.any():
+            if x_nT is not None:
                 x_T = x_nT[i, first:end]
                 records[i][name] = [round(float(x), 4) for x in x_T]
     lines = [json.dumps(records[i]) + "\n" for i in spread(rollouts.group_n, count)]

@@ -213,6 +213,8 @@ class RL:
                 mesh=tools.mesh,
                 note=told.extend,
             )
+        if told and settings.rl.value == "none":
+            told[-1] = None  # there are no values to look at
         if tools.samples:
             rollout.write(tools.folder, step, rollouts, problems, tools.samples, *told)
         sampled = int(rollouts.trace.len_B.sum())

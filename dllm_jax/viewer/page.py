@@ -12,10 +12,13 @@ import json
 import pathlib
 
 WEB = pathlib.Path(__file__).parent / "web"
-TRACE = ("base.css", "trace.css"), ("base.js", "replay.js", "trace.js", "show_trace.js")
+TRACE = (
+    ("base.css", "trace.css"),
+    ("base.js", "replay.js", "trace.js", "versus.js", "show_trace.js"),
+)
 REPORT = (
     ("base.css", "trace.css", "report.css"),
-    ("base.js", "replay.js", "trace.js", "curves.js", "report.js"),
+    ("base.js", "replay.js", "trace.js", "versus.js", "curves.js", "report.js"),
 )
 # In JSON they are part of strings alone, where an escape means the same.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -31,9 +31,10 @@ def told(path: str) -> dict:
     run = traces.object_of(folder / "run.json")
     if not rows and not run:
         raise ValueError(f"{path}: no run's folder: neither metrics.jsonl nor run.json")
-    attempts = [x for x in run.get("attempts") or [] if isinstance(x, dict)]
+    attempts = run.get("attempts")
+    attempts = attempts if isinstance(attempts, list) else []
+    attempts = [x for x in attempts if isinstance(x, dict)]
     cfg = traces.object_of(folder / "config.json")
-    defaults = run.get("defaults")
     return {
         "name": folder.absolute().name,
         "facts": facts(rows, cfg, attempts),
@@ -45,18 +46,17 @@ def told(path: str) -> dict:
         "sums": sums(rows),
         "events": events(folder),
         "config": flat(cfg),
-        "defaults": flat(defaults if isinstance(defaults, dict) else {}),
+        "defaults": flat(traces.group(run, "defaults")),
     }
 
 
 def facts(rows: list[dict], cfg: dict, attempts: list[dict]) -> list[list[str]]:
     """Returns (name, value) of what the run is, and where and when it ran."""
     newest = attempts[-1] if attempts else {}
-    versions = newest.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
+    versions = traces.group(newest, "versions")
     known = {
         "method": cfg.get("method"),
-        "model": (cfg.get("model") or {}).get("path"),
+        "model": traces.group(cfg, "model").get("path"),
         "steps": rows[-1]["step"] if rows else None,
         "started": attempts[0].get("start") if attempts else None,
         "ended": newest.get("ended"),
@@ -125,10 +125,10 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 def heldout_size(cfg: dict) -> int:
     """Returns how many problems an evaluation had; 0 where nobody can tell any more."""
-    limit = (cfg.get("eval") or {}).get("problems") or 0
-    path = (cfg.get("data") or {}).get("heldout") or ""
+    limit = traces.whole(traces.group(cfg, "eval").get("problems"))
+    path = traces.group(cfg, "data").get("heldout")
     try:
-        size = len(records.records(path))
+        size = len(records.records(str(path)))
     except ValueError:
         return limit
     return min(limit or size, size)

@@ -11,7 +11,7 @@ HEAD = ("", "reward", "tokens", "per forward", "prompt", "answer")
 
 
 def of_rows(rows: list[dict], width: int | None = None) -> str:
-    """Returns a table of records, a line each, no wider than the terminal.
+    """Returns a table of records, a line each, no wider than the terminal (of 60 or more).
 
     width: in columns; None: the terminal's.
     """

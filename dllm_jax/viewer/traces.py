@@ -118,10 +118,15 @@ def settings(file: pathlib.Path) -> tuple[str, int]:
         return str(job.get("model.path", "")), whole(job.get("sampler.block"))
     for folder in (file.parent, file.parent.parent):
         if cfg := object_of(folder / "config.json"):
-            groups = [cfg.get(name) for name in ("model", "sampler")]
-            model, sampler = (x if isinstance(x, dict) else {} for x in groups)
+            model, sampler = group(cfg, "model"), group(cfg, "sampler")
             return str(model.get("path", "")), whole(sampler.get("block"))
     return "", 0
+
+
+def group(tree: dict, name: str) -> dict:
+    """Returns a group of a tree's keys; {} where it has none of this name."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def whole(x) -> int:

@@ -13,6 +13,7 @@ from dllm_jax.viewer import page, traces
 from tests.viewer.common import MODEL, answer, write
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no chromium with its driver"
@@ -57,6 +58,8 @@ class Page:
             "Emulation.setDeviceMetricsOverride", size | {"mobile": self.width < 500}
         )
         self.driver.get(self.file.as_uri())
+        ready = "return document.querySelectorAll('main > *').length > 1"
+        WebDriverWait(self.driver, 60).until(lambda _: self.js(ready))
         return self
 
     def __exit__(self, kind, *_):
@@ -192,7 +195,7 @@ def test_two_files_side_by_side(opened, tmp_path):
     paths = [
         write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((first, second))
     ]
-    content = trace.content([*map(str, paths)], str(MODEL))
+    content = trace.content([traces.read(str(path)) for path in paths], str(MODEL))
     with opened(page.TRACE, content) as view:
         assert view.fits()
         assert view.js("return document.querySelectorAll('.canvas').length") == 2
@@ -280,4 +283,20 @@ def test_the_report_shows_what_happened(opened, run, two, tmp_path):
         assert view.js(keys) == (["1", "5"] if two else ["0", "1"])
         charts = view.js("return document.querySelectorAll('.chart').length")
         assert charts == 1  # accuracy; nothing else has data
+        assert view.js("return document.querySelectorAll('.canvas').length") == 2
+
+
+def test_two_evaluations_are_compared_in_pairs(opened, tmp_path):
+    folders = []
+    for name, right in (("a", 1), ("b", 3)):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [answer(prompt_ids=[i], reward=float(i < right)) for i in range(4)]
+        write(folder / "eval.jsonl", rows)
+        (folder / "eval.json").write_text(json.dumps({"accuracy": right / 4}))
+        (folder / "run.json").write_text('{"attempts": [], "defaults": {}}')
+        folders.append(str(folder))
+    with opened(page.REPORT, report.content(folders)) as view:
+        told = view.js("return document.querySelector('.versus').textContent")
+        assert "+50.0" in told and "B is ahead on 2, A on 0, 2 the same" in told
         assert view.js("return document.querySelectorAll('.canvas').length") == 2

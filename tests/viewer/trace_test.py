@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from dllm_jax import trace
-from dllm_jax.viewer import compare, page, table, traces
+from dllm_jax.viewer import compare, leave, page, table, traces
 from tests.viewer.common import MODEL, ROOT, answer, write
 
 
@@ -68,7 +67,7 @@ def test_a_file_that_cannot_be_shown_is_one_line(name, tmp_path):
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "x.jsonl").write_text(text + "\n")
     with pytest.raises(ValueError, match=re.escape(says)) as error:
-        trace.content([str(tmp_path / "x.jsonl")])
+        traces.read(str(tmp_path / "x.jsonl"))
     assert "x.jsonl" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -161,9 +160,32 @@ def test_a_table_is_as_wide_as_it_may_be():
         answer(question="日本 " * 40, text="a\x1b[31m\n" * 90, reward=0.5),
         answer(question=None, text=None),
     ]
-    for width in (40, 80, 200):
+    for width in (60, 80, 200):
         lines = table.of_rows(rows, width).splitlines()
         assert len(lines) == 3
         assert all(table.columns(line) <= width for line in lines)
         assert not re.search(r"[\x00-\x1f]", "".join(lines))
     assert lines[1].split()[:4] == ["✗", "0.50", "3", "1.00"]
+
+
+# ---- At the end of a run -------------------------------------------------------------
+
+
+def test_a_run_leaves_its_last_samples_as_a_page_and_a_table(tmp_path):
+    told = []
+    leave.after_run(tmp_path, None, told.append)
+    assert not told and not [*tmp_path.iterdir()]  # it has no samples
+    (tmp_path / "samples").mkdir()
+    write(tmp_path / "samples" / "step_000001.jsonl", [answer(question="old")])
+    write(tmp_path / "samples" / "step_000002.jsonl", [answer(question="new")])
+    leave.after_run(tmp_path, None, told.append)
+    assert '"q":"new"' in (tmp_path / "trace.html").read_text()
+    assert "new" in told[0] and told[1].endswith("trace.html")
+
+
+def test_samples_that_are_damaged_do_not_end_a_run(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_000001.jsonl").write_text('{"half')
+    leave.after_run(tmp_path, None, print)
+    assert "warning: no page of samples" in capsys.readouterr().err
+    assert not (tmp_path / "trace.html").exists()

@@ -13,6 +13,10 @@ function ticks(low, high, about) {
   return found;
 }
 
+function tickText(t) {
+  return Math.abs(t) >= 1e-3 && Math.abs(t) < 1e4 ? String(t).replace("-", MINUS) : short(t);
+}
+
 function running(values) {
   const half = Math.min(Math.floor(values.length / 20) + 1, 8);
   return values.map((_, i) => mean(values.slice(Math.max(i - half, 0), i + half + 1)));
@@ -62,8 +66,8 @@ class Chart {
   }
 
   axes() {
-    const rows = ticks(this.y0, this.y1, 4).filter((t) => !this.log || Number.isInteger(t));
-    const words = rows.map((t) => (this.log ? `1e${t}`.replace("-", MINUS) : short(Number(t.toPrecision(6)))));
+    const rows = ticks(this.y0, this.y1, 5).filter((t) => !this.log || Number.isInteger(t));
+    const words = rows.map((t) => (this.log ? `1e${t}`.replace("-", MINUS) : tickText(Number(t.toPrecision(6)))));
     const grid = rows.map((t) => `M${LEFT} ${this.y(t)}H${WIDE - RIGHT}`).join("");
     return [svg("path", { class: "grid", d: grid }),
       rows.map((t, i) => svg("text", { x: LEFT - 6, y: this.y(t) + 3.5, class: "tick y" }, words[i])),

@@ -1,6 +1,7 @@
 // One answer: what its row of the data says, and the canvas on which it is written again.
 
 const LEVELS = 10; // of a colour scale
+const LONG = 2000; // tokens of an answer that is replayed without transitions
 const PLAIN = 0, SPECIAL = 1, PART = 2, UNKNOWN = 3; // kinds of pieces, as pieces.py has them
 
 // The colours of tokens: which numbers they show, and where the scale ends.
@@ -108,7 +109,8 @@ class Canvas {
       block = here;
       return node;
     });
-    this.node = el("div", { class: "canvas", dir: "auto", tabindex: 0, role: "img" });
+    const kind = this.tokens.length > LONG ? "canvas long" : "canvas";
+    this.node = el("div", { class: kind, dir: "auto", tabindex: 0, role: "img" });
     for (const node of this.tokens) this.node.append(node);
     if (!this.tokens.length) this.node.append(el("p", { class: "quiet" }, empty(answer.row.e)));
     const index = new Map(this.tokens.map((node, i) => [node, i]));
@@ -149,12 +151,14 @@ class Canvas {
     this.node.setAttribute("aria-label", this.label());
   }
 
+  // What is written, for who cannot see it: the beginning of a long answer.
   label() {
-    const { answer, step } = this;
-    const shown = answer.pieces.map(([text, kind], i) =>
-      answer.steps[i] > step ? "\u2592" : kind === PLAIN ? text : "",
-    );
-    return visible(shown.join("")).slice(0, 2000) || "nothing written";
+    let text = "";
+    for (let i = 0; i < this.tokens.length && text.length < 1000; i++) {
+      const [piece, kind] = this.answer.pieces[i];
+      text += this.answer.steps[i] > this.step ? "\u2592" : kind === PLAIN ? piece : "";
+    }
+    return visible(text) || "nothing written";
   }
 }
 

@@ -68,7 +68,7 @@ function configuration(runs) {
   return rows.length ? grid(head, rows, "keys-table") : el("p", { class: "quiet" }, "None differs.");
 }
 
-function showReport({ runs, samples }) {
+function showReport({ runs, samples, summary }) {
   const two = runs.length > 1;
   const main = document.getElementById("page");
   const head = runs.map((run, i) => el("div", {}, el("h1", {}, named(runs, i), run.name), headline(run),
@@ -83,14 +83,16 @@ function showReport({ runs, samples }) {
     section("Curves", el("div", { class: "charts" },
       merged(runs).map((panel) => new Chart(panel, runs.length).node))),
     section("Evaluations", el("div", { class: two ? "halves" : "" },
-      runs.map((run, i) => evaluations(run, runs, i)).filter(Boolean)), scores),
+      runs.map((run, i) => evaluations(run, runs, i)).filter(Boolean)), scores,
+      summary ? versus(summary) : null),
     section("Where the time went", time.flat()),
     section("What happened", runs.flatMap((run, i) => happened(run, runs, i))),
     section(two ? "Keys that differ" : "Keys that differ from their defaults", configuration(runs)),
   ].filter(Boolean));
   if (!samples) return;
   const view = new Trace(samples);
-  const text = two ? "Answers at the last step of both" : "Answers of the first and the last step";
+  const text = summary ? "Evaluated answers" : two ? "Answers at the last step of both"
+    : "Answers of the first and the last step";
   const part = section(text, view.node);
   main.insertBefore(part, main.children[4]);
 }

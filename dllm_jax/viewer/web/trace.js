@@ -89,7 +89,7 @@ class Trace {
       move("last", "To the end", () => this.end),
       this.slider, this.counter);
     this.colours = el("div", { class: "colours" });
-    this.facts = el("p", { class: "facts", "aria-live": "polite" });
+    this.facts = el("p", { class: "facts" });
     return el("div", { class: "dock" }, this.strips, bar, el("div", { class: "below" },
       this.colours, this.facts));
   }

@@ -1,0 +1,60 @@
+"""What a run's folder tells, whole or damaged."""
+
+import json
+
+import pytest
+
+from dllm_jax.viewer import runs
+from tests.viewer.common import write
+
+
+def test_wilsons_interval():
+    low, high = runs.wilson(0.5, 10)
+    assert (low, high) == (
+        pytest.approx(0.2366, abs=1e-4),
+        pytest.approx(0.7634, abs=1e-4),
+    )
+    assert runs.wilson(0.0, 10)[0] == 0 and runs.wilson(1.0, 10)[1] == 1
+    assert runs.wilson(0.0, 10)[1] == pytest.approx(3.8415 / 13.8415, abs=1e-4)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match="no run's folder"):
+            runs.told(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", "{"),
+        ("run.json", '{"attempts": [1, {"versions": 5}], "defaults": 3}'),
+        ("config.json", "[]"),
+        ("config.json", '{"model": 5, "eval": [], "data": "x"}'),
+        ("eval.json", '{"accuracy": "high"}'),
+        ("run.log", b"\xff warning"),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_costs_what_it_told(name, content, tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(3)]
+    write(tmp_path / "metrics.jsonl", rows)
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(data)
+    told = runs.told(str(tmp_path))
+    assert told["panels"][0]["lines"][0]["points"] == [(step, 0.5) for step in range(3)]
+    assert json.dumps(told)
+
+
+def test_only_what_is_unusual_is_told_of_the_log(tmp_path):
+    lines = ["t step 1/4", "t warning: x", "t step 2: the step is skipped", "t fine"]
+    (tmp_path / "run.log").write_text("\n".join(lines))
+    assert runs.events(tmp_path) == lines[1:3]
+
+
+def test_leaves_are_named_as_on_the_command_line():
+    assert runs.flat({"a": {"b": [1, "x"]}, "c": None}) == {
+        "a.b": '[1, "x"]',
+        "c": "null",
+    }
