@@ -31,7 +31,7 @@ def rewritten(gold: str) -> list[str]:
         f"\\({gold}\\)",
         f" {gold}.",
         spaced,
-        gold.replace("frac", "dfrac"),
+        gold.replace("\\frac", "\\dfrac"),
     ]
 
 

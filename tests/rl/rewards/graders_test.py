@@ -1,5 +1,7 @@
 """Graders by name, several at once, and one's own from a file anywhere."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import RewardConfig, RLConfig
 from dllm_jax.rl.rewards import Grades, choice, sandbox
 from dllm_jax.sampling import state
+from tests.rl import lent
 
 CFG = RewardConfig(seconds=2.0, memory_mb=256)
 
@@ -81,6 +84,23 @@ def test_code_runs_the_records_tests():
     assert grade("code", texts, asked).reward_n.tolist() == [1.0, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match="no tests: it needs one of the fields"):
         grader.check(problem("4", question="?"))
+
+
+def test_a_file_of_programs_needs_tests_and_no_answers(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    good = {"text": "Double it.", "test_list": ["assert f(1) == 2"]}
+    grader = rewards.grader("code:1,length:0.1", CFG)
+    cfg = data.DataConfig(question="text")
+    path.write_text(json.dumps(good) + "\n")
+    (one,) = data.problems(str(path), lent.TOK, cfg, grader)
+    assert one.record == good and one.answer == ""
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | {"test_list": [1]}))
+    with pytest.raises(
+        ValueError, match="record 2: field 'test_list': must be a list of"
+    ):
+        data.problems(str(path), lent.TOK, cfg, grader)
+    with pytest.raises(ValueError, match="record 1: no field 'answer'"):
+        data.problems(str(path), lent.TOK, cfg, rewards.grader("math,code", CFG))
 
 
 def test_code_is_refused_where_nothing_confines(monkeypatch):
