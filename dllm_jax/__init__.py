@@ -87,6 +87,11 @@ and for who wants to know how it is fast, or what surrounds it:
     models/hf.py                 Hugging Face folders, in and out
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
+    rl/rewards/__init__.py       what judges answers, by name and weight
+    rl/rewards/sandbox.py        programs that nobody has read, run
+    rl/rewards/jail.py           what confines them
+    rl/rewards/trial.py          a judge who asks a candidate, each in a jail
+    rl/rewards/code.py           from records of many formats to a share of tests
     rl/networks.py               the states that a run trains, from a folder
     rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts

@@ -155,6 +155,13 @@ def of_file(named: str) -> ml_collections.ConfigDict:
         made = get_config(*([preset] if preset else []))
         if type(made) is not ml_collections.ConfigDict:
             raise ValueError(f"get_config returns {made!r:.40}, which is no ConfigDict")
+        for name, value in made.items():
+            kinds = [
+                isinstance(x, ml_collections.ConfigDict)
+                for x in (tree.get(name), value)
+            ]
+            if kinds == [True, False]:
+                raise ValueError(f"{name}={value!r:.40}: {name} is a section of keys")
         tree.update(made)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever its author wrote)
         raise ValueError(f"--config={path}{place_and_reason(error, path)}") from None

@@ -134,10 +134,10 @@ def weights(spec: str) -> dict[str, float]:
             if not rest or not all(
                 x.isidentifier() for x in (*name.split("."), rest[0])
             ):
+                which = "" if entry == spec else f"{entry!r} is no grader: "
                 raise ValueError(
-                    f"{entry!r} is no grader: choose from {', '.join(GRADERS)}, or name "
-                    "your own as module:function; a weight follows a colon, as in "
-                    "'math:1,length:0.1'"
+                    f"{which}choose from {', '.join(GRADERS)}, or name your own as "
+                    "module:function; a weight follows a colon, as in 'math:1,length:0.1'"
                 )
             name, rest = f"{name}:{rest[0]}", rest[1:]
         if name in found:

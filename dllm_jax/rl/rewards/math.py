@@ -60,6 +60,10 @@ REWRITES = (
     (r"\{,\}", ","),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
+    (
+        r"\\(sin|cos|tan|cot|sec|csc) ?[({]? ?([0-9.]+) ?\^ ?\{? ?\\circ ?\}?[ )}]*",
+        r"\\\1(\\frac{\2\\pi}{180})",
+    ),
     (r" ?\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
     (r"\\([lgn])e(?![A-Za-z])", r"\\\1eq"),
     (r"\\varnothing", r"\\emptyset"),
@@ -67,8 +71,9 @@ REWRITES = (
     (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\(frac|sqrt) ?([0-9A-Za-z])", r"\\\1{\2}"),
-    (rf"(\\frac ?{ARGUMENT}) ?([0-9A-Za-z])", r"\1{\2}"),
+    (r"\\([dt]?binom)(?![A-Za-z])", r"\\binom"),
+    (r"\\(frac|sqrt|binom) ?([0-9A-Za-z])", r"\\\1{\2}"),
+    (rf"(\\(?:frac|binom) ?{ARGUMENT}) ?([0-9A-Za-z])", r"\1{\2}"),
 )
 # A unit follows a quantity; bare letters count only where they cannot be a product.
 POWER = r"(?: ?\^ ?\{?[23]\}?)?"
@@ -76,6 +81,7 @@ UNIT = re.compile(
     r"(?:(?<=[0-9)}\]])|(?<=\\pi))"
     rf"(?: ?(?:{TEXT}\{{[^{{}}0-9]*\}}{POWER}[ /]*)+"
     r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
+    r"| ?(?:[ck]?m|mi|ft) ?/ ?(?:s|h|hr|min)(?![A-Za-z])"
     r"|(?: (?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|per|of|a)){1,4}"
     rf"){POWER}$"
 )
@@ -87,8 +93,45 @@ NOT_UNIT = re.compile(  # words that change the number before them
 )
 
 
+# Answers that are one thing in several words.
+WHOLE = dict.fromkeys(
+    (
+        r"\mathbb{R}",
+        r"\mathbf{R}",
+        r"\mathbb R",
+        r"\R",
+        "all real numbers",
+        "all reals",
+    ),
+    r"(-\infty,\infty)",
+)
+WHOLE |= dict.fromkeys(
+    ("no solution", "no solutions", "none", "no real solution", "no real solutions"),
+    r"\emptyset",
+)
+WHOLE |= dict.fromkeys(("DNE", "dne", "undefined"), "does not exist")
+WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six"),
+    *("seven", "eight", "nine", "ten", "eleven", "twelve"),
+)
+WHOLE |= {word: str(value) for value, word in enumerate(WORDS)}
+
+
+# A number in another base than ten is not its value: which base was the question.
+BASED = re.compile(r"(-?[0-9A-Fa-f]+) ?_ ?[{( ]*(?:\\text\{)?[( ]*([0-9]{1,2})[)} ]*")
+
+
 def clean(text: str) -> str:
     """Returns the answer in one spelling of LaTeX, without currency, degrees and units."""
+    text = without_unit(text)
+    if based := BASED.fullmatch(text):
+        digits, base = based.groups()
+        return digits if base == "10" else f"{digits.upper()}_{{{base}}}"
+    return WHOLE.get(text) or WHOLE.get(text.casefold(), text)
+
+
+def without_unit(text: str) -> str:
+    """Returns the answer in one spelling, still in its own words."""
     text = " ".join(text.translate(UNICODE).split())
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
@@ -102,6 +145,66 @@ def drop_unit(text: str) -> str:
     """Returns `text` without the unit of measure that ends it."""
     unit = UNIT.search(text)
     return text[: unit.start()] if unit and not NOT_UNIT.search(unit[0]) else text
+
+
+# unit: (what it measures, how many of the least it is)
+METRES = {"mm": 1, "cm": 10, "m": 1_000, "km": 1_000_000}
+INCHES = {"in": 1, "inch": 1, "inches": 1, "ft": 12, "foot": 12, "feet": 12}
+INCHES |= {"yd": 36, "yard": 36, "yards": 36, "mi": 63_360, "mile": 63_360}
+METRES |= {"millimeter": 1, "centimeter": 10, "meter": 1_000, "kilometer": 1_000_000}
+SECONDS = {
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "min": 60,
+    "minute": 60,
+    "h": 3_600,
+    "hr": 3_600,
+}
+SECONDS |= {"hour": 3_600, "day": 86_400, "week": 604_800}
+GRAMS = {"mg": 1, "g": 1_000, "gram": 1_000, "kg": 1_000_000, "kilogram": 1_000_000}
+OUNCES = {"oz": 1, "ounce": 1, "lb": 16, "pound": 16}
+LITRES = {"ml": 1, "mL": 1, "l": 1_000, "L": 1_000, "milliliter": 1, "liter": 1_000}
+MONEY = {"cent": 1, "dollar": 100}
+UNITS = {
+    name: (kind, size)
+    for kind, table in enumerate(
+        (METRES, INCHES, SECONDS, GRAMS, OUNCES, LITRES, MONEY)
+    )
+    for name, size in table.items()
+}
+MEASURED = re.compile(
+    rf"(?:(?P<money>\\?\$)?)(?P<value>.*?[0-9}}\)])(?:\\[,; ]|~| )*(?:{TEXT}\{{ *)?"
+    r"(?P<unit>(?:square |cubic )?[A-Za-z]+) *\}?(?: ?\^ ?\{?(?P<power>[23])\}?)?[.$ ]*"
+)
+
+
+def measured(text: str) -> tuple[str, int, int, int] | None:
+    """Returns (value, what is measured, its power, the size of its unit).
+
+    None where no unit of UNITS is named.
+    """
+    match = MEASURED.fullmatch(text.strip().strip("$"))
+    if match is None:
+        return None
+    *shape, name = match["unit"].split(" ")
+    power = int(match["power"] or {"square": 2, "cubic": 3}.get("".join(shape), 1))
+    known = UNITS.get(name) or UNITS.get(name.removesuffix("s"))
+    return known and (match["value"], known[0], power, known[1] ** power)
+
+
+def by_units(answer: str, gold: str) -> bool | None:
+    """Whether quantities with different units are equal; None where these say nothing.
+
+    A unit that only one of them names is the question's own.
+    """
+    a, g = measured(answer), measured(gold)
+    if a is None or g is None or a[1:] == g[1:]:
+        return None
+    values = number(clean(a[0])), number(clean(g[0]))
+    if a[1:3] != g[1:3] or None in values:
+        return False
+    return values[0][0] * a[3] == values[1][0] * g[3]
 
 
 def spelling(text: str) -> str:
@@ -123,12 +226,30 @@ FRACTION = re.compile(rf"\\frac ?\{{ ?({DECIMAL}) ?\}} ?\{{ ?({DECIMAL}) ?\}}")
 MIXED = re.compile(r"([+-]?) ?([0-9]+) +([0-9]+) ?/ ?([0-9]+) ?(\\%)?")
 NUMBER = re.compile(rf"([+-]?)() ?({DECIMAL})(?: ?/ ?({DECIMAL}))? ?(\\%)?")
 
-PLAIN = re.compile(r"(?:[0-9.+*/() -]|\\(?:cdot|times|div)(?![a-z]))+")
-OPERATOR = re.compile(r"[0-9)] ?(?:[-+*]|\\(?:cdot|times|div))")
+REPEATING = re.compile(
+    r"(-?)([0-9]{0,9})\.([0-9]{0,9})\\overline ?\{ ?([0-9]{1,9}) ?\}"
+)
+
+PLAIN = re.compile(r"(?:[0-9.+*/(){}^ -]|\\(?:cdot|times|div|frac)(?![a-z]))+")
+OPERATOR = re.compile(r"[0-9)}] ?(?:[-+*(]|\\(?:cdot|times|div))")
+SCIENTIFIC = re.compile(
+    rf"({DECIMAL}) ?(?:\*|\\cdot|\\times) ?10 ?\^ ?(?:([0-9])|\{{ ?(-?[0-9]{{1,3}}) ?\}})"
+)
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
     """Returns (value, is a percentage) of a cleaned answer, None if it is no number."""
+    if match := REPEATING.fullmatch(text):
+        sign, whole, part, period = match.groups()
+        nines = 10 ** len(part) * (10 ** len(period) - 1)
+        value = Fraction(int(part + period) - int(part or "0"), nines) + int(
+            whole or "0"
+        )
+        return (-value if sign else value), False
+    if match := SCIENTIFIC.fullmatch(text):
+        value, *powers = match.groups()
+        power = int(powers[0] or powers[1])
+        return Fraction(re.sub("[ ,]", "", value)) * Fraction(10) ** power, False
     text = FRACTION.sub(r" \1/\2 ", text).strip()
     mixed = MIXED.fullmatch(text)
     match = mixed or NUMBER.fullmatch(text)
@@ -158,6 +279,7 @@ def exact(answer: str, gold: str) -> bool | None:
     if a is None or g is None:
         # The question copied into the box is not its answer.
         copied = PLAIN.fullmatch(answer) and OPERATOR.search(answer)
+        copied = copied and not SCIENTIFIC.fullmatch(answer)
         return False if a is None and g is not None and copied else None
     # 50% is 0.5, and is 50 where the question was "what percentage?".
     scale = {(True, False): Fraction(1, 100), (False, True): 100}.get((a[1], g[1]), 1)
@@ -170,6 +292,7 @@ NAME = re.compile(
     r"^(?:[A-Za-z]{1,2}|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?: ?\([A-Za-z]\))?"
     r" ?(?:=|\\in(?![A-Za-z])) ?"
 )
+RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
 # and what follows an approximation is ignored.
@@ -181,10 +304,19 @@ MISREAD = re.compile(
 
 def unname(answer: str, gold: str) -> tuple[str, str]:
     r"""Returns both without the `x =` or `x \in` that only one of them has."""
-    for relation in ("=", r"\in "):
-        if (relation in answer) != (relation in gold):
-            answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+    for relation in RELATIONS:
+        if bool(relation.search(answer)) != bool(relation.search(gold)):
+            answer, gold = unnamed(answer), unnamed(gold)
     return answer, gold
+
+
+def unnamed(text: str) -> str:
+    """Returns values without the name that stands before each: `x=1, x=2` is `1, 2`."""
+    parts = elements(text) or []
+    names = [NAME.match(part) for part in parts]
+    if len(parts) > 1 and all(names) and len({name[0] for name in names}) == 1:
+        return ", ".join(NAME.sub("", part) for part in parts)
+    return NAME.sub("", text)
 
 
 def elements(text: str) -> list[str] | None:
@@ -338,6 +470,8 @@ def equal(answer: str, gold: str) -> bool | None:
     target = reference(gold)
     if not answer or len(answer) > MAX_CHARS + len(target):
         return False
+    if (verdict := by_units(answer, gold.rsplit("####")[-1])) is not None:
+        return verdict
     answer, target = unname(clean(answer), target)
     verdict = exact(answer, target)
     try:

@@ -220,7 +220,7 @@ for family in range(1, 46):
 """,
     "io_uring": calls("425, 8, ctypes.create_string_buffer(200)"),
     # ---- Processes
-    "fork": forks("os.fork() or time.sleep(9)"),
+    "fork": forks("os.fork() or time.sleep(1)"),
     "fork bomb": "while True:\n    try: os.fork()\n    except OSError: break\n",
     "vfork and clone": calls(
         "57", "58", "56, 17, 0, 0, 0, 0", "56, 0x10000011, 0, 0, 0, 0"

@@ -60,7 +60,7 @@ def {entry}(*a, **k): return ...
     ),
     "forged replies": WRITE.replace(
         "{what}",
-        'spray(b\'\'.join(b\'\\n{{"id": %d, "v": true, "passed": true}}\\n\' % i '
+        'spray(b\'\'.join(b\'\\n{{"id": %d, "v": "forged", "passed": true}}\\n\' % i '
         "for i in range(40))); return ...",
     ),
     "nested replies": WRITE.replace(

@@ -6,6 +6,8 @@ import math
 import os
 import pathlib
 import pickle
+import signal
+import threading
 import zlib
 
 import pytest
@@ -419,6 +421,20 @@ def test_tests_that_never_end_are_no_reward(monkeypatch):
     for test in ("while True: pass", "import os\nos._exit(0)", "assert f(1) == 1"):
         share = grade("def f(x): return x", {"test_list": [test, "assert 1"]})
         assert share == float(test.startswith("assert"))
+
+
+def test_a_jail_that_is_killed_in_the_middle_changes_no_grade(monkeypatch):
+    monkeypatch.setattr(sandbox, "pool", sandbox.Pool(1))
+    jail = sandbox.pool.started()
+    sandbox.pool.idle.append(jail)
+    killer = threading.Timer(0.2, jail.process.kill)
+    killer.start()
+    slow = "import time\ndef f(x):\n    time.sleep(0.3)\n    return x\n"
+    record = {"test_list": ["assert f(1) == 1", "assert f(2) == 3", "assert f(3) == 3"]}
+    assert grade(slow, record) == pytest.approx(2 / 3)
+    killer.join()
+    assert jail.process.poll() == -signal.SIGKILL
+    sandbox.pool.close()
 
 
 def test_the_sandboxs_own_fault_is_no_verdict(monkeypatch):

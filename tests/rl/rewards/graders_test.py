@@ -1,5 +1,7 @@
 """Graders by name, several at once, and one's own from a file anywhere."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import RewardConfig, RLConfig
 from dllm_jax.rl.rewards import Grades, choice, sandbox
 from dllm_jax.sampling import state
+from tests.rl import lent
 
 CFG = RewardConfig(seconds=2.0, memory_mb=256)
 
@@ -81,6 +84,23 @@ def test_code_runs_the_records_tests():
     assert grade("code", texts, asked).reward_n.tolist() == [1.0, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match="no tests: it needs one of the fields"):
         grader.check(problem("4", question="?"))
+
+
+def test_a_file_of_programs_needs_tests_and_no_answers(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    good = {"text": "Double it.", "test_list": ["assert f(1) == 2"]}
+    grader = rewards.grader("code:1,length:0.1", CFG)
+    cfg = data.DataConfig(question="text")
+    path.write_text(json.dumps(good) + "\n")
+    (one,) = data.problems(str(path), lent.TOK, cfg, grader)
+    assert one.record == good and one.answer == ""
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | {"test_list": [1]}))
+    with pytest.raises(
+        ValueError, match="record 2: field 'test_list': must be a list of"
+    ):
+        data.problems(str(path), lent.TOK, cfg, grader)
+    with pytest.raises(ValueError, match="record 1: no field 'answer'"):
+        data.problems(str(path), lent.TOK, cfg, rewards.grader("math,code", CFG))
 
 
 def test_code_is_refused_where_nothing_confines(monkeypatch):
@@ -254,19 +274,16 @@ def test_a_function_that_returns_nonsense_is_named(mine, name, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "maths",
-            "'maths' is no grader: choose from math, choice, code, length, format",
-        ),
-        ("", "'' is no grader"),
+        ("maths", "choose from math, choice, code, length, format, or name your own"),
+        ("", "choose from math"),
         ("math,", "'' is no grader"),
         ("math:x", "'math:x': a weight is one finite number"),
         ("math:0", "a weight is one finite number, and not 0"),
         ("math:nan", "a weight is one"),
         ("math:1:2", "a weight is one"),
         ("math,math:2", "'math' is named twice"),
-        ("a b:c", "'a b:c' is no grader"),
-        ("mod:0.5", "'mod:0.5' is no grader"),
+        ("a b:c", "reward='a b:c': choose from"),
+        ("mod:0.5", "reward='mod:0.5': choose from"),
     ],
 )
 def test_a_bad_name_or_weight_is_refused(spec, message):

@@ -1,6 +1,8 @@
 """Math rewards against the reference's verdicts, exact arithmetic and hostile answers."""
 
 import importlib.util
+import json
+import pathlib
 import subprocess
 import sys
 from fractions import Fraction
@@ -356,3 +358,32 @@ def test_a_good_gold_passes_the_check(gold):
 def test_every_completion_has_a_gold():
     with pytest.raises(ValueError, match="shorter"):
         math.grade(["a", "b"], ["1"])
+
+
+# ---- the public table
+
+PAIRS = [
+    json.loads(line)
+    for line in (pathlib.Path(__file__).parent / "math_pairs.jsonl")
+    .read_text()
+    .splitlines()
+]
+
+
+@pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in PAIRS}))
+def test_the_public_table_of_pairs_holds(kind):
+    """A line of it is {"kind", "answer", "gold", "right"}: docs/rewards.md."""
+    wrong = [
+        pair
+        for pair in PAIRS
+        if pair["kind"] == kind
+        and math.equal(pair["answer"], pair["gold"]) is not pair["right"]
+    ]
+    assert wrong == []
+
+
+def test_the_public_table_is_large_and_says_nothing_twice():
+    assert len(PAIRS) >= 300
+    assert len({(pair["answer"], pair["gold"]) for pair in PAIRS}) == len(PAIRS)
+    assert {len(pair) for pair in PAIRS} == {4}
+    assert 100 < sum(pair["right"] for pair in PAIRS) < len(PAIRS) - 100

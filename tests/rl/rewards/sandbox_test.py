@@ -1,9 +1,11 @@
 """The jail: what programs say and take, and what hostile ones do not get."""
 
+import ctypes
 import json
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -368,14 +370,70 @@ def test_the_numbers_of_calls_are_the_kernels():
         assert name not in jail.ALLOWED | jail.ASKED
 
 
-def test_the_filter_is_the_same_on_both_machines(monkeypatch):
-    """Of aarch64's program, which does not run here, the kernel takes the length and form."""
-    seen = []
-    monkeypatch.setattr(jail, "prctl", lambda *args: seen.append(args) and 0)
-    for machine in jail.MACHINES:
-        monkeypatch.setattr(jail.platform, "machine", lambda machine=machine: machine)
-        jail.enter_seccomp(7)
-    assert [x[:2] for x in seen] == [(22, 2)] * 2
+def verdict(program: bytes, arch: int, number: int, *args: int) -> int:
+    """Returns what a filter says of a call: the kernel's machine for it, in Python."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *[*args, 0, 0, 0, 0, 0, 0][:6])
+    rows = [*struct.iter_unpack("HBBI", program)]
+    at, held = 0, 0
+    while True:
+        code, yes, no, value = rows[at]
+        at += 1
+        if code == jail.RETURN:
+            return value
+        if code == jail.LOAD:
+            (held,) = struct.unpack_from("=I", data, value)
+        elif code == jail.AND:
+            held &= value
+        else:
+            holds = {
+                jail.EQUAL: held == value,
+                jail.ABOVE: held > value,
+                jail.AT_LEAST: held >= value,
+                jail.ANY_BIT: bool(held & value),
+            }[code]
+            at += yes if holds else no
+
+
+@pytest.mark.parametrize("machine", jail.MACHINES)
+def test_the_filter_decides_alike_on_both_machines(monkeypatch, machine):
+    """Of aarch64, which runs nowhere here, this and the numbers are all that is shown."""
+    programs = []
+
+    def caught(option, mode, address, *rest):
+        size, place = struct.unpack("HxxxxxxQ", ctypes.string_at(address, 16))
+        programs.append(ctypes.string_at(place, 8 * size))
+        return 0
+
+    monkeypatch.setattr(jail, "prctl", caught)
+    monkeypatch.setattr(jail.platform, "machine", lambda: machine)
+    jail.enter_seccomp(2)
+    jail.enter_seccomp(7)
+    _, arch = jail.MACHINES[machine]
+    numbers = json.loads((HERE / "syscalls.json").read_text())[machine]
+    old, new = programs
+    verdicts = {n: verdict(new, arch, x) for n, x in numbers.items()}
+    passed = {name for name, said in verdicts.items() if said == jail.PASS}
+    asked = {"openat", "prlimit64", "fcntl", "clock_gettime"}  # they pass with zeros
+    assert passed == {*jail.ALLOWED} & {*numbers} | asked
+    assert verdicts["clone3"] == jail.MISSING
+    others = {*verdicts.values()} - {jail.PASS, jail.MISSING}
+    assert others == {jail.REFUSE}
+    assert verdict(new, arch ^ 1, 0) == verdict(new, arch, 0x40000001) == jail.KILL
+
+    def passes(name, *args, program=new) -> bool:
+        return verdict(program, arch, numbers[name], *args) == jail.PASS
+
+    assert passes("clone", 0x3D0F00) and passes("clone", 0x7D0F00)
+    for flags in (17, 0x10000, 0x100, 0x3D0F00 | 0x10000000, 0x4011, 0x20011):
+        assert not passes("clone", flags)
+    assert passes("tgkill", os.getpid()) and not passes("tgkill", os.getpid() + 1)
+    assert passes("prlimit64", 0, 7, 0) and not passes("prlimit64", 0, 7, 8)
+    assert not passes("prlimit64", 0, 7, 1 << 32)  # its lower half is 0
+    assert passes("fcntl", 3, 1030) and not passes("fcntl", 3, 8)
+    assert passes("ioctl", 0, 0x5401) and not passes("ioctl", 0, 0x5412)
+    assert passes("clock_gettime", 2) and not passes("clock_gettime", 2**32 - 6)
+    assert passes("openat", 0, 0, 0x200) and passes("openat", 0, 0, 1, program=old)
+    assert not passes("openat", 0, 0, 0x200, program=old)
 
 
 def test_old_versions_of_landlock_are_asked_what_they_know():
