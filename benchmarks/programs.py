@@ -5,9 +5,8 @@ the mesh, where it samples, what it trains and the memory plan are decided by th
 code, from shapes. Kernels are chosen as by a run whose self-check found every one right.
 
     run = Run("sdar-8b", "h200:8")
-    run.rollout()        # the engine's loop, compiled
-    run.update()         # the update
-    run.budget()         # bytes, by what they are for; raises ValueError where they do not fit
+    run.rollout(run.sampling)   # the engine's loop, compiled
+    run.update()                # the update
 """
 
 import contextlib
@@ -170,20 +169,6 @@ class Run:
                 self.states, self.source.blank(), None, dict.fromkeys(self.states, 0.0)
             )
         return lowered.compile()
-
-    def budget(self) -> budget.Budget:
-        """Returns the memory plan of the run. Raises ValueError where it does not fit."""
-        with jax.set_mesh(self.mesh), trusted():
-            needs = budget.plan(
-                self.source,
-                states=self.states,
-                model=self.model,
-                mesh=self.mesh,
-                sampling=self.sampling,
-                update=self.jitted_update,
-            )
-        budget.check(needs, self.limit)
-        return needs
 
 
 def meshes_of(compiled) -> list:

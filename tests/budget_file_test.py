@@ -18,8 +18,9 @@ OLD = {
 
 def test_the_page_is_made_of_the_file():
     known = budget.load()
-    assert known.keys() <= {cell.name for cell in budget.cells()}
-    assert scaling_page.PAGE.read_text() == scaling_page.text(known)
+    every = [cell.name for cell in budget.cells()]
+    assert known.keys() <= set(every)
+    assert scaling_page.PAGE.read_text() == scaling_page.text(known, every)
 
 
 def test_no_program_of_the_file_has_a_fault():

@@ -16,10 +16,10 @@ CELLS = {
     if cell.name
     in (
         "sdar-8b h200:1 answers rows=64",
-        "sdar-4b h200:1 answers rows=1",
         "sdar-8b h200:8 rollout",
         "sdar-8b h200:8 update",
         "tiny v5p:2x2x1 rollout",
+        "tiny v5p:2x2x1 update",
         "sdar-8b v5p:2x2x1 update",
     )
 }
