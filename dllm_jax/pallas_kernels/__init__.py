@@ -15,7 +15,12 @@ An op's arguments, sharding and derivative are in attend.py, head.py and experts
 module is named like an op, since the package's attribute of that name is the function.
 """
 
-from dllm_jax.pallas_kernels.attend import attention, cache_update, paged_attention
+from dllm_jax.pallas_kernels.attend import (
+    attention,
+    cache_update,
+    chunk_attention,
+    paged_attention,
+)
 from dllm_jax.pallas_kernels.choice import CHOICES
 from dllm_jax.pallas_kernels.experts import grouped_matmul
 from dllm_jax.pallas_kernels.head import token_draw, token_logprob
@@ -24,6 +29,7 @@ __all__ = [
     "CHOICES",
     "attention",
     "cache_update",
+    "chunk_attention",
     "grouped_matmul",
     "paged_attention",
     "token_draw",
