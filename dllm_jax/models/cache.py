@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask, ranged
-from dllm_jax.sharding import constrain, per_device
+from dllm_jax.sharding import constrain
 
 
 @flax.struct.dataclass
@@ -57,62 +57,32 @@ class PagedKVCache:
 class Window:
     """Who sees whom where the cache is paged: in the place of a Mask.
 
-    Row b is a window of W positions from `start` on. It sees the positions before
-    `start` in its pages, those written in this very layer too, and all of itself.
+    Row b is a window of J whole blocks from `start` on. The keys of those that are kept
+    are written to its pages before anything of the same layer looks. Without a mask a
+    window sees the positions before `start` in its pages, and all of itself.
     """
 
-    table_BA: (
-        jax.Array
-    )  # position s is in page table[s // O], counted on its own device
+    table_BA: jax.Array  # position s is in page table[s // O] of its own device
     start_B: jax.Array  # the window's first position
-    keep_B: jax.Array  # whether its keys are written to the pages: its tokens are known
+    keep_BJ: jax.Array  # whether a block's keys are written: its tokens are known
+    # Of a part of a prompt: its keys are the positions of the row's pages, and it sees
+    # nothing else.
+    mask: Mask | None = None
 
 
-@flax.struct.dataclass
-class Chunk:
-    """Who sees whom in parts of prompts, where the cache is paged.
-
-    Row b is a run of J whole blocks from `start` on. The keys of those that are kept are
-    written to its pages before anything of the same layer looks; it sees nothing else.
+def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
+    """Returns the Window of positions `pos` of prompts, whole blocks of Q, of which those
+    before `end` are kept.
     """
-
-    table_BA: jax.Array  # as a Window's
-    start_B: jax.Array
-    keep_BJ: jax.Array
-    mask: Mask  # its keys are the positions of the row's pages
-    pages: jax.Array  # how many of each row hold all that is seen
-
-
-def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Chunk:
-    """Returns the Chunk of positions `pos`, whole blocks of Q, of which those before `end`
-    are kept.
-    """
-    size = cache.k_LPOKH.shape[2]
-    slots = table_BA.shape[1] * size
+    slots = table_BA.shape[1] * cache.k_LPOKH.shape[2]
     slots_BS = jnp.broadcast_to(jnp.arange(slots)[None], (len(end_B), slots))
     q_end_BW = jnp.minimum(pos_BW // Q * Q + Q, end_B[:, None])
-    return Chunk(
+    return Window(
         table_BA=table_BA,
         start_B=pos_BW[:, 0],
         keep_BJ=pos_BW[:, ::Q] < end_B[:, None],
         mask=ranged(q_end_BW, slots_BS),
-        pages=-(-end_B.max() // size),
     )
-
-
-def read(cache_pages, layer, table_BA):
-    """Returns the keys and values of pages, in their order: each [B, S, K, H].
-
-    cache_pages: pools (k, v), each [L, P, O, K, H]. On a mesh a table names pages of its
-    own device.
-    """
-
-    def of_table(pools, layer, table_BA):
-        return tuple(x_LPOKH[layer, table_BA] for x_LPOKH in pools)
-
-    dims_in, dims_out = (("LPOKH", "LPOKH"), "", "BA"), ("BAOKH", "BAOKH")
-    found = per_device(of_table, dims_in, dims_out, cache_pages, layer, table_BA)
-    return tuple(x.reshape(len(x), -1, *x.shape[3:]) for x in found)
 
 
 def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:

@@ -3,8 +3,9 @@
 A kernel that compiles and is right when interpreted can still be wrong on a chip that it
 never ran on. So every op with a kernel for the platform is computed twice at the start,
 by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths:
-seconds, and remembered by versions, chip and widths. `auto` takes what is right and says
-what is not; with "platform" what is not right is an error.
+seconds. What is right is remembered by versions, chip and widths; what is not is looked at
+again at every start, for a chip may have been out of memory. `auto` takes what is right and
+says what is not; with "platform" what is not right is an error.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ def widths(model: ModelConfig, block: int, page: int) -> Widths:
 def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     """Notes in `choice.verdicts` which kernels are right here; returns lines to print.
 
-    kernels: model.kernels. folder: where verdicts stay for the next start; "": nowhere.
+    kernels: model.kernels. folder: where the next start finds what was right; "": nowhere.
     Raises ValueError for a kernel that is wrong where kernels="platform" asks for it. The
     same in every process.
     """
@@ -84,11 +85,12 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     if kernels == "reference" or not ops:
         return []
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
-    known = remembered(file) if folder else {}
-    faults = {op: known[op] if op in known else fault(op, here, wide) for op in ops}
-    if folder and faults != known and jax.process_index() == 0:
+    known = remembered(file) if folder else set()
+    faults = {op: "" if op in known else fault(op, here, wide) for op in ops}
+    found = {op for op in ops if not faults[op]}
+    if folder and found - known and jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, json.dumps(faults))
+        write(file, json.dumps(sorted(found)))
     lines = []
     for op, reason in faults.items():
         right = not sharding.anywhere(bool(reason))
@@ -103,12 +105,12 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     return lines
 
 
-def remembered(file: pathlib.Path) -> dict[str, str]:
-    """Returns what an earlier start found by op, {} where it left nothing that is whole."""
+def remembered(file: pathlib.Path) -> set[str]:
+    """Returns the ops that were right at an earlier start; none if it left nothing whole."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
+        return set(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return set()
 
 
 def key(wide: Widths) -> str:

@@ -17,7 +17,6 @@ are no part of the compiled program.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -26,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
-from dllm_jax.models.cache import Chunk, KVCache, PagedKVCache, Window, read
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.pallas_kernels.attend import SAVED
@@ -231,7 +230,7 @@ def trunk(
     params: Params,
     x_BTD,
     pos_BT,
-    mask: Mask | Window | Chunk,
+    mask: Mask | Window,
     cfg: ModelConfig,
     cache: KVCache | PagedKVCache | None = None,
     *,
@@ -239,7 +238,7 @@ def trunk(
 ):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
-    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window or a Chunk.
+    pos_BT: rotary positions. mask: who sees whom, a Mask; with pages a Window.
     cache: what the rows see besides themselves, in one of three forms:
 
     None          nothing. Returned is the KVCache of exactly these T positions.
@@ -399,86 +398,40 @@ def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
 
 
 @jax.named_scope("attention")
-def attend_paged(
-    x_BTD, p, angle_BTh, window: Window | Chunk, pages, number, cfg: ModelConfig
-):
-    """Returns (x_BTD + Attn(RMSNorm(x_BTD)), pages with the keys that are kept).
+def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelConfig):
+    """Returns (x_BWD + Attn(RMSNorm(x_BWD)), pages with the keys that are kept).
 
     pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
     """
-    if isinstance(window, Chunk):
-        return attend_chunk(x_BTD, p, angle_BTh, window, pages, number, cfg)
-    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, angle_BWh, cfg)
+    B, J = window.keep_BJ.shape
+    Q = x_BWD.shape[1] // J
+    start_BJ = window.start_B[:, None] + Q * jnp.arange(J)[None]
     # The pages are written before they are read: where a block and the next one of the
     # same answer are two windows of this batch, the next one sees the block's kept keys.
+    # Block by block: the last may end in a page where the answer goes on.
     pages = pallas_kernels.cache_update(
         pages,
         number,
-        window.table_BA,
-        window.start_B,
-        window.keep_B,
-        k_BTKH,
-        v_BTKH,
-        implementation=cfg.kernels,
-    )
-    out_BTNH = pallas_kernels.paged_attention(
-        q_BTNH,
-        pages,
-        number,
-        window.table_BA,
-        window.start_B,
-        k_BTKH,
-        v_BTKH,
-        implementation=cfg.kernels,
-    )
-    return add_attention(x_BTD, p, out_BTNH), pages
-
-
-def attend_chunk(x_BWD, p, angle_BWh, chunk: Chunk, pages, number, cfg: ModelConfig):
-    """Does what `attend_paged` does, with parts of prompts."""
-    q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, angle_BWh, cfg)
-    B, J = chunk.keep_BJ.shape
-    Q = x_BWD.shape[1] // J
-    # Written block by block, each as a window of its own: the last may end in a page
-    # where the answer goes on.
-    start_BJ = chunk.start_B[:, None] + Q * jnp.arange(J)[None]
-    pages = pallas_kernels.cache_update(
-        pages,
-        number,
-        jnp.repeat(chunk.table_BA, J, axis=0),
+        jnp.repeat(window.table_BA, J, axis=0),
         start_BJ.reshape(-1),
-        chunk.keep_BJ.reshape(-1),
+        window.keep_BJ.reshape(-1),
         *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
         implementation=cfg.kernels,
     )
-
-    def attend_to(count, q_BWNH, pages):
-        k_BSKH, v_BSKH = read(pages, number, chunk.table_BA[:, :count])
-        k_pos_BS, k_group_BS = (
-            x[:, : k_BSKH.shape[1]]
-            for x in (chunk.mask.k_pos_BS, chunk.mask.k_group_BS)
+    held = q_BWNH, pages, number, window.table_BA
+    if window.mask is None:
+        out_BWNH = pallas_kernels.paged_attention(
+            *held, window.start_B, k_BWKH, v_BWKH, implementation=cfg.kernels
         )
-        seen = chunk.mask.replace(k_pos_BS=k_pos_BS, k_group_BS=k_group_BS)
-        return pallas_kernels.attention(
-            q_BWNH, k_BSKH, v_BSKH, seen, implementation=cfg.kernels
+    else:
+        out_BWNH = pallas_kernels.chunk_attention(
+            *held, window.mask, implementation=cfg.kernels
         )
-
-    counts = page_counts(chunk.table_BA.shape[1])
-    branches = [functools.partial(attend_to, count) for count in counts]
-    count = jnp.searchsorted(jnp.asarray(counts[:-1], jnp.int32), chunk.pages)
-    out_BWNH = jax.lax.switch(count, branches, q_BWNH, pages)
+    # The next layer writes to what this one has read. XLA does not see through a choice of
+    # widths, and copied all pages of all layers, four times a forward.
+    out_BWNH, pages = jax.lax.optimization_barrier((out_BWNH, pages))
     return add_attention(x_BWD, p, out_BWNH), pages
-
-
-def page_counts(pages: int) -> tuple[int, ...]:
-    """Returns how many of a row's pages attention may be made for: all, a quarter, ...
-
-    Prompts are read as far as they reach, and not as rows may.
-    """
-    counts = [pages]
-    while counts[0] > 4:
-        counts.insert(0, -(-counts[0] // 4))
-    return tuple(counts)
 
 
 def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):
@@ -574,7 +527,9 @@ def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
 
 
 @jax.named_scope("head")
-def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
+def token_draw(
+    params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig, wanted_BW=None
+):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
     return pallas_kernels.token_draw(
         x_BWD,
@@ -582,6 +537,7 @@ def token_draw(params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig):
         key_B,
         temperature_B,
         forbidden=cfg.mask_id,
+        wanted_BW=wanted_BW,
         implementation=cfg.kernels,
     )
 

@@ -18,6 +18,7 @@ module is named like an op, since the package's attribute of that name is the fu
 from dllm_jax.pallas_kernels.attend import (
     attention,
     cache_update,
+    chunk_attention,
     paged_attention,
     planned,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "CHOICES",
     "attention",
     "cache_update",
+    "chunk_attention",
     "grouped_matmul",
     "paged_attention",
     "planned",

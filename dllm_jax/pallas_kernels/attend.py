@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import sharding
-from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels import held_pages, reference
 from dllm_jax.pallas_kernels.choice import kernel
 
 SAVED = "attention"  # names what of it a rematerialised layer may keep
@@ -160,6 +160,35 @@ def paged_attention(
     return sharding.per_device(
         run, dims_in, q_dims, q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH
     )
+
+
+def chunk_attention(
+    q_BWNH, pages, layer, table_BA, mask, *, implementation="auto", interpret=False
+):
+    """Returns the attention of runs of rows' positions over their pages: [B, W, N, H].
+
+    pages, layer, table_BA: as of `paged_attention`; what the runs see of their own is in
+    the pages, too. mask: its keys are the positions of a row's pages, and of these no more
+    are read than the farthest query sees. It is `attention` over what is gathered.
+    """
+    pool_dims = "LPOKH", "LPOKH"
+
+    def run(table_BA, q_BWNH, pages, layer, mask):
+        k_BSKH, v_BSKH = sharding.per_device(
+            reference.gathered,
+            (pool_dims, "", "BA"),
+            ("BSKH", "BSKH"),
+            *(pages, layer, table_BA),
+        )
+        S = k_BSKH.shape[1]
+        seen = mask.replace(
+            k_pos_BS=mask.k_pos_BS[:, :S], k_group_BS=mask.k_group_BS[:, :S]
+        )
+        how = {"implementation": implementation, "interpret": interpret}
+        return attention(q_BWNH, k_BSKH, v_BSKH, seen, **how)
+
+    needed = -(-jnp.max(mask.q_end_BT) // pages[0].shape[2])
+    return held_pages.over_held(run, needed, table_BA, q_BWNH, pages, layer, mask)
 
 
 def cache_update(

@@ -33,12 +33,14 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         `forbidden` are ids of all of it. The logit is 0 where the token is elsewhere. saved:
         lse and mean over the whole vocabulary, the gradients of log-prob and entropy.
     token_draw
-        draw(x_RD, head_DV, words_R3, temperature_R, offset, *, width, forbidden, interpret)
+        draw(x_RD, head_DV, words_R3, temperature_R, offset, *, wanted_R, width, forbidden,
+             interpret)
             -> (token_R i32, noisy_R, logit_R, lse_R, tempered_lse_R, tempered_mean_R), f32:
                the drawn id, the score it won by (with noise), its logit, and of the
                distributions at temperature 1 and at the row's own what `pick` gives
         words: the two of the key and the row's place in its draw, whose rows of noise are
-        `width` ids wide (`noise.gumbel`). Temperature 0 draws without noise, at 1.
+        `width` ids wide (`noise.gumbel`). Temperature 0 draws without noise, at 1. Of rows
+        that are not wanted nothing is read; what is given for them is finite.
     grouped_matmul
         multiply(x_RD, w_EDF, sizes_E) -> y_RF in x's dtype
         Rows are sorted by group, sizes_E to each; rows after the last group give 0. Made of
@@ -62,6 +64,7 @@ KERNELS = {
     ("paged_attention", "any"): "held_pages",
     ("paged_attention", "gpu"): "gpu.paged_attention",
     ("paged_attention", "tpu"): "tpu.paged_attention",
+    ("token_draw", "any"): "tiled_head",
     ("token_draw", "gpu"): "gpu.token_logprob",
     ("token_draw", "tpu"): "tpu.token_logprob",
     ("token_logprob", "gpu"): "gpu.token_logprob",

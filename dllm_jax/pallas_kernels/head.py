@@ -133,15 +133,17 @@ def token_draw(
     temperature_B,
     *,
     forbidden: int,
+    wanted_BW=None,
     implementation="auto",
     interpret=False,
 ):
     """Returns (token, its log-prob at temperature 1, its probability, entropy), [B, W].
 
-    See `reference.token_draw`. The noise is that of the specification, number for number,
-    on every platform: kernels compute the same generator. Top-k and top-p need the sorted
-    vocabulary and are not here: a caller that filters takes the logits. Split as
-    `token_logprob` is.
+    See `reference.token_draw`. wanted_BW: where anybody reads these; elsewhere they are
+    finite if the logits are. None: everywhere. The noise is that of the specification,
+    number for number, on every platform: kernels compute the same generator. Top-k and
+    top-p need the sorted vocabulary and are not here: a caller that filters takes the
+    logits. Split as `token_logprob` is.
     """
     module = kernel("token_draw", implementation)
     if module is None:
@@ -153,8 +155,12 @@ def token_draw(
         forbidden=forbidden,
         interpret=interpret,
     )
-    inputs = x_BWD, head_DV, noise.words(key_B), temperature_B
-    return sharding.per_device(run, ("BWD", "DV", "B2", "B"), ("BW",) * 4, *inputs)
+    if wanted_BW is None:
+        wanted_BW = jnp.ones(x_BWD.shape[:2], bool)
+    inputs = x_BWD, head_DV, noise.words(key_B), temperature_B, wanted_BW
+    inputs = map(jnp.asarray, inputs)  # numpy's are not indexed inside a loop
+    dims_in = "BWD", "DV", "B2", "B", "BW"
+    return sharding.per_device(run, dims_in, ("BW",) * 4, *inputs)
 
 
 def draw_on_device(
@@ -162,6 +168,7 @@ def draw_on_device(
     head_DV,
     words_B2,
     temperature_B,
+    wanted_BW,
     *,
     module,
     V: int,
@@ -181,6 +188,7 @@ def draw_on_device(
         jnp.column_stack([words_B2.repeat(W, axis=0), slot_BW.reshape(-1)]),
         temperature_B.repeat(W),
         offset,
+        wanted_R=wanted_BW.reshape(-1),
         width=V,
         forbidden=forbidden,
         interpret=interpret,

@@ -17,23 +17,24 @@ def widths(A: int) -> list[int]:
     return [1 << n for n in range((A - 1).bit_length())] + [A]
 
 
+def over_held(run, needed, table_BA, *arrays):
+    """Returns run(table_BA, *arrays), the table cut to the least width of `needed` pages."""
+
+    def over(width):
+        return lambda table_BA, *arrays: run(table_BA[:, :width], *arrays)
+
+    ways = widths(table_BA.shape[1])
+    narrower = jnp.sum(jnp.array(ways[:-1], jnp.int32) < needed, dtype=jnp.int32)
+    return jax.lax.switch(narrower, [over(width) for width in ways], table_BA, *arrays)
+
+
 def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H] in q's dtype."""
     del interpret  # nothing is to be
 
-    def over(width):
-        return lambda q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH: (
-            reference.paged_attention(
-                q_BWNH, pages, layer, table_BA[:, :width], start_B, k_BWKH, v_BWKH
-            )
-        )
+    def run(table_BA, q_BWNH, pages, layer, *own):
+        return reference.paged_attention(q_BWNH, pages, layer, table_BA, *own)
 
-    O = pages[0].shape[2]
-    ways = widths(table_BA.shape[1])
-    needed = -(-jnp.max(start_B) // O)
-    narrower = jnp.sum(jnp.array(ways[:-1], jnp.int32) < needed, dtype=jnp.int32)
-    return jax.lax.switch(
-        narrower,
-        [over(width) for width in ways],
-        *(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH),
-    )
+    needed = -(-jnp.max(start_B) // pages[0].shape[2])
+    arrays = q_BWNH, pages, layer, start_B, k_BWKH, v_BWKH
+    return over_held(run, needed, table_BA, *arrays)

@@ -71,13 +71,19 @@ def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
     s % O of page table[b, s // O] in `layer`.
     """
     B, W = q_BWNH.shape[:2]
-    cached = tuple(
-        x_LPOKH[layer, table_BA].reshape(B, -1, *x_LPOKH.shape[3:]) for x_LPOKH in pages
-    )
+    cached = gathered(pages, layer, table_BA)
     before_BS = jnp.arange(cached[0].shape[1])[None] < start_B[:, None]
     sees_BS = jnp.concatenate([before_BS, jnp.ones((B, W), bool)], axis=1)
     sees_BWS = jnp.broadcast_to(sees_BS[:, None], (B, W, sees_BS.shape[1]))
     return attend(q_BWNH, [cached, (k_BWKH, v_BWKH)], sees_BWS)
+
+
+def gathered(pages, layer, table_BA):
+    """Returns the keys and values of rows' pages, in their order: (k_BSKH, v_BSKH)."""
+    B = len(table_BA)
+    return tuple(
+        x_LPOKH[layer, table_BA].reshape(B, -1, *x_LPOKH.shape[3:]) for x_LPOKH in pages
+    )
 
 
 def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):

@@ -214,7 +214,15 @@ def unmask(
     """
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
-    drawn = draw(params, x_BWD, key_B, s.temperature_B, model=model, cfg=cfg)
+    drawn = draw(
+        params,
+        x_BWD,
+        key_B,
+        s.temperature_B,
+        wanted_BW=masked_BW & now_B[:, None],
+        model=model,
+        cfg=cfg,
+    )
     drawn = confidence.weigh(drawn, logits.apart(key_B, 1), model.pad_id, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)

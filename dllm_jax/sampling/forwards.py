@@ -192,7 +192,7 @@ def run_windows(
     seen = kv.Window(
         table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dw)),
         start_B=joined(pos_dwW[..., 0]),
-        keep_B=joined(keep_dw),
+        keep_BJ=joined(keep_dw)[:, None],
     )
     x_dwWD, cache = run(params, rows, shown_dwW, pos_dwW, seen, model)
     nth_dk = jnp.minimum(windows.nth_dk, count - 1)
@@ -318,7 +318,7 @@ def shown(s: SamplingState, row_dw, pos_dwW, model: ModelConfig):
     return jnp.where(step_dwW == FAR, model.mask_id, tokens_dwW)
 
 
-def run(params, rows: Rows, shown_dwW, pos_dwW, seen: kv.Window | kv.Chunk, model):
+def run(params, rows: Rows, shown_dwW, pos_dwW, seen: kv.Window, model):
     """Returns (hidden states x_dwWD, the PagedKVCache with the keys that are kept)."""
     x_BWD = transformer.embed(params, joined(shown_dwW), model)
     x_BWD, cache, _ = transformer.trunk(

@@ -38,10 +38,11 @@ def candidates(
     key_B,
     temperature_B,
     *,
+    wanted_BW=None,
     model: ModelConfig,
     cfg: SamplerConfig,
 ) -> Draw:
-    """Returns the Draw of hidden states.
+    """Returns the Draw of hidden states; of positions that are not wanted, anything finite.
 
     Where the head that draws by itself knows all that the config asks for, no logits
     are made: [B, W, V] of f32 would be the largest array of a step.
@@ -50,7 +51,7 @@ def candidates(
         logits_BWV = transformer.logits(params, x_BWD, model)
         return draw(key_B, logits_BWV, temperature_B, cfg)
     token_BW, logp_BW, conf_BW, entropy_BW = transformer.token_draw(
-        params, x_BWD, key_B, temperature_B, model
+        params, x_BWD, key_B, temperature_B, model, wanted_BW
     )
     score_BW = conf_BW if cfg.target == "confidence" else -entropy_BW
     sure_BW = score_BW

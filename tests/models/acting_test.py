@@ -59,7 +59,7 @@ def run_paged(params, tokens_BT, model):
     window = kv.Window(
         table_BA=jnp.array([[2, 0], [1, 3]]),
         start_B=jnp.array([0, 4]),
-        keep_B=jnp.array([True, True]),
+        keep_BJ=jnp.array([[True], [True]]),
     )
     pos_BT = window.start_B[:, None] + jnp.arange(4)[None]
     x_BTD = transformer.embed(params, tokens_BT[:, :4], model)

@@ -101,15 +101,33 @@ def test_where_it_is_asked_for_a_wrong_one_is_refused(installed):
     assert selfcheck.check("platform", narrow) == []
 
 
-def test_a_verdict_is_remembered(installed, tmp_path, monkeypatch):
-    installed(paged_attention=pages(0.5))
-    first = selfcheck.check("auto", WIDE, str(tmp_path))
-    monkeypatch.setattr(selfcheck, "fault", None)
-    assert selfcheck.check("auto", WIDE, str(tmp_path)) == first
+def test_what_was_right_is_remembered_and_what_was_not_is_looked_at_again(
+    installed, tmp_path, monkeypatch
+):
+    installed(attention=RIGHT, paged_attention=pages(0.5))
+    looked, fault = [], selfcheck.fault
+
+    def noted(op, *args):
+        looked.append(op)
+        return fault(op, *args)
+
+    def ops_looked_at() -> list[str]:
+        """Returns what another start looks at; it says what is wrong each time."""
+        looked.clear()
+        lines = selfcheck.check("auto", WIDE, str(tmp_path))
+        assert [taken("attention"), taken("paged_attention")] == [True, not lines]
+        return sorted(looked)
+
+    monkeypatch.setattr(selfcheck, "fault", noted)
+    assert ops_looked_at() == ["attention", "paged_attention"]
+    assert ops_looked_at() == ["paged_attention"] and not taken("paged_attention")
+    installed(paged_attention=pages(0.0))  # as after a chip was out of memory
+    assert ops_looked_at() == ["paged_attention"] and taken("paged_attention")
+    assert ops_looked_at() == []
     (file,) = tmp_path.iterdir()
-    file.write_text("{")
-    with pytest.raises(TypeError):  # damaged: it looks again
-        selfcheck.check("auto", WIDE, str(tmp_path))
+    for damaged in ("{", "3"):
+        file.write_text(damaged)
+        assert ops_looked_at() == ["attention", "paged_attention"]
 
 
 @pytest.mark.parametrize("op", sorted(selfcheck.CHECKS))

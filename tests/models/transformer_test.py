@@ -429,8 +429,11 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
         x_BTD = transformer.embed(params, tokens_BT, cfg)
         seen = mask.clean("block", pos_BT, row_B + 4, 4)
         transformer.trunk(params, x_BTD, pos_BT, seen, cfg)
-        window = kv.Window(row_B[:, None], row_B, row_B > 0)
-        transformer.trunk(params, x_BTD, pos_BT, window, cfg, kv.pool(cfg, 4, 4))
+        table_BA, pool = row_B[:, None], kv.pool(cfg, 4, 4)
+        window = kv.Window(table_BA, row_B, row_B[:, None] > 0)
+        chunk = kv.chunk(table_BA, pos_BT, row_B + 4, 4, pool)
+        for seen in (window, chunk):
+            transformer.trunk(params, x_BTD, pos_BT, seen, cfg, pool)
         keys, hot_B = jax.random.split(jax.random.key(1)), jnp.ones(2)
         transformer.token_draw(params, x_BTD, keys, hot_B, cfg)
         return transformer.token_logprob(params, x_BTD, tokens_BT, cfg)

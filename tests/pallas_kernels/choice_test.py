@@ -84,6 +84,8 @@ LONG = 4096  # slots: more than two tiles anywhere
         ("paged_attention", "auto", "cpu", H, None, "held_pages"),
         ("paged_attention", "auto", "tpu", 8, None, "held_pages"),
         ("paged_attention", "auto", "tpu", H, None, "tpu.paged_attention"),
+        ("token_draw", "auto", "cpu", None, None, "tiled_head"),
+        ("token_draw", "auto", "tpu", None, None, "tpu.token_logprob"),
         ("token_logprob", "auto", "gpu", None, None, None),
         ("token_logprob", "platform", "gpu", None, None, "gpu.token_logprob"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax import pallas_kernels, sharding
+from dllm_jax.models import mask
 from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
@@ -89,6 +90,23 @@ def test_no_more_pages_are_read_than_rows_hold(width):
     spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
     run = functools.partial(pallas_kernels.paged_attention, implementation="any")
     found = jax.jit(run)(q, spoilt, *at, k, v)
+    np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
+
+
+@pytest.mark.parametrize("reach", [1, 2, 5])
+def test_chunks_read_no_more_pages_than_they_see(reach):
+    """Behind them, up to a power of two, may be NaN; the mask says who sees what."""
+    q, pages, layer, table_BA, *_ = case(4, 6, 4, 2, 24)
+    end_BW = jnp.minimum(2 + jnp.arange(24).reshape(4, 6), reach * O)
+    slots_BS = jnp.broadcast_to(jnp.arange(A * O)[None], (4, A * O))
+    seen = mask.ranged(end_BW.at[3].set(reach * O), slots_BS)
+    k_BSKH, v_BSKH = reference.gathered(pages, layer, table_BA)
+    want = reference.attention(q, k_BSKH, v_BSKH, seen)
+    behind_BA = jnp.arange(A)[None] >= 1 << (reach - 1).bit_length()
+    page = jnp.where(behind_BA, table_BA, len(pages[0][0]))
+    spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
+    run = jax.jit(pallas_kernels.chunk_attention)
+    found = run(q, spoilt, layer, table_BA, seen)
     np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.pallas_kernels import noise, reference
+from dllm_jax.pallas_kernels import choice, noise, reference, tiled_head
 from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 from dllm_jax.sampling import logits
@@ -25,6 +25,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(gpu_token_logprob.TUNED, "token_logprob", (128, True))
     monkeypatch.setattr(gpu_token_logprob, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(gpu_token_logprob, "BLOCKS", 2)  # parts of the vocabulary
+    monkeypatch.setattr(tiled_head, "TILE", 8)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -98,7 +99,10 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
         np.testing.assert_allclose(y.astype(jnp.float32), z, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("implementation, sizes", KINDS)
+DRAWS = *KINDS, *(("any", sizes) for sizes in MESHES)
+
+
+@pytest.mark.parametrize("implementation, sizes", DRAWS)
 def test_draw_is_the_specification(implementation, sizes):
     x, head, _ = inputs()
     args = x, head, jax.random.split(jax.random.key(3), B), jnp.array([0, 0.7, 1, 2.0])
@@ -112,6 +116,34 @@ def test_draw_is_the_specification(implementation, sizes):
         np.testing.assert_allclose(y, z, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 13, 36])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_draws_are_made_where_they_are_wanted(monkeypatch, platform, count):
+    monkeypatch.setattr(choice, "platform", lambda: platform)
+    x, head, _ = inputs()
+    args = x, head, jax.random.split(jax.random.key(3), B), jnp.array([0, 0.7, 1, 2.0])
+    want = reference.token_draw(*args, FORBIDDEN)
+    wanted = np.random.default_rng(count).permutation(B * U).reshape(B, U) < count
+    f = functools.partial(kernel(pallas_kernels.token_draw, "any"), wanted_BW=wanted)
+    found = jax.jit(f)(*args)
+    for y, z in zip(found, want, strict=True):
+        np.testing.assert_allclose(y[wanted], z[wanted], atol=1e-5, rtol=1e-5)
+        assert np.isfinite(y).all()
+        rows = np.flatnonzero(~wanted.any(axis=1))  # of which nothing is computed
+        assert platform == "gpu" or len(rows) < 2 or (y[rows] == y[rows[0], 0]).all()
+
+
+def test_a_draw_of_what_is_no_number_is_none():
+    x, head, _ = inputs()
+    key, cold = jax.random.split(jax.random.key(3), B), jnp.zeros(B)
+    f = jax.jit(kernel(pallas_kernels.token_draw, "any"))
+    token, *told = f(x.at[1, 2, 0].set(jnp.nan), head, key, cold)
+    bad = np.arange(B * U).reshape(B, U) == U + 2
+    for y in told:
+        np.testing.assert_array_equal(np.isnan(y), bad)
+    assert ((token >= 0) & (token < V)).all()
+
+
 def test_gpu_kernels_take_a_part_of_the_vocabulary():
     x, head, token = inputs()
     x, head, token = x.reshape(-1, D), head[:, 100:250], token.reshape(-1)
@@ -123,7 +155,10 @@ def test_gpu_kernels_take_a_part_of_the_vocabulary():
         return module.pick(x, head, token, 100, **bound)
 
     def drawn(module):
-        return module.draw(x, head, words, temperature, 100, width=V, **bound)
+        wanted = temperature >= 0
+        return module.draw(
+            x, head, words, temperature, 100, wanted_R=wanted, width=V, **bound
+        )
 
     for f in (picked, drawn):
         both = f(gpu_token_logprob), f(tpu_token_logprob)

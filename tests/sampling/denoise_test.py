@@ -237,7 +237,7 @@ def step(params, s, f: Facts, *, model, block):
         stop_ids=tuple(f.stop_ids),
     )
 
-    def draw(params, x_BWD, key_B, temperature_B, *, model, cfg):
+    def draw(params, x_BWD, key_B, temperature_B, *, wanted_BW, model, cfg):
         logits_BWV = transformer.logits(params, x_BWD, model)
         ours = logits.draw(key_B, logits_BWV, temperature_B, SamplerConfig())
         theirs = replayed(logits_BWV, f)

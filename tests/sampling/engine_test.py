@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models import transformer
+from dllm_jax.models import acting, transformer
 from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -283,6 +284,18 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     assert int(alone.rows.forwards) == 1 + row.steps
 
 
+def test_a_forward_copies_no_pages(tiny):
+    """On CPU, where layers are arrays of their own and widths of pages are chosen from."""
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, rows=8)
+    layers = acting.laid_out(params, acting.abstract(model, ONE()))
+    lowered, rows = Engine(model=model, cfg=cfg, mesh=ONE()).lower(layers, KEY)
+    pool = ",".join(map(str, rows.s.cache.k_LPOKH.shape))
+    text = lowered.compile().as_text()
+    assert f"f32[{pool}]" in text
+    assert not re.findall(rf"f32\[{pool}\]\S* copy\(", text)
+
+
 def as_on_tpu(op):
     """Returns an op of `pallas_kernels` that runs the TPU's kernel."""
 
@@ -296,7 +309,7 @@ def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
     want = defined(tiny, cfg, asked)
     monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
-    for name in ("attention", "paged_attention", "cache_update"):
+    for name in ("chunk_attention", "paged_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
         monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())

@@ -186,8 +186,9 @@ def test_where_no_logits_are_needed_none_are_made(tiny, monkeypatch, fused, chan
     np.testing.assert_array_equal(got.token_BW, want.token_BW)
     if cfg.target == "neg_entropy" and fused:  # static: nothing is compared
         got = got.replace(sure_BW=want.sure_BW)
+    # The fused head's entropy is a difference of two numbers as large as its logits.
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reads_sure", [False, True])

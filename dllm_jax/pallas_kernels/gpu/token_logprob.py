@@ -286,6 +286,7 @@ def draw(
     temperature_R,
     offset,
     *,
+    wanted_R,
     width: int,
     forbidden: int,
     interpret=False,
@@ -294,6 +295,7 @@ def draw(
 
     words: the key's two and the row's place in its draw, whose rows are `width` wide.
     """
+    del wanted_R  # the head is read once, for however many
     greedy_R = temperature_R == 0
     scale_R = 1 / jnp.where(greedy_R, 1, temperature_R)
     rows = *words_R3.T, scale_R, 1.0 - greedy_R

@@ -364,6 +364,7 @@ def draw(
     temperature_R,
     offset,
     *,
+    wanted_R,
     width: int,
     forbidden: int,
     interpret=False,
@@ -372,6 +373,7 @@ def draw(
 
     words: the key's two and the row's place in its draw, whose rows are `width` wide.
     """
+    del wanted_R  # the head is read once, for however many
     R = len(x_RD)
     greedy_R = temperature_R == 0
     scale_R2 = jnp.stack([1 / jnp.where(greedy_R, 1, temperature_R), ~greedy_R], axis=1)
