@@ -10,10 +10,9 @@ import difflib
 import os
 from typing import NamedTuple
 
-import flax.struct
 import numpy as np
 
-from dllm_jax import checks, limits
+from dllm_jax import checks, limits, struct
 from dllm_jax.exits import warn
 from dllm_jax.records import records
 
@@ -242,7 +241,7 @@ def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     return out
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Examples:
     """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
 

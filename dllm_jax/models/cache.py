@@ -1,15 +1,15 @@
 """The key/value cache, of rows or of pages: a value that is replaced, never mutated."""
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dllm_jax import struct
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask, ranged
 from dllm_jax.sharding import constrain, per_device
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class KVCache:
     """Keys (rotated) and values of committed positions; slot = absolute position."""
 
@@ -45,7 +45,7 @@ def write(cache: KVCache, fresh: KVCache, start_B, keep_B) -> KVCache:
     return jax.tree.map(write_all, cache, fresh)
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class PagedKVCache:
     """Keys (rotated) and values in pages of O positions; a Window's table says whose."""
 
@@ -53,7 +53,7 @@ class PagedKVCache:
     v_LPOKH: jax.Array
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Window:
     """Who sees whom where the cache is paged: in the place of a Mask.
 
@@ -68,7 +68,7 @@ class Window:
     keep_B: jax.Array  # whether its keys are written to the pages: its tokens are known
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Chunk:
     """Who sees whom in parts of prompts, where the cache is paged.
 

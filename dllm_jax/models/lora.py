@@ -8,21 +8,21 @@ trained (pairs of A and B, and a value head), and the two joined, which the towe
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dllm_jax import struct
 from dllm_jax.models.config import Lora
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Adapted:
     """A weight with its adapters, stacked over layers or of one layer."""
 
     w: jax.Array
     a: jax.Array  # w's contracted dimensions, then C, the rank
     b: jax.Array  # C, then the others
-    scale: float = flax.struct.field(pytree_node=False)
+    scale: float = dataclasses.field(metadata=struct.static)
 
 
 def contracted(dims: str) -> str:

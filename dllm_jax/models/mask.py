@@ -41,14 +41,15 @@ beside, a window at positions 4 and 5: first six slots of a cache, of which four
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+
+from dllm_jax import struct
 
 FAR = 2**30  # beyond every position and every step
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Mask:
     """Who sees whom: T queries, S keys (the cached ones first, then the T own)."""
 

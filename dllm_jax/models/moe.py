@@ -16,12 +16,12 @@ b groups that are open to a token.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from dllm_jax import struct
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import grouped_matmul
 from dllm_jax.sharding import ACT, constrain, pspec
@@ -31,7 +31,7 @@ from dllm_jax.sharding import ACT, constrain, pspec
 DISPATCHED = {"e_gate": "EDI", "e_up": "EDI", "e_down": "EID"}
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Load:
     """What a layer's router did, in sums: those of several batches may be added."""
 

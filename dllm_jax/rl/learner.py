@@ -8,11 +8,11 @@ SFT and RL, policy and value are the same `update`; every function is jitted by 
 import dataclasses
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
+from dllm_jax import struct
 from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
@@ -24,7 +24,7 @@ from dllm_jax.rl.views import TrainBatch
 UNROLLED = 8  # layers at most that are compiled one by one for CPU
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class TrainState:
     """Parameters in training; `opt_state` is AdamW's, and its count drives the rate."""
 
@@ -104,8 +104,9 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
     if "lm" in heads:
+        asked_BU = jnp.where(batch.weight_BU > 0, batch.target_BU, -1)  # not of filling
         out["logp"], out["entropy"] = transformer.token_logprob(
-            params, x_BUD, batch.target_BU, model
+            params, x_BUD, asked_BU, model
         )
     if "value" in heads:
         out["value"] = transformer.value(params, x_BUD)

@@ -13,15 +13,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import flax.struct
 import numpy as np
 
+from dllm_jax import struct
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Noise:
     """Step maps of n rows, and what is supervised in each."""
 

@@ -17,15 +17,15 @@ AGGREGATES.
 
 import dataclasses
 
-import flax.struct
 import numpy as np
 
+from dllm_jax import struct
 from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
 from dllm_jax.rl.noise import Noise, answers
 from dllm_jax.sampling.state import Trace
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class TrainBatch:
     """B rows of T slots, of which U are supervised.
 

@@ -3,10 +3,10 @@
 Letters: k the most probable tokens.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dllm_jax import struct
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling.confidence import TARGETS, at_token, neg_entropy
@@ -14,7 +14,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Draw:
     """A candidate token at every position of the window, and what is known of it.
 

@@ -6,11 +6,10 @@ device by `Changes` who leaves, who begins, and whose pages are whose.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import sharding
+from dllm_jax import sharding, struct
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import state
@@ -18,7 +17,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import SamplingState
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Rows:
     """Rows in flight over a pool of pages."""
 
@@ -31,7 +30,7 @@ class Rows:
     clean: jax.Array  # blocks whose keys were written
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Changes:
     """What the host tells the device between forwards; it fills in numpy arrays."""
 

@@ -3,18 +3,18 @@
 import dataclasses
 from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax import struct
 from dllm_jax.models.cache import KVCache
 from dllm_jax.models.mask import FAR
 
 GIVEN = 0  # the step of a token that was never masked; denoising steps count from 1
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class SamplingState:
     """Rows in flight. A position is masked iff its step is FAR."""
 
@@ -36,7 +36,7 @@ class SamplingState:
     cache: KVCache
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Trace:
     """Finished rows: canvases with the order in which they were filled.
 
