@@ -76,7 +76,8 @@ def test_the_package_imports_neither_torch_nor_what_stands_around_it():
 # ---- Sizes ---------------------------------------------------------------------------
 
 # In lines of code: raise a figure with a reason, in the commit that needs it.
-CORE, FILE = 10_900, 500
+# The core: 200 for the choice of remat, gap and widths, and for trackers of runs.
+CORE, FILE = 11_100, 500
 REWARDS = 2_100  # a jail, a judge, seven formats
 LOOKED_AT = 700
 PAGES = "viewer", "trace", "report"  # what people look at

@@ -18,7 +18,10 @@ from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.choice import kernel
 
-HEAD_TILE = 512  # positions of a row whose logits are alive at once
+HEAD_TILE = 512  # positions of a row whose logits are alive at once, at most
+# Where a row has more than these, a tile is a quarter of it: one of which no token is asked
+# is skipped. On CPU a third of 448 took 0.6 times as long, all of them 1.1 times.
+FEW = 128
 
 
 # ---- The log-prob of a token ---------------------------------------------------------
@@ -31,30 +34,45 @@ def token_logprob(
 
     No more than a tile of logits is alive, forward and backward: [B, tile, V] of the
     specification, which walks over U, and less in a kernel, which also walks over V. The
-    column `forbidden` (the mask id) has probability zero. Differentiable in x and head;
+    column `forbidden` (the mask id) has probability zero. A token below 0 is not asked for:
+    what is returned for it means nothing. Differentiable in x and head;
     split over rows and the vocabulary of the mesh.
     """
     module = kernel("token_logprob", implementation)
     if module is None:
         return tiled_logprob(x_BUD, head_DV, token_BU, forbidden)
+    token_BU = jnp.maximum(token_BU, 0)
     return fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU)
 
 
 def tiled_logprob(x_BUD, head_DV, token_BU, forbidden: int):
     """Returns the specification's answer, a tile of U at a time."""
     B, U, D = x_BUD.shape
-    tile = min(HEAD_TILE, U)
+    tile = min(HEAD_TILE, max(-(-U // 4), min(FEW, U)))
     pad = -U % tile
     x_BUD = jnp.pad(x_BUD, ((0, 0), (0, pad), (0, 0)))
-    token_BU = jnp.pad(token_BU, ((0, 0), (0, pad)))
+    token_BU = jnp.pad(token_BU, ((0, 0), (0, pad)), constant_values=-1)
 
     @jax.checkpoint  # so that the gradient computes a tile's logits again
     def logprob_of_tile(_, tile_inputs):
         x_BuD, token_Bu = tile_inputs
-        logp_R, entropy_R = reference.token_logprob(
-            x_BuD.reshape(-1, D), head_DV, token_Bu.reshape(-1), forbidden
-        )
-        return None, (logp_R.reshape(B, -1), entropy_R.reshape(B, -1))
+
+        def compute(x_BuD, head_DV):
+            out = reference.token_logprob(
+                x_BuD.reshape(-1, D),
+                head_DV,
+                jnp.maximum(token_Bu, 0).reshape(-1),
+                forbidden,
+            )
+            return tuple(y_R.reshape(B, -1) for y_R in out)
+
+        def skip(x_BuD, head_DV):
+            return (jnp.zeros(token_Bu.shape, jnp.float32),) * 2
+
+        if tile == U:
+            return None, compute(x_BuD, head_DV)
+        asked = jnp.any(token_Bu >= 0)
+        return None, jax.lax.cond(asked, compute, skip, x_BuD, head_DV)
 
     def tiles(x):  # [B, U, ...] -> [U / tile, B, tile, ...]: rows stay where they are
         return jnp.moveaxis(x.reshape(B, -1, tile, *x.shape[2:]), 1, 0)

@@ -104,8 +104,9 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
     if "lm" in heads:
+        asked_BU = jnp.where(batch.weight_BU > 0, batch.target_BU, -1)  # not of filling
         out["logp"], out["entropy"] = transformer.token_logprob(
-            params, x_BUD, batch.target_BU, model
+            params, x_BUD, asked_BU, model
         )
     if "value" in heads:
         out["value"] = transformer.value(params, x_BUD)

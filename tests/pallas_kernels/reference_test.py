@@ -210,6 +210,25 @@ def test_tiles_change_neither_answer_nor_gradient(tile, count, monkeypatch):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_a_tile_of_which_no_token_is_asked_is_skipped(monkeypatch):
+    """Of 10 positions in tiles of 3, one row asks for 4 and the other for none."""
+    monkeypatch.setattr(pallas_kernels.head, "FEW", 3)
+    x, head, token = head_inputs(2, 10)
+    asked = (jnp.arange(10)[None] < 4) & jnp.array([[True], [False]])
+
+    def found(x, head, token):
+        out = pallas_kernels.token_logprob(x, head, token, forbidden=FORBIDDEN)
+        return sum(jnp.sum(jnp.where(asked, y, 0)) for y in out), out
+
+    run = jax.jit(jax.grad(found, argnums=(0, 1), has_aux=True))
+    some, (logp, _) = run(x, head, jnp.where(asked, token, -1))
+    every, (want, _) = run(x, head, token)
+    assert logp.shape == (2, 10) and (logp[:, 6:] == 0).all() and (want < 0).all()
+    np.testing.assert_allclose(logp[:, :6][asked[:, :6]], want[asked], rtol=1e-6)
+    for one, other in zip(some, every, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 def test_logits_are_never_alive_whole(monkeypatch):
     monkeypatch.setattr(pallas_kernels.head, "HEAD_TILE", 4)
     x, head, token = head_inputs(3, 20)

@@ -158,7 +158,7 @@ def sees(batch, a: int, b: int):
     m = mask.packed(
         *(x[a, b][None] for x in (batch.begin_BT, batch.end_BT, batch.group_BT))
     )
-    m = mask.Mask(**{k: np.asarray(v)[0] for k, v in vars(m).items()})
+    m = jax.tree.map(lambda x_BT: np.asarray(x_BT)[0], m)
     ranged = (m.k_pos_BS >= m.q_begin_BT[:, None]) & (m.k_pos_BS < m.q_end_BT[:, None])
     return ranged | (m.k_group_BS == m.q_group_BT[:, None])
 
