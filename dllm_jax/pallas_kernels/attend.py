@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import held_pages, reference
-from dllm_jax.pallas_kernels.choice import kernel
+from dllm_jax.pallas_kernels.choice import kernel, platform
 
 SAVED = "attention"  # names what of it a rematerialised layer may keep
 FEW = 64  # queries below which a key head's queries fill a tile together
@@ -113,6 +113,10 @@ def flash_forward(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):
     out_BTNH, lse_BNT = sharding.per_device(
         run, dims_in, dims_out, q_BTNH, k_BSKH, v_BSKH, mask
     )
+    if platform() == "gpu":
+        # Without it XLA fuses a second call of the kernel with the write into the stack of
+        # all layers' outputs: every forward pass of a gradient computed attention twice.
+        out_BTNH, lse_BNT = jax.lax.optimization_barrier((out_BTNH, lse_BNT))
     out_BTNH, lse_BNT = (checkpoint_name(x, SAVED) for x in (out_BTNH, lse_BNT))
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT)
 
@@ -177,7 +181,7 @@ def chunk_attention(
         k_BSKH, v_BSKH = sharding.per_device(
             reference.gathered,
             (pool_dims, "", "BA"),
-            ("BSKH", "BSKH"),
+            ("BAKH", "BAKH"),  # of A pages the positions
             *(pages, layer, table_BA),
         )
         S = k_BSKH.shape[1]

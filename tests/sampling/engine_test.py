@@ -289,7 +289,7 @@ def test_a_forward_copies_no_pages(tiny):
     model, params = tiny
     cfg = dataclasses.replace(CFG, rows=8)
     layers = acting.laid_out(params, acting.abstract(model, ONE()))
-    lowered, rows = Engine(model=model, cfg=cfg, mesh=ONE()).lower(layers, KEY)
+    lowered, rows = Engine(model=model, cfg=cfg, mesh=ONE()).lower(layers)
     pool = ",".join(map(str, rows.s.cache.k_LPOKH.shape))
     text = lowered.compile().as_text()
     assert f"f32[{pool}]" in text
