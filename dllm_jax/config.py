@@ -261,9 +261,11 @@ def completed(cfg: Config):
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     """Returns (cfg with values for what the program is to choose, a line for each choice).
 
-    cfg, model: of `completed`.
+    cfg, model: of `completed`. Raises ValueError where the noise does not suit the model.
     """
     rl, batch, lines = cfg.rl, cfg.batch, []
+    shown = layout.of(model, cfg.sampler, cfg.noise)
+    noise.check(cfg.noise, shown)
     if cfg.method == "rl" and rl.trusted_gap < 0:
         reason = scored_anew(cfg, model)
         rl = dataclasses.replace(rl, trusted_gap=0.0 if reason else TRUSTED_GAP)
@@ -272,7 +274,6 @@ def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
             said = f"old log-probs are scored anew, as {reason}"
         lines.append(f"rl.trusted_gap={rl.trusted_gap}: {said}")
     if not batch.tokens:
-        shown = layout.of(model, cfg.sampler, cfg.noise)
         rounds = noise.rounds(cfg.noise, shown, cfg.sampler.max_new)
         width = shown.width(cfg.sampler.slots, rounds)
         batch = dataclasses.replace(batch, tokens=width)

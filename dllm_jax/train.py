@@ -37,7 +37,6 @@ from dllm_jax.rl import (
     heldout,
     learner,
     networks,
-    noise,
     rewards,
     rollout,
     sources,
@@ -82,7 +81,6 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     for line in (*kept, *choices, *config.warnings(cfg, model, rows_on), *checked):
         say(line)
     settings = settings_of(cfg, model, rows_on)
-    noise.check(cfg.noise, settings.layout)
     method = sources.SOURCES[cfg.method]
     plans = method.plans(settings)
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}

@@ -57,9 +57,7 @@ class Mask:
     q_group_BT: jax.Array  # besides, it sees the keys of this group; -1: none
     k_pos_BS: jax.Array  # the place of a key; FAR: outside every range
     k_group_BS: jax.Array  # the group that sees it wherever it is; -2: none
-    tiles: Any = (
-        None  # what `pallas_kernels.planned` found of the ranges; None: nothing
-    )
+    tiles: Any = None  # what `pallas_kernels.planned` found of the ranges
 
 
 def ranged(q_end_BT, k_pos_BS) -> Mask:
