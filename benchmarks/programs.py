@@ -24,8 +24,7 @@ from dllm_jax import config, data, memory, metrics, train
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
-from dllm_jax.rl import budget, learner, networks, sources
-from dllm_jax.rl.rewards import GRADERS
+from dllm_jax.rl import budget, learner, networks, rewards, sources
 from dllm_jax.sampling import placement
 
 TINY = "examples/arithmetic"
@@ -132,9 +131,8 @@ class Run:
         tools = sources.Tools(
             mesh=self.mesh,
             tok=data.tokenizer(hf.find(f"{TINY}/model")),
-            grader=GRADERS[self.cfg.rl.reward],
+            grader=rewards.grader(self.cfg.rl.reward, self.cfg.reward),
             truncated_wrong=self.cfg.rl.truncated_wrong,
-            answerer=None,
             timer=metrics.Timer(),
             stop=lambda: False,
             say=lambda *words: None,

@@ -86,8 +86,28 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
     places = jax.tree.map(lambda x: x.sharding, shapes)
 
+    # ---- What it learns from, and what it is evaluated on ----------------------------
+    samples = method.samples or bool(cfg.data.heldout)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    for line in grader.begin() if samples else ():
+        say(line)
+    tools = sources.Tools(
+        mesh=mesh,
+        tok=tok,
+        grader=grader,
+        truncated_wrong=cfg.rl.truncated_wrong,
+        timer=timer,
+        stop=stopping,
+        say=say,
+        folder=folder,
+        samples=cfg.run.samples if main else 0,
+    )
+    problems = heldout.problems(settings, tools)
+    source = method(settings, tools)
+    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
+
     # ---- Where it samples ------------------------------------------------------------
-    limit, samples = memory.device_bytes(), method.samples or bool(cfg.data.heldout)
+    limit = memory.device_bytes()
     resident = budget.resident(
         shapes, model, mesh, reference=bool(cfg.objective.reference_beta)
     )
@@ -99,28 +119,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         beside=sum(resident.values()),
         limit=limit if samples else None,
     )
+    tools.answerer = sampling.answerer
     if samples and sampling.note:
         say(sampling.note)
-
-    # ---- What it learns from, and what it is evaluated on ----------------------------
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
-    for line in grader.begin() if samples else ():
-        say(line)
-    tools = sources.Tools(
-        mesh=mesh,
-        tok=tok,
-        grader=grader,
-        truncated_wrong=cfg.rl.truncated_wrong,
-        answerer=sampling.answerer,
-        timer=timer,
-        stop=stopping,
-        say=say,
-        folder=folder,
-        samples=cfg.run.samples if main else 0,
-    )
-    problems = heldout.problems(settings, tools)
-    source = method(settings, tools)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- The compiled functions: each is traced once in a run ------------------------
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -259,7 +259,9 @@ def trunk(
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
         if cache is None:
-            mask = pallas_kernels.planned(mask, cfg.head_dim, cfg.kernels)
+            mask = pallas_kernels.planned(
+                mask, cfg.head_dim, implementation=cfg.kernels
+            )
         real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
 
     def layer(carry, inputs):

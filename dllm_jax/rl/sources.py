@@ -77,7 +77,7 @@ class Settings:
         return layouts.of(self.model, self.sampler, self.noise)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Tools:
     """What a run lends its source."""
 
@@ -85,7 +85,6 @@ class Tools:
     tok: object  # the checkpoint's tokenizer
     grader: Grader
     truncated_wrong: bool  # an answer cut at its limit earns nothing
-    answerer: answers.Batches | answers.Engine
     timer: Timer
     stop: Callable[
         [], bool
@@ -93,6 +92,8 @@ class Tools:
     say: Callable[[str], None]
     folder: pathlib.Path
     samples: int  # rollouts of a step to write there
+    # Where it samples is decided, and compiled, when all that it asks has been read.
+    answerer: answers.Batches | answers.Engine | None = None
 
     def answered(
         self, params, problems, group_n, key, *, temperature: float, timer, stop=None
