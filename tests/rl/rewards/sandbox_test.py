@@ -30,7 +30,6 @@ ENDS = {
     "sleep": "timeout",
     "ignored signals": "timeout",
     "large power": "timeout",
-    "recursion": "timeout",
 }
 
 
@@ -302,6 +301,7 @@ def test_no_attack_escapes(user):
     escaped = {name: row[2] for name, row in told["attacks"].items() if row[2]}
     assert not escaped
     ends = {name: row[0] for name, row in told["attacks"].items()}
+    assert ends.pop("recursion") in ("error", "timeout")  # by Python's version
     assert ends == dict.fromkeys(ends, "ok") | ENDS  # an attack that fails is none
     assert all(size <= sandbox.OUTPUT for _, size, _ in told["attacks"].values())
     assert told["honest"] == ["ok", "42\n"]
