@@ -48,7 +48,8 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 
 soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short takes ten minutes
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "property or soak" \
-	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) tests tests/soak $(ARGS)
+	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) \
+	    -o norecursedirs="tests/aot tests/torch" tests $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware
 	DLLM_NO_SKIP=1 .venv-aot/bin/python -m pytest -q -rsP --confcutdir=tests/aot tests/aot $(ARGS)
