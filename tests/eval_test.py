@@ -11,7 +11,6 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import exits
-from dllm_jax.rl import rollout
 from tests import served
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
@@ -20,13 +19,6 @@ MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 def run(*args, program="eval"):
     """Returns the finished command."""
     return served.run(f"dllm_jax.{program}", [*args])
-
-
-def test_pass_at_k_by_hand():
-    solved = np.array([[True, False, False], [False, False, False], [True, True, True]])
-    assert rollout.pass_at(solved, 1) == pytest.approx((1 / 3 + 0 + 1) / 3)
-    assert rollout.pass_at(solved, 2) == pytest.approx((1 - 1 / 3 + 0 + 1) / 3)
-    assert rollout.pass_at(solved, 3) == pytest.approx(2 / 3)
 
 
 def test_the_bundled_model(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "dllm_jax"
 FLOORS = {
-    **dict.fromkeys(("checks", "exits", "limits", "records"), 0),
+    **dict.fromkeys(("checks", "exits", "limits", "records", "statistics"), 0),
     **dict.fromkeys(
         ("sharding", "processes", "data", "metrics", "curves", "memory"), 1
     ),
