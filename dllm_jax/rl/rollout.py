@@ -134,15 +134,17 @@ def report_long(problems: list[Problem], max_prompt: int, say, path: str):
         )
 
 
-def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """Returns pass@k for k = 1, 2, 4 ... and all `samples` answers to a problem.
+def sizes(samples: int) -> list[int]:
+    """Returns for which k pass@k is told: 1, 2, 4 ... and all `samples` answers."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
 
-    The answers to a problem follow each other.
-    """
+
+def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
+    """Returns pass@k of n problems with `samples` answers each, which follow each other."""
     solved_ns = rollouts.solved_n.reshape(-1, samples)
-    ks = {2**i for i in range(samples.bit_length())} | {samples}
     return {
-        f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean()) for k in sorted(ks)
+        f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
+        for k in sizes(samples)
     }
 
 
