@@ -147,7 +147,9 @@ def share(value_n, samples: int) -> Score:
     n, value = len(value_n), float(np.mean(value_n))
     if n < FEW:
         size = n if samples == 1 else effective(value_n, samples)
-        return Score(value, *beta(value * size, size), "beta")
+        low, high = beta(value * size, size)
+        # Equal tails would leave out what was measured, where all answers are alike.
+        return Score(value, min(low, value), max(high, value), "beta")
     if samples == 1:
         return Score(value, *wilson(value, n), "wilson")
     low, high = clustered(value_n)

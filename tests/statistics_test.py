@@ -129,6 +129,12 @@ def test_which_interval_a_share_gets():
         assert got.method == method and 0 <= got.low < got.value < got.high <= 1
 
 
+def test_an_interval_holds_what_was_measured():
+    for n, value in itertools.product((5, 400), (0.0, 1.0)):
+        got = statistics.share(np.full(n, value), 1)
+        assert got.low <= value <= got.high and got.high - got.low > 0.005
+
+
 def test_answers_that_are_alike_tell_no_more_than_one():
     same = np.array([0.0, 1.0] * 15)
     assert statistics.effective(same, 8) == 30

@@ -248,7 +248,9 @@ def sentence(told: dict) -> str:
     aup, ends = told["aup"], ""
     if aup["low"] is not None:
         ends = f" [{aup['low']:.1f}, {aup['high']:.1f}]"
-    return f"AUP {aup['value']:.1f}{ends}, with {told['best']:.2f} % as the best accuracy"
+    return (
+        f"AUP {aup['value']:.1f}{ends}, with {told['best']:.2f} % as the best accuracy"
+    )
 
 
 def picture(told: dict, file: pathlib.Path) -> None:
