@@ -14,6 +14,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax import checks, limits
+from dllm_jax.data import sets
 from dllm_jax.exits import warn
 from dllm_jax.records import records
 
@@ -236,6 +237,7 @@ def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
     judge by. None is graded here: a run may begin with thousands of problems.
     """
     out = []
+    sets.check(path)
     for number, row in enumerate(records(path), 1):
         with of_record(path, number):
             question = text(row, cfg.question)
@@ -376,6 +378,7 @@ def examples(
     """
     read = preference if pairs else supervised
     kept, dropped = [], 0
+    sets.check(path)
     for number, row in enumerate(records(path), 1):
         candidates = []
         with of_record(path, number):

@@ -24,7 +24,7 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, math
+from dllm_jax.rl.rewards import choice, code, math, puzzles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,17 @@ def by_tests(cfg) -> Grader:
     )
 
 
+def by_rules(name: str) -> Grader:
+    """Returns the Grader of a puzzle, a key of puzzles.PUZZLES."""
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(np.array(puzzles.grade(name, texts, problems), np.float32))
+
+    return Grader(
+        grade, lambda problem: puzzles.check(name, problem.record), gold=False
+    )
+
+
 def shortness(texts, problems, trace) -> Grades:
     """Returns the share of its room that each answer leaves free: 1 for no token at all."""
     room_n = trace.tokens_BT.shape[1] - trace.prompt_len_B
@@ -141,6 +152,8 @@ GRADERS: dict[str, Callable[[object], Grader]] = {
     "math": lambda cfg: by_gold(math),
     "choice": lambda cfg: by_gold(choice),
     "code": by_tests,
+    "countdown": lambda cfg: by_rules("countdown"),
+    "sudoku": lambda cfg: by_rules("sudoku"),
     "length": lambda cfg: Grader(shortness, anything, gold=False),
     "format": lambda cfg: Grader(form, anything, gold=False),
 }
