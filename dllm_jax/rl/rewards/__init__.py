@@ -110,7 +110,9 @@ def by_tests(cfg) -> Grader:
     """Returns the Grader of programs. cfg: rl.config.RewardConfig."""
 
     def grade(texts, problems, trace) -> Grades:
-        return Grades(np.array(code.grade(texts, problems, cfg), np.float32))
+        pairs = zip(problems, texts, strict=True)
+        whole = [problem.begun + text for problem, text in pairs]
+        return Grades(np.array(code.grade(whole, problems, cfg), np.float32))
 
     return Grader(
         grade,
