@@ -21,7 +21,7 @@ FLOORS = {
     "rl": 5,
     **dict.fromkeys(("config", "command_line"), 6),
     **dict.fromkeys(("train", "eval", "generate", "convert"), 6),
-    **dict.fromkeys(("trace", "report"), 6),
+    **dict.fromkeys(("trace", "report", "harness"), 6),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 every_file = pytest.mark.parametrize(
