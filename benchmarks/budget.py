@@ -299,10 +299,8 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         one = hlo.count(program, body, devices=run.mesh.size)
         whole.add(one, work.microbatches - 1)
     counted = roofline.with_kernels(whole, facts)
-    seconds, useful = (
-        roofline.seconds(counted, cell.topology),
-        work.useful / run.mesh.size,
-    )
+    seconds = roofline.seconds(counted, cell.topology)
+    useful = work.useful / run.mesh.size
     busy = seconds * chips.chip(cell.topology).flops
     figures = {
         "microbatches": work.microbatches,

@@ -352,6 +352,12 @@ def of_positions(x_bT, row_w, pos_wW):
 # ---- The loop ------------------------------------------------------------------------
 
 
+jitted = functools.partial(
+    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
+)
+
+
+@jitted
 def advance(
     params,
     rows: Rows,
@@ -383,17 +389,13 @@ def advance(
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
 
-jitted = functools.partial(
-    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
-)
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
 # where they are, and only those that are not joined.
 advance_on_gpu = jitted(
-    advance,
+    advance.__wrapped__,
     compiler_options={
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
     },
 )
-advance = jitted(advance)
