@@ -144,7 +144,7 @@ class Model:
 
         Blanks that end the context are the continuation's, as tokens begin with blanks.
         """
-        kept = context.rstrip()
+        kept = context.rstrip(" ")
         whole = data.ids_of(self.tok, context + answer)
         first = len(data.ids_of(self.tok, kept)) if kept else 0
         prompt = whole[:first] or [self.first_token()]

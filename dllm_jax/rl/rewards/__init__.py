@@ -154,10 +154,10 @@ GRADERS: dict[str, Callable[[object], Grader]] = {
     "math": lambda cfg: by_gold(math),
     "choice": lambda cfg: by_gold(choice),
     "code": by_tests,
-    "countdown": lambda cfg: by_rules("countdown"),
-    "sudoku": lambda cfg: by_rules("sudoku"),
     "length": lambda cfg: Grader(shortness, anything, gold=False),
     "format": lambda cfg: Grader(form, anything, gold=False),
+    "countdown": lambda cfg: by_rules("countdown"),
+    "sudoku": lambda cfg: by_rules("sudoku"),
 }
 
 
