@@ -18,7 +18,9 @@ from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import code
 from tests import served
 
-SHARED = pathlib.Path("/work/shared/data")
+# A folder shared/data above this file, as tests/rl/rewards/code_test.py looks for one.
+FOLDERS = [x / "shared" / "data" for x in pathlib.Path(__file__).parents]
+SHARED = next((x for x in FOLDERS if x.is_dir()), pathlib.Path("shared/data"))
 REAL = {  # the real files, where there is a folder of them
     "gsm8k": "gsm8k_test.jsonl",
     "gsm8k_train": "gsm8k_train.jsonl",
