@@ -34,9 +34,15 @@ from dllm_jax.rl.noise import KINDS
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
+from dllm_jax.sampling.strategy import STRATEGIES
 
 # Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
 TRUSTED_GAP = 1e-3
+
+
+# Keys that a sweep of `python -m dllm_jax.eval` may name: programs take their values as
+# arrays, so that none is compiled anew.
+SWEPT = ("sampler.threshold", "sampler.entropy_bound", "eval.temperature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +119,48 @@ class EvalConfig:
     every: int = 10  # steps; the first and the last step always evaluate
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
-    answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
+    # The rest is of `python -m dllm_jax.eval` alone.
+    answers: int = 1  # to each problem: pass@k up to it
+    # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
+    sweep: str = ""
+    best: float = (
+        0.0  # for AUP: the best accuracy of all that is compared, %; 0: of the sweep
+    )
 
     def __post_init__(self):
         checks.fields(
-            self, every=">= 1", problems=">= 0", temperature=">= 0", answers=">= 1"
+            self,
+            every=">= 1",
+            problems=">= 0",
+            temperature=">= 0",
+            answers=">= 1",
+            best=">= 0, <= 100",
         )
+        self.swept  # noqa: B018  (refuses what is wrong)
+
+    @property
+    def swept(self) -> tuple[str, tuple[float, ...]]:
+        """The key that `sweep` names, and its values; ("", ()) for none."""
+        key, _, given = self.sweep.partition("=")
+        if not self.sweep:
+            return "", ()
+        if key not in SWEPT:
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: programs are compiled for each value of "
+                f"{checks.shown(key)}, or it is no key; sweep {', '.join(SWEPT)}, as in "
+                f"{SWEPT[0]}=0.6,0.9",
+            )
+        try:
+            values = tuple(float(x) for x in given.split(","))
+        except ValueError:
+            values = ()
+        if not values or len(set(values)) < len(values):
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: {key} needs different numbers with commas",
+            )
+        return key, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +276,33 @@ class Config:
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
             )
+
+
+def settings(cfg: Config) -> list[tuple[str, Config]]:
+    """Returns (its name, its Config) of each setting that eval.sweep names; one, "", of none.
+
+    Raises ValueError for a value that its key cannot have, and for a key that the sampler
+    does not read.
+    """
+    key, values = cfg.eval.swept
+    if not key:
+        return [("", cfg)]
+    reads = {
+        "sampler.threshold": STRATEGIES[cfg.sampler.strategy].reads_sure,
+        "sampler.entropy_bound": cfg.sampler.strategy == "entropy_bounded",
+    }
+    if not reads.get(key, True):
+        raise ValueError(
+            f"eval.sweep: {key} changes nothing with sampler.strategy="
+            f"{cfg.sampler.strategy!r}"
+        )
+    section, name = key.split(".")
+    tree = dataclasses.asdict(cfg)
+    out = []
+    for value in values:
+        tree[section][name] = value
+        out.append((f"{name}={value:g}", freeze(tree)))
+    return out
 
 
 def completed(cfg: Config):

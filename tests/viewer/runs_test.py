@@ -8,16 +8,6 @@ from dllm_jax.viewer import runs
 from tests.viewer.common import write
 
 
-def test_wilsons_interval():
-    low, high = runs.wilson(0.5, 10)
-    assert (low, high) == (
-        pytest.approx(0.2366, abs=1e-4),
-        pytest.approx(0.7634, abs=1e-4),
-    )
-    assert runs.wilson(0.0, 10)[0] == 0 and runs.wilson(1.0, 10)[1] == 1
-    assert runs.wilson(0.0, 10)[1] == pytest.approx(3.8415 / 13.8415, abs=1e-4)
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
