@@ -51,6 +51,14 @@ def arithmetic(c):
     c.run.folder = "runs/arithmetic/tracerl"
 
 
+def process(c):
+    """The same sums with a reward for each worked step, from a judge that needs no server."""
+    arithmetic(c)
+    c.reward.update(split="marks", mark=",")
+    c.reward.judge.at = "examples.arithmetic.verdicts:verdicts"
+    c.run.folder = "runs/arithmetic/process"
+
+
 def smollm2(c):
     """SmolLM2-135M as a block-diffusion model, on one-digit arithmetic in chat form."""
     c.model.path = "runs/smollm2/sft/export"
@@ -139,6 +147,7 @@ def llada(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "process": process,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }

@@ -45,7 +45,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.networks import Weights
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
@@ -194,6 +194,11 @@ class RL:
         if rollouts is None:
             return None
         metrics = rollout.summary(rollouts)
+        if tools.grader.steps is not None:
+            with tools.timer("reward"):
+                keep_n = batches.teaching(rollouts, settings.rl)
+                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
+            metrics |= process.summary(rollouts.chunks)
         if tools.stop():
             return None
         told = []
