@@ -371,39 +371,31 @@ def of_examples(
     *,
     noised: Noise,
     copies: int,
-    draws: int,
-    beta: float,
     pack: Callable,
-    score: Callable | None,
     mesh,
+    score: Callable | None = None,
+    compare: Callable | None = None,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs.
 
     examples: a host Trace, or data.Examples; row 2i is the better one of pair i.
-    noised: noise.noised of them, `copies` rows of each, of `draws` draws.
+    noised: noise.noised of them, `copies` rows of each.
     pack: views.pack, bound but for trace and noise.
-    score: learner.score, bound but for the batch, for pairs, which are compared with a
-    reference (VRPO, see bounds.preference, with `beta`); None for examples.
+    score: learner.score, bound but for the batch, for pairs, whose answers are compared:
+    compare(outputs, share_nT, len_n) returns (metrics, factors [n, T]) of what the
+    networks say, name -> {output: [n, T]}. None for examples.
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
     metrics = {"packed_fill": batch.fill}
     if score is not None:
-        # The same noise for both models and both answers: see bounds.preference.
+        # The same noise for all networks and both answers: see bounds.preference.
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
-        policy_nT, reference_nT = (
-            source.scatter(outputs[name]["logp"], noised.step_nT.shape)
-            for name in ("policy", "reference")
+        outputs = jax.tree.map(
+            lambda x_mBU: source.scatter(x_mBU, noised.step_nT.shape), outputs
         )
-        preference_metrics, factor_nT = bounds.preference_factors(
-            policy_nT,
-            reference_nT,
-            noised.share_nT,
-            trace.len_B,
-            draws=draws,
-            beta=beta,
-        )
-        metrics |= preference_metrics
+        told, factor_nT = compare(outputs, noised.share_nT, trace.len_B)
+        metrics |= told
         batch = batch.replace(adv_BU=source.gather(factor_nT))
     return metrics, [sharding.place_rows(batch, mesh, axis=1)]
 

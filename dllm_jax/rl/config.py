@@ -21,9 +21,10 @@ class NoiseConfig:
     # A key of noise.KINDS. trace: the steps of sampling. bernoulli: at random.
     # complement: at random, and then what that left out (coupled RL). semi_ar: at
     # random in one block, with all later ones masked. subset: of each scope's answer
-    # tokens so many, at random, as a uniform draw from 1 to all of them says. ar:
-    # nothing; each token is predicted from those before it. A *scope* is a block, or
-    # the whole answer where the model's attention is full.
+    # tokens so many, at random, as a uniform draw from 1 to all of them says. end:
+    # an answer's last token, for reward models. ar: nothing; each token is predicted
+    # from those before it. A *scope* is a block, or the whole answer where the model's
+    # attention is full.
     kind: str = "trace"
     draws: int = 1  # of random kinds, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
@@ -278,6 +279,7 @@ class RewardConfig:
     # Run them also where neither Landlock nor namespaces confine them: they can then do
     # what the user can who trains.
     allow_unsafe: bool = False
+    model: str = ""  # rl.reward="reward_model": its checkpoint (configs/rlhf.py:reward)
     # Process rewards: an answer's chunks are judged, beside its outcome. none: they are
     # not. tokens: `chunk` tokens each. steps: what `chunk` denoising steps unmasked.
     # marks: up to a token with `mark` in its text.

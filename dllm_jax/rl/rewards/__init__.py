@@ -23,7 +23,7 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, judge, math, process
+from dllm_jax.rl.rewards import choice, code, judge, math, process, ranking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +135,37 @@ def by_judge(cfg) -> Grader:
     return Grader(grade, anything, gold=False, begin=asked.begin, aside=asked.aside)
 
 
+def by_model(cfg, tok) -> Grader:
+    """Returns the Grader whose rewards are the scores of a reward model.
+
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer, None where none is to be
+    compared with the model's own. Raises ValueError where no model is named.
+    """
+    if not cfg.model:
+        raise ValueError(
+            "rl.reward='reward_model' needs reward.model, a checkpoint's folder"
+        )
+    ranker = ranking.Ranker(cfg.model, tok)
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(ranker.grade(trace))
+
+    return Grader(grade, anything, gold=False, begin=ranker.begin, aside=False)
+
+
 def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
-# name: the Grader that a RewardConfig makes of it.
-GRADERS: dict[str, Callable[[object], Grader]] = {
-    "math": lambda cfg: by_gold(math),
-    "choice": lambda cfg: by_gold(choice),
-    "code": by_tests,
-    "judge": by_judge,
-    "length": lambda cfg: Grader(shortness, anything, gold=False),
-    "format": lambda cfg: Grader(form, anything, gold=False),
+# name: the Grader that a RewardConfig, and the policy's tokenizer, make of it.
+GRADERS: dict[str, Callable[[object, object], Grader]] = {
+    "math": lambda cfg, tok: by_gold(math),
+    "choice": lambda cfg, tok: by_gold(choice),
+    "code": lambda cfg, tok: by_tests(cfg),
+    "judge": lambda cfg, tok: by_judge(cfg),
+    "reward_model": by_model,
+    "length": lambda cfg, tok: Grader(shortness, anything, gold=False),
+    "format": lambda cfg, tok: Grader(form, anything, gold=False),
 }
 
 
@@ -191,10 +210,11 @@ def weight(entry: str, given: list[str]) -> float:
 def grader(spec: str, cfg, tok=None) -> Grader:
     """Returns the one Grader that `rl.reward` and `reward.split` say.
 
-    cfg: rl.config.RewardConfig; tok: the policy's tokenizer, where answers are split.
-    Raises ValueError for what `weights` refuses, and for a function that is not there.
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
+    split. Raises ValueError for what `weights` refuses, and for a function that is not
+    there.
     """
-    outcome = of_outcomes(spec, cfg)
+    outcome = of_outcomes(spec, cfg, tok)
     if cfg.split == "none" or tok is None:
         return outcome
     asked = judge.judge(cfg.judge)
@@ -205,10 +225,10 @@ def grader(spec: str, cfg, tok=None) -> Grader:
     )
 
 
-def of_outcomes(spec: str, cfg) -> Grader:
+def of_outcomes(spec: str, cfg, tok) -> Grader:
     """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
-    made = {x: GRADERS[x](cfg) if x in GRADERS else loaded(x) for x in weighed}
+    made = {x: GRADERS[x](cfg, tok) if x in GRADERS else loaded(x) for x in weighed}
     if len(made) == 1 and [*weighed.values()] == [1.0]:
         return next(iter(made.values()))
 
