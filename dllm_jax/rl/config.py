@@ -60,6 +60,11 @@ class NoiseConfig:
         """Rows of noise that a trajectory of an update has."""
         return self.draws * KINDS[self.kind].rows
 
+    @property
+    def whole(self) -> bool:
+        """Whether the canvas of an answer ends with it."""
+        return KINDS[self.kind].whole
+
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:

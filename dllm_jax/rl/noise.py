@@ -195,6 +195,7 @@ class Kind:
     rows: int = 1  # StepMaps of a draw
     random: bool = True  # draws differ, so that a trajectory may have several
     masks: bool = True  # False: it hides nothing; only causal attention learns then
+    whole: bool = False  # the answer's length is no secret: its canvas ends with it
 
 
 KINDS = {
@@ -203,7 +204,7 @@ KINDS = {
     "complement": Kind(complement, round_of_row, rows=2),
     "semi_ar": Kind(semi_ar, rounds_of_blocks),
     "subset": Kind(subset, round_of_row),
-    "end": Kind(end, round_of_row, random=False),
+    "end": Kind(end, round_of_row, random=False, whole=True),
     "ar": Kind(next_token, round_of_row, random=False, masks=False),
 }
 

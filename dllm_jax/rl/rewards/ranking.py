@@ -74,8 +74,7 @@ def scores(params, tokens_BT, end_B, *, model):
     tokens_BT: the mask token from `end` on.
     """
     pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    len_B = jnp.full(len(tokens_BT), tokens_BT.shape[1])
-    seen = mask.clean(model.attention, pos_BT, len_B, model.block)
+    seen = mask.clean(model.attention, pos_BT, end_B + 1, model.block)
     x_BTD = transformer.embed(params, tokens_BT, model)
     x_BTD, _, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
     where_BU = (end_B - model.shift)[:, None]
