@@ -220,7 +220,8 @@ class RunConfig:
 class Config:
     """Everything that a run depends on."""
 
-    method: str = "rl"  # "rl", "sft", or "dpo": SFT's loop on pairs of answers
+    # rl, sft; dpo: SFT's loop on pairs of answers; reward: a reward model, on pairs, too.
+    method: str = "rl"
     seed: int = 0
     model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -242,7 +243,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        checks.fields(self, method=("rl", "sft", "dpo"), seed=">= 0")
+        checks.fields(self, method=("rl", "sft", "dpo", "reward"), seed=">= 0")
         spg = self.method == "rl" and self.objective.loss == "spg"
         bounds = self.noise.kind == "subset" and self.objective.aggregate == "elbo"
         if (spg or self.method == "dpo") and not bounds:
@@ -250,6 +251,7 @@ class Config:
                 "spg and dpo train evidence bounds: they need noise.kind='subset' and "
                 "objective.aggregate='elbo'"
             )
+        self.check_reward()
         if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
             raise ValueError(
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
@@ -275,6 +277,29 @@ class Config:
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
+            )
+
+    def check_reward(self):
+        """Raises ValueError for what a reward model, or a judge, makes no sense with."""
+        if (self.method == "reward") != (self.noise.kind == "end"):
+            raise ValueError(
+                "a reward model judges an answer at its end: method='reward' and "
+                "noise.kind='end' go together"
+            )
+        if self.method == "reward" and self.objective.aggregate != "token":
+            raise ValueError(
+                f"objective.aggregate={self.objective.aggregate!r}: pairs of a reward "
+                "model count alike; set it to 'token'"
+            )
+        if self.method == "reward" and self.data.heldout:
+            raise ValueError(
+                f"data.heldout={self.data.heldout!r}: a reward model answers nothing; "
+                "leave it empty"
+            )
+        if self.method != "rl" and self.reward.split != "none":
+            raise ValueError(
+                f"reward.split={self.reward.split!r}: only method='rl' learns from the "
+                f"rewards of chunks, not {self.method!r}"
             )
 
 

@@ -50,7 +50,7 @@ class Layout:
     shift: int = 0  # ModelConfig.shift: position i - shift answers for position i
     block: int = 4  # Q
     grid: str = "absolute"  # NoiseConfig.grid
-    longest: int = 512  # tokens of an answer's canvas, whatever its length
+    longest: int = 512  # tokens of an answer's canvas, at least
 
     @property
     def facts(self) -> Attention:
@@ -122,7 +122,7 @@ def of(model, sampler, noise) -> Layout:
         shift=model.shift,
         block=sampler.block,
         grid=noise.grid,
-        longest=sampler.max_new,
+        longest=1 if noise.whole else sampler.max_new,
     )
 
 
