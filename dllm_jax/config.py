@@ -21,7 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
-from dllm_jax.rl import layout, noise
+from dllm_jax.rl import layout, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -213,6 +213,7 @@ class Config:
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
                 f"{self.noise.kind!r}; set it to 0"
             )
+        self.check_likelihood()
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
         kind = KINDS[self.noise.kind]
@@ -233,6 +234,25 @@ class Config:
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
+            )
+
+    def check_likelihood(self):
+        """Raises ValueError for likelihoods that nothing records."""
+        exact = self.objective.likelihood == "selection"
+        traced = (self.noise.kind, self.noise.shrink, self.noise.grid)
+        as_sampled = traced == ("trace", 1, "absolute")
+        if not (exact or self.objective.importance_cap):
+            return
+        key = "likelihood='selection'" if exact else "importance_cap"
+        if self.method != "rl" or not as_sampled:
+            raise ValueError(
+                f"objective.{key} is of what was sampled: it needs method='rl', "
+                "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
+            )
+        if exact and self.rl.trusted_gap > 0:
+            raise ValueError(
+                f"objective.{key}: the sampler does not record the probability of its "
+                "steps; set rl.trusted_gap=0"
             )
 
 
@@ -264,8 +284,11 @@ def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     cfg, model: of `completed`. Raises ValueError where the noise does not suit the model.
     """
     rl, batch, lines = cfg.rl, cfg.batch, []
-    shown = layout.of(model, cfg.sampler, cfg.noise)
+    shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
     noise.check(cfg.noise, shown)
+    reason = selection.refused(cfg.sampler, model.attention)
+    if shown.selection and reason:
+        raise ValueError(f"objective.likelihood='selection': {reason}")
     if cfg.method == "rl" and rl.trusted_gap < 0:
         reason = scored_anew(cfg, model)
         rl = dataclasses.replace(rl, trusted_gap=0.0 if reason else TRUSTED_GAP)
@@ -305,6 +328,8 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
         "the noise is not the trace as it is": not traced,
+        "nothing recorded the probability of steps": cfg.objective.likelihood
+        == "selection",
         "rl.value='head' is scored with them": cfg.rl.value == "head",
         f"weights are rounded for sampling ({model.dtype})": model.dtype != "float32",
         "temperature, top_k or top_p change what is drawn from": filters,

@@ -82,6 +82,12 @@ class ObjectiveConfig:
     # subset: n of l).
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
+    # What ratio, clip and aggregate are of. tokens: the log-prob of each. selection: the
+    # probability of each step of the sampler, with all the draws that it threw away.
+    likelihood: str = "tokens"
+    # Largest weight of a token for how much likelier the trainer finds it than what it was
+    # drawn from: temperature, filters, rounding, stale keys; 0: no weight, else >= 1.
+    importance_cap: float = 0.0
 
     def __post_init__(self):
         checks.fields(
@@ -96,7 +102,20 @@ class ObjectiveConfig:
             kl=tuple(KL_ESTIMATORS),
             aggregate=tuple(AGGREGATES),
             value_weight=">= 0",
+            likelihood=("tokens", "selection"),
+            importance_cap=">= 0",
         )
+        if 0 < self.importance_cap < 1:
+            raise checks.Refused(
+                "importance_cap",
+                f"={self.importance_cap}: the largest weight of a token, at least 1, such "
+                "as 2; or 0, which is off",
+            )
+        if self.importance_cap and self.likelihood == "selection":
+            raise ValueError(
+                f"objective.importance_cap={self.importance_cap}: the sampler records no "
+                "probability of its steps; set it to 0, or objective.likelihood='tokens'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

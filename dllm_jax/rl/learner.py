@@ -15,8 +15,8 @@ import optax
 
 from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.pallas_kernels import choice
-from dllm_jax.rl import objectives
+from dllm_jax.pallas_kernels import Rule, choice
+from dllm_jax.rl import objectives, selection
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.rl.optim import optimizer, schedule
 from dllm_jax.rl.views import TrainBatch
@@ -42,6 +42,9 @@ class Plan:
     updates: int  # of the whole run: where the schedule ends
     # Learning rate of a value head divided by that of the policy's trunk, which it shares.
     head_rate: float = 1.0
+    # How tokens were drawn, where the log-probs are those of the sampler's steps; None: they
+    # are the tokens' own.
+    rule: Rule | None = None
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -87,11 +90,18 @@ def shardings(state: TrainState, plan: Plan, mesh):
     )
 
 
-def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...]):
+def outputs(
+    params,
+    batch: TrainBatch,
+    model: ModelConfig,
+    heads: tuple[str, ...],
+    rule: Rule | None = None,
+):
     """Runs one microbatch; returns what its heads say at the supervised slots, [B, U].
 
     `logp` and `entropy` are of the head "lm", in nats; `value` is of the head "value". The
-    clean copies never touch a head. Experts add their `load`, a moe.Load.
+    clean copies never touch a head. Experts add their `load`, a moe.Load. With a `rule`
+    they are of steps, and selection.outputs says what else is told.
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
@@ -103,7 +113,13 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     )
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
-    if "lm" in heads:
+    if "lm" in heads and rule is not None:
+        asked_BU = jnp.where(batch.unit_BU >= 0, batch.target_BU, -1)
+        done = transformer.selection(
+            params, x_BUD, asked_BU, batch.limit_BU, model, rule
+        )
+        out |= selection.outputs(*done, batch.unit_BU, batch.limit_BU)
+    elif "lm" in heads:
         asked_BU = jnp.where(batch.weight_BU > 0, batch.target_BU, -1)  # not of filling
         out["logp"], out["entropy"] = transformer.token_logprob(
             params, x_BUD, asked_BU, model
@@ -120,25 +136,29 @@ def score(params: dict, batch: TrainBatch, *, model: ModelConfig, plans: dict):
     same function of the same arrays as in the loss, without gradient.
     """
     zeros_mBU = jnp.zeros(batch.where_BU.shape, jnp.float32)
-    heads = {name: plan.heads for name, plan in plans.items() if name in params}
-    blank = {name: dict.fromkeys(outputs_of(heads[name]), zeros_mBU) for name in heads}
+    asked = {name: plan for name, plan in plans.items() if name in params}
+    blank = {
+        name: dict.fromkeys(outputs_of(plan.heads, plan.rule), zeros_mBU)
+        for name, plan in asked.items()
+    }
 
     def fill(i, scores):
         micro = microbatch(batch, i)
-        for name, network_heads in heads.items():
-            out = outputs(params[name], micro, model, network_heads)
+        for name, plan in asked.items():
+            out = outputs(params[name], micro, model, plan.heads, plan.rule)
             scores[name] = {
-                key: scores[name][key].at[i].set(out[key])
-                for key in outputs_of(network_heads)
+                key: scores[name][key].at[i].set(out[key]) for key in scores[name]
             }
         return scores
 
     return jax.lax.fori_loop(0, batch.used, fill, blank)
 
 
-def outputs_of(heads: tuple[str, ...]) -> tuple[str, ...]:
+def outputs_of(heads: tuple[str, ...], rule: Rule | None) -> tuple[str, ...]:
     """Returns the keys of `outputs` for these heads, but for the experts' load."""
     lm = ("logp", "entropy") if "lm" in heads else ()
+    if lm and rule is not None:
+        lm += ("token_logp", "token_entropy", "ahead")
     return lm + (("value",) if "value" in heads else ())
 
 
@@ -161,10 +181,16 @@ def loss(
     params: what is trained; base: see `update`. sums: see `objectives`, and with experts
     their `load`.
     """
-    out = outputs(lora.join(base, params, model.lora), batch, model, plan.heads)
+    joined = lora.join(base, params, model.lora)
+    out = outputs(joined, batch, model, plan.heads, plan.rule)
     total, sums = 0.0, {"load": out["load"]} if "load" in out else {}
+    units = batch
+    if "ahead" in out:
+        units = selection.by_unit(batch)
+        sums["borders_crossed"] = selection.crossed(out, batch)
     for term in plan.terms:
-        term_loss, term_sums = objectives.OBJECTIVES[term](out, batch, cfg)
+        of_term = batch if term == "value" else units  # values are of tokens
+        term_loss, term_sums = objectives.OBJECTIVES[term](out, of_term, cfg)
         shares_trunk = term == "value" and len(plan.terms) > 1
         total += term_loss * (cfg.value_weight if shares_trunk else 1.0)
         sums |= term_sums
@@ -222,7 +248,7 @@ def update(
     adapters. limits: norms by network; 0, or None for all of them: there is none.
     """
     new_states, metrics = {}, {}
-    supervised = jnp.maximum(jnp.sum(batch.weight_BU > 0), 1)
+    supervised = jnp.maximum(supervised_units(batch), 1)
     for name, plan in plans.items():
         state = states[name]
         grads, sums = gradients(
@@ -253,10 +279,18 @@ def update(
     return new_states, metrics
 
 
+def supervised_units(batch: TrainBatch):
+    """Returns how many tokens of a batch are supervised, or how many steps."""
+    if batch.unit_BU is None:
+        return jnp.sum(batch.weight_BU > 0)
+    seat_U = jnp.arange(batch.unit_BU.shape[-1], dtype=batch.unit_BU.dtype)
+    return jnp.sum(batch.unit_BU == seat_U[None, None])
+
+
 def named(network: str, sums: dict, supervised, model: ModelConfig) -> dict:
     """Returns a network's metrics of an update, from the sums of `gradients`.
 
-    supervised: how many tokens were. Objectives name their metrics themselves, as none
+    supervised: how many tokens, or steps, were. Objectives name their metrics themselves, as none
     serves two networks; those of experts bear the network's name.
     """
     metrics = {}

@@ -17,6 +17,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax.models.mask import FAR
+from dllm_jax.rl import selection
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 
@@ -29,6 +30,9 @@ class Noise:
     # How many tokens each one stands for: 1 / the probability that it is masked. 0: it
     # is not supervised.
     share_nT: np.ndarray
+    # Of the trace as it is, where what a step threw away counts: selection.borders.
+    border_nT: np.ndarray | None = None
+    place_nT: np.ndarray | None = None
 
 
 class StepMap(NamedTuple):
@@ -208,6 +212,16 @@ def answers(trace) -> np.ndarray:
     return (pos_1T >= first_n1) & (pos_1T < first_n1 + trace.len_B[:, None])
 
 
+def taught(trace, whole: bool) -> np.ndarray:
+    """Returns which tokens [n, T] noise may supervise: the answers'.
+
+    whole: or all that was unmasked, also behind the stop token, in rows with an answer.
+    """
+    if not whole:
+        return answers(trace)
+    return unmasked(trace.step_BT) & (trace.len_B > 0)[:, None]
+
+
 def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
     """Returns the noise of a host trace: `cfg.copies` rows of each trajectory in turn.
 
@@ -223,10 +237,14 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
         scope_T, block_T = layout.scope(T, prompt_len), layout.numbers(T, prompt_len)
         for _ in range(cfg.draws):
             maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg)
-    return Noise(
+    noise = Noise(
         step_nT=np.stack([drawn.step_T for drawn in maps]),
         share_nT=np.stack([drawn.share_T for drawn in maps]),
     )
+    if layout.selection is None:
+        return noise
+    border_nT, place_nT = selection.borders(trace, layout)
+    return noise.replace(border_nT=border_nT, place_nT=place_nT)
 
 
 def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:
