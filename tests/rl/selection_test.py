@@ -1,21 +1,27 @@
 """The likelihood of steps: enumerated, against one row per round, and its gradient."""
 
 import dataclasses
+import functools
 import itertools
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.models import mask, transformer
 from dllm_jax.models.mask import FAR
 from dllm_jax.pallas_kernels import reference
-from dllm_jax.rl import selection
+from dllm_jax.rl import batches, learner, noise, selection, views
+from dllm_jax.rl import layout as layouts
+from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from dllm_jax.rl.layout import Layout
-from dllm_jax.sampling import confidence, logits
+from dllm_jax.sampling import confidence, denoise, logits
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES
+from tests.rl.common import Plans, score
 
 PAD, FORBIDDEN = 1, 6
 Q, V = 3, 6  # positions of a block, tokens beside the forbidden one
@@ -155,3 +161,220 @@ def test_a_score_at_random_leaves_its_order_a_constant():
     cfg = SamplerConfig(block=Q, strategy="static", target="random")
     assert not cfg.filters_draws
     assert SamplerConfig().filters_draws
+
+
+# ---- Whole trajectories, packed, against one canvas per step ---------------------------
+
+FAMILIES = {  # attention, shift, what its sampler has beside the defaults
+    "block": ("block", 0, {}),
+    "block, shifted": ("block", 1, {"strategy": "static"}),
+    "full": ("full", 0, {}),
+    "full, shifted": ("full", 1, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}),
+}
+NEW, N, STOPS = 10, 3, tuple(range(2, 66, 5))
+BATCH = BatchConfig(rows=2, tokens=112)
+CLIPPED = ObjectiveConfig(likelihood="selection", clip=0.02, beta=0.05)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny):
+    """Returns a function of a family: (host trace, ModelConfig, SamplerConfig, params)."""
+    return functools.cache(functools.partial(trajectories, tiny=tiny))
+
+
+def trajectories(family: str, tiny):
+    """Returns a few rows, with what sampled them."""
+    attention, shift, changes = FAMILIES[family]
+    model, params = tiny
+    model = dataclasses.replace(model, attention=attention, shift=shift)
+    cfg = SamplerConfig(
+        block=4, threshold=0.5, max_prompt=6, max_new=NEW, stop_ids=STOPS, **changes
+    )
+    generate = functools.partial(denoise.generate.__wrapped__, model=model, cfg=cfg)
+    len_B = jnp.array([5, 2, 6])
+    prompt_BT = jax.random.randint(jax.random.key(6), (N, 6), 7, 60)
+    keys = jax.random.split(jax.random.key(12), N)
+    warmth_B = jnp.full(N, cfg.temperature)
+    trace = jax.jit(generate)(params, prompt_BT, len_B, len_B + NEW, warmth_B, keys)
+    return jax.device_get(trace), model, cfg, params
+
+
+def rows_of_steps(trace, model, cfg):
+    """Returns one row for each step that was sampled: its canvas, and who was asked."""
+    rows = {name: [] for name in ("shown", "taken", "over", "token", "limit", "border")}
+    at = []
+    for i, step_T in enumerate(trace.step_BT):
+        start = int(trace.prompt_len_B[i]) if model.attention == "full" else 0
+        limit = int(trace.prompt_len_B[i]) + NEW
+        pos_T = np.arange(len(step_T))
+        block_T, steps = (pos_T - start) // cfg.block, Counter()
+        for t in sorted({*step_T[(step_T > 0) & (step_T != FAR)].tolist()}):
+            (block,) = set(block_T[step_T == t].tolist())
+            room_T = pos_T < limit if model.attention == "full" else True
+            over_T = (step_T > t) & (block_T == block) & room_T
+            shown_T = np.where(step_T >= t, model.mask_id, trace.tokens_BT[i])
+            share = cfg.schedule[steps[block]]
+            steps[block] += 1
+            best = np.sort(trace.conf_BT[i, step_T == t])[::-1]
+            border = np.log(
+                best[min(share, len(best)) - 1]
+            )  # if fewer, nothing is over
+            of_row = shown_T, step_T == t, over_T, trace.tokens_BT[i], limit, border
+            for column, x in zip(rows.values(), of_row, strict=True):
+                column.append(x)
+            at.append((i, int(np.argmax(step_T == t))))
+    return {name: np.stack(column) for name, column in rows.items()}, at
+
+
+def log_prob_of_steps(params, rows, model, cfg):
+    """Returns (log P of each row's step, how near a token lies to its border, nats)."""
+    R, T = rows["shown"].shape
+    pos_RT = jnp.broadcast_to(jnp.arange(T)[None], (R, T))
+    seen = mask.clean(model.attention, pos_RT, rows["limit"], cfg.block)
+    x_RTD = transformer.embed(params, rows["shown"], model)
+    x_RTD = transformer.trunk(params, x_RTD, pos_RT, seen, model)[0]
+    logits_RTV = transformer.logits(params, jnp.roll(x_RTD, model.shift, 1), model)
+    own_RTV = jax.nn.log_softmax(logits_RTV)
+    warm_RTV = logits_RTV / cfg.temperature
+    if cfg.top_k:
+        warm_RTV = logits.keep(warm_RTV, top_k=cfg.top_k, top_p=cfg.top_p)
+    drawn_RTV = jax.nn.log_softmax(warm_RTV)
+    logp_RT = jnp.take_along_axis(drawn_RTV, rows["token"][..., None], axis=-1)[..., 0]
+    border_R11 = jnp.asarray(rows["border"])[:, None, None]
+    behind_RTV = drawn_RTV < border_R11
+    near_RTV = jnp.abs(drawn_RTV - border_R11)
+    if cfg.strategy == "dynamic":
+        behind_RTV &= own_RTV <= np.log(cfg.threshold)
+        near_RTV = jnp.minimum(near_RTV, jnp.abs(own_RTV - np.log(cfg.threshold)))
+    mass_RT = jnp.where(behind_RTV, jnp.exp(drawn_RTV), 0).sum(axis=-1)
+    over_RT = jnp.asarray(rows["over"])
+    mass_RT = jnp.log(jnp.where(over_RT, mass_RT, 1))
+    near_R = jnp.where(over_RT, near_RTV.min(axis=-1), jnp.inf).min(axis=1)
+    return jnp.where(rows["taken"], logp_RT, 0).sum(axis=1) + mass_RT.sum(
+        axis=1
+    ), near_R
+
+
+def packed(trace, model, cfg, aggregate="token"):
+    """Returns (TrainBatch, Source, Rule) of a trace as the product packs it."""
+    layout = layouts.of(model, cfg, NoiseConfig(), CLIPPED)
+    most = layouts.microbatches(
+        trajectories=N,
+        slots=cfg.slots,
+        answer=NEW,
+        rounds=noise.rounds(NoiseConfig(), layout, NEW),
+        copies=1,
+        layout=layout,
+        cfg=BATCH,
+    )
+    batch, source = views.pack(
+        trace,
+        noise.noised(trace, NoiseConfig(), layout),
+        mask_id=model.mask_id,
+        layout=layout,
+        cfg=BATCH,
+        most=most,
+        aggregate=aggregate,
+        group_n=np.array([0, 0, 1]),
+    )
+    return batch, source, layout.selection.rule
+
+
+def stepped(trace, model, cfg, params):
+    """Returns (packed's, what `score` says, plain log P of the steps, nearness, places)."""
+    batch, source, rule = packed(trace, model, cfg)
+    plans = Plans(policy=learner.Plan(("policy",), OptimConfig(), 1, rule=rule))
+    out = score({"policy": params}, batch, model=model, plans=plans)["policy"]
+    rows, at = rows_of_steps(trace, model, cfg)
+    plain = jax.jit(functools.partial(log_prob_of_steps, model=model, cfg=cfg))
+    return batch, source, out, *jax.device_get(plain(params, rows)), at
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_steps_are_those_of_one_canvas_each(sampled, family):
+    """Tokens and draws behind the stop token are part of them; every token stands once."""
+    trace, model, cfg, params = sampled(family)
+    batch, source, out, logp_R, near_R, at = stepped(trace, model, cfg, params)
+    shape = trace.step_BT.shape
+    logp_nT = source.scatter(out["logp"], shape)
+    found_R = np.array([logp_nT[place] for place in at])
+    clear_R = near_R > 1e-3
+    assert clear_R.mean() > 0.8
+    np.testing.assert_allclose(found_R[clear_R], logp_R[clear_R], atol=1e-4)
+    assert learner.supervised_units(batch) == len(at)
+    taught_nT = source.scatter(np.ones(batch.weight_BU.shape), shape)
+    np.testing.assert_array_equal(taught_nT > 0, noise.unmasked(trace.step_BT))
+    end_n1 = (trace.prompt_len_B + trace.len_B)[:, None]
+    if model.attention == "block":
+        assert (np.arange(shape[1])[None] >= end_n1)[taught_nT > 0].any()
+    skips = (batch.unit_BU >= 0).sum() - taught_nT.sum()
+    assert skips == rows_of_steps(trace, model, cfg)[0]["over"].sum() > 0
+    # The tokens' own log-probs are those of what they were drawn from.
+    recorded = source.gather(batches.drawn_logp(trace))
+    taken = source.row_mBU >= 0
+    np.testing.assert_allclose(out["token_logp"][taken], recorded[taken], atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregate", views.AGGREGATES)
+def test_aggregates_count_steps(sampled, aggregate):
+    trace, model, cfg, _ = sampled("block")
+    batch, source, _ = packed(trace, model, cfg, aggregate)
+    steps = np.array([np.unique(s[noise.unmasked(s)]).size for s in trace.step_BT])
+    want = {
+        "token": 1 / steps.sum() * np.ones(N),
+        "sequence": 1 / (N * steps),
+        "step": np.full(N, 1 / N),
+        "constant": np.full(N, 1 / (N * NEW)),
+        "group": 1 / (2 * np.array([steps[:2].sum()] * 2 + [steps[2]])),
+        "elbo": 1 / steps.sum() * np.ones(N),
+    }[aggregate]
+    weight_nT = source.scatter(batch.weight_BU, trace.step_BT.shape)
+    np.testing.assert_allclose(weight_nT.sum(axis=1), want * steps, rtol=1e-5)
+
+
+def test_the_gradient_is_that_of_a_plain_loss(sampled):
+    """Of three trajectories: ratio, clip and KL of whole steps, old weights apart."""
+    trace, model, cfg, params = sampled("block")
+    old = jax.tree.map(lambda x: x * 1.01, params)
+    batch, source, out, old_R, near_R, at = stepped(trace, model, cfg, old)
+    shape, rng = trace.step_BT.shape, np.random.default_rng(0)
+    adv_nT = np.repeat(rng.normal(size=(N, 1)), shape[1], 1)
+    batch = batch.replace(
+        adv_BU=source.gather(adv_nT),
+        old_logp_BU=source.gather(source.scatter(out["logp"], shape)),
+        ahead_BU=out["ahead"],
+    )
+    rows, _ = rows_of_steps(trace, model, cfg)
+    adv_R = np.array([adv_nT[place] for place in at])
+
+    def plain(params):
+        logp_R, _ = log_prob_of_steps(params, rows, model, cfg)
+        delta_R = logp_R - old_R
+        ratio_R = jnp.exp(delta_R)
+        near = jnp.minimum(ratio_R * adv_R, jnp.clip(ratio_R, 0.98, 1.02) * adv_R)
+        return jnp.mean(-near + 0.05 * (jnp.exp(-delta_R) - 1 + delta_R))
+
+    plan = learner.Plan(
+        ("policy",), OptimConfig(), 1, rule=packed(trace, model, cfg)[2]
+    )
+    grads, sums = jax.jit(
+        functools.partial(learner.gradients, model=model, plan=plan, cfg=CLIPPED)
+    )(params, batch, None)
+    loss, want = jax.jit(jax.value_and_grad(plain))(params)
+    assert near_R.min() > 1e-3 and 0 < sums["clip_fraction"] < len(at)
+    assert 0 <= sums["borders_crossed"] < len(at)
+    np.testing.assert_allclose(sums["total"], loss, rtol=1e-4)
+    assert learner.supervised_units(batch) == len(at)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()),
+        grads,
+        want,
+    )
+
+
+def test_a_border_that_is_crossed_is_counted():
+    unit_BU = jnp.array([[0, 0, 2, 2, 2, -1]])
+    batch = types.SimpleNamespace(unit_BU=unit_BU, ahead_BU=jnp.zeros((1, 6)))
+    out = {"ahead": jnp.array([[0, 0, 0, 1.0, 2, 5]])}
+    assert selection.crossed(out, batch) == 1
+    assert selection.crossed(out, types.SimpleNamespace(ahead_BU=None)) == 0
