@@ -37,6 +37,8 @@ from dllm_jax.sampling.placement import ROLLOUTS
 
 # Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
 TRUSTED_GAP = 1e-3
+# Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
+RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +203,7 @@ class Config:
 
     def __post_init__(self):
         checks.fields(self, method=("rl", "sft", "dpo"), seed=">= 0")
-        spg = self.method == "rl" and self.objective.loss == "spg"
-        bounds = self.noise.kind == "subset" and self.objective.aggregate == "elbo"
-        if (spg or self.method == "dpo") and not bounds:
-            raise ValueError(
-                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
-                "objective.aggregate='elbo'"
-            )
+        self.check_bounds()
         if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
             raise ValueError(
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
@@ -234,6 +230,34 @@ class Config:
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
+            )
+
+    def check_bounds(self):
+        """Raises ValueError where a loss does not get what it is a loss of."""
+        loss, aggregate = self.objective.loss, self.objective.aggregate
+        bounds = KINDS[self.noise.kind].bounds
+        spg = self.method == "rl" and loss == "spg"
+        if (spg or self.method == "dpo") and not (bounds and aggregate == "elbo"):
+            raise ValueError(
+                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
+                "objective.aggregate='elbo'"
+            )
+        if self.method != "rl" or loss not in ("stable", "sequence"):
+            return
+        if loss == "stable" and not (bounds and aggregate == "elbo_answer"):
+            raise ValueError(
+                "objective.loss='stable' weighs answers by their evidence bounds: it needs "
+                "noise.kind='subset' and objective.aggregate='elbo_answer'"
+            )
+        if loss == "sequence" and aggregate not in RATIOS[bounds]:
+            raise ValueError(
+                f"objective.loss='sequence' with noise.kind={self.noise.kind!r}: ratios of "
+                f"answers need objective.aggregate={' or '.join(map(repr, RATIOS[bounds]))}"
+            )
+        if self.rl.value != "none":
+            raise ValueError(
+                f"objective.loss={loss!r} has one advantage for each answer; set "
+                "rl.value='none'"
             )
 
     def check_likelihood(self):

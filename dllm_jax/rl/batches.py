@@ -15,6 +15,7 @@ Examples are packed as they are; pairs of them are scored and attach one array.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
 
-# The optional fields of a TrainBatch that RL attaches, and that DPO does.
+# The optional fields of a TrainBatch that RL attaches, at least, and that DPO does.
 RL_FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")
 PAIR_FIELDS = ("adv_BU",)
 
@@ -86,9 +87,9 @@ def of_rollouts(
     )
     if note is not None:
         note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
-    fields, cap_metrics = fields_of(
-        adv_nT, ret_nT, scores, answer_nT, trace, noised, objective, draws=copies
-    )
+    solved_n = rollouts.solved_n[trajectory_n]
+    learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
+    fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
     metrics |= gap_metrics(scores, rl, as_sampled=as_sampled)
     metrics |= adv_metrics | cap_metrics
@@ -290,35 +291,55 @@ def advantages(reward_n, answer_nT, noised: Noise, value_nT, rl: RLConfig):
     return adv_nT, ret_nT, metrics
 
 
+class Learned(NamedTuple):
+    """A step's rows of noise, n in all."""
+
+    trace: Trace
+    noised: Noise
+    answer_nT: np.ndarray  # what is supervised, where noise says so
+    solved_n: np.ndarray  # of right answers
+    rows: list[np.ndarray]  # those of each update
+    copies: int  # of a trajectory, one after the other
+
+
 def fields_of(
-    adv_nT,
-    ret_nT,
-    scores: Scores,
-    answer_nT,
-    trace: Trace,
-    noised: Noise,
-    objective: ObjectiveConfig,
-    *,
-    draws: int,
+    adv_nT, ret_nT, scores: Scores, learned: Learned, objective: ObjectiveConfig
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Returns (RL_FIELDS of all rows of noise, metrics); draws: rows of a trajectory."""
+    """Returns (the fields of `asked` of all rows of noise, metrics)."""
+    drawn_nT, answer_nT = drawn_logp(learned.trace), learned.answer_nT
     weight_nT, metrics = importance(
-        scores.logp_nT, drawn_logp(trace), answer_nT, objective.importance_cap
+        scores.logp_nT, drawn_nT, answer_nT, objective.importance_cap
     )
-    return {
+    number_nT, right_nT = np.zeros((2, *adv_nT.shape), np.float32)
+    for row_n in learned.rows:
+        number_nT[row_n] = (np.arange(len(row_n)) // learned.copies)[:, None]
+    right_nT[learned.solved_n] = 1
+    fields = {
         "adv_BU": factors(
             weight_nT * adv_nT,
             scores.logp_nT,
             answer_nT,
-            noised,
+            learned.noised,
             objective,
-            draws=draws,
+            draws=learned.copies,
         ),
         "old_logp_BU": scores.logp_nT,
         "ref_logp_BU": scores.ref_nT,
         "ret_BU": ret_nT,
         "old_value_BU": scores.value_nT,
-    }, metrics
+        "right_BU": right_nT,
+        "answer_BU": number_nT,
+    }
+    return {name: x for name, x in fields.items() if name in asked(objective)}, metrics
+
+
+def asked(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Returns the fields that an RL objective asks for, of tokens by their place."""
+    more = {
+        "right_BU": objective.nll_weight,
+        "answer_BU": OBJECTIVES[objective.loss].answers,
+    }
+    return RL_FIELDS + tuple(name for name, wanted in more.items() if wanted)
 
 
 def importance(logp_nT, drawn_nT, answer_nT, cap: float):

@@ -226,7 +226,7 @@ class Piece:
         return self.clean + sum(view.end - view.first for view in self.views)
 
     @functools.cached_property
-    def seats(self) -> int:
+    def supervised(self) -> int:
         """Seats that it takes."""
         return sum(view.seats for view in self.views)
 

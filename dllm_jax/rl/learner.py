@@ -197,6 +197,45 @@ def loss(
     return total, sums
 
 
+def judged(
+    row,
+    params,
+    batch: TrainBatch,
+    *,
+    model: ModelConfig,
+    plan: Plan,
+    cfg: ObjectiveConfig,
+) -> tuple[TrainBatch, dict]:
+    """Returns (the batch with answers' factors in the place of advantages, metrics).
+
+    row: an Objective of whole answers, which are scored by these weights first. A log-ratio
+    is the sum over the answer's tokens by their weights, times the number of answers: with
+    1 / (n |o|) the mean.
+    """
+    out = score({"policy": params}, batch, model=model, plans={"policy": plan})
+    units = batch
+    if batch.unit_BU is not None:
+        units = selection.by_unit(batch)
+    weight, answer = units.weight_BU, batch.answer_BU.astype(jnp.int32)
+    real = weight > 0
+
+    def total(x):
+        placed = jnp.zeros(weight.size, jnp.float32)
+        return placed.at[answer].add(jnp.where(real, x, 0.0))
+
+    real_n = total(1.0) > 0
+    count, logp = jnp.sum(real_n), out["policy"]["logp"]
+    answers = objectives.Answers(
+        delta_n=count * total(weight * (logp - batch.old_logp_BU)),
+        ref_delta_n=count * total(weight * (logp - batch.ref_logp_BU)),
+        adv_n=total(weight * units.adv_BU) / jnp.where(real_n, total(weight), 1),
+        real_n=real_n,
+    )
+    factor_n, added_n, told = row.answers(answers, cfg)
+    adv = factor_n[answer] * batch.adv_BU + added_n[answer]
+    return batch.replace(adv_BU=adv), told
+
+
 def gradients(
     params,
     batch: TrainBatch,
@@ -208,11 +247,16 @@ def gradients(
 ):
     """Returns (gradients, sums), both summed in f32 over the used microbatches.
 
-    Their number is data and not shape, so that a run compiles the loop once.
+    Their number is data and not shape, so that a run compiles the loop once. Losses of whole
+    answers look at all of them beforehand: a forward more (`judged`).
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     # Once, and not in every microbatch, whose backward pass would gather f32 from `fsdp`.
-    rounded = transformer.rounded(params, model)
+    rounded, told = transformer.rounded(params, model), {}
+    for row in (objectives.OBJECTIVES[term] for term in plan.terms):
+        if row.answers:
+            joined = lora.join(base, rounded, model.lora)
+            batch, told = judged(row, joined, batch, model=model, plan=plan, cfg=cfg)
 
     def of_microbatch(i):
         (total, sums), grads = gradient(
@@ -227,7 +271,7 @@ def gradients(
         lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of_microbatch, 0)
     )
     sums, grads = jax.lax.fori_loop(0, batch.used, add, zeros)
-    return grads, sums
+    return grads, sums | told
 
 
 def update(
@@ -299,7 +343,8 @@ def named(network: str, sums: dict, supervised, model: ModelConfig) -> dict:
         metrics |= prefixed(network, balance)
     for key, total in sums.items():
         if key not in ("total", "load"):
-            metrics[key] = total if key in objectives.SUMMED else total / supervised
+            whole = key in objectives.SUMMED or key.startswith("answer_")
+            metrics[key] = total if whole else total / supervised
     return metrics
 
 

@@ -75,7 +75,7 @@ def shrink(step_T, scope_T, size: int):
     return out_T
 
 
-def traced(step_T, answer_T, scope_T, block_T, rng, cfg):
+def traced(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """The steps of sampling (TraceRL, arXiv 2509.06949, section 4.1), shrunk."""
     step_T = shrink(step_T, scope_T, cfg.shrink) if cfg.shrink > 1 else step_T
     return [as_it_is(step_T)]
@@ -103,12 +103,12 @@ def one_round(step_T, masked_T, rate_T) -> StepMap:
     )
 
 
-def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg):
+def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks at random what is not given (LLaDA, arXiv 2502.09992, Eq. 3)."""
     return [one_round(step_T, *coins(step_T, scope_T, rng, cfg))]
 
 
-def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
+def complement(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """A mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
     masked_T, rate_T = coins(step_T, scope_T, rng, cfg)
     return [
@@ -117,7 +117,7 @@ def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
     ]
 
 
-def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
+def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks at random in one block after the other, with all later blocks masked.
 
     Where the layout hides later blocks anyway, this is `bernoulli`.
@@ -130,23 +130,57 @@ def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
     return [StepMap(step_T, drawn.share_T)]
 
 
-def subset(step_T, answer_T, scope_T, block_T, rng, cfg):
+def subset(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks l of the n answer tokens of each scope, l uniform in 1 .. n, as step 1.
 
     With weight n / l for each (objective.aggregate "elbo") the log-probs sum to an
     unbiased estimate of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a
     scope after the other. What follows the answer stays masked.
     """
+    return [
+        masked_of_scopes(
+            step_T,
+            answer_T,
+            scope_T,
+            rng,
+            lambda size: (int(rng.integers(size)) + 1, 1.0),
+        )
+    ]
+
+
+def quadrature(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
+    """As `subset`, but l follows from the draw's node of a quadrature over the mask rate.
+
+    Gauss-Legendre's of `cfg.draws` points on (0, 1): GDPO's deterministic levels (arXiv
+    2510.08554), whose estimate has the variance of the masks alone. A node t masks
+    l = n t tokens, rounded at random so that its mean is n t (and 1 at least); they weigh
+    m w n / l, with m points and t's weight w.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(cfg.draws)
+    level, weight = (nodes[draw] + 1) / 2, weights[draw] / 2 * cfg.draws
+
+    def chosen(size: int):
+        count = int(np.floor(level * size + rng.random()))
+        return min(max(count, 1), size), weight
+
+    return [masked_of_scopes(step_T, answer_T, scope_T, rng, chosen)]
+
+
+def masked_of_scopes(step_T, answer_T, scope_T, rng, chosen) -> StepMap:
+    """Returns one round that masks, of each scope's n answer tokens, l at random.
+
+    chosen: n -> (l, weight); each stands for weight x n / l tokens.
+    """
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
     for scope in np.unique(scope_T[answer_T]):
         inside = rng.permutation(np.flatnonzero(answer_T & (scope_T == scope)))
-        chosen = inside[: rng.integers(len(inside)) + 1]
-        out_T[chosen], share_T[chosen] = 1, len(inside) / len(chosen)
-    return [StepMap(out_T, share_T)]
+        count, weight = chosen(len(inside))
+        out_T[inside[:count]], share_T[inside[:count]] = 1, weight * len(inside) / count
+    return StepMap(out_T, share_T)
 
 
-def next_token(step_T, answer_T, scope_T, block_T, rng, cfg):
+def next_token(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Nothing is masked, all is supervised: next-token prediction."""
     return [as_it_is(step_T)]
 
@@ -180,16 +214,17 @@ def rounds_of_blocks(cfg, layout: Layout, answer: int, steps: int) -> int:
 class Kind:
     """A row of KINDS: how it draws its step maps, and facts that others read."""
 
-    # maps(step_T, answer_T, scope_T, block_T, rng, cfg) -> one draw: `rows` StepMaps.
+    # maps(step_T, answer_T, scope_T, block_T, rng, cfg, draw) -> a draw: `rows` StepMaps.
     #   step_T: of a canvas: GIVEN, the step that unmasked a token, FAR where none did
     #   answer_T: where its answer is; shares count there alone
     #   scope_T, block_T: Layout.scope, Layout.numbers
-    #   rng: a numpy Generator, if `random`
+    #   rng: a numpy Generator, if `random`; draw: which one it is, from 0
     maps: Callable
     rounds: Callable  # (cfg, layout, answer, steps) -> int: see the function `rounds`
     rows: int = 1  # StepMaps of a draw
     random: bool = True  # draws differ, so that a trajectory may have several
     masks: bool = True  # False: it hides nothing; only causal attention learns then
+    bounds: bool = False  # its shares make log-probs an estimate of the evidence bound
 
 
 KINDS = {
@@ -197,7 +232,8 @@ KINDS = {
     "bernoulli": Kind(bernoulli, round_of_row),
     "complement": Kind(complement, round_of_row, rows=2),
     "semi_ar": Kind(semi_ar, rounds_of_blocks),
-    "subset": Kind(subset, round_of_row),
+    "subset": Kind(subset, round_of_row, bounds=True),
+    "quadrature": Kind(quadrature, round_of_row, bounds=True),
     "ar": Kind(next_token, round_of_row, random=False, masks=False),
 }
 
@@ -235,8 +271,8 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
         after_T = (np.arange(T) >= prompt_len) & ~answer_T & (step_T == GIVEN)
         step_T = np.where(after_T, FAR, step_T)
         scope_T, block_T = layout.scope(T, prompt_len), layout.numbers(T, prompt_len)
-        for _ in range(cfg.draws):
-            maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg)
+        for draw in range(cfg.draws):
+            maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg, draw)
     noise = Noise(
         step_nT=np.stack([drawn.step_T for drawn in maps]),
         share_nT=np.stack([drawn.share_T for drawn in maps]),

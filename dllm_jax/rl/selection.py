@@ -131,16 +131,18 @@ def limits(border, place, pos) -> np.ndarray:
 def at_lead(x_BU, unit_BU):
     """Returns the sums of each unit's seats at its lead, and 0 elsewhere.
 
-    unit_BU: the seat of each seat's lead; -1: of none.
+    unit_BU: the seat of each seat's lead; -1: of none. Both may have more leading axes.
     """
-    U = unit_BU.shape[1]
+    U = unit_BU.shape[-1]
     real_BU = unit_BU >= 0
 
     def in_row(x_U, lead_U):
         return jnp.zeros(U, x_U.dtype).at[lead_U].add(x_U, mode="drop")
 
     # Row by row: indices that also name the row would tie the rows of a mesh together.
-    return jax.vmap(in_row)(jnp.where(real_BU, x_BU, 0), jnp.where(real_BU, unit_BU, U))
+    for _ in range(unit_BU.ndim - 1):
+        in_row = jax.vmap(in_row)
+    return in_row(jnp.where(real_BU, x_BU, 0), jnp.where(real_BU, unit_BU, U))
 
 
 def outputs(logp_BU, entropy_BU, ahead_BU, unit_BU, border_BU) -> dict:

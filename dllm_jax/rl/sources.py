@@ -186,8 +186,8 @@ class RL:
 
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        exact = self.settings.layout.selection
-        fields = batches.RL_FIELDS + (("ahead_BU",) if exact else ())
+        fields = batches.asked(self.settings.objective)
+        fields += ("ahead_BU",) if self.settings.layout.selection else ()
         return blank(self.settings, self.tools, self.pack, fields)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:

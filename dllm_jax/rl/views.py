@@ -47,6 +47,8 @@ class TrainBatch:
     ref_logp_BU: np.ndarray | None = None
     ret_BU: np.ndarray | None = None
     old_value_BU: np.ndarray | None = None
+    right_BU: np.ndarray | None = None  # 1: of a right answer
+    answer_BU: np.ndarray | None = None  # the number of its answer in the update
     # Where the likelihood is that of steps (selection.py): the seat of the lead, -1 filling;
     # the limit of what was thrown away, inf for tokens; and `ahead` when it was scored.
     unit_BU: np.ndarray | None = None
@@ -164,7 +166,7 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
     """Returns the pieces in rows of such a size: first fit, longest first."""
     rows, free_slots, free_seats = [], [], []
     for piece in sorted(pieces, key=lambda piece: -piece.cost):
-        cost, taken = piece.cost, piece.seats
+        cost, taken = piece.cost, piece.supervised
         roomy = (
             b
             for b in range(len(rows))
@@ -354,6 +356,16 @@ def weights_of(weigh, seats: Seats, rows: Rows, layout: Layout) -> np.ndarray:
     return np.where(seats.real_BU, weigh(of_steps) / seats.size_BU, 0.0)
 
 
+def by_elbo_sequence(seats: Seats):
+    """1/n sum_i 1/|o_i| sum_t share_it l_it: ESPO (arXiv 2512.03759)."""
+    return seats.share_BU * by_sequence(seats)
+
+
+def by_elbo_answer(seats: Seats):
+    """1/n sum_i sum_t share_it l_it: EBPO (arXiv 2602.08676)."""
+    return seats.share_BU / seats.answers
+
+
 AGGREGATES = {
     "token": by_token,
     "sequence": by_sequence,
@@ -361,4 +373,6 @@ AGGREGATES = {
     "constant": by_constant,
     "group": by_group,
     "elbo": by_elbo,
+    "elbo_sequence": by_elbo_sequence,
+    "elbo_answer": by_elbo_answer,
 }
