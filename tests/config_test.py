@@ -237,7 +237,7 @@ def test_known_flags_pass():
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "^noise.shrink=0: must be >= 1$"),
         ({"noise__lower": 0.9, "noise__upper": 0.1}, "noise.lower=0.9: above upper"),
-        ({"objective__kl": "k2"}, "objective.kl='k2'"),
+        ({"objective__kl": "k4"}, "objective.kl='k4'"),
         ({"value_optim__schedule": "step"}, "^value_optim.schedule='step': choose"),
         ({"data__template": "no question"}, "data.template"),
     ],

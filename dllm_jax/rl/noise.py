@@ -185,7 +185,7 @@ def next_token(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     return [as_it_is(step_T)]
 
 
-def end(step_T, answer_T, scope_T, block_T, rng, cfg):
+def end(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks an answer's last token, and shows all before it: what a reward model judges."""
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
