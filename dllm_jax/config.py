@@ -125,9 +125,9 @@ class EvalConfig:
     answers: int = 1  # to each problem: pass@k up to it
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
     sweep: str = ""
-    best: float = (
-        0.0  # for AUP: the best accuracy of all that is compared, %; 0: of the sweep
-    )
+    # The best accuracy of all that is compared by AUP, %; 0: of this sweep.
+    best: float = 0.0
+    by: str = ""  # a field of the problems: accuracy for each of its values, too
 
     def __post_init__(self):
         checks.fields(

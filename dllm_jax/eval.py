@@ -66,7 +66,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok)
     asked = asked_of(cfg, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)
@@ -91,9 +91,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
             records = answered(
                 setting, stream, asked, grade, timer, stop, writes=run.writes
             )
-        told = scores_of(records, cfg.eval.answers, grader) | timer.pop()
+        found = scores.of_records(records, cfg.eval.answers, grader.vote)
+        told = told_of(records, cfg.eval.answers, found) | timer.pop()
         if run.writes:
-            leave(told, setting, records, marks, grader)
+            leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
         swept.append(records)
     return told if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 
@@ -146,18 +147,19 @@ def answered(setting: Setting, stream, asked, grade, timer, stop, *, writes: boo
     return grown(groups, setting.sink, asked, each, grade, timer, writes=writes)
 
 
-def leave(told: dict[str, float], setting: Setting, records, marks, grader):
+def leave(told: dict[str, float], card: dict, setting: Setting):
     """Writes what came out of a setting, and prints it."""
-    found = scores.of_records(records, setting.cfg.eval.answers, grader.vote)
-    card = scores.card(setting.cfg, records, found, marks)
+    text = scores.table([card])
+    if card["groups"]:
+        text = f"{scores.table_of_groups(card)}\n\n{text}"
     write(setting.folder / "eval.json", json.dumps(told, indent=2) + "\n")
     write(setting.folder / "card.json", json.dumps(card, indent=2) + "\n")
-    write(setting.folder / "card.md", scores.table([card]) + "\n")
+    write(setting.folder / "card.md", text + "\n")
     if setting.name:
         print(f"\n{setting.name}")
     for name, value in told.items():
         print(f"{name:24s} {value:.4g}")
-    print("\n" + scores.table([card]))
+    print("\n" + text)
 
 
 def leave_sweep(
@@ -190,16 +192,18 @@ def asked_of(cfg: config.Config, tok, say, grader) -> list[data.Problem]:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
     problems = problems[: cfg.eval.problems or None]
+    for number, problem in enumerate(problems if cfg.eval.by else (), 1):
+        with data.of_record(cfg.data.heldout, number):
+            data.text(problem.record, cfg.eval.by)
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     return [problem for problem in problems for _ in range(cfg.eval.answers)]
 
 
-def scores_of(records: list[dict], each: int, grader) -> dict[str, float]:
-    """Returns what all answers say, `each` of them to a problem."""
+def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
+    """Returns what all answers say, `each` of them to a problem; found: their Scores."""
     rollouts = rollout.of_records(records)
     told = rollout.summary(rollouts) | rollout.passed(rollouts, each)
-    more = scores.of_records(records, each, grader.vote)
-    told |= {name: x.value for name, x in more.items() if name not in told}
+    told |= {name: x.value for name, x in found.items() if name not in told}
     return told | {"problems": len(records) // each, "answers": each}
 
 
@@ -207,7 +211,11 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
     idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
-    idle += ("eval.sweep", "eval.best")  # a setting is what it is in any sweep
+    idle += (
+        "eval.sweep",
+        "eval.best",
+        "eval.by",
+    )  # a setting is what it is in any sweep
     return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
 
 

@@ -100,8 +100,14 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert other.returncode == 2
     assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
     assert len(file.read_bytes().splitlines()) == 8
-    fewer = evaluated(tmp_path, "--overwrite", "--config.eval.problems=2")
+    lacking = evaluated(tmp_path, "--overwrite", "--config.eval.by=level")
+    assert lacking.returncode == 2
+    assert "record 1: no field 'level', it has ['answer', 'q" in lacking.stderr
+    keys = "--config.eval.problems=2", "--config.eval.by=answer"
+    fewer = evaluated(tmp_path, "--overwrite", *keys)
     assert fewer.returncode == 0, fewer.stderr
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert [x["problems"] for x in card["groups"].values()] == [1, 1]
     assert scores(tmp_path)["problems"] == 2
     assert len(file.read_bytes().splitlines()) == 4
     told = json.loads((tmp_path / "run.json").read_text())["attempts"]

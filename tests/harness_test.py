@@ -59,10 +59,11 @@ def test_requests_are_answered_in_order(model):
             request(context, {"until": []}),
         ]
     )
-    assert texts == [whole.partition(whole[1])[0], whole[0], whole]
+    assert texts[0] == whole.partition(whole[1])[0] and texts[2] == whole
+    assert whole.startswith(texts[1]) and 0 < len(texts[1]) < len(whole)
 
     (said, greedy), (other, wrong) = model.loglikelihood(
-        [request(context, whole[:3]), request(context, "~~~")]
+        [request(context, whole), request(context, "~~~")]
     )
     assert greedy and not wrong and said > other and other < said <= 0
     (rolled,) = model.loglikelihood_rolling([request("1+2=3, 4")])
@@ -96,14 +97,14 @@ def test_tasks_of_the_harness(model, tmp_path):
     pytest.importorskip("lm_eval")
     rows = [{"question": f"{i}+1=", "answer": i + 1, "wrong": "x"} for i in range(3)]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kinds = {
         "generate_until": (
             '"{{answer}}"',
             "exact_match",
-            "generation_kwargs: {until: [,]}",
+            'generation_kwargs: {until: [","]}',
         ),
-        "multiple_choice": ("0", "acc", 'doc_to_choice: ["{{answer}}", "{{wrong}}"]'),
+        "multiple_choice": ("0", "acc", 'doc_to_choice: "{{[answer|string, wrong]}}"'),
     }
     for kind, (target, metric, more) in kinds.items():
         folder = tmp_path / kind

@@ -32,6 +32,8 @@ DEFAULT_CACHE = "~/.cache/dllm_jax/data"
 SECONDS = 60.0  # without a byte: the server is gone
 MOST_BYTES = 2**34
 PIECE = 2**20
+# What a server, or the way to it, fails with.
+LOST = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
 HUB = "https://huggingface.co/datasets/{}/resolve/main/{}"
 GITHUB = "https://raw.githubusercontent.com/{}"
 
@@ -268,11 +270,16 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     known = known_set(name)
     stem = re.sub(r"[^\w.-]+", "_", name.removeprefix("hub:").removesuffix(".gz"))
     kept = place(name if name in SETS else pathlib.Path(stem).stem)
-    if kept.exists():
-        return kept, len(records.records(str(kept)))
     raw = cache() / "downloaded" / kept.stem / pathlib.PurePosixPath(known.url).name
     note = raw.with_name(f"{raw.name}.sha256")
-    wanted = known.sha256 or sha256 or (note.read_text() if note.exists() else "")
+    noted = note.read_text() if note.exists() else ""
+    wanted = known.sha256 or sha256 or noted
+    if kept.exists():
+        if sha256 and sha256 != noted:
+            raise ValueError(
+                f"{kept} is of a file with SHA-256 {noted}: remove it first"
+            )
+        return kept, len(records.records(str(kept)))
     with room(cache()):
         raw.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(download(mirrored(known.url), raw, wanted))
@@ -356,11 +363,14 @@ def download(url: str, file: pathlib.Path, sha256: str) -> str:
                 out.write(piece)
                 if out.tell() > MOST_BYTES:
                     raise ValueError(f"more than {MOST_BYTES} bytes")
+            size = source.headers.get("Content-Length")
+            if size is not None and int(size) != out.tell():
+                raise ValueError(f"it ended after {out.tell()} of {size} bytes")
         found = digest.hexdigest()
         if sha256 and found != sha256:
             raise ValueError(f"its SHA-256 is {found}, and should be {sha256}")
         shutil.move(partial, file)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
+    except LOST as error:
         reason = getattr(error, "reason", "") or error
         raise ValueError(
             f"cannot download {url}: {reason}; without a network, let {MIRROR} name a "

@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 
-from dllm_jax import folder, statistics
+from dllm_jax import data, folder, statistics
 from dllm_jax.rl import rollout
 from dllm_jax.statistics import Score
 
@@ -91,10 +91,11 @@ def classes_of(records: list[dict], each: int, vote):
 # ---- A card, and a row -------------------------------------------------------------------
 
 
-def card(cfg, records: list[dict], scores: dict[str, Score], marks: dict) -> dict:
+def card(cfg, records: list[dict], asked: list, scores: dict, marks: dict) -> dict:
     """Returns what an evaluation found, and all that its numbers depend on; JSON-able.
 
-    cfg: the configuration, completed. marks: hf.marks of the checkpoint's files.
+    cfg: the configuration, completed. asked: the data.Problem of each record. scores: of
+    `of_records`. marks: hf.marks of the checkpoint's files.
     """
     each = cfg.eval.answers
     told = {name: x for name, x in vars(cfg.sampler).items() if name not in IDLE}
@@ -113,9 +114,35 @@ def card(cfg, records: list[dict], scores: dict[str, Score], marks: dict) -> dic
         "reward": cfg.rl.reward,
         "dtype": cfg.model.dtype,
         "scores": {name: x._asdict() for name, x in scores.items()},
+        "by": cfg.eval.by,
+        "groups": groups(records, asked, each, cfg.eval.by) if cfg.eval.by else {},
         "versions": folder.versions(),
         "commit": folder.commit(),
     }
+
+
+def groups(records: list[dict], asked: list, each: int, by: str) -> dict[str, dict]:
+    """Returns the accuracy of the problems with each value of a field."""
+    members = {}
+    for i in range(0, len(records), each):
+        value = data.text(asked[i].record, by)
+        members.setdefault(value, []).extend(records[i : i + each])
+    return {
+        value: {
+            "problems": len(rows) // each,
+            "accuracy": of_records(rows, each)["accuracy"]._asdict(),
+        }
+        for value, rows in sorted(members.items())
+    }
+
+
+def table_of_groups(made: dict) -> str:
+    """Returns a card's groups as a Markdown table."""
+    lines = [line([made["by"], "problems", "accuracy"]), line(["---"] * 3)]
+    for value, group in made["groups"].items():
+        cell = written("accuracy", group["accuracy"])
+        lines.append(line([value, str(group["problems"]), cell]))
+    return "\n".join(lines)
 
 
 def digest(marks: dict) -> str:

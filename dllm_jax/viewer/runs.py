@@ -126,9 +126,20 @@ def heldout_size(cfg: dict) -> int:
 
 
 def scores(folder: pathlib.Path) -> list[list]:
-    """Returns (name, value) of eval.json; [] where there is none."""
+    """Returns (name, value, its interval's ends) of an evaluation; [] where there is none.
+
+    The ends are those of card.json, and None where it has none.
+    """
     found = traces.object_of(folder / "eval.json")
-    return [[name, x] for name, x in found.items() if traces.number(x)]
+    card = traces.group(traces.object_of(folder / "card.json"), "scores")
+    rows = []
+    for name, x in found.items():
+        ends = [traces.group(card, name).get(end) for end in ("low", "high")]
+        if not all(map(traces.number, ends)):
+            ends = [None, None]
+        if traces.number(x):
+            rows.append([name, x, *ends])
+    return rows
 
 
 def attempt_of(attempt: dict) -> list[str]:

@@ -60,6 +60,10 @@ def test_a_set_is_downloaded_once_and_its_checksum_is_noted(mirror):
     assert records.records(str(kept))[1] == {"question": "What is 1?", "answer": "1"}
     file.unlink()
     assert sets.get("aime24") == (kept, 3)
+    with pytest.raises(
+        ValueError, match="is of a file with SHA-256 .*: remove it first"
+    ):
+        sets.get("aime24", "00")
 
     # Gone from the cache, and another upstream: what was noted is what is asked for.
     kept.unlink()
@@ -100,6 +104,29 @@ def test_over_http_and_without_a_network(mirror, tmp_path, monkeypatch):
         ValueError, match="DLLM_DATA_MIRROR=ftp://elsewhere: needs file"
     ):
         sets.get("livebench")
+
+
+def test_a_download_that_is_cut_off_is_none(mirror, monkeypatch):
+    class Cut(http.server.BaseHTTPRequestHandler):
+        """Promises more than it sends."""
+
+        def do_GET(self):
+            """Sends a part."""
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"[1, 2")
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(sets.MIRROR, f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ValueError, match="it ended after 5 of 100 bytes"):
+            sets.get("livebench")
+        server.shutdown()
+    assert not sets.place("livebench").exists()
 
 
 def test_records_that_are_none_are_named(mirror):

@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dllm_jax import sharding
+from dllm_jax.models import mask, transformer
 from dllm_jax.rl.config import BatchConfig
 from dllm_jax.rl.likelihood import Likelihood
 from dllm_jax.sampling import denoise
@@ -62,31 +64,36 @@ def test_token_by_token_it_is_exact(tiny, attention):
         assert scorer.of(prompt, answer) == pytest.approx(logp, abs=1e-4)
 
 
-def test_a_bound_is_the_mean_over_all_masks(tiny):
-    """Of two tokens under full attention there are three masks, of chances 1/4, 1/4, 1/2."""
+def test_a_draw_of_a_bound_is_one_of_all_masks(tiny):
+    """Of two tokens under full attention there are three masks: both, the first, the second."""
     model, params = tiny
     model = dataclasses.replace(model, attention="full", block=4)
     cfg = SamplerConfig(block=4, cache="none", max_prompt=8, max_new=4)
-    scorer = made(model, params, cfg, draws=400)
+    scorer = made(model, params, cfg, draws=1)
     prompt, answer = PROMPTS[0], [30, 31]
 
-    def logp(shown: list[int]):
+    @jax.jit
+    def logp(tokens_BT):
         """Returns the log-probs at the answer's places where these tokens are shown."""
-        from dllm_jax.models import mask, transformer
+        pos_BT = jnp.broadcast_to(jnp.arange(7)[None], tokens_BT.shape)
+        seen = mask.clean("full", pos_BT, jnp.full(len(tokens_BT), 7), 4)
+        x_BTD = transformer.embed(params, tokens_BT, model)
+        x_BTD = transformer.trunk(params, x_BTD, pos_BT, seen, model)[0]
+        return jax.nn.log_softmax(transformer.logits(params, x_BTD, model))[:, 5:]
 
-        pos_BT = np.arange(7)[None]
-        seen = mask.clean("full", pos_BT, np.array([7]), 4)
-        x = transformer.embed(params, np.array([prompt + shown]), model)
-        x, *_ = transformer.trunk(params, x, pos_BT, seen, model)
-        return jax.nn.log_softmax(transformer.logits(params, x, model))[0, 5:]
-
-    masked = model.mask_id
-    both = logp([masked, masked])
-    first, second = logp([masked, 31])[0, 30], logp([30, masked])[1, 31]
-    exact = 0.5 * (both[0, 30] + both[1, 31]) + 0.25 * (2 * first + 2 * second)
-    values = [scorer.of(prompt, answer), scorer.of(prompt, answer)]
-    assert values[0] == values[1]
-    assert values[0] == pytest.approx(float(exact), abs=0.25)
+    hidden = model.mask_id
+    shown = [[hidden, hidden], [hidden, 31], [30, hidden]]
+    both, first, second = logp(jnp.array([prompt + x for x in shown]))
+    masks = [both[0, 30] + both[1, 31], 2 * first[0, 30], 2 * second[1, 31]]
+    seen = set()
+    for seed in range(12):
+        scorer.seed = seed
+        value = scorer.of(prompt, answer)
+        assert value == scorer.of(prompt, answer)
+        gap = np.abs(np.array(masks) - value)
+        assert gap.min() < 1e-4
+        seen.add(int(gap.argmin()))
+    assert seen == {0, 1, 2}
 
 
 def test_what_does_not_fit_is_refused(tiny):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import statistics
+from dllm_jax.data import Problem
 from dllm_jax.rl import rewards, scores
 from dllm_jax.rl.config import RewardConfig
 
@@ -83,3 +84,15 @@ def test_the_aup_of_a_sweep_and_its_interval():
     worse = scores.Setting(0.3, np.zeros(200), np.full(200, 40), np.full(200, 8))
     got = scores.sweep("sampler.threshold", [*points, worse], 0.0)
     assert got["aup"] is None and "more than 5 points below" in scores.sentence(got)
+
+
+def test_the_accuracy_of_groups():
+    levels = [3, 5, 3]
+    asked = [Problem([], "", "", {"level": x}) for x in levels for _ in range(2)]
+    rows = [record(right=x) for x in (1, 1, 0, 0, 1, 0)]
+    made = {"by": "level", "groups": scores.groups(rows, asked, 2, "level")}
+    told = {
+        x: (g["problems"], g["accuracy"]["value"]) for x, g in made["groups"].items()
+    }
+    assert told == {"3": (2, 0.75), "5": (1, 0.0)}
+    assert scores.table_of_groups(made).splitlines()[2].startswith("| 3 | 2 | 75.0 % [")

@@ -48,3 +48,22 @@ def test_leaves_are_named_as_on_the_command_line():
         "a.b": '[1, "x"]',
         "c": "null",
     }
+
+
+def test_an_evaluation_is_told_with_its_intervals(tmp_path):
+    """As far as a card has them: a damaged one costs no more than they."""
+    told = {"accuracy": 0.5, "problems": 4, "odd": "x"}
+    (tmp_path / "eval.json").write_text(json.dumps(told))
+    bare = [["accuracy", 0.5, None, None], ["problems", 4, None, None]]
+    assert runs.scores(tmp_path) == bare
+    card = tmp_path / "card.json"
+    for damaged in (
+        "{",
+        "[]",
+        '{"scores": 3}',
+        '{"scores": {"accuracy": {"low": "x"}}}',
+    ):
+        card.write_text(damaged)
+        assert runs.scores(tmp_path) == bare
+    card.write_text('{"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}')
+    assert runs.scores(tmp_path) == [["accuracy", 0.5, 0.1, 0.9], bare[1]]

@@ -73,8 +73,8 @@ class Grader:
 def by_gold(module: ModuleType) -> Grader:
     """Returns a module's Grader that compares texts with gold answers.
 
-    It has grade(texts, golds), check(gold), and for votes extract(text) and
-    equal(answer, another).
+    It has grade(texts, golds) and check(gold), and where answers may be voted on
+    extract(text) and equal(answer, another).
     """
 
     def check(problem: Problem) -> None:
@@ -87,7 +87,9 @@ def by_gold(module: ModuleType) -> Grader:
         golds = [problem.answer for problem in problems]
         return Grades(np.array(module.grade(texts, golds), np.float32))
 
-    return Grader(grade, check, vote=functools.partial(voted, module))
+    votes = hasattr(module, "extract") and hasattr(module, "equal")
+    vote = functools.partial(voted, module) if votes else None
+    return Grader(grade, check, vote=vote)
 
 
 def voted(module: ModuleType, texts: list[str]) -> list[int]:
