@@ -66,7 +66,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok)
     asked = asked_of(cfg, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)

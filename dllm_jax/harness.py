@@ -40,21 +40,21 @@ class Model:
         self.model = dataclasses.replace(model, lora=None)
         self.draws, self.say = draws, say
         self.mesh = sharding.make_mesh(**cfg.mesh.axes)
-        jax.set_mesh(self.mesh)
 
     # Each is loaded when it is first asked for: many tasks need but one of them.
 
     @functools.cached_property
     def stream(self):
         """The `stream` of an answerer, but for prompts and temperature."""
-        answerer, params = placement.loaded(
-            self.cfg.model.path,
-            model=self.model,
-            cfg=self.cfg.sampler,
-            mesh=self.mesh,
-            rollout=self.cfg.mesh.rollout,
-            say=self.say,
-        )
+        with jax.set_mesh(self.mesh):
+            answerer, params = placement.loaded(
+                self.cfg.model.path,
+                model=self.model,
+                cfg=self.cfg.sampler,
+                mesh=self.mesh,
+                rollout=self.cfg.mesh.rollout,
+                say=self.say,
+            )
         key = jax.random.key(self.cfg.seed)
         return functools.partial(answerer.stream, params, key=key)
 

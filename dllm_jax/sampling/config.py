@@ -89,6 +89,12 @@ class SamplerConfig:
         return dataclasses.replace(self, threshold=-1.0, entropy_bound=0.0)
 
     @property
+    def filters_draws(self) -> bool:
+        """Whether tokens are taken for what was drawn: see confidence.Target."""
+        of_draw = TARGETS[self.target].of_draw or self.pad_penalty > 1
+        return STRATEGIES[self.strategy].ranks and of_draw
+
+    @property
     def slots(self) -> int:
         """Positions of a canvas: prompt and answer, filled up to whole blocks."""
         Q = max(self.block, 1)

@@ -16,7 +16,6 @@ for ever or crash belongs into a `Worker`, a program into the `sandbox`.
 
 import dataclasses
 import functools
-import importlib
 import math as numbers
 from collections.abc import Callable
 from types import ModuleType
@@ -24,7 +23,7 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, math, puzzles
+from dllm_jax.rl.rewards import choice, code, judge, math, process, puzzles, ranking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Grades:
     """What n answers are worth."""
 
     reward_n: np.ndarray  # 1 is right, 0 wrong; NaN: not found out
-    reward_nT: np.ndarray | None = None  # of tokens, beside; None: of the answer alone
+    # Of tokens, by position on the canvas, beside; None: of the answer alone. NaN: the
+    # answer was not judged.
+    reward_nT: np.ndarray | None = None
     # What it is made of, by name, before weights; the first says what is right.
     parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -54,6 +55,10 @@ class Grader:
         the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
         ValueError where it cannot judge here.
+    steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
+        learned from, a process.Chunks; None where nobody splits them. right_n: which
+        answers are right, as `grade` found.
+    aside: whether `grade` may be called in a thread beside sampling.
     """
 
     grade: Callable[[list[str], list[Problem], object], Grades]
@@ -61,6 +66,8 @@ class Grader:
     gold: bool = True
     vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
+    steps: Callable | None = None
+    aside: bool = True
 
 
 def by_gold(module: ModuleType) -> Grader:
@@ -147,19 +154,62 @@ def form(texts, problems, trace) -> Grades:
     return Grades(np.array([*found], np.float32))
 
 
+def by_judge(cfg) -> Grader:
+    """Returns the Grader that asks a judge whether an answer is right.
+
+    The reward is the share of its votes that say so, of those that say anything. cfg:
+    rl.config.RewardConfig. Raises ValueError where no judge is named.
+    """
+    if not cfg.judge.at:
+        raise ValueError(
+            "rl.reward='judge' needs reward.judge.at: a URL, a module:function or a "
+            "checkpoint's folder"
+        )
+    asked = judge.judge(cfg.judge)
+
+    def grade(texts, problems, trace) -> Grades:
+        pairs = zip(texts, problems, strict=True)
+        questions = [judge.Question(p.text, p.answer, text) for text, p in pairs]
+        every = [[x for x in votes if x] for votes in asked.votes(questions)]
+        shares = [np.mean([x > 0 for x in v]) if v else np.nan for v in every]
+        return Grades(np.array(shares, np.float32))
+
+    return Grader(grade, anything, gold=False, begin=asked.begin, aside=asked.aside)
+
+
+def by_model(cfg, tok) -> Grader:
+    """Returns the Grader whose rewards are the scores of a reward model.
+
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer, None where none is to be
+    compared with the model's own. Raises ValueError where no model is named.
+    """
+    if not cfg.model:
+        raise ValueError(
+            "rl.reward='reward_model' needs reward.model, a checkpoint's folder"
+        )
+    ranker = ranking.Ranker(cfg.model, tok)
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(ranker.grade(trace))
+
+    return Grader(grade, anything, gold=False, begin=ranker.begin, aside=False)
+
+
 def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
-# name: the Grader that a RewardConfig makes of it.
-GRADERS: dict[str, Callable[[object], Grader]] = {
-    "math": lambda cfg: by_gold(math),
-    "choice": lambda cfg: by_gold(choice),
-    "code": by_tests,
-    "length": lambda cfg: Grader(shortness, anything, gold=False),
-    "format": lambda cfg: Grader(form, anything, gold=False),
-    "countdown": lambda cfg: by_rules("countdown"),
-    "sudoku": lambda cfg: by_rules("sudoku"),
+# name: the Grader that a RewardConfig, and the policy's tokenizer, make of it.
+GRADERS: dict[str, Callable[[object, object], Grader]] = {
+    "math": lambda cfg, tok: by_gold(math),
+    "choice": lambda cfg, tok: by_gold(choice),
+    "code": lambda cfg, tok: by_tests(cfg),
+    "judge": lambda cfg, tok: by_judge(cfg),
+    "reward_model": by_model,
+    "countdown": lambda cfg, tok: by_rules("countdown"),
+    "sudoku": lambda cfg, tok: by_rules("sudoku"),
+    "length": lambda cfg, tok: Grader(shortness, anything, gold=False),
+    "format": lambda cfg, tok: Grader(form, anything, gold=False),
 }
 
 
@@ -201,13 +251,28 @@ def weight(entry: str, given: list[str]) -> float:
     return number
 
 
-def grader(spec: str, cfg) -> Grader:
-    """Returns the one Grader that `rl.reward` says. cfg: rl.config.RewardConfig.
+def grader(spec: str, cfg, tok=None) -> Grader:
+    """Returns the one Grader that `rl.reward` and `reward.split` say.
 
-    Raises ValueError for what `weights` refuses, and for a function that is not there.
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
+    split. Raises ValueError for what `weights` refuses, and for a function that is not
+    there.
     """
+    outcome = of_outcomes(spec, cfg, tok)
+    if cfg.split == "none" or tok is None:
+        return outcome
+    asked = judge.judge(cfg.judge)
+    return dataclasses.replace(
+        outcome,
+        begin=lambda: [*outcome.begin(), *asked.begin()],
+        steps=process.steps(cfg, asked, tok),
+    )
+
+
+def of_outcomes(spec: str, cfg, tok) -> Grader:
+    """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
-    made = {x: GRADERS[x](cfg) if x in GRADERS else loaded(x) for x in weighed}
+    made = {x: GRADERS[x](cfg, tok) if x in GRADERS else loaded(x) for x in weighed}
     if len(made) == 1 and [*weighed.values()] == [1.0]:
         return next(iter(made.values()))
 
@@ -225,6 +290,7 @@ def grader(spec: str, cfg) -> Grader:
         gold=any(one.gold for one in made.values()),
         vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
+        aside=all(one.aside for one in made.values()),
     )
 
 
@@ -242,19 +308,7 @@ def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
 
 def loaded(name: str) -> Grader:
     """Returns the Grader of a `module:function`; raises ValueError where there is none."""
-    module, _, function = name.partition(":")
-    try:
-        own = getattr(importlib.import_module(module), function)
-    except ImportError as error:
-        raise ValueError(
-            f"rl.reward={name!r}: {error}; its folder must be the one the command is "
-            "started in, or on PYTHONPATH"
-        ) from None
-    except AttributeError:
-        raise ValueError(f"rl.reward={name!r}: {module} has no {function}") from None
-    called = callable(own)
-    if not called:
-        raise ValueError(f"rl.reward={name!r}: {function} is no function")
+    own = judge.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
         given = own(texts, problems, trace)
@@ -263,6 +317,11 @@ def loaded(name: str) -> Grader:
             raise ValueError(
                 f"rl.reward={name!r} returned grades of shape {np.shape(grades.reward_n)} "
                 f"for {len(texts)} answers"
+            )
+        if np.shape(grades.reward_nT) not in ((), trace.tokens_BT.shape):
+            raise ValueError(
+                f"rl.reward={name!r} returned rewards of tokens of shape "
+                f"{np.shape(grades.reward_nT)}; the canvases are {trace.tokens_BT.shape}"
             )
         return grades
 
