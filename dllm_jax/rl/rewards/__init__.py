@@ -10,8 +10,9 @@ Host only: texts, problems and traces in, numbers out.
     math,mine:brevity:0.5      all of it
 
 One's own is a function of (texts, problems, trace), as `Grader.grade` is, that returns n
-numbers or Grades. It may have an attribute `check`, a function of a problem. What may take
-for ever or crash belongs into a `Worker`, a program into the `sandbox`.
+numbers or Grades. It may have attributes: `check`, a function of a problem, and `aside`, True
+where it judges each answer for itself and may be called beside sampling, with some of the
+answers at a time. What may take for ever or crash belongs into a `Worker`, a program into the `sandbox`.
 """
 
 import dataclasses
@@ -56,7 +57,8 @@ class Grader:
     steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
         learned from, a process.Chunks; None where nobody splits them. right_n: which
         answers are right, as `grade` found.
-    aside: whether `grade` may be called in a thread beside sampling.
+    aside: whether `grade` may be called in a thread beside sampling, with the answers of
+        some groups at a time. Otherwise it is called once, with all of them.
     """
 
     grade: Callable[[list[str], list[Problem], object], Grades]
@@ -280,7 +282,8 @@ def loaded(name: str) -> Grader:
             )
         return grades
 
-    return Grader(grade, getattr(own, "check", anything), gold=False)
+    check, aside = getattr(own, "check", anything), getattr(own, "aside", False)
+    return Grader(grade, check, gold=False, aside=bool(aside))
 
 
 def array(name: str, given) -> np.ndarray:
