@@ -6,6 +6,7 @@ Host only: texts, problems and traces in, numbers out.
 
     math                       the shipped one
     math:1,length:0.1          weighed and added; each is a metric, the first is accuracy
+    math:0,reward_model        a weight of 0: told, and not earned
     mine:brevity               function `brevity` of the importable module `mine`
     math,mine:brevity:0.5      all of it
 
@@ -195,6 +196,8 @@ def weights(spec: str) -> dict[str, float]:
         if name in found:
             raise ValueError(f"{name!r} is named twice")
         found[name] = weight(entry, rest)
+    if not any(found.values()):
+        raise ValueError(f"{spec!r}: one weight at least is not 0")
     return found
 
 
@@ -204,8 +207,8 @@ def weight(entry: str, given: list[str]) -> float:
         (number,) = map(float, given or ["1"])
     except ValueError:
         number = numbers.nan
-    if not (numbers.isfinite(number) and number):
-        raise ValueError(f"{entry!r}: a weight is one finite number, and not 0")
+    if not numbers.isfinite(number):
+        raise ValueError(f"{entry!r}: a weight is one finite number")
     return number
 
 
@@ -252,13 +255,10 @@ def of_outcomes(spec: str, cfg, tok) -> Grader:
 
 
 def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
-    """Returns the weighed sum of Grades; NaN where one of them is."""
-    reward_n = sum(weighed[x] * grades.reward_n for x, grades in every.items())
-    tokens = [
-        weighed[x] * grades.reward_nT
-        for x, grades in every.items()
-        if grades.reward_nT is not None
-    ]
+    """Returns the weighed sum of Grades; NaN where one of them is that has a weight."""
+    earned = [(weighed[x], grades) for x, grades in every.items() if weighed[x]]
+    reward_n = sum(share * grades.reward_n for share, grades in earned)
+    tokens = [share * g.reward_nT for share, g in earned if g.reward_nT is not None]
     parts = {x.split(":")[-1]: grades.reward_n for x, grades in every.items()}
     return Grades(reward_n, sum(tokens) if tokens else None, parts)
 
