@@ -304,6 +304,7 @@ def loop_layers(layer, carry, layers: list[Params]):
 
     The loop is Python's: every layer is compiled. See acting.py for what that gains.
     """
+    layer = jax.jit(layer)  # traced for the first, and called by all of the same shapes
     fresh, loads = [], []
     for number, p in enumerate(layers):
         carry, (fresh_of_layer, load) = layer(carry, (p, jnp.int32(number)))
@@ -523,6 +524,20 @@ def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
         x_BUD,
         head(params, cfg),
         token_BU,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
+    )
+
+
+@jax.named_scope("head")
+def selection(params: Params, x_BUD, token_BU, border_BU, cfg: ModelConfig, rule):
+    """Returns what `pallas_kernels.selection` does, of positions' draws, by its Rule."""
+    return pallas_kernels.selection(
+        x_BUD,
+        head(params, cfg),
+        token_BU,
+        border_BU,
+        rule=rule,
         forbidden=cfg.mask_id,
         implementation=cfg.kernels,
     )

@@ -21,7 +21,8 @@ class NoiseConfig:
     # A key of noise.KINDS. trace: the steps of sampling. bernoulli: at random.
     # complement: at random, and then what that left out (coupled RL). semi_ar: at
     # random in one block, with all later ones masked. subset: of each scope's answer
-    # tokens so many, at random, as a uniform draw from 1 to all of them says. end:
+    # tokens so many, at random, as a uniform draw from 1 to all of them says. quadrature:
+    # as many as the levels of a quadrature of `draws` points over the mask rate say. end:
     # an answer's last token, for reward models. ar: nothing; each token is predicted
     # from those before it. A *scope* is a block, or the whole answer where the model's
     # attention is full.
@@ -72,7 +73,8 @@ class ObjectiveConfig:
 
     # RL's, a key of objectives.OBJECTIVES. policy: ratios to the policy that sampled,
     # clipped. dipo: the gradient of log pi itself. spg: of bounds of log pi, an upper
-    # one where the advantage is negative.
+    # one where the advantage is negative. sequence: ratios of whole answers, clipped
+    # (objectives.clipped_answers). stable: spg, with weights of answers.
     loss: str = "policy"
     clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
     clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
@@ -81,15 +83,23 @@ class ObjectiveConfig:
     reference_beta: float = 0.0
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
-    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
+    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d), "k2" (d^2 / 2) or "k1" (d)
+    nll_weight: float = 0.0  # of -log p of right answers, beside RL's loss; 0: off
     # What a token's loss is divided by, a key of views.AGGREGATES. token: all
     # supervised tokens of the update. sequence: its answer's length, then answers.
     # step: its step's size, then answers. constant: the longest possible answer, then
     # answers. group: the steps of all answers of its group, then groups. elbo: all
     # answers' tokens, each divided by the probability that the noise masked it (1/p;
-    # subset: n of l).
+    # subset: n of l). elbo_sequence: so divided, then by its answer's length, then answers.
+    # elbo_answer: so divided, then answers.
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
+    # What ratio, clip and aggregate are of. tokens: the log-prob of each. selection: the
+    # probability of each step of the sampler, with all the draws that it threw away.
+    likelihood: str = "tokens"
+    # Largest weight of a token for how much likelier the trainer finds it than what it was
+    # drawn from: temperature, filters, rounding, stale keys; 0: no weight, else >= 1.
+    importance_cap: float = 0.0
 
     def __post_init__(self):
         checks.fields(
@@ -102,9 +112,23 @@ class ObjectiveConfig:
             upper_weight=">= 0, <= 1",
             upper_power=">= 1",
             kl=tuple(KL_ESTIMATORS),
+            nll_weight=">= 0",
             aggregate=tuple(AGGREGATES),
             value_weight=">= 0",
+            likelihood=("tokens", "selection"),
+            importance_cap=">= 0",
         )
+        if 0 < self.importance_cap < 1:
+            raise checks.Refused(
+                "importance_cap",
+                f"={self.importance_cap}: the largest weight of a token, at least 1, such "
+                "as 2; or 0, which is off",
+            )
+        if self.importance_cap and self.likelihood == "selection":
+            raise ValueError(
+                f"objective.importance_cap={self.importance_cap}: the sampler records no "
+                "probability of its steps; set it to 0, or objective.likelihood='tokens'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

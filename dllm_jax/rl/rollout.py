@@ -9,13 +9,12 @@ Letters: s answers to one problem.
 import collections
 import dataclasses
 import json
-import math
 import pathlib
 
 import jax
 import numpy as np
 
-from dllm_jax import sharding
+from dllm_jax import sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
 from dllm_jax.rl.beside import Beside
@@ -183,26 +182,18 @@ def report_long(problems: list[Problem], max_prompt: int, say, path: str):
         )
 
 
-def pass_at(solved_ns, k: int) -> float:
-    """Returns pass@k of n problems with s answers each, k <= s: is one of k right?
-
-    The unbiased estimate 1 - C(s - c, k) / C(s, k) with c right ones (Codex, arXiv
-    2107.03374, Eq. 1).
-    """
-    samples = solved_ns.shape[1]
-    wrong_n = (~solved_ns).sum(axis=1)
-    missed_n = [math.comb(wrong, k) / math.comb(samples, k) for wrong in wrong_n]
-    return float(np.mean([1 - missed for missed in missed_n]))
+def sizes(samples: int) -> list[int]:
+    """Returns for which k pass@k is told: 1, 2, 4 ... and all `samples` answers."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
 
 
 def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """Returns pass@k for k = 1, 2, 4 ... and all `samples` answers to a problem.
-
-    The answers to a problem follow each other.
-    """
+    """Returns pass@k of n problems with `samples` answers each, which follow each other."""
     solved_ns = rollouts.solved_n.reshape(-1, samples)
-    ks = {2**i for i in range(samples.bit_length())} | {samples}
-    return {f"pass@{k}": pass_at(solved_ns, k) for k in sorted(ks)}
+    return {
+        f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
+        for k in sizes(samples)
+    }
 
 
 def speed(trace: Trace) -> np.ndarray:

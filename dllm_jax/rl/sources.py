@@ -74,7 +74,7 @@ class Settings:
     @property
     def layout(self) -> layouts.Layout:
         """How noised trajectories are shown to the model."""
-        return layouts.of(self.model, self.sampler, self.noise)
+        return layouts.of(self.model, self.sampler, self.noise, self.objective)
 
 
 @dataclasses.dataclass
@@ -139,13 +139,16 @@ class RL:
     @staticmethod
     def plans(settings: Settings) -> dict[str, learner.Plan]:
         """Returns the Plans of the policy and, unless it is a head, of a value network."""
-        return networks.plans(
+        plans = networks.plans(
             settings.objective.loss,
             settings.rl.value,
             settings.policy_optim,
             settings.value_optim,
             updates=settings.rl.steps * settings.rl.updates,
         )
+        if exact := settings.layout.selection:
+            plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
+        return plans
 
     def __init__(self, settings: Settings, tools: Tools):
         rl, sampler = settings.rl, settings.sampler
@@ -183,7 +186,9 @@ class RL:
 
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+        fields = batches.asked(self.settings.objective)
+        fields += ("ahead_BU",) if self.settings.layout.selection else ()
+        return blank(self.settings, self.tools, self.pack, fields)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:
         """Samples, grades, filters and weighs; leaves some answers in the run's folder."""

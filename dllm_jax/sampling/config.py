@@ -7,6 +7,9 @@ from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
+# What programs take as an array, a number for each row: no value compiles anything anew.
+TRACED = ("threshold", "entropy_bound")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
@@ -81,6 +84,17 @@ class SamplerConfig:
             )
 
     @property
+    def static(self):
+        """The same for programs: nothing in it tells what is TRACED."""
+        return dataclasses.replace(self, threshold=-1.0, entropy_bound=0.0)
+
+    @property
+    def filters_draws(self) -> bool:
+        """Whether tokens are taken for what was drawn: see confidence.Target."""
+        of_draw = TARGETS[self.target].of_draw or self.pad_penalty > 1
+        return STRATEGIES[self.strategy].ranks and of_draw
+
+    @property
     def slots(self) -> int:
         """Positions of a canvas: prompt and answer, filled up to whole blocks."""
         Q = max(self.block, 1)
@@ -124,15 +138,15 @@ class SamplerConfig:
         width = min(max(self.max_prompt // 16, 32), 256)
         return -(-min(width, self.prefill, self.max_prompt) // self.block) * self.block
 
-    def chunk_counts(self, rows: int) -> tuple[int, int]:
+    def chunk_counts(self, rows: int) -> tuple[int, ...]:
         """Returns how many chunks of `rows` rows' prompts a forward may be made for.
 
         As many as `prefill` says, but no more than all rows can wait for; or few, for a
-        short prompt that comes alone.
+        short prompt that comes alone, where that is less. The greatest is the last.
         """
         longest = -(-self.max_prompt // self.chunk)
         many = min(-(-self.prefill // self.chunk), rows * longest)
-        return -(-many // 8), many
+        return tuple(sorted({-(-many // 8), many}))
 
     @property
     def page_slots(self) -> int:

@@ -60,7 +60,8 @@ def made(off, rl=RL, as_sampled=True):
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
         logp_mBU = source.gather(logp) + np.asarray(off, np.float32)
         logp_mBU[int(batch.used) :] = 0
-        return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
+        zeros = np.zeros_like(logp_mBU)
+        return {name: {"logp": logp_mBU, "entropy": zeros, "value": zeros}}
 
     metrics, out = batches.of_rollouts(
         sampled,

@@ -25,7 +25,7 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, judge, math, process, ranking
+from dllm_jax.rl.rewards import choice, code, judge, math, process, puzzles, ranking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Grader:
         data's fault. Called for every problem of a file before a run starts, so it must be
         cheap; what it lets through, `grade` does not refuse.
     gold: whether it needs the field that data.answer names.
+    vote(texts): a number for what each answer to one problem says, the same where they say
+        the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
         ValueError where it cannot judge here.
     steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
@@ -65,6 +67,7 @@ class Grader:
     grade: Callable[[list[str], list[Problem], object], Grades]
     check: Callable[[Problem], None]
     gold: bool = True
+    vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
     steps: Callable | None = None
     aside: bool = True
@@ -73,7 +76,8 @@ class Grader:
 def by_gold(module: ModuleType) -> Grader:
     """Returns a module's Grader that compares texts with gold answers.
 
-    It has grade(texts, golds) and check(gold).
+    It has grade(texts, golds) and check(gold), and where answers may be voted on
+    extract(text) and equal(answer, another).
     """
 
     def check(problem: Problem) -> None:
@@ -86,20 +90,58 @@ def by_gold(module: ModuleType) -> Grader:
         golds = [problem.answer for problem in problems]
         return Grades(np.array(module.grade(texts, golds), np.float32))
 
-    return Grader(grade, check)
+    votes = hasattr(module, "extract") and hasattr(module, "equal")
+    vote = functools.partial(voted, module) if votes else None
+    return Grader(grade, check, vote=vote)
+
+
+def voted(module: ModuleType, texts: list[str]) -> list[int]:
+    """Returns which of the different answers each text gives, from 0; -1: none."""
+    different, numbers_n = [], []
+    for text in texts:
+        answer = module.extract(text)
+        if answer is None:
+            numbers_n.append(-1)
+            continue
+        known = (i for i, x in enumerate(different) if alike(module, answer, x))
+        number = next(known, len(different))
+        different += [answer] * (number == len(different))
+        numbers_n.append(number)
+    return numbers_n
+
+
+def alike(module: ModuleType, answer: str, another: str) -> bool:
+    """Returns whether two extracted answers are equal; one that is no gold is its text."""
+    try:
+        return answer == another or bool(module.equal(answer, another))
+    except ValueError:
+        return False
 
 
 def by_tests(cfg) -> Grader:
     """Returns the Grader of programs. cfg: rl.config.RewardConfig."""
 
     def grade(texts, problems, trace) -> Grades:
-        return Grades(np.array(code.grade(texts, problems, cfg), np.float32))
+        pairs = zip(problems, texts, strict=True)
+        whole = [problem.begun + text for problem, text in pairs]
+        return Grades(np.array(code.grade(whole, problems, cfg), np.float32))
 
     return Grader(
         grade,
         lambda problem: code.check(problem.record),
         gold=False,
         begin=functools.partial(code.begin, cfg),
+    )
+
+
+def by_rules(name: str) -> Grader:
+    """Returns the Grader of a puzzle, a key of puzzles.PUZZLES."""
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(np.array(puzzles.grade(name, texts, problems), np.float32))
+
+    return Grader(
+        grade, lambda problem: puzzles.check(name, problem.record), gold=False
     )
 
 
@@ -167,6 +209,8 @@ GRADERS: dict[str, Callable[[object, object], Grader]] = {
     "code": lambda cfg, tok: by_tests(cfg),
     "judge": lambda cfg, tok: by_judge(cfg),
     "reward_model": by_model,
+    "countdown": lambda cfg, tok: by_rules("countdown"),
+    "sudoku": lambda cfg, tok: by_rules("sudoku"),
     "length": lambda cfg, tok: Grader(shortness, anything, gold=False),
     "format": lambda cfg, tok: Grader(form, anything, gold=False),
 }
@@ -249,6 +293,7 @@ def of_outcomes(spec: str, cfg, tok) -> Grader:
         grade,
         check,
         gold=any(one.gold for one in made.values()),
+        vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
         aside=all(one.aside for one in made.values()),
     )
