@@ -87,7 +87,13 @@ and for who wants to know how it is fast, or what surrounds it:
     models/hf.py                 Hugging Face folders, in and out
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
+    rl/beside.py                 graded while others are sampled
     rl/rewards/__init__.py       what judges answers, by name and weight
+    rl/rewards/process.py        answers in chunks, and what verdicts on these are worth
+    rl/rewards/judge.py          what a judge is asked, and how it votes
+    rl/rewards/endpoint.py       a judge behind HTTP, whatever may go wrong there
+    rl/rewards/lent.py           a judge that is a checkpoint
+    rl/rewards/ranking.py        scores of a reward model
     rl/rewards/sandbox.py        programs that nobody has read, run
     rl/rewards/jail.py           what confines them
     rl/rewards/trial.py          a judge who asks a candidate, each in a jail

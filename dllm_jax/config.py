@@ -31,6 +31,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.noise import KINDS
+from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
@@ -297,6 +298,13 @@ class Config:
             raise ValueError(
                 f"reward.split={self.reward.split!r}: only method='rl' learns from the "
                 f"rewards of chunks, not {self.method!r}"
+            )
+        loss = OBJECTIVES[self.objective.loss]
+        if self.reward.split != "none" and (loss.bounds or loss.answers):
+            raise ValueError(
+                f"reward.split={self.reward.split!r}: objective.loss="
+                f"{self.objective.loss!r} has one advantage for each answer; set it to "
+                "'policy' or 'dipo'"
             )
 
     def check_bounds(self):

@@ -66,7 +66,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok)
+    whole = dataclasses.replace(cfg.reward, split="none")  # nobody learns from chunks
+    grader = rewards.grader(cfg.rl.reward, whole, tok)
     asked = asked_of(cfg, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)

@@ -205,6 +205,16 @@ def test_known_flags_pass():
             },
             "reward.split='tokens': only method='rl'",
         ),
+        (
+            {
+                "objective__loss": "sequence",
+                "objective__aggregate": "sequence",
+                "rl__value": "none",
+                "reward__split": "tokens",
+                "reward__judge__at": "http://localhost/v1",
+            },
+            "loss='sequence' has one advantage for each answer; set it to 'policy'",
+        ),
         ({"reward__split": "words"}, "reward.split='words': choose from none, tokens"),
         ({"reward__split": "steps"}, "reward.judge.at='': reward.split='steps' needs"),
         ({"reward__judge__at": "http:///v1"}, "reward.judge.at: no URL such as"),

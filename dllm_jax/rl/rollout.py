@@ -17,7 +17,8 @@ import numpy as np
 from dllm_jax import sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.beside import Beside
+from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.rl.rewards.process import Chunks, none_of
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.state import Trace
@@ -52,29 +53,41 @@ def graded(
     *,
     truncated_wrong: bool,
 ) -> Rollouts:
-    """Returns Rollouts whose rewards are the grader's, of every process for its share.
-
-    Rows without an answer (their prompt was too long), and with `truncated_wrong` those
-    that were cut at their limit, earn 0.
-    """
+    """Returns Rollouts whose rewards are the grader's: see `settled`."""
     share = sharding.dealt()
     grades = grader.grade(
         texts[share], problems[share], jax.tree.map(lambda x: x[share], trace)
     )
+    return settled(trace, texts, group_n, grades, truncated_wrong=truncated_wrong)
+
+
+def settled(
+    trace: Trace,
+    texts: list[str],
+    group_n: np.ndarray,
+    grades: Grades,
+    *,
+    truncated_wrong: bool,
+) -> Rollouts:
+    """Returns Rollouts with the rewards that every process found for its share.
+
+    grades: of this process's. Rows without an answer (their prompt was too long), and with
+    `truncated_wrong` those that were cut at their limit, earn 0.
+    """
     earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 
-    def settled(own):
+    def earned(own):
         rewards = of_all(own, len(texts))
         rewards[~earns_n] = 0
         return rewards
 
-    reward_n = settled(grades.reward_n)
+    reward_n = earned(grades.reward_n)
     late_n, reward_nT = np.isnan(reward_n), None
     if grades.reward_nT is not None:
-        reward_nT = settled(grades.reward_nT)
+        reward_nT = earned(grades.reward_nT)
         late_n |= np.isnan(reward_nT).any(axis=1)
         reward_nT = np.nan_to_num(reward_nT)
-    parts = {name: np.nan_to_num(settled(x_n)) for name, x_n in grades.parts.items()}
+    parts = {name: np.nan_to_num(earned(x_n)) for name, x_n in grades.parts.items()}
     return Rollouts(
         trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts, reward_nT
     )
@@ -128,7 +141,8 @@ def answered(
 ) -> Rollouts | None:
     """Returns Rollouts: one answer to each problem, sampled, decoded and graded.
 
-    None where sampling was stopped: see `answers.collect`. Raises exits.NotFinite where no
+    Groups are graded as they end, beside sampling; the phase "reward" is what is left of
+    it then. None where sampling was stopped: see `answers.collect`. Raises exits.NotFinite where no
     answer is made of finite numbers.
 
     answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n
@@ -138,18 +152,15 @@ def answered(
     """
     prompts = [problem.prompt_ids for problem in problems]
     stream = answerer.stream(params, prompts, key, temperature=temperature, stop=stop)
-    trace = answers.collect(answers.checked(stream, len(prompts)), len(prompts))
+    grading = Beside(grader, tok, problems, group_n)
+    stream = grading.watched(answers.checked(stream, len(prompts)))
+    trace = answers.collect(stream, len(prompts))
     if trace is None:
+        grading.give_up()
         return None
     with timer("reward"):
-        return graded(
-            trace,
-            answers.decode(trace, tok),
-            problems,
-            group_n,
-            grader,
-            truncated_wrong=truncated_wrong,
-        )
+        texts, grades = grading.result(trace)
+        return settled(trace, texts, group_n, grades, truncated_wrong=truncated_wrong)
 
 
 def report_long(problems: list[Problem], max_prompt: int, say, path: str):

@@ -125,7 +125,7 @@ def tools(settings: Settings, folder, **changes) -> Tools:
     made = Tools(
         mesh=sharding.make_mesh(),
         tok=TOK,
-        grader=Grader(grade=grade, check=lambda problem: None),
+        grader=Grader(grade=grade, check=lambda problem: None, aside=False),
         truncated_wrong=True,
         answerer=Answerer(sampler.slots, sampler.max_prompt),
         timer=metrics.Timer(),

@@ -6,12 +6,14 @@ Host only: texts, problems and traces in, numbers out.
 
     math                       the shipped one
     math:1,length:0.1          weighed and added; each is a metric, the first is accuracy
+    math:0,reward_model        a weight of 0: told, and not earned
     mine:brevity               function `brevity` of the importable module `mine`
     math,mine:brevity:0.5      all of it
 
 One's own is a function of (texts, problems, trace), as `Grader.grade` is, that returns n
-numbers or Grades. It may have an attribute `check`, a function of a problem. What may take
-for ever or crash belongs into a `Worker`, a program into the `sandbox`.
+numbers or Grades. It may have attributes: `check`, a function of a problem, and `aside`, True
+where it judges each answer for itself and may be called beside sampling, with some of the
+answers at a time. What may take for ever or crash belongs into a `Worker`, a program into the `sandbox`.
 """
 
 import dataclasses
@@ -58,7 +60,8 @@ class Grader:
     steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
         learned from, a process.Chunks; None where nobody splits them. right_n: which
         answers are right, as `grade` found.
-    aside: whether `grade` may be called in a thread beside sampling.
+    aside: whether `grade` may be called in a thread beside sampling, with the answers of
+        some groups at a time. Otherwise it is called once, with all of them.
     """
 
     grade: Callable[[list[str], list[Problem], object], Grades]
@@ -237,6 +240,8 @@ def weights(spec: str) -> dict[str, float]:
         if name in found:
             raise ValueError(f"{name!r} is named twice")
         found[name] = weight(entry, rest)
+    if not any(found.values()):
+        raise ValueError(f"{spec!r}: one weight at least is not 0")
     return found
 
 
@@ -246,8 +251,8 @@ def weight(entry: str, given: list[str]) -> float:
         (number,) = map(float, given or ["1"])
     except ValueError:
         number = numbers.nan
-    if not (numbers.isfinite(number) and number):
-        raise ValueError(f"{entry!r}: a weight is one finite number, and not 0")
+    if not numbers.isfinite(number):
+        raise ValueError(f"{entry!r}: a weight is one finite number")
     return number
 
 
@@ -295,13 +300,10 @@ def of_outcomes(spec: str, cfg, tok) -> Grader:
 
 
 def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
-    """Returns the weighed sum of Grades; NaN where one of them is."""
-    reward_n = sum(weighed[x] * grades.reward_n for x, grades in every.items())
-    tokens = [
-        weighed[x] * grades.reward_nT
-        for x, grades in every.items()
-        if grades.reward_nT is not None
-    ]
+    """Returns the weighed sum of Grades; NaN where one of them is that has a weight."""
+    earned = [(weighed[x], grades) for x, grades in every.items() if weighed[x]]
+    reward_n = sum(share * grades.reward_n for share, grades in earned)
+    tokens = [share * g.reward_nT for share, g in earned if g.reward_nT is not None]
     parts = {x.split(":")[-1]: grades.reward_n for x, grades in every.items()}
     return Grades(reward_n, sum(tokens) if tokens else None, parts)
 
@@ -325,7 +327,8 @@ def loaded(name: str) -> Grader:
             )
         return grades
 
-    return Grader(grade, getattr(own, "check", anything), gold=False)
+    check, aside = getattr(own, "check", anything), getattr(own, "aside", False)
+    return Grader(grade, check, gold=False, aside=bool(aside))
 
 
 def array(name: str, given) -> np.ndarray:

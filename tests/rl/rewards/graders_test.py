@@ -142,6 +142,9 @@ def test_what_one_cannot_judge_nobody_has_judged():
     nan = Grades(np.array([1.0, np.nan]))
     both = rewards.added({"a": nan, "b:c": Grades(np.ones(2))}, {"a": 1.0, "b:c": 0.5})
     np.testing.assert_array_equal(both.reward_n, [1.5, np.nan])
+    told = rewards.added({"a": nan, "b": Grades(np.ones(2))}, {"a": 0.0, "b": 0.5})
+    np.testing.assert_array_equal(told.reward_n, [0.5, 0.5])
+    np.testing.assert_array_equal(told.parts["a"], [1.0, np.nan])
     assert [*both.parts] == ["a", "c"] and both.reward_nT is None
 
 
@@ -277,7 +280,7 @@ def test_a_function_that_returns_nonsense_is_named(mine, name, message):
         ("", "choose from math"),
         ("math,", "'' is no grader"),
         ("math:x", "'math:x': a weight is one finite number"),
-        ("math:0", "a weight is one finite number, and not 0"),
+        ("math:0", "'math:0': one weight at least is not 0"),
         ("math:nan", "a weight is one"),
         ("math:1:2", "a weight is one"),
         ("math,math:2", "'math' is named twice"),

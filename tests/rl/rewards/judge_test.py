@@ -7,13 +7,15 @@ import json
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
-from dllm_jax import data
+from dllm_jax import data, sharding
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from dllm_jax.rl.rewards import endpoint, judge
+from tests.rl import lent
 
 SECRET = "sk-Very-Secret"
 
@@ -309,3 +311,28 @@ def test_a_function_may_judge(mine):
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
         judge.judge(JudgeConfig(at="my_judge:none"))
+
+
+# ---- A checkpoint ----------------------------------------------------------------------
+
+
+def test_a_checkpoint_judges_with_the_engine(capsys):
+    """The bundled model knows sums alone: what it says of others' is no verdict."""
+    folder = str(lent.ARITHMETIC / "model")
+    cfg = JudgeConfig(at=folder, votes=2, tokens=4, prompt=700, rows=4)
+    asked = judge.judge(cfg)
+    assert not asked.aside
+    questions = [question(excerpt="1"), question(excerpt="1" * 700)]
+    with jax.set_mesh(sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])):
+        (line,) = asked.begin()
+        assert line == f"judge: the checkpoint {folder}, 2 votes"
+        votes = asked.votes(questions)
+        assert asked.votes(questions) == votes and asked.votes([]) == []
+    assert all(x in (-1.0, 0.0, 1.0) for x in votes[0]) and votes[1] == [None, None]
+    said = capsys.readouterr().err
+    assert "2 of 4 questions got no answer (longer than reward.judge.prompt" in said
+
+
+def test_a_checkpoint_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="'/nowhere' is not a folder"):
+        judge.judge(JudgeConfig(at="/nowhere")).begin()

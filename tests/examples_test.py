@@ -1,0 +1,39 @@
+"""Problems that examples make: their own programs pass their tests."""
+
+import numpy as np
+import pytest
+
+from dllm_jax import data
+from dllm_jax.rl import rewards
+from dllm_jax.rl.config import RewardConfig
+from dllm_jax.rl.rewards import code, sandbox
+from examples.functions import make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_jails():
+    yield
+    sandbox.close()
+
+
+def test_functions_of_twenty_families_pass_their_own_tests():
+    rng = np.random.default_rng(0)
+    assert len(make.FAMILIES) == 20
+    rows = [make.problem(rng, i, 3, 5, wrong=0.0) for i in range(20)]
+    wrong = [make.problem(rng, i, 3, 5, wrong=1.0) for i in range(20)]
+    grader = rewards.grader("code", RewardConfig(seconds=10.0))
+    grader.begin()
+    problems = [data.Problem([1], row["question"], "", row) for row in rows]
+    for problem in problems:
+        grader.check(problem)
+    texts = [row["response"] for row in rows]
+    assert (grader.grade(texts, problems, None).reward_n == 1).all()
+    texts = [row["response"] for row in wrong]
+    assert (grader.grade(texts, problems, None).reward_n < 1).all()
+
+
+def test_their_problems_differ_and_are_drawn_by_the_seed():
+    rows, again = (make.problems(np.random.default_rng(1), 0.3) for _ in range(2))
+    assert rows == again and len({row["question"] for row in rows}) == len(rows) == 272
+    responses = [code.extract(row["response"]) for row in rows]
+    assert all(text.startswith("def f(x):\n    return ") for text in responses)
