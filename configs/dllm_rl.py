@@ -412,5 +412,5 @@ THEIRS = {"data.answer": "ground_truth_answer"}
 START = {
     "rl": THEIRS | {"rl.value": "none", "objective.aggregate": "constant"},
     "sft": {"method": "sft", "objective.aggregate": "constant"},
-    "eval": THEIRS | {"rl.truncated_wrong": False},
+    "eval": THEIRS | {"rl.truncated": "graded"},
 }

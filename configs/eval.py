@@ -30,7 +30,7 @@ def get_config(preset: str = "arithmetic"):
     """Returns the configuration of a preset."""
     c = config.preset(PRESETS, preset)
     c.eval.update(problems=0, answers=3)
-    c.rl.truncated_wrong = False
+    c.rl.truncated = "graded"
     if c.sampler.cache == "prefix":  # full attention
         c.sampler.update(max_new=1024, horizon=128)
         dream = {"top_k": 40, "top_p": 0.95}

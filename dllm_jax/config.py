@@ -150,6 +150,11 @@ class RunConfig:
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
+    # A metric of the evaluation, such as heldout_accuracy: the weights with the highest one
+    # stay in best/, and are what is exported at the end; "": the last ones are.
+    keep_best: str = ""
+    # Evaluations in a row without a higher one, after which the run ends; 0: it goes on.
+    patience: int = 0
     samples: int = 8  # rollouts written out at every step
     # Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, with commas.
     trackers: str = "tensorboard"
@@ -166,12 +171,25 @@ class RunConfig:
             save_every=">= 1",
             keep=">= 1",
             keep_every=">= 0",
+            patience=">= 0",
             samples=">= 0",
             max_skips=">= 1",
             stuck_after=">= 0",
         )
         if not self.folder:
             raise checks.Refused("folder", "='': name the run's folder")
+        if self.keep_best and not self.keep_best.startswith("heldout"):
+            raise checks.Refused(
+                "keep_best",
+                f"={checks.shown(self.keep_best)}: a metric of the evaluation, such as "
+                "heldout_accuracy",
+            )
+        if self.patience and not self.keep_best:
+            raise checks.Refused(
+                "patience",
+                f"={self.patience}: of which metric? set run.keep_best, such as to "
+                "heldout_accuracy",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +243,19 @@ class Config:
                 f"rl.value={self.rl.value!r}: a value model would see the future with "
                 f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
+            )
+        if self.objective.loss != "policy" and (
+            self.rl.epochs > 1 or self.rl.target_kl
+        ):
+            name = "epochs" if self.rl.epochs > 1 else "target_kl"
+            raise ValueError(
+                f"rl.{name}={getattr(self.rl, name)}: objective.loss="
+                f"{self.objective.loss!r} has no ratio to the policy that sampled; it goes "
+                "with objective.loss='policy'"
+            )
+        if (self.run.keep_best or self.run.patience) and not self.data.heldout:
+            raise ValueError(
+                "run.keep_best and run.patience compare evaluations: set data.heldout"
             )
         room = self.sampler.slots + self.sampler.block
         # Blocks of 0: asked again, completed.

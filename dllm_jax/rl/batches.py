@@ -22,9 +22,10 @@ import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.rl import advantage, bounds, noise, rollout
-from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
+from dllm_jax.rl.config import NETWORKS, NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.noise import Noise
 from dllm_jax.rl.objectives import OBJECTIVES
+from dllm_jax.rl.ridge import Ridge
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
@@ -47,6 +48,8 @@ def of_rollouts(
     score: Callable,
     mesh,
     note: Callable | None = None,
+    critic: Ridge | None = None,
+    longest: int = 0,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
@@ -59,41 +62,41 @@ def of_rollouts(
     score: learner.score, bound but for params and batch.
     note: told, for people to look at, (keep_n [n], advantages and values [n, T]): those of
     a trajectory's first row of noise.
+    critic: with rl.value="trace"; it judges these rollouts, and then learns from them.
+    longest: tokens that an answer may have, for rl.truncated="soft".
     There are no batches where rl.filter finds no group that teaches something.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
         return metrics, []
-    # Rewards are compared before anything is dealt out: a group's rollouts may end up
-    # in several updates.
-    relative_n = relative_rewards(rollouts, keep_n, rl)
+    # Before anything is dealt out: a group's rollouts may end up in several updates.
+    relative_n = relative_rewards(rollouts, keep_n, rl, longest)
 
     # From here on every array has a place for each row of noise.
     copies = len(noised.step_nT) // len(keep_n)
     trajectory_n = np.repeat(np.arange(len(keep_n)), copies)
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
-    rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies)
+    size = rl.answers_per_update
+    rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies, size=size)
     deals = [deal(row_n, trace, noised, group_n, pack) for row_n in rows]
-    # All updates of the step are scored before the first of them changes the weights.
     scores = scored(
         deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
     )
     answer_nT = noise.answers(trace) & keep_n[trajectory_n][:, None]
+    if critic is not None:
+        scores = dataclasses.replace(scores, value_nT=critic.judge(trace, noised))
     adv_nT, ret_nT, adv_metrics = advantages(
         relative_n[trajectory_n], answer_nT, noised, scores.value_nT, rl
     )
+    if critic is not None:
+        critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
     if note is not None:
         note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
-    fields = {
-        "adv_BU": factors(
-            adv_nT, scores.logp_nT, answer_nT, noised, objective, draws=copies
-        ),
-        "old_logp_BU": scores.logp_nT,
-        "ref_logp_BU": scores.ref_nT,
-        "ret_BU": ret_nT,
-        "old_value_BU": scores.value_nT,
-    }
+    factor_nT = factors(
+        adv_nT, scores.logp_nT, answer_nT, noised, objective, draws=copies
+    )
+    fields = fields_of(scores, ret_nT, factor_nT)
     metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
     metrics |= gap_metrics(scores, rl, as_sampled=as_sampled) | adv_metrics
     return metrics, [attached(dealt, fields, mesh) for dealt in deals]
@@ -103,38 +106,67 @@ def of_rollouts(
 
 
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
-    """Returns which rollouts [n] have an answer, in a group that passes rl.filter."""
-    keep_n = advantage.kept(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
+    """Returns which rollouts [n] have an answer, in a group that passes rl.filter.
+
+    An answer that was not judged teaches nothing, and its group is the others. Of the
+    groups that pass, the first rl.prompts count: rl.max_prompts may ask for more.
+    """
+    judged_n = ~rollouts.late_n
+    keep_n = np.zeros(len(judged_n), bool)
+    keep_n[judged_n] = advantage.kept(
+        rollouts.reward_n[judged_n],
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
         rl.filter,
         rl.min_solved,
         rl.max_solved,
     )
-    return keep_n & (rollouts.trace.len_B > 0)
-
-
-def relative_rewards(rollouts: Rollouts, keep_n, rl: RLConfig) -> np.ndarray:
-    """Returns each rollout's reward [n], relative to those of its group."""
-    return advantage.combined(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
-        keep_n,
-        rl.advantage,
-        speed=rl.speed,
+    keep_n &= rollouts.trace.len_B > 0
+    return keep_n & np.isin(
+        rollouts.group_n, np.unique(rollouts.group_n[keep_n])[: rl.prompts]
     )
 
 
+def relative_rewards(
+    rollouts: Rollouts, keep_n, rl: RLConfig, longest: int = 0
+) -> np.ndarray:
+    """Returns each rollout's reward [n], relative to those of its group that were judged.
+
+    0 for the others. longest: tokens that an answer may have, for rl.truncated="soft".
+    """
+    judged_n = ~rollouts.late_n
+    reward_n = rollouts.reward_n[judged_n]
+    if rl.truncated == "soft":
+        reward_n = reward_n - advantage.overlong(
+            rollouts.trace.len_B[judged_n],
+            longest,
+            rl.truncated_tail or -(-longest // 5),
+        )
+    out_n = np.zeros(len(judged_n), np.float32)
+    out_n[judged_n] = advantage.combined(
+        reward_n,
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
+        keep_n[judged_n],
+        rl.advantage,
+        speed=rl.speed,
+    )
+    return out_n
+
+
 def dealt_rows(
-    keep_n, rng: np.random.Generator, *, updates: int, copies: int
+    keep_n, rng: np.random.Generator, *, updates: int, copies: int, size: int = 0
 ) -> list[np.ndarray]:
     """Returns the rows of noise of each update: the kept trajectories, shuffled.
 
-    There are fewer than `updates` where fewer trajectories are kept.
+    There are fewer than `updates` where fewer trajectories are kept. size: of each update,
+    as many as there are of it; what is left over is not used, unless it is all there is.
+    0: `updates` decides.
     """
     trajectory_n = rng.permutation(np.flatnonzero(keep_n))
+    if size:
+        updates = max(len(trajectory_n) // size, 1)
+        trajectory_n = trajectory_n[: updates * size]
     hands = np.array_split(trajectory_n, updates)
     return [rows_of(hand_n, copies) for hand_n in hands if len(hand_n)]
 
@@ -190,6 +222,7 @@ def scored(
 ) -> Scores:
     """Returns the Scores of all deals, as arrays of this shape: [rows of noise, T].
 
+    All updates of a step are scored before the first of them changes the weights.
     params, score: see of_rollouts.
     """
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
@@ -202,7 +235,7 @@ def scored(
         gaps.append(gap)
         trusted.append(stands)
         logp_nT[dealt.row_n] = dealt.scatter(policy["logp"], shape[1])
-        if rl.value != "none":
+        if rl.value in NETWORKS:
             network = policy if rl.value == "head" else outputs("value", placed)
             value_nT[dealt.row_n] = dealt.scatter(network["value"], shape[1])
         if "reference" in params:
@@ -268,7 +301,10 @@ def advantages(reward_n, answer_nT, noised: Noise, value_nT, rl: RLConfig):
         )
         explained = advantage.explained_variance(value_nT, ret_nT, seen_nT)
         metrics["explained_variance"] = explained
+        metrics |= advantage.by_thirds(value_nT, ret_nT, seen_nT)
     metrics["advantage_std"] = float(adv_nT[seen_nT].std())
+    if rl.whiten:
+        adv_nT = advantage.whitened(adv_nT, seen_nT)
     return adv_nT, ret_nT, metrics
 
 
@@ -296,6 +332,17 @@ def factors(
         weight=objective.upper_weight,
         power=objective.upper_power,
     )
+
+
+def fields_of(scores: Scores, ret_nT, factor_nT) -> dict[str, np.ndarray]:
+    """Returns the arrays [n, T] of RL_FIELDS, by name; factor_nT: see `factors`."""
+    return {
+        "adv_BU": factor_nT,
+        "old_logp_BU": scores.logp_nT,
+        "ref_logp_BU": scores.ref_nT,
+        "ret_BU": ret_nT,
+        "old_value_BU": scores.value_nT,
+    }
 
 
 def attached(dealt: Deal, fields: dict[str, np.ndarray], mesh) -> TrainBatch:
