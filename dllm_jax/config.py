@@ -113,7 +113,7 @@ class EvalConfig:
     every: int = 10  # steps; the first and the last step always evaluate
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
-    answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
+    answers: int = 1  # to each problem: pass@k up to it
 
     def __post_init__(self):
         checks.fields(

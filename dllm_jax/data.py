@@ -34,7 +34,9 @@ class DataConfig:
     # Several with weights as in "a.jsonl:3,b.jsonl:1": items are drawn from them so often,
     # each file in its own order (data.mixture).
     train: str = ""
-    heldout: str = ""  # problems to evaluate on; empty: no evaluation
+    # Problems to evaluate on; "": no evaluation. A run takes several files, with commas:
+    # heldout_accuracy is of the first, heldout_NAME_accuracy of NAME.jsonl among the others.
+    heldout: str = ""
     question: str = "question"  # field with the problem, the user's turn
     answer: str = "answer"  # field with the gold answer
     response: str = "response"  # SFT: field with the text to learn

@@ -40,7 +40,6 @@ from dllm_jax.rl import (
     learner,
     networks,
     rewards,
-    rollout,
     sources,
 )
 from dllm_jax.sampling import placement
@@ -104,9 +103,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         folder=folder,
         samples=cfg.run.samples if main else 0,
     )
-    problems = heldout.problems(settings, tools)
+    problems = heldout.sets(settings, tools)
     source = method(settings, tools)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- Where it samples ------------------------------------------------------------
     limit = memory.device_bytes()
@@ -218,7 +216,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         plans, checkpoints, folder, cfg.run.max_skips, start, meta.get("norms", {})
     )
     evaluate = functools.partial(
-        heldout.evaluate, problems=problems, settings=settings, tools=tools
+        heldout.evaluate_sets, sets=problems, settings=settings, tools=tools
     )
 
     def keep_if_best(step: int, answered: dict):
@@ -374,6 +372,7 @@ def settings_of(
         value_optim=cfg.value_optim,
         heldout_problems=cfg.eval.problems,
         heldout_temperature=cfg.eval.temperature,
+        heldout_answers=cfg.eval.answers,
         model=model,
     )
 

@@ -78,6 +78,7 @@ class Settings:
     heldout_problems: int  # of data.heldout, from its start; 0: all
     heldout_temperature: float
     model: ModelConfig
+    heldout_answers: int = 1  # to each of them
 
     @property
     def layout(self) -> layouts.Layout:
