@@ -164,6 +164,7 @@ class RunConfig:
     # Seconds: when nothing has moved for so long the terminal is told where; 0: never.
     stuck_after: float = 1800.0
     export: bool = True  # write a Hugging Face folder at the end
+    export_value: bool = False  # and the own value network, value/, for rl.value_path
 
     def __post_init__(self):
         checks.fields(
@@ -244,19 +245,7 @@ class Config:
                 f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
             )
-        if self.objective.loss != "policy" and (
-            self.rl.epochs > 1 or self.rl.target_kl
-        ):
-            name = "epochs" if self.rl.epochs > 1 else "target_kl"
-            raise ValueError(
-                f"rl.{name}={getattr(self.rl, name)}: objective.loss="
-                f"{self.objective.loss!r} has no ratio to the policy that sampled; it goes "
-                "with objective.loss='policy'"
-            )
-        if (self.run.keep_best or self.run.patience) and not self.data.heldout:
-            raise ValueError(
-                "run.keep_best and run.patience compare evaluations: set data.heldout"
-            )
+        check_levers(self)
         room = self.sampler.slots + self.sampler.block
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
@@ -265,6 +254,31 @@ class Config:
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
             )
+
+
+def check_levers(cfg: Config) -> None:
+    """Raises ValueError where keys of several groups go ill together."""
+    if cfg.objective.loss != "policy" and (cfg.rl.epochs > 1 or cfg.rl.target_kl):
+        name = "epochs" if cfg.rl.epochs > 1 else "target_kl"
+        raise ValueError(
+            f"rl.{name}={getattr(cfg.rl, name)}: objective.loss="
+            f"{cfg.objective.loss!r} has no ratio to the policy that sampled; it goes "
+            "with objective.loss='policy'"
+        )
+    if cfg.rl.value_path and cfg.model.lora_rank:
+        raise ValueError(
+            "rl.value_path: with model.lora_rank the value network is adapters on the "
+            "policy's weights, and starts with none"
+        )
+    if cfg.run.export_value and (cfg.method, cfg.rl.value) != ("rl", "own"):
+        raise ValueError(
+            "run.export_value: there is a value network to write only with method='rl' "
+            f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
+        )
+    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
+        raise ValueError(
+            "run.keep_best and run.patience compare evaluations: set data.heldout"
+        )
 
 
 def completed(cfg: Config):

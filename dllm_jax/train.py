@@ -257,7 +257,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         if step_batches.batches:
             with timer("update"):
                 updates, trained_on = [], []
-                for names, batch in source.passes(step, step_batches.batches):
+                for names, batch in source.passes(step, step_batches):
                     moved = {name: states[name] for name in names}
                     moved, told = trainers[names](moved, batch, base, watch.limits())
                     states = states | moved
@@ -327,6 +327,10 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         else:
             networks.export(folder / "export", policy, cfg.model.path, model, mesh)
         say(f"exported to {folder / 'export'}")
+    if cfg.run.export_value:
+        critic = states["value"].params
+        networks.export(folder / "value", critic, cfg.model.path, model, mesh)
+        say(f"the value network is in {folder / 'value'}")
 
 
 def begin_or_resume(
@@ -341,7 +345,14 @@ def begin_or_resume(
     base, value = networks.frozen(cfg.model.path, model, mesh)
     if restored is None:
         states = networks.initial(
-            cfg.model.path, model, plans, places, mesh, value, jax.random.key(cfg.seed)
+            cfg.model.path,
+            model,
+            plans,
+            places,
+            mesh,
+            value,
+            jax.random.key(cfg.seed),
+            value_path=cfg.rl.value_path,
         )
         return states, base, 0, {"taken": 0}
     states, meta, start = restored

@@ -281,6 +281,10 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
             "run.patience=3",
             "eval.every=1",
             "policy_optim.lr=1e-3",
+            "rl.value_all=true",
+            "rl.value_path=examples/arithmetic/model",
+            "run.export_value=true",
+            "rl.min_solved=0.3",
         )
     )
     assert "in 3 evaluations: the run ends after step 3" in told
@@ -291,6 +295,9 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     exported = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")
     for key, x in start.items():  # what was best is what it began with
         np.testing.assert_array_equal(exported[key], x, err_msg=key)
+    critic = safetensors.numpy.load_file(tmp_path / "value" / "model.safetensors")
+    assert critic.keys() - start.keys() == {"value_head.weight"}
+    assert critic["value_head.weight"].any()
 
 
 def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(

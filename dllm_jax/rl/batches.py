@@ -102,6 +102,45 @@ def of_rollouts(
     return metrics, [attached(dealt, fields, mesh) for dealt in deals]
 
 
+def of_dropped(
+    rollouts: Rollouts,
+    rng: np.random.Generator,
+    *,
+    rl: RLConfig,
+    noised: Noise,
+    params: dict,
+    pack: Callable,
+    score: Callable,
+    mesh,
+    longest: int = 0,
+) -> list[TrainBatch]:
+    """Returns batches of what rl.filter drops, from which a value network alone learns.
+
+    The arguments are those of `of_rollouts`; a trajectory has one row of noise, the trace.
+    """
+    keep_n = teaching(rollouts, rl)
+    rest_n = ~keep_n & ~rollouts.late_n & (rollouts.trace.len_B > 0)
+    if not rest_n.any():
+        return []
+    relative_n = relative_rewards(rollouts, keep_n, rl, longest)
+    hands = -(-int(rest_n.sum()) // rl.largest_update)
+    deals = [
+        deal(row_n, rollouts.trace, noised, rollouts.group_n, pack)
+        for row_n in dealt_rows(rest_n, rng, updates=hands, copies=1)
+    ]
+    value_nT = np.zeros(noised.step_nT.shape, np.float32)
+    for dealt in deals:
+        placed = sharding.place_rows(dealt.batch, mesh, axis=1)
+        told = network_outputs(params, score, "value", placed)
+        value_nT[dealt.row_n] = dealt.scatter(told["value"], value_nT.shape[1])
+    answer_nT = noise.answers(rollouts.trace) & rest_n[:, None]
+    adv_nT, ret_nT, _ = advantages(relative_n, answer_nT, noised, value_nT, rl)
+    blank_nT = np.zeros_like(value_nT)
+    scores = Scores(blank_nT, value_nT, blank_nT, [], np.array([]))
+    fields = fields_of(scores, ret_nT, adv_nT)
+    return [attached(dealt, fields, mesh) for dealt in deals]
+
+
 # ---- The stages ----------------------------------------------------------------------
 
 

@@ -208,9 +208,13 @@ class RLConfig:
     entropy_floor: float = 0.0
     # own: the first steps, in which the value network learns and the policy stays.
     value_warmup: int = 0
-    value_epochs: int = (
-        1  # own: its passes over a step's answers, for each of the policy's
-    )
+    # own: it also learns from the groups that rl.filter drops, after those that it keeps.
+    value_all: bool = False
+    # own: a checkpoint that the value network starts from, such as another run's value/
+    # (run.export_value); "": the policy's.
+    value_path: str = ""
+    # own: its passes over a step's answers, for each of the policy's.
+    value_epochs: int = 1
     # What the sampler recorded stands for old log-probs, which saves the policy's
     # scoring, while no token of an update's first microbatch is off by more nats; 0:
     # never. -1: the program chooses (config.chosen).
@@ -287,6 +291,8 @@ class RLConfig:
             ),
             ("value_warmup", self.value_warmup and self.value != "own", apart),
             ("value_epochs", self.value_epochs > 1 and self.value != "own", apart),
+            ("value_all", self.value_all and self.value != "own", apart),
+            ("value_path", self.value_path and self.value != "own", apart),
             (
                 "value_warmup",
                 self.value_warmup >= self.steps,

@@ -16,9 +16,8 @@ members, and the loop in train.py knows no others:
     updates             the most batches of a step, an optimizer update each
     samples             whether a step samples answers
     reference           whether the policy of the start is scored, too
-    passes(step, batches)
-                        returns (names of the networks that it trains, batch) of each
-                        update; the names are `groups` of a source, its first all of them
+    passes(step, made)  returns (names of the networks that it trains, batch) of each update
+                        of a step's StepBatches: all networks, or a value network alone
     far(metrics)        whether, by an update's metrics, the step's others are left out
     objective           the ObjectiveConfig of the update
     blank()             the shapes, on the mesh, of a TrainBatch: the same for all
@@ -130,6 +129,7 @@ class StepBatches(NamedTuple):
     batches: list[TrainBatch]  # on the mesh, one for each update; []: nothing to learn
     sampled: int | None = None  # tokens; None where a step samples nothing
     taken: int | None = None  # items of the data; None: the source's taken_per_step
+    dropped: tuple[TrainBatch, ...] = ()  # of which a value network alone learns
 
     def rates(self, seconds: dict[str, float]) -> dict[str, float]:
         """Returns the sampled tokens per second of each phase; {} without sampling.
@@ -161,6 +161,7 @@ class RL:
         )
         if "value" in plans:
             updates *= rl.steps * rl.value_epochs
+            updates *= 1 + rl.value_all  # at most
             plans["value"] = dataclasses.replace(plans["value"], updates=updates)
         return plans
 
@@ -171,6 +172,8 @@ class RL:
         self.updates = rl.most_updates
         self.objective = settings.objective
         self.reference = bool(settings.objective.reference_beta)
+        if rl.value_path:
+            networks.check_value(rl.value_path, settings.model)
         self.weights, self.problems, self.sizes = read_problems(settings, tools)
         self.recall({})
         if idle := networks.idle_keys(rl.value, settings.value_optim):
@@ -185,7 +188,13 @@ class RL:
             )
             tools.say(
                 f"rl.value='own': of the FLOPs of an update, and of scoring, the value "
-                f"network takes {share:.0%}; 'head', on the policy's, and 'none' take none"
+                f"network takes {share:.0%}; 'head', on the policy's, 'trace', a regression "
+                "on the host, and 'none' take none"
+            )
+        if rl.value == "trace":
+            tools.say(
+                "rl.value='trace': a regression on the host judges the answers by what the "
+                "sampler recorded; no network, and none of an update's FLOPs"
             )
         self.pack = packer(
             settings,
@@ -199,13 +208,15 @@ class RL:
         """Returns the shapes of every batch."""
         return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
 
-    def passes(self, step: int, made: list[TrainBatch]) -> list[tuple]:
+    def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
         rl, every = self.settings.rl, tuple(self.plans(self.settings))
+        alone = [(("value",), batch) for batch in (*made.batches, *made.dropped)]
         if step <= rl.value_warmup:
-            return [(("value",), batch) for batch in made] * rl.value_epochs
-        further = [(("value",), batch) for batch in made] * (rl.value_epochs - 1)
-        return ([(every, batch) for batch in made] + further) * rl.epochs
+            return alone * rl.value_epochs
+        first = [(every, batch) for batch in made.batches]
+        first += alone[len(made.batches) :]
+        return (first + alone * (rl.value_epochs - 1)) * rl.epochs
 
     def far(self, metrics: dict) -> bool:
         """Returns whether the policy is beyond rl.target_kl of the one that sampled."""
@@ -227,23 +238,29 @@ class RL:
             metrics["prompts_asked"] = len(problems) // settings.rl.group
         told = []
         with tools.timer("score"):
+            how = {
+                "rl": settings.rl,
+                "noised": noise.noised(
+                    rollouts.trace, settings.noise, settings.layout, rng
+                ),
+                "params": weights.scoring(),
+                "pack": self.pack,
+                "score": score,
+                "mesh": tools.mesh,
+                "longest": settings.sampler.max_new,
+            }
             learned, complete = batches.of_rollouts(
                 judged(rollouts, settings.rl),
                 rng,
-                rl=settings.rl,
-                noised=noise.noised(
-                    rollouts.trace, settings.noise, settings.layout, rng
-                ),
                 as_sampled=settings.noise.kind == "trace",
                 objective=settings.objective,
-                params=weights.scoring(),
-                pack=self.pack,
-                score=score,
-                mesh=tools.mesh,
                 note=told.extend,
                 critic=self.critic,
-                longest=settings.sampler.max_new,
+                **how,
             )
+            dropped = []
+            if settings.rl.value_all and complete:
+                dropped = batches.of_dropped(judged(rollouts, settings.rl), rng, **how)
         if told and settings.rl.value == "none":
             told[-1] = None  # there are no values to look at
         if tools.samples:
@@ -252,7 +269,7 @@ class RL:
         if not complete:
             reason = self.nothing_learned(sampled)
             tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
-        return StepBatches(metrics | learned, complete, sampled, used)
+        return StepBatches(metrics | learned, complete, sampled, used, tuple(dropped))
 
     @property
     def memory(self) -> dict:
@@ -345,9 +362,9 @@ class Forgetful:
         """What was learned from earlier steps: nothing."""
         return {}
 
-    def passes(self, step: int, made: list[TrainBatch]) -> list[tuple]:
+    def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
-        return [(("policy",), batch) for batch in made]
+        return [(("policy",), batch) for batch in made.batches]
 
     def far(self, metrics: dict) -> bool:
         """Returns whether a step's other updates are left out: there are none."""

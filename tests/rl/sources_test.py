@@ -389,15 +389,56 @@ def test_a_step_is_a_function_of_what_is_remembered_too(tmp_path, levers):
 def test_passes_over_a_steps_answers(tmp_path):
     both, value = ("policy", "value"), ("value",)
     source = rl_source(tmp_path, epochs=2, value_epochs=3, value_warmup=1)
-    assert [names for names, _ in source.passes(1, ["a", "b"])] == [value] * 6
-    assert source.passes(2, ["a", "b"]) == 2 * (
+    made = sources.StepBatches({}, ["a", "b"])
+    assert source.passes(1, made) == [(value, "a"), (value, "b")] * 3
+    assert source.passes(2, made) == 2 * (
         [(both, "a"), (both, "b")] + 2 * [(value, "a"), (value, "b")]
     )
+    more = made._replace(dropped=("c",))
+    assert source.passes(1, more) == [(value, "a"), (value, "b"), (value, "c")] * 3
+    assert source.passes(2, more)[:3] == [(both, "a"), (both, "b"), (value, "c")]
     plans = source.plans(source.settings)
     assert plans["policy"].updates == 6 * 2 * 2  # steps but the first, updates, epochs
     assert plans["value"].updates == 7 * 2 * 2 * 3
     alone = rl_source(tmp_path, value="trace")
-    assert alone.passes(1, ["a"]) == [(("policy",), "a")]
+    assert alone.passes(1, made) == [(("policy",), "a"), (("policy",), "b")]
+
+
+def test_a_value_network_learns_from_what_the_filter_drops(tmp_path):
+    how = {"min_solved": 0.2, "max_solved": 0.9, "advantage": "none"}
+    made = {
+        whole: rl_source(
+            tmp_path, grade=pass_every_third, value_all=whole, **how
+        ).batches(1, 0, lent.Weights(), lent.score)
+        for whole in (False, True)
+    }
+    check_equal(fetched(made[False]), fetched(made[True]))
+    assert not made[False].dropped
+    dropped = jax.device_get(made[True].dropped)
+    taught = [
+        sum(int((batch.weight_BU > 0).sum()) for batch in some)
+        for some in (fetched(made[True]), dropped)
+    ]
+    assert taught == [8 * lent.ANSWER] * 2  # two groups passed, and two did not
+    for batch in dropped:
+        real = batch.weight_BU > 0
+        assert not batch.ret_BU[real].any()  # they were all wrong
+        np.testing.assert_allclose(batch.old_value_BU[real], -0.1)
+
+
+def test_a_critic_of_another_shape_is_refused(tmp_path):
+    networks.check_value(str(lent.ARITHMETIC / "model"), lent.MODEL)
+    wide = dataclasses.replace(lent.MODEL, ffw=lent.MODEL.ffw * 2)
+    message = "rl.value_path=.*: its layers.* is .*, the policy's .*; a critic is"
+    with pytest.raises(ValueError, match=message):
+        networks.check_value(str(lent.ARITHMETIC / "model"), wide)
+    chosen = dataclasses.replace(settings("rl", tmp_path), model=wide)
+    path = str(lent.ARITHMETIC / "model")
+    chosen = dataclasses.replace(
+        chosen, rl=dataclasses.replace(chosen.rl, value_path=path)
+    )
+    with pytest.raises(ValueError, match=message):
+        sources.RL(chosen, lent.tools(chosen, tmp_path))
 
 
 def test_updates_stop_where_the_policy_is_far(tmp_path):
