@@ -191,19 +191,29 @@ def table(products: dict, answers: float) -> list[str]:
         "|---|---|---|---|---|",
     ]
     base_ii = products["none", 1.0]
+    signal, half = interval(lambda one_ii: spread(one_ii)[1], base_ii)
+    seen = signal > half
     for (value, lam), gram_ii in products.items():
-        ratios = []
-        for part in (0, 1):
-
-            def ratio(one_ii, base_ii, part=part):
-                return spread(one_ii)[part] / spread(base_ii)[part]
-
-            found, half = interval(ratio, gram_ii, base_ii)
-            ratios.append(f"{found:.2f} ± {half:.2f}" if value != "none" else "1")
+        ratios = [ratio_of(part, gram_ii, base_ii) for part in (0, 1)]
         variance, signal = spread(gram_ii)
-        needed = f"{answers * variance / signal:.0f}" if signal > 0 else "no signal"
-        lines.append(f"| {value} | {lam:g} | {ratios[0]} | {ratios[1]} | {needed} |")
+        needed = f"{answers * variance / signal:.0f}" if seen and signal > 0 else ""
+        told = ratios[1] if seen else ""
+        lines.append(f"| {value} | {lam:g} | {ratios[0]} | {told} | {needed} |")
+    if not seen:
+        lines.append("The signal cannot be told from 0: take more minibatches.")
     return lines
+
+
+def ratio_of(part: int, gram_ii, base_ii) -> str:
+    """Returns the ratio of variances (part 0) or signals (1), with its interval."""
+    if gram_ii is base_ii:
+        return "1"
+    found, half = interval(
+        lambda one_ii, base_ii: spread(one_ii)[part] / spread(base_ii)[part],
+        gram_ii,
+        base_ii,
+    )
+    return f"{found:.2f} ± {half:.2f}"
 
 
 def main():

@@ -118,8 +118,10 @@ def test_an_unknown_preset_lists_the_known(path):
 def test_evaluation_grades_what_was_cut():
     for name in ("arithmetic", "trado-8b", "llada-8b"):
         cfg = load(ROOT / "configs" / "eval.py").get_config(name)
-        assert not cfg.rl.truncated_wrong
-        assert load(ROOT / "configs" / "tracerl.py").get_config(name).rl.truncated_wrong
+        assert cfg.rl.truncated == "graded"
+        trained = load(ROOT / "configs" / "tracerl.py").get_config(name)
+        assert trained.rl.truncated == "wrong"
+        assert config.freeze(trained).rl.truncated_wrong
 
 
 def test_an_unknown_key_in_a_file_is_named_with_the_nearest():

@@ -10,7 +10,7 @@ from dllm_jax.rl.optim import SCHEDULES
 from dllm_jax.rl.views import AGGREGATES
 
 NETWORKS = ("own", "head")  # values that a network tells
-VALUES = ("none", "trace", *NETWORKS)
+VALUES = ("none", *NETWORKS, "trace")
 # What becomes of an answer that was cut at its limit. wrong: it earns nothing. graded: what
 # its grader says. soft: that, less what its length costs (advantage.overlong). mask: it
 # leaves its group, which is compared without it.
