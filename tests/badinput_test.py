@@ -134,6 +134,7 @@ VALUES = """
     objective.aggregate sum
     objective.value_weight nan inf -1
     objective.value_clip -0.5
+    objective.reference_beta_final 0.1
     objective.entropy_bonus -0.1
     rl.steps 0 -1 2147483648
     rl.prompts 0

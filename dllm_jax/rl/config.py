@@ -77,6 +77,8 @@ class ObjectiveConfig:
     beta: float = 0.01  # weight of the KL to the policy that sampled
     # Weight of the KL to the first policy; 0: not loaded. DPO's beta.
     reference_beta: float = 0.0
+    # RL: what it becomes, on a line over the run's steps; -1: it stays.
+    reference_beta_final: float = -1.0
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
     kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
@@ -100,12 +102,21 @@ class ObjectiveConfig:
             clip_high=">= 0",
             beta=">= 0",
             reference_beta=">= 0",
+            reference_beta_final=">= -1",
             upper_weight=">= 0, <= 1",
             upper_power=">= 1",
             kl=tuple(KL_ESTIMATORS),
             aggregate=tuple(AGGREGATES),
             value_weight=">= 0",
         )
+        if -1 < self.reference_beta_final < 0 or (
+            self.reference_beta_final >= 0 and not self.reference_beta
+        ):
+            raise checks.Refused(
+                "reference_beta_final",
+                f"={self.reference_beta_final}: 0 or more, with objective.reference_beta "
+                "above 0, from which it goes there; or -1, where that stays",
+            )
         if -1 < self.value_clip < 0:
             raise checks.Refused(
                 "value_clip",

@@ -82,7 +82,9 @@ def policy(out, batch, cfg):
     if cfg.reference_beta:
         ref_delta_BU = jnp.where(real_BU, out["logp"] - batch.ref_logp_BU, 0.0)
         to_reference_BU = kl(ref_delta_BU, cfg.kl)
-        loss_BU += cfg.reference_beta * to_reference_BU
+        scheduled = batch.reference_beta is not None
+        weight = batch.reference_beta if scheduled else cfg.reference_beta
+        loss_BU += weight * to_reference_BU
         sums["reference_kl"] = jnp.sum(to_reference_BU)
     if cfg.entropy_bonus:
         loss_BU -= cfg.entropy_bonus * jnp.where(real_BU, out["entropy"], 0.0)

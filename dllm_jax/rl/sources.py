@@ -205,7 +205,22 @@ class RL:
 
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+        shapes = blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+        return self.anchored(shapes, 1, sharding.shapes_of_rows)
+
+    def anchored(self, batch: TrainBatch, step: int, put=sharding.place_rows):
+        """Returns a batch with the step's objective.reference_beta, if it has a schedule.
+
+        put: what puts an array on the mesh.
+        """
+        cfg = self.settings.objective
+        if cfg.reference_beta_final < 0:
+            return batch
+        done = (step - 1) / max(self.steps - 1, 1)
+        beta = cfg.reference_beta + done * (
+            cfg.reference_beta_final - cfg.reference_beta
+        )
+        return batch.replace(reference_beta=put(np.float32(beta), self.tools.mesh))
 
     def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
@@ -268,7 +283,9 @@ class RL:
         if not complete:
             reason = self.nothing_learned(sampled)
             tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
-        return StepBatches(metrics | learned, complete, sampled, used, tuple(dropped))
+        complete = [self.anchored(batch, step) for batch in complete]
+        dropped = tuple(self.anchored(batch, step) for batch in dropped)
+        return StepBatches(metrics | learned, complete, sampled, used, dropped)
 
     @property
     def memory(self) -> dict:

@@ -47,6 +47,8 @@ class TrainBatch:
     ref_logp_BU: np.ndarray | None = None
     ret_BU: np.ndarray | None = None
     old_value_BU: np.ndarray | None = None
+    # f32 scalar: objective.reference_beta at this step, where it has a schedule.
+    reference_beta: np.ndarray | None = None
 
     @property
     def fill(self) -> float:

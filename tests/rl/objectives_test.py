@@ -230,3 +230,16 @@ def test_an_entropy_bonus_raises_the_weighed_entropy_alone(kind):
     np.testing.assert_allclose(found, [[-0.05, -0.025, 0]], atol=1e-7)
     assert float(loss(entropy_BU, 0.1)) == pytest.approx(-0.1 * (0.15 + 0.175))
     assert not np.asarray(jax.grad(loss)(entropy_BU, 0.0)).any()
+
+
+def test_a_scheduled_anchor_takes_the_place_of_the_fixed_one():
+    told = {"adv_BU": [1.0], "old_logp_BU": [-1.0], "ref_logp_BU": [-2.0]}
+    given, logp = batch([1.0], **told), out(logp=[-1.0])
+
+    def loss(given, beta):
+        cfg = ObjectiveConfig(reference_beta=beta)
+        return float(objectives.policy(logp, given, cfg)[0])
+
+    scheduled = given.replace(reference_beta=jnp.float32(0.3))
+    assert loss(scheduled, 0.9) == pytest.approx(loss(given, 0.3))
+    assert loss(given, 0.9) != pytest.approx(loss(given, 0.3))

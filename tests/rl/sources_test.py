@@ -455,3 +455,19 @@ def test_a_fixed_size_of_updates(tmp_path):
     assert len(made.batches) == 5  # of 16 answers; one is left over
     for batch in fetched(made):
         assert (batch.weight_BU > 0).sum() == 3 * lent.ANSWER
+
+
+def test_the_anchor_to_the_reference_follows_a_line(tmp_path):
+    chosen = settings("rl", tmp_path)
+    objective = ObjectiveConfig(reference_beta=0.4, reference_beta_final=0.1)
+    chosen = dataclasses.replace(chosen, objective=objective)
+    source = sources.RL(chosen, lent.tools(chosen, tmp_path))
+    blank = source.blank()
+    betas = []
+    for step in (1, 4, 7):  # of seven
+        made = source.batches(step, 0, lent.Weights(), lent.score)
+        betas += [float(batch.reference_beta) for batch in made.batches[:1]]
+        for batch in made.batches:
+            assert batch.reference_beta.shape == blank.reference_beta.shape == ()
+            assert batch.reference_beta.dtype == blank.reference_beta.dtype
+    np.testing.assert_allclose(betas, [0.4, 0.25, 0.1], rtol=1e-6)
