@@ -189,6 +189,29 @@ def test_known_flags_pass():
             },
             "objective.reference_beta > 0",
         ),
+        ({"method": "reward"}, "method='reward' and noise.kind='end' go together"),
+        ({"noise__kind": "end"}, "method='reward' and noise.kind='end' go together"),
+        (
+            {"method": "reward", "noise__kind": "end", "objective__aggregate": "step"},
+            "objective.aggregate='step': pairs of a reward model",
+        ),
+        (
+            {"method": "reward", "noise__kind": "end", "data__heldout": "a.jsonl"},
+            "data.heldout='a.jsonl': a reward model answers nothing",
+        ),
+        (
+            {
+                "method": "sft",
+                "reward__split": "tokens",
+                "reward__judge__at": "http://localhost/v1",
+            },
+            "reward.split='tokens': only method='rl'",
+        ),
+        ({"reward__split": "words"}, "reward.split='words': choose from none, tokens"),
+        ({"reward__split": "steps"}, "reward.judge.at='': reward.split='steps' needs"),
+        ({"reward__judge__at": "http:///v1"}, "reward.judge.at: no URL such as"),
+        ({"reward__judge__votes": 0}, "^reward.judge.votes=0: must be >= 1"),
+        ({"rl__outcome": -1.0}, "^rl.outcome=-1.0: must be >= 0$"),
         ({"noise__draws": 2}, "noise.draws=2: a trajectory has one trace"),
         ({"objective__upper_power": 0.5}, "objective.upper_power=0.5: must be >= 1"),
         ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
@@ -216,7 +239,7 @@ def test_known_flags_pass():
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "^noise.shrink=0: must be >= 1$"),
         ({"noise__lower": 0.9, "noise__upper": 0.1}, "noise.lower=0.9: above upper"),
-        ({"objective__kl": "k2"}, "objective.kl='k2'"),
+        ({"objective__kl": "k4"}, "objective.kl='k4'"),
         ({"value_optim__schedule": "step"}, "^value_optim.schedule='step': choose"),
         ({"data__template": "no question"}, "data.template"),
     ],
@@ -388,3 +411,45 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         assert len(lines) == 1
         assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}: {devices} ")
     assert cfg.batch.on(devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        (
+            {"rl.epochs": 2, "objective.loss": "dipo"},
+            "rl.epochs=2: objective.loss='dipo'",
+        ),
+        (
+            {"rl.target_kl": 0.1, "objective.loss": "sequence"},
+            "rl.target_kl=0.1: objective.loss='sequence' tells no KL",
+        ),
+        (
+            {
+                "objective.loss": "sequence",
+                "objective.reference_beta": 0.1,
+                "objective.reference_beta_final": 0.0,
+            },
+            "objective.reference_beta_final=0.0: the weight stays",
+        ),
+        (
+            {"rl.value_path": "x", "model.lora_rank": 4},
+            "rl.value_path: with model.lora",
+        ),
+        ({"run.export_value": True, "rl.value": "head"}, "run.export_value: there is"),
+        ({"run.keep_best": "heldout_accuracy"}, "set data.heldout"),
+        ({"rl.value": "trace", "rl.value_warmup": 1}, "rl.value_warmup=1: needs"),
+        ({"rl.value": "none", "rl.value_all": True}, "rl.value_all=True: needs"),
+        (
+            {"rl.value": "trace", "noise.kind": "bernoulli", "rl.trusted_gap": 0.0},
+            "a value model would see the future",
+        ),
+    ],
+)
+def test_levers_that_go_ill_together(tree, says):
+    node = config.default()
+    for name, value in tree.items():
+        group, leaf = name.split(".")
+        node[group][leaf] = value
+    with pytest.raises(ValueError, match=re.escape(says)):
+        config.freeze(node)

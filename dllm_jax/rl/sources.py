@@ -41,7 +41,16 @@ import numpy as np
 from dllm_jax import data, sharding
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import batches, learner, networks, noise, ridge, rollout, views
+from dllm_jax.rl import (
+    batches,
+    bounds,
+    learner,
+    networks,
+    noise,
+    ridge,
+    rollout,
+    views,
+)
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -52,7 +61,7 @@ from dllm_jax.rl.config import (
 )
 from dllm_jax.rl.curriculum import Curriculum
 from dllm_jax.rl.networks import Weights
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
@@ -82,7 +91,7 @@ class Settings:
     @property
     def layout(self) -> layouts.Layout:
         """How noised trajectories are shown to the model."""
-        return layouts.of(self.model, self.sampler, self.noise)
+        return layouts.of(self.model, self.sampler, self.noise, self.objective)
 
 
 @dataclasses.dataclass
@@ -162,6 +171,8 @@ class RL:
             updates *= rl.steps * rl.value_epochs
             updates *= 1 + rl.value_all  # at most
             plans["value"] = dataclasses.replace(plans["value"], updates=updates)
+        if exact := settings.layout.selection:
+            plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
         return plans
 
     def __init__(self, settings: Settings, tools: Tools):
@@ -205,7 +216,9 @@ class RL:
 
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        shapes = blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+        fields = batches.asked(self.settings.objective)
+        fields += ("ahead_BU",) if self.settings.layout.selection else ()
+        shapes = blank(self.settings, self.tools, self.pack, fields)
         return self.anchored(shapes, 1, sharding.shapes_of_rows)
 
     def anchored(self, batch: TrainBatch, step: int, put=sharding.place_rows):
@@ -250,6 +263,11 @@ class RL:
         metrics = rollout.summary(rollouts)
         if settings.rl.max_prompts:
             metrics["prompts_asked"] = len(problems) // settings.rl.group
+        if tools.grader.steps is not None:
+            with tools.timer("reward"):
+                keep_n = batches.teaching(rollouts, settings.rl)
+                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
+            metrics |= process.summary(rollouts.chunks)
         told = []
         with tools.timer("score"):
             how = {
@@ -262,12 +280,12 @@ class RL:
                 "score": score,
                 "mesh": tools.mesh,
                 "longest": settings.sampler.max_new,
+                "objective": settings.objective,
             }
             learned, complete = batches.of_rollouts(
                 judged(rollouts, settings.rl),
                 rng,
                 as_sampled=settings.noise.kind == "trace",
-                objective=settings.objective,
                 note=told.extend,
                 critic=self.critic,
                 **how,
@@ -425,7 +443,7 @@ class SFT(Forgetful):
             self.settings, self.sizes, taken, self.taken_per_step, self.weights
         )
         examples = batches.take(self.examples, chosen)
-        return noised_batch(self, step, examples, score=None)
+        return noised_batch(self, step, examples)
 
 
 class DPO(Forgetful):
@@ -466,11 +484,42 @@ class DPO(Forgetful):
             self.settings, self.sizes, taken, self.taken_per_step, self.weights
         )
         examples = batches.take(self.examples, batches.rows_of(chosen, 2))
-        both = functools.partial(score, weights.scoring())
-        return noised_batch(self, step, examples, score=both)
+        asked = functools.partial(score, weights.scoring())
+        return noised_batch(self, step, examples, score=asked, compare=self.compare)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.preference_factors of what policy and reference say."""
+        return bounds.preference_factors(
+            outputs["policy"]["logp"],
+            outputs["reference"]["logp"],
+            share_nT,
+            len_n,
+            draws=self.settings.noise.draws,
+            beta=self.settings.objective.reference_beta,
+        )
 
 
-SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO}
+class Ranking(DPO):
+    """A reward model: the same pairs, of which its value head tells the better answer."""
+
+    reference = False
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the Plan of the network, which has a value head alone."""
+        return plans_of_examples(settings, "ranking")
+
+    def __init__(self, settings: Settings, tools: Tools):
+        # An answer's end is where it is judged: nothing is learned after it.
+        pairs = dataclasses.replace(settings.data, post_num=0)
+        super().__init__(dataclasses.replace(settings, data=pairs), tools)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.ranking_factors of the scores."""
+        return bounds.ranking_factors(outputs["policy"]["value"], share_nT)
+
+
+SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO, "reward": Ranking}
 
 
 # ---- What RL's steps are made of -----------------------------------------------------
@@ -615,11 +664,13 @@ def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
     )
 
 
-def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatches:
+def noised_batch(
+    source, step: int, examples: data.Examples, score=None, compare=None
+) -> StepBatches:
     """Returns the batch of a source's examples with noise of this step's own.
 
-    score: learner.score, bound to the weights of policy and reference, where the examples
-    are pairs; None where they are not.
+    score: learner.score, bound to the weights, where the examples are pairs; compare: how
+    these are told apart. See batches.of_examples.
     """
     settings = source.settings
     rng = np.random.default_rng([settings.seed, step])
@@ -627,10 +678,9 @@ def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatch
         examples,
         noised=noise.noised(examples, settings.noise, settings.layout, rng),
         copies=settings.noise.copies,
-        draws=settings.noise.draws,
-        beta=settings.objective.reference_beta,
         pack=source.pack,
-        score=score,
         mesh=source.tools.mesh,
+        score=score,
+        compare=compare,
     )
     return StepBatches(metrics, complete)

@@ -145,7 +145,8 @@ def step(critic, rl):
 
     def score(params, batch):
         asked.extend(params)
-        return {"policy": {"logp": np.zeros(batch.where_BU.shape, np.float32)}}
+        zeros = np.zeros(batch.where_BU.shape, np.float32)
+        return {"policy": {"logp": zeros, "entropy": zeros}}
 
     made = batches.of_rollouts(
         sampled,
