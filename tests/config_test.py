@@ -421,12 +421,17 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
             "rl.epochs=2: objective.loss='dipo'",
         ),
         (
-            {"rl.target_kl": 0.1, "objective.loss": "sequence"},
+            {
+                "rl.target_kl": 0.1,
+                "objective.loss": "sequence",
+                "objective.aggregate": "sequence",
+            },
             "rl.target_kl=0.1: objective.loss='sequence' tells no KL",
         ),
         (
             {
                 "objective.loss": "sequence",
+                "objective.aggregate": "sequence",
                 "objective.reference_beta": 0.1,
                 "objective.reference_beta_final": 0.0,
             },
