@@ -186,7 +186,7 @@ def data_type(value, key, raw) -> Row:
     leaves = {"rl.reward": counterpart(REWARDS, value, key)}
     if value != "code":
         return Row(leaves=leaves)
-    leaves["rl.truncated_wrong"] = False
+    leaves["rl.truncated"] = "graded"
     if "training.method" in raw:
         leaves["rl.filter"] = "varied"
     why = (
@@ -483,5 +483,5 @@ THEIRS = {"data.answer": "ground_truth_answer"}
 START = {
     "rl": THEIRS | {"rl.value": "none", "objective.aggregate": "constant"},
     "sft": {"method": "sft", "objective.aggregate": "constant"},
-    "eval": THEIRS | {"rl.truncated_wrong": False},
+    "eval": THEIRS | {"rl.truncated": "graded"},
 }

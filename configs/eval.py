@@ -76,7 +76,7 @@ def get_config(preset: str = "arithmetic"):
         checks.one_of("preset", model, (*PRESETS, *BENCHMARKS))
     c = config.preset(PRESETS, model)
     c.eval.update(problems=0, answers=1 if model == "trado-8b-thinking" else 3)
-    c.rl.truncated_wrong = False
+    c.rl.truncated = "graded"
     if c.sampler.cache == "prefix":  # full attention
         c.sampler.update(max_new=1024, horizon=128)
         dream = {"top_k": 40, "top_p": 0.95}

@@ -122,8 +122,8 @@ class EvalConfig:
     every: int = 10  # steps; the first and the last step always evaluate
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
-    # The rest is of `python -m dllm_jax.eval` alone.
     answers: int = 1  # to each problem: pass@k up to it
+    # The rest is of `python -m dllm_jax.eval` alone.
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
     sweep: str = ""
     # The best accuracy of all that is compared by AUP, %; 0: of this sweep.
@@ -195,6 +195,11 @@ class RunConfig:
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # multiples of it stay for good; 0: none
+    # A metric of the evaluation, such as heldout_accuracy: the weights with the highest one
+    # stay in best/, and are what is exported at the end; "": the last ones are.
+    keep_best: str = ""
+    # Evaluations in a row without a higher one, after which the run ends; 0: it goes on.
+    patience: int = 0
     samples: int = 8  # rollouts written out at every step
     # Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, with commas.
     trackers: str = "tensorboard"
@@ -204,6 +209,7 @@ class RunConfig:
     # Seconds: when nothing has moved for so long the terminal is told where; 0: never.
     stuck_after: float = 1800.0
     export: bool = True  # write a Hugging Face folder at the end
+    export_value: bool = False  # and the own value network, value/, for rl.value_path
 
     def __post_init__(self):
         checks.fields(
@@ -211,12 +217,25 @@ class RunConfig:
             save_every=">= 1",
             keep=">= 1",
             keep_every=">= 0",
+            patience=">= 0",
             samples=">= 0",
             max_skips=">= 1",
             stuck_after=">= 0",
         )
         if not self.folder:
             raise checks.Refused("folder", "='': name the run's folder")
+        if self.keep_best and not self.keep_best.startswith("heldout"):
+            raise checks.Refused(
+                "keep_best",
+                f"={checks.shown(self.keep_best)}: a metric of the evaluation, such as "
+                "heldout_accuracy",
+            )
+        if self.patience and not self.keep_best:
+            raise checks.Refused(
+                "patience",
+                f"={self.patience}: of which metric? set run.keep_best, such as to "
+                "heldout_accuracy",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +287,7 @@ class Config:
                 f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
             )
+        check_levers(self)
         room = self.sampler.slots + self.sampler.block
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
@@ -380,6 +400,43 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
         tree[section][name] = value
         out.append((f"{name}={value:g}", freeze(tree)))
     return out
+
+
+def check_levers(cfg: Config) -> None:
+    """Raises ValueError where keys of several groups go ill together."""
+    loss = cfg.objective.loss
+    if cfg.rl.epochs > 1 and loss not in ("policy", "sequence"):
+        raise ValueError(
+            f"rl.epochs={cfg.rl.epochs}: objective.loss={loss!r} has no ratio to the policy "
+            "that sampled; it goes with objective.loss='policy' or 'sequence'"
+        )
+    if cfg.rl.target_kl and loss != "policy":
+        raise ValueError(
+            f"rl.target_kl={cfg.rl.target_kl}: objective.loss={loss!r} tells no KL to the "
+            "policy that sampled; it goes with objective.loss='policy'"
+        )
+    if cfg.objective.reference_beta_final >= 0 and (
+        cfg.method != "rl" or OBJECTIVES[loss].answers
+    ):
+        raise ValueError(
+            f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
+            f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
+            "to -1"
+        )
+    if cfg.rl.value_path and cfg.model.lora_rank:
+        raise ValueError(
+            "rl.value_path: with model.lora_rank the value network is adapters on the "
+            "policy's weights, and starts with none"
+        )
+    if cfg.run.export_value and (cfg.method, cfg.rl.value) != ("rl", "own"):
+        raise ValueError(
+            "run.export_value: there is a value network to write only with method='rl' "
+            f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
+        )
+    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
+        raise ValueError(
+            "run.keep_best and run.patience compare evaluations: set data.heldout"
+        )
 
 
 def completed(cfg: Config):

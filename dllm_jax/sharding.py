@@ -204,6 +204,13 @@ def fetch(tree):
     )
 
 
+def of_first(x) -> np.ndarray:
+    """Returns a host array of at most 32 bits a number as process 0 has it, in all."""
+    if jax.process_count() == 1:
+        return x
+    return np.asarray(multihost_utils.broadcast_one_to_all(x))
+
+
 def anywhere(fact: bool) -> bool:
     """Returns whether any process says so; all ask at the same call."""
     if jax.process_count() == 1:

@@ -10,6 +10,7 @@ lives in one folder and goes on from its newest checkpoint when started again.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import sys
 
@@ -32,13 +33,13 @@ from dllm_jax.folder import Folder
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import (
+    best,
     budget,
     guard,
     heldout,
     learner,
     networks,
     rewards,
-    rollout,
     sources,
 )
 from dllm_jax.sampling import placement
@@ -102,9 +103,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         folder=folder,
         samples=cfg.run.samples if main else 0,
     )
-    problems = heldout.problems(settings, tools)
+    problems = heldout.sets(settings, tools)
     source = method(settings, tools)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
 
     # ---- Where it samples ------------------------------------------------------------
     limit = memory.device_bytes()
@@ -154,6 +154,20 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say(f"model.remat={remat!r}: what keeps more does not fit a device")
     say(budget.table(needs))
 
+    # By the networks that an update trains: all, or a value network alone.
+    trainers = {tuple(plans): update}
+    if "value" in plans:
+        alone = functools.partial(
+            learner.update,
+            model=dataclasses.replace(model, remat=remat),
+            plans={"value": plans["value"]},
+            cfg=source.objective,
+        )
+        kept_places = {"value": places["value"]}, replicated
+        trainers[("value",)] = jax.jit(
+            alone, donate_argnums=0, out_shardings=kept_places
+        )
+
     # ---- How far it has come, and its weights -----------------------------------------
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
@@ -162,6 +176,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     states, base, start, meta = begin_or_resume(
         restored, cfg=cfg, model=model, plans=plans, places=places, mesh=mesh, say=say
     )
+    source.recall(meta.get("memory", {}))
+    champion = best.Best(cfg.run.keep_best, cfg.run.patience, meta.get("best"))
     resolved = dataclasses.asdict(cfg)
     run.begin(resolved, defaults or dataclasses.asdict(config.Config()), mesh)
     reference = None
@@ -199,8 +215,15 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         plans, checkpoints, folder, cfg.run.max_skips, start, meta.get("norms", {})
     )
     evaluate = functools.partial(
-        heldout.evaluate, problems=problems, settings=settings, tools=tools
+        heldout.evaluate_sets, sets=problems, settings=settings, tools=tools
     )
+
+    def keep_if_best(step: int, answered: dict):
+        if champion.note(step, answered):
+            policy = states["policy"].params
+            with timer("best"):
+                networks.export(folder / "best", policy, cfg.model.path, model, mesh)
+
     if not (problems or source.samples):
         with watch.sampling(start):
             networks.check_forward(weights(states).scoring()["policy"], model)
@@ -208,12 +231,19 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         with watch.sampling(start):
             answered = evaluate(start, weights(states))
         if answered is not None:
+            keep_if_best(start, answered)
             writer.write(start, row | answered | timer.pop())
     done = saved = start
 
     for step in range(start + 1, source.steps + 1):
         # Everything random is a function of the seed and the step: what is resumed goes on
         # as if it had not stopped. None, or `stopping`: a signal came meanwhile.
+        if champion.done:
+            say(
+                f"no {champion.name} above {champion.value:.4g}, of step {champion.step}, "
+                f"in {cfg.run.patience} evaluations: the run ends after step {done}"
+            )
+            break
         timer.step = step
         with watch.sampling(step):
             step_batches = source.batches(step, taken, weights(states), score)
@@ -225,25 +255,42 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
                 say(line)
         if step_batches.batches:
             with timer("update"):
-                updates = []
-                for batch in step_batches.batches:
-                    states, update_metrics = update(states, batch, base, watch.limits())
-                    updates.append(update_metrics)
+                updates, trained_on = [], []
+                for names, batch in source.passes(step, step_batches):
+                    moved = {name: states[name] for name in names}
+                    moved, told = trainers[names](moved, batch, base, watch.limits())
+                    states = states | moved
+                    updates.append(told)
+                    trained_on.append(batch)
+                    if source.far(told):
+                        break
                 updates = sharding.fetch(updates)
-                row |= metrics.mean(updates)
-                row |= watch.note(step, updates, step_batches.batches)
+                row |= metrics.mean(
+                    [x for x in updates if x.keys() == updates[0].keys()]
+                )
+                row |= watch.note(step, updates, trained_on)
+        used = step_batches.taken or source.taken_per_step
+        if row.get("entropy", math.inf) < cfg.rl.entropy_floor:
+            row["entropy_low"] = 1.0
+            say(
+                f"warning: step {step}: entropy {row['entropy']:.3g} nats a token, below "
+                f"rl.entropy_floor={cfg.rl.entropy_floor}: hardly anything new is tried"
+            )
         row |= step_batches.rates(timer.seconds)
         del step_batches  # its batches make room for the next rollout
         if problems and (step % cfg.eval.every == 0 or step == source.steps):
             with watch.sampling(step):
                 answered = evaluate(step, weights(states))
             row, pending = row | (answered or {}), answered is None
+            if answered is not None:
+                keep_if_best(step, answered)
         row = {name: float(x) for name, x in (row | timer.pop()).items()}
         # From here on the step is done: it is saved now, or when a signal comes. The row is
         # saved with it, as a run may be killed before it is written.
-        done, taken = step, taken + source.taken_per_step
+        done, taken = step, taken + used
         meta = {"taken": taken, "config": resolved, "row": row}
         meta |= {"norms": watch.norms, "pending": pending}
+        meta |= {"memory": source.memory, "best": champion.memory}
         if step % cfg.run.save_every == 0 or step == source.steps:
             with timer("checkpoint"):
                 saved = watch.save(step, states, meta) or saved
@@ -269,8 +316,20 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     if cfg.run.export:
         del base, reference, weights  # the export loads weights as precise as stored
         policy = states["policy"].params
-        networks.export(folder / "export", policy, cfg.model.path, model, mesh)
+        if champion.name and champion.step < done:
+            if main:
+                best.publish(folder)
+            say(
+                f"{champion.name} was highest, {champion.value:.4g}, after step "
+                f"{champion.step}: those weights are exported"
+            )
+        else:
+            networks.export(folder / "export", policy, cfg.model.path, model, mesh)
         say(f"exported to {folder / 'export'}")
+    if cfg.run.export_value:
+        critic = states["value"].params
+        networks.export(folder / "value", critic, cfg.model.path, model, mesh)
+        say(f"the value network is in {folder / 'value'}")
 
 
 def begin_or_resume(
@@ -285,7 +344,14 @@ def begin_or_resume(
     base, value = networks.frozen(cfg.model.path, model, mesh)
     if restored is None:
         states = networks.initial(
-            cfg.model.path, model, plans, places, mesh, value, jax.random.key(cfg.seed)
+            cfg.model.path,
+            model,
+            plans,
+            places,
+            mesh,
+            value,
+            jax.random.key(cfg.seed),
+            value_path=cfg.rl.value_path,
         )
         return states, base, 0, {"taken": 0}
     states, meta, start = restored
@@ -316,6 +382,7 @@ def settings_of(
         value_optim=cfg.value_optim,
         heldout_problems=cfg.eval.problems,
         heldout_temperature=cfg.eval.temperature,
+        heldout_answers=cfg.eval.answers,
         model=model,
     )
 

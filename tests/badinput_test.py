@@ -133,6 +133,9 @@ VALUES = """
     objective.kl k2
     objective.aggregate sum
     objective.value_weight nan inf -1
+    objective.value_clip -0.5
+    objective.reference_beta_final 0.1
+    objective.entropy_bonus -0.1
     rl.steps 0 -1 2147483648
     rl.prompts 0
     rl.group 0 1
@@ -146,6 +149,19 @@ VALUES = """
     rl.min_solved nan -0.1 1.1
     rl.max_solved nan 1.5
     rl.updates 0 9999
+    rl.max_prompts 1
+    rl.rest_after -1
+    rl.rest_for 0
+    rl.curriculum 1.5
+    rl.truncated true
+    rl.truncated_tail 5
+    rl.answers_per_update 9999
+    rl.epochs 0
+    rl.target_kl -0.01
+    rl.entropy_floor nan
+    rl.value_warmup 2147483647
+    rl.value_epochs 0
+    rl.value_path nowhere
     rl.trusted_gap nan inf -2 -0.5
     batch.rows 0 -8
     batch.tokens -1 40
@@ -176,6 +192,8 @@ VALUES = """
     run.save_every 0
     run.keep 0
     run.keep_every -1
+    run.keep_best reward
+    run.patience 3
     run.samples -1
     rl.gruop 8
     rl 5

@@ -3,9 +3,10 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import against, decode, kernels, report
+from benchmarks import against, decode, gradient_variance, kernels, report
 
 CALLS = {
     "decode": (
@@ -53,3 +54,50 @@ def test_two_checkouts_are_compared_line_by_line():
     assert seconds["line"] == "tiny 4" and seconds["times faster"] == "3.00"
     assert (seconds["here"], seconds["there"]) == ("1 / 1.5 / 2", "2 / 5 / 8")
     assert rate["times faster"] == "2.50"
+
+
+# ---- The variance of a gradient ------------------------------------------------------
+
+
+def gradients(mean: float, std: float, count: int, size=50, seed=0):
+    """Returns the products [count, count] of gradients that are drawn around a mean."""
+    draws = np.random.default_rng(seed).normal(mean, std, (count, size))
+    return draws @ draws.T
+
+
+def test_the_spread_of_gradients_is_unbiased():
+    found = [
+        gradient_variance.spread(gradients(0.3, 2.0, 6, seed=s)) for s in range(400)
+    ]
+    variance, signal = np.mean(found, axis=0)
+    assert variance == pytest.approx(50 * 4.0, rel=0.03)
+    # |E g|^2, not |mean g|^2, which is larger by a sixth of the variance
+    assert signal == pytest.approx(50 * 0.09, abs=1.0)
+
+
+def test_an_interval_holds_what_it_is_of():
+    held = 0
+    for seed in range(60):
+        gram_ii = gradients(1.0, 1.0, 30, size=200, seed=seed)
+        found, half = gradient_variance.interval(
+            lambda one_ii: gradient_variance.spread(one_ii)[0], gram_ii
+        )
+        held += abs(found - 200) < half
+    assert 50 <= held <= 60
+
+
+def test_what_cannot_be_told_is_left_out():
+    noise = {
+        ("none", 1.0): gradients(0, 1, 8),
+        ("trace", 1.0): gradients(0, 2, 8, seed=1),
+    }
+    *_, row, said = gradient_variance.table(noise, 10)
+    assert row.endswith("|  |  |") and "more minibatches" in said
+    clear = {
+        ("none", 1.0): gradients(9, 1, 8),
+        ("trace", 1.0): gradients(9, 2, 8, seed=1),
+    }
+    *_, first, row = gradient_variance.table(clear, 10)
+    assert first.startswith("| none | 1 | 1 | 1 | ")
+    ratio = float(row.split("|")[3].split("±")[0])
+    assert ratio == pytest.approx(4, rel=0.3)

@@ -118,8 +118,10 @@ def test_an_unknown_preset_lists_the_known(path):
 def test_evaluation_grades_what_was_cut():
     for name in ("arithmetic", "trado-8b", "llada-8b"):
         cfg = load(ROOT / "configs" / "eval.py").get_config(name)
-        assert not cfg.rl.truncated_wrong
-        assert load(ROOT / "configs" / "tracerl.py").get_config(name).rl.truncated_wrong
+        assert cfg.rl.truncated == "graded"
+        trained = load(ROOT / "configs" / "tracerl.py").get_config(name)
+        assert trained.rl.truncated == "wrong"
+        assert config.freeze(trained).rl.truncated_wrong
 
 
 def test_an_unknown_key_in_a_file_is_named_with_the_nearest():
@@ -419,3 +421,50 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         assert len(lines) == 1
         assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}: {devices} ")
     assert cfg.batch.on(devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        (
+            {"rl.epochs": 2, "objective.loss": "dipo"},
+            "rl.epochs=2: objective.loss='dipo'",
+        ),
+        (
+            {
+                "rl.target_kl": 0.1,
+                "objective.loss": "sequence",
+                "objective.aggregate": "sequence",
+            },
+            "rl.target_kl=0.1: objective.loss='sequence' tells no KL",
+        ),
+        (
+            {
+                "objective.loss": "sequence",
+                "objective.aggregate": "sequence",
+                "objective.reference_beta": 0.1,
+                "objective.reference_beta_final": 0.0,
+            },
+            "objective.reference_beta_final=0.0: the weight stays",
+        ),
+        (
+            {"rl.value_path": "x", "model.lora_rank": 4},
+            "rl.value_path: with model.lora",
+        ),
+        ({"run.export_value": True, "rl.value": "head"}, "run.export_value: there is"),
+        ({"run.keep_best": "heldout_accuracy"}, "set data.heldout"),
+        ({"rl.value": "trace", "rl.value_warmup": 1}, "rl.value_warmup=1: needs"),
+        ({"rl.value": "none", "rl.value_all": True}, "rl.value_all=True: needs"),
+        (
+            {"rl.value": "trace", "noise.kind": "bernoulli", "rl.trusted_gap": 0.0},
+            "a value model would see the future",
+        ),
+    ],
+)
+def test_levers_that_go_ill_together(tree, says):
+    node = config.default()
+    for name, value in tree.items():
+        group, leaf = name.split(".")
+        node[group][leaf] = value
+    with pytest.raises(ValueError, match=re.escape(says)):
+        config.freeze(node)

@@ -359,3 +359,66 @@ def test_a_template_without_end_is_ended(tok, monkeypatch):
     monkeypatch.setattr(tok, "chat_template", 2 * many + 2 * "{% endfor %}")
     with pytest.raises(ValueError, match="its chat template fails: it has not ended"):
         data.render(tok, [{"role": "user", "content": "1+2"}])
+
+
+# ---- Several files at once -----------------------------------------------------------
+
+
+def test_files_with_weights(tmp_path):
+    odd = tmp_path / "a,b:2"
+    odd.write_text("")
+    for spec, want in (
+        ("a.jsonl", {"a.jsonl": 1}),
+        ("a.jsonl:3,b.jsonl:1", {"a.jsonl": 0.75, "b.jsonl": 0.25}),
+        ("a.jsonl, b.jsonl", {"a.jsonl": 0.5, "b.jsonl": 0.5}),
+        ("a:b.jsonl,c:0", {"a:b.jsonl": 1, "c": 0}),
+        (str(odd), {str(odd): 1}),  # a name that is a file is that one
+    ):
+        assert data.mixture(spec) == want
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("a:0,b:0", "weights sum to 0"),
+        ("a:0", "weights sum to 0"),
+        ("a:-1,b:2", "'a:-1' is no FILE:WEIGHT"),
+        ("a:nan,b", "'a:nan' is no FILE:WEIGHT"),
+        ("a,,b", "'' is no FILE:WEIGHT"),
+        ("a:1,a:2", "'a' stands twice"),
+    ],
+)
+def test_weights_that_make_no_sense(spec, says):
+    with pytest.raises(ValueError, match="data.train=.*" + says):
+        data.mixture(spec)
+
+
+@hypothesis.given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    start=st.integers(0, 100),
+)
+def test_a_mixture_is_a_function_of_the_position(sizes, counts, start):
+    weights = list(np.arange(1, len(sizes) + 1) / sum(range(len(sizes) + 1)))
+    how = {"seed": 3, "shuffle": True}
+    whole = data.mixed(sizes, weights, start, sum(counts), **how)
+    parts, position = [], start
+    for count in counts:
+        parts.append(data.mixed(sizes, weights, position, count, **how))
+        position += count
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    assert ((whole >= 0) & (whole < sum(sizes))).all()
+    if len(sizes) == 1:
+        np.testing.assert_array_equal(
+            whole, data.order(sizes[0], start, len(whole), **how)
+        )
+
+
+def test_a_mixture_draws_by_weight_and_takes_each_file_in_its_order():
+    sizes, weights = [50, 7, 20], [0.25, 0.75, 0.0]
+    index_n = data.mixed(sizes, weights, 0, 4000, seed=1, shuffle=True)
+    second_n = index_n[(index_n >= 50) & (index_n < 57)] - 50
+    assert index_n.max() < 57  # none of a file with weight 0
+    assert len(second_n) / 4000 == pytest.approx(0.75, abs=0.03)
+    want = data.order(7, 0, len(second_n), seed=2, shuffle=True)
+    np.testing.assert_array_equal(second_n, want)  # every epoch once each

@@ -223,6 +223,83 @@ def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
     ]
 
 
+LEVERS = (
+    "rl.value=trace",
+    "rl.max_prompts=6",
+    "rl.min_solved=0.3",
+    "rl.answers_per_update=4",
+    "rl.epochs=2",
+    "rl.target_kl=1e-4",
+    "rl.rest_after=1",
+    "rl.curriculum=0.5",
+    "rl.whiten=true",
+    "rl.entropy_floor=9",
+    "objective.entropy_bonus=0.01",
+    "run.keep_best=heldout_accuracy",
+    "data.train=examples/arithmetic/heldout.jsonl:2,examples/arithmetic/train.jsonl:1",
+    "eval.every=1",
+)
+
+
+def test_levers_that_remember_are_resumed_bit_for_bit(command, tmp_path):
+    """A critic, problems that rest, a best checkpoint: all of it is in the checkpoint."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    told = end(command(whole, *LEVERS))
+    assert "warning: step 1: entropy" in told
+    run = command(folder, *LEVERS)
+    until(run, folder / "samples" / "step_000003.jsonl")
+    run.kill()
+    end(run, -signal.SIGKILL)
+    end(command(folder, *LEVERS))
+    same(folder, whole)
+    written = rows(whole)
+    accuracy = [row["heldout_accuracy"] for row in written]
+    best = accuracy.index(max(accuracy))
+    assert any(row["explained_variance"] > 0 for row in written[2:])
+    assert all(row["entropy_low"] == 1 for row in written[1:])
+    assert all(4 <= row["prompts_asked"] <= 6 for row in written[1:])
+    name = "model.safetensors"
+    kept, exported = (
+        safetensors.numpy.load_file(whole / where / name)
+        for where in ("best", "export")
+    )
+    for key, x in kept.items():
+        np.testing.assert_array_equal(exported[key], x, err_msg=key)
+    line = f"heldout_accuracy was highest, {max(accuracy):.4g}, after step {best}"
+    assert (line in told) == (best < STEPS)
+
+
+def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
+    command, tmp_path
+):
+    told = end(
+        command(
+            tmp_path,
+            "rl.value_warmup=2",
+            "rl.value_epochs=2",
+            "run.keep_best=heldout_nan_answers",  # always 0: the first is the best
+            "run.patience=3",
+            "eval.every=1",
+            "policy_optim.lr=1e-3",
+            "rl.value_all=true",
+            "rl.value_path=examples/arithmetic/model",
+            "run.export_value=true",
+            "rl.min_solved=0.3",
+        )
+    )
+    assert "in 3 evaluations: the run ends after step 3" in told
+    first, *_, last = rows(tmp_path)[1:]
+    assert "grad_norm" not in first and first["value_grad_norm"] > 0
+    assert last["grad_norm"] > 0
+    start = safetensors.numpy.load_file("examples/arithmetic/model/model.safetensors")
+    exported = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")
+    for key, x in start.items():  # what was best is what it began with
+        np.testing.assert_array_equal(exported[key], x, err_msg=key)
+    critic = safetensors.numpy.load_file(tmp_path / "value" / "model.safetensors")
+    assert critic.keys() - start.keys() == {"value_head.weight"}
+    assert critic["value_head.weight"].any()
+
+
 def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(
     command, whole, tmp_path
 ):

@@ -75,6 +75,15 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     return adv_n
 
 
+def overlong(len_n, longest: int, tail: int):
+    """Returns what each answer's length costs it, 0 to 1: DAPO (arXiv 2503.14476, Eq. 13).
+
+    len_n: tokens; longest: the most that an answer may have, of which the last `tail` cost
+    more and more: 1 at the limit.
+    """
+    return np.clip((len_n - (longest - tail)) / tail, 0.0, 1.0).astype(np.float32)
+
+
 # ---- Which groups are kept -----------------------------------------------------------
 
 
@@ -177,3 +186,32 @@ def explained_variance(value_nT, ret_nT, answer_nT) -> float:
     """Returns 1 - var(return - value) / var(return) over the answers' tokens."""
     returns, values = ret_nT[answer_nT], value_nT[answer_nT]
     return float(1 - (returns - values).var() / max(returns.var(), 1e-8))
+
+
+def by_thirds(value_nT, ret_nT, answer_nT) -> dict[str, float]:
+    """Returns the explained variance of the first, middle and last third of the answers.
+
+    A token's third is that of its place among its answer's tokens. Late tokens are the easy
+    ones: nearly all of an answer stands there, and little is left to credit.
+    """
+    before_nT = np.cumsum(answer_nT, axis=1) - answer_nT
+    count_n1 = np.maximum(answer_nT.sum(axis=1, keepdims=True), 1)
+    third_nT = 3 * before_nT // count_n1
+    return {
+        f"explained_variance_{name}": explained_variance(
+            value_nT, ret_nT, answer_nT & (third_nT == third)
+        )
+        for third, name in enumerate(("first", "middle", "last"))
+        if (answer_nT & (third_nT == third)).any()
+    }
+
+
+def whitened(adv_nT, seen_nT):
+    """Returns advantages of mean 0 and standard deviation 1 over the supervised tokens.
+
+    Where all are the same they only lose their mean.
+    """
+    seen = adv_nT[seen_nT]
+    return np.where(seen_nT, (adv_nT - seen.mean()) / (seen.std() + 1e-8), 0.0).astype(
+        np.float32
+    )

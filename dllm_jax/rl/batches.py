@@ -24,10 +24,11 @@ import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.rl import advantage, bounds, noise, rollout
-from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
+from dllm_jax.rl.config import NETWORKS, NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.noise import Noise
 from dllm_jax.rl.objectives import LIMIT, OBJECTIVES
 from dllm_jax.rl.rewards import process
+from dllm_jax.rl.ridge import Ridge
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
@@ -50,6 +51,8 @@ def of_rollouts(
     score: Callable,
     mesh,
     note: Callable | None = None,
+    critic: Ridge | None = None,
+    longest: int = 0,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
 
@@ -62,31 +65,36 @@ def of_rollouts(
     score: learner.score, bound but for params and batch.
     note: told, for people to look at, (keep_n [n], advantages and values [n, T]): those of
     a trajectory's first row of noise.
+    critic: with rl.value="trace"; it judges these rollouts, and then learns from them.
+    longest: tokens that an answer may have, for rl.truncated="soft".
     There are no batches where rl.filter finds no group that teaches something.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
         return metrics, []
-    # Rewards are compared before anything is dealt out: a group's rollouts may end up
-    # in several updates.
-    earned = earnings(rollouts, keep_n, rl)
+    # Before anything is dealt out: a group's rollouts may end up in several updates.
+    earned = earnings(rollouts, keep_n, rl, longest)
 
     # From here on every array has a place for each row of noise.
     copies = len(noised.step_nT) // len(keep_n)
     trajectory_n = np.repeat(np.arange(len(keep_n)), copies)
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
-    rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies)
+    size = rl.answers_per_update
+    rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies, size=size)
     deals = [deal(row_n, trace, noised, group_n, pack) for row_n in rows]
-    # All updates of the step are scored before the first of them changes the weights.
     scores = scored(
         deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
     )
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
+    if critic is not None:
+        scores = dataclasses.replace(scores, value_nT=critic.judge(trace, noised))
     adv_nT, ret_nT, adv_metrics = advantages(
         take(earned, trajectory_n), answer_nT, noised, scores.value_nT, rl
     )
+    if critic is not None:
+        critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
     if note is not None:
         note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
     solved_n = rollouts.solved_n[trajectory_n]
@@ -99,13 +107,55 @@ def of_rollouts(
     return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
 
 
+def of_dropped(
+    rollouts: Rollouts,
+    rng: np.random.Generator,
+    *,
+    rl: RLConfig,
+    noised: Noise,
+    params: dict,
+    pack: Callable,
+    score: Callable,
+    mesh,
+    objective: ObjectiveConfig,
+    longest: int = 0,
+) -> list[TrainBatch]:
+    """Returns batches of what rl.filter drops, from which a value network alone learns.
+
+    The arguments are those of `of_rollouts`; a trajectory has one row of noise, the trace.
+    """
+    keep_n = teaching(rollouts, rl)
+    rest_n = ~keep_n & ~rollouts.late_n & (rollouts.trace.len_B > 0)
+    if not rest_n.any():
+        return []
+    earned = earnings(rollouts, keep_n, rl, longest)
+    hands = -(-int(rest_n.sum()) // rl.largest_update)
+    rows = dealt_rows(rest_n, rng, updates=hands, copies=1)
+    trace = rollouts.trace
+    deals = [deal(row_n, trace, noised, rollouts.group_n, pack) for row_n in rows]
+    value_nT = np.zeros(noised.step_nT.shape, np.float32)
+    for dealt in deals:
+        placed = sharding.place_rows(dealt.batch, mesh, axis=1)
+        told = network_outputs(params, score, "value", placed)
+        value_nT[dealt.row_n] = dealt.scatter(told["value"], value_nT.shape[1])
+    answer_nT = noise.answers(trace) & rest_n[:, None]
+    adv_nT, ret_nT, _ = advantages(earned, answer_nT, noised, value_nT, rl)
+    # What the policy's loss would read; there is none.
+    blank_nT = np.zeros_like(value_nT)
+    scores = Scores(blank_nT, value_nT, blank_nT, [], np.array([]), [])
+    learned = Learned(trace, noised, answer_nT, rollouts.solved_n, rows, 1)
+    fields, _ = fields_of(adv_nT, ret_nT, scores, learned, objective)
+    return [attached(dealt, fields, mesh) for dealt in deals]
+
+
 # ---- The stages ----------------------------------------------------------------------
 
 
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
     """Returns which rollouts [n] have an answer, in a group that passes rl.filter.
 
-    An answer that nobody could judge teaches nothing, and its group is the others.
+    An answer that was not judged teaches nothing, and its group is the others. Of the
+    groups that pass, the first rl.prompts count: rl.max_prompts may ask for more.
     """
     judged_n = ~rollouts.late_n
     keep_n = np.zeros(len(judged_n), bool)
@@ -117,25 +167,10 @@ def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
         rl.min_solved,
         rl.max_solved,
     )
-    return keep_n & (rollouts.trace.len_B > 0)
-
-
-def relative_rewards(rollouts: Rollouts, keep_n, rl: RLConfig) -> np.ndarray:
-    """Returns each rollout's reward [n], relative to those of its group that were judged.
-
-    0 for the others.
-    """
-    judged_n = ~rollouts.late_n
-    out_n = np.zeros(len(judged_n), np.float32)
-    out_n[judged_n] = advantage.combined(
-        rollouts.reward_n[judged_n],
-        rollout.speed(rollouts.trace)[judged_n],
-        rollouts.group_n[judged_n],
-        keep_n[judged_n],
-        rl.advantage,
-        speed=rl.speed,
+    keep_n &= rollouts.trace.len_B > 0
+    return keep_n & np.isin(
+        rollouts.group_n, np.unique(rollouts.group_n[keep_n])[: rl.prompts]
     )
-    return out_n
 
 
 @flax.struct.dataclass
@@ -157,10 +192,13 @@ class Earned:
         return outcome * last_nT + np.where(answer_nT, self.token_nT, 0.0)
 
 
-def earnings(rollouts: Rollouts, keep_n, rl: RLConfig) -> Earned:
-    """Returns what rollouts earn; keep_n: which of them are learned from."""
+def earnings(rollouts: Rollouts, keep_n, rl: RLConfig, longest: int = 0) -> Earned:
+    """Returns what rollouts earn; keep_n: which of them are learned from.
+
+    longest: tokens that an answer may have, for rl.truncated="soft".
+    """
     return Earned(
-        reward_n=relative_rewards(rollouts, keep_n, rl),
+        reward_n=relative_rewards(rollouts, keep_n, rl, longest),
         token_nT=token_rewards(rollouts, rl),
         step_nT=rollouts.trace.step_BT,
     )
@@ -177,14 +215,46 @@ def token_rewards(rollouts: Rollouts, rl: RLConfig) -> np.ndarray | None:
     return sum(tokens) if tokens else None
 
 
+def relative_rewards(
+    rollouts: Rollouts, keep_n, rl: RLConfig, longest: int = 0
+) -> np.ndarray:
+    """Returns each rollout's reward [n], relative to those of its group that were judged.
+
+    0 for the others. longest: tokens that an answer may have, for rl.truncated="soft".
+    """
+    judged_n = ~rollouts.late_n
+    reward_n = rollouts.reward_n[judged_n]
+    if rl.truncated == "soft":
+        reward_n = reward_n - advantage.overlong(
+            rollouts.trace.len_B[judged_n],
+            longest,
+            rl.truncated_tail or -(-longest // 5),
+        )
+    out_n = np.zeros(len(judged_n), np.float32)
+    out_n[judged_n] = advantage.combined(
+        reward_n,
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
+        keep_n[judged_n],
+        rl.advantage,
+        speed=rl.speed,
+    )
+    return out_n
+
+
 def dealt_rows(
-    keep_n, rng: np.random.Generator, *, updates: int, copies: int
+    keep_n, rng: np.random.Generator, *, updates: int, copies: int, size: int = 0
 ) -> list[np.ndarray]:
     """Returns the rows of noise of each update: the kept trajectories, shuffled.
 
-    There are fewer than `updates` where fewer trajectories are kept.
+    There are fewer than `updates` where fewer trajectories are kept. size: of each update,
+    as many as there are of it; what is left over is not used, unless it is all there is.
+    0: `updates` decides.
     """
     trajectory_n = rng.permutation(np.flatnonzero(keep_n))
+    if size:
+        updates = max(len(trajectory_n) // size, 1)
+        trajectory_n = trajectory_n[: updates * size]
     hands = np.array_split(trajectory_n, updates)
     return [rows_of(hand_n, copies) for hand_n in hands if len(hand_n)]
 
@@ -255,6 +325,7 @@ def scored(
 ) -> Scores:
     """Returns the Scores of all deals, as arrays of this shape: [rows of noise, T].
 
+    All updates of a step are scored before the first of them changes the weights.
     params, score: see of_rollouts.
     """
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
@@ -268,7 +339,7 @@ def scored(
         trusted.append(stands)
         ahead.append(policy.get("ahead"))
         logp_nT[dealt.row_n] = dealt.scatter(policy["logp"], shape[1])
-        if rl.value != "none":
+        if rl.value in NETWORKS:
             network = policy if rl.value == "head" else outputs("value", placed)
             value_nT[dealt.row_n] = dealt.scatter(network["value"], shape[1])
         if "reference" in params:
@@ -344,7 +415,10 @@ def advantages(earned: Earned, answer_nT, noised: Noise, value_nT, rl: RLConfig)
     if rl.value != "none":
         explained = advantage.explained_variance(value_nT, ret_nT, seen_nT)
         metrics["explained_variance"] = explained
+        metrics |= advantage.by_thirds(value_nT, ret_nT, seen_nT)
     metrics["advantage_std"] = float(adv_nT[seen_nT].std())
+    if rl.whiten:
+        adv_nT = advantage.whitened(adv_nT, seen_nT)
     return adv_nT, ret_nT, metrics
 
 

@@ -11,7 +11,12 @@ from dllm_jax.rl.optim import SCHEDULES
 from dllm_jax.rl.rewards import endpoint, process
 from dllm_jax.rl.views import AGGREGATES
 
-VALUES = ("none", "own", "head")
+NETWORKS = ("own", "head")  # values that a network tells
+VALUES = ("none", *NETWORKS, "trace")
+# What becomes of an answer that was cut at its limit. wrong: it earns nothing. graded: what
+# its grader says. soft: that, less what its length costs (advantage.overlong). mask: it
+# leaves its group, which is compared without it.
+TRUNCATED = ("wrong", "graded", "soft", "mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,14 @@ class ObjectiveConfig:
     # one where the advantage is negative. sequence: ratios of whole answers, clipped
     # (objectives.clipped_answers). stable: spg, with weights of answers.
     loss: str = "policy"
-    clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
+    clip: float = 0.2  # epsilon of the clipped surrogate
+    value_clip: float = -1.0  # that of the clipped value loss; 0: off; -1: `clip`
     clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
     beta: float = 0.01  # weight of the KL to the policy that sampled
     # Weight of the KL to the first policy; 0: not loaded. DPO's beta.
     reference_beta: float = 0.0
+    # RL: what it becomes, on a line over the run's steps; -1: it stays.
+    reference_beta_final: float = -1.0
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
     kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d), "k2" (d^2 / 2) or "k1" (d)
@@ -93,6 +101,7 @@ class ObjectiveConfig:
     # subset: n of l). elbo_sequence: so divided, then by its answer's length, then answers.
     # elbo_answer: so divided, then answers.
     aggregate: str = "token"
+    entropy_bonus: float = 0.0  # weight of the mean entropy, which is raised; 0: none
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
     # What ratio, clip and aggregate are of. tokens: the log-prob of each. selection: the
     # probability of each step of the sampler, with all the draws that it threw away.
@@ -106,9 +115,12 @@ class ObjectiveConfig:
             self,
             loss=RL_LOSSES,
             clip=">= 0",
+            value_clip=">= -1",
+            entropy_bonus=">= 0",
             clip_high=">= 0",
             beta=">= 0",
             reference_beta=">= 0",
+            reference_beta_final=">= -1",
             upper_weight=">= 0, <= 1",
             upper_power=">= 1",
             kl=tuple(KL_ESTIMATORS),
@@ -118,6 +130,19 @@ class ObjectiveConfig:
             likelihood=("tokens", "selection"),
             importance_cap=">= 0",
         )
+        if -1 < self.reference_beta_final < 0 or (
+            self.reference_beta_final >= 0 and not self.reference_beta
+        ):
+            raise checks.Refused(
+                "reference_beta_final",
+                f"={self.reference_beta_final}: 0 or more, with objective.reference_beta "
+                "above 0, from which it goes there; or -1, where that stays",
+            )
+        if -1 < self.value_clip < 0:
+            raise checks.Refused(
+                "value_clip",
+                f"={self.value_clip}: 0 or more, 0 is off; or -1, objective.clip's",
+            )
         if 0 < self.importance_cap < 1:
             raise checks.Refused(
                 "importance_cap",
@@ -183,7 +208,9 @@ class RLConfig:
     # Graders, keys of rewards.GRADERS or one's own as module:function; several with
     # weights as in "math:1,length:0.1" (docs/rewards.md).
     reward: str = "math"
-    value: str = "own"  # value model: "none", "own" network, or "head" on the policy
+    # Value model: "none"; "own" network; "head" on the policy; or "trace", a regression on
+    # what the sampler recorded, which costs next to nothing (ridge.py).
+    value: str = "own"
     gamma: float = 1.0  # discount per denoising step
     lam: float = 1.0  # GAE lambda per denoising step
     # Weight of an answer's own reward, on the tokens of its last step, where its tokens
@@ -198,8 +225,42 @@ class RLConfig:
     filter: str = "solvable"
     min_solved: float = 0.2  # groups solved less often than this are dropped, and
     max_solved: float = 0.8  # ... those solved more often
-    truncated_wrong: bool = True  # an answer cut at its limit earns nothing
+    # Prompts that a step may ask, until `prompts` groups pass the filter (DAPO's dynamic
+    # sampling); 0: it asks `prompts` and takes what passes.
+    max_prompts: int = 0
+    # A problem whose answers were all right so many times in a row is passed over the next
+    # `rest_for` times that it comes up; 0: never.
+    rest_after: int = 0
+    rest_for: int = 4
+    # How much a problem's last solve rate p decides whether it is asked when it comes up:
+    # with chance 1 - curriculum x (1 - 4 p (1 - p)). 0: not at all.
+    curriculum: float = 0.0
+    truncated: str = "wrong"  # an answer cut at its limit: a key of TRUNCATED
+    # soft: the last tokens of sampler.max_new, which cost more and more; 0: a fifth of it.
+    truncated_tail: int = 0
+    whiten: bool = (
+        False  # advantages to mean 0 and std 1 over a step's tokens, after GAE
+    )
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
+    # Answers of an update, instead: a step has as many updates as its kept answers fill,
+    # at least one; 0: `updates` decides.
+    answers_per_update: int = 0
+    epochs: int = 1  # passes over a step's answers
+    # Where an update finds the policy so many nats (its k3 estimate, a token) from the one
+    # that sampled, the step's remaining updates are left out; 0: never.
+    target_kl: float = 0.0
+    # Where a step's mean entropy, nats a token, is below: a warning, and entropy_low=1; 0:
+    # never. What collapsed explores no more.
+    entropy_floor: float = 0.0
+    # own: the first steps, in which the value network learns and the policy stays.
+    value_warmup: int = 0
+    # own: it also learns from the groups that rl.filter drops, after those that it keeps.
+    value_all: bool = False
+    # own: a checkpoint that the value network starts from, such as another run's value/
+    # (run.export_value); "": the policy's.
+    value_path: str = ""
+    # own: its passes over a step's answers, for each of the policy's.
+    value_epochs: int = 1
     # What the sampler recorded stands for old log-probs, which saves the policy's
     # scoring, while no token of an update's first microbatch is off by more nats; 0:
     # never. -1: the program chooses (config.chosen).
@@ -220,14 +281,21 @@ class RLConfig:
             filter=tuple(advantage.FILTERS),
             min_solved=">= 0",
             max_solved="<= 1",
+            max_prompts=">= 0",
+            rest_after=">= 0",
+            rest_for=">= 1",
+            curriculum=">= 0, <= 1",
+            truncated=TRUNCATED,
+            truncated_tail=">= 0",
             updates=">= 1",
+            answers_per_update=">= 0",
+            epochs=">= 1",
+            target_kl=">= 0",
+            entropy_floor=">= 0",
+            value_warmup=">= 0",
+            value_epochs=">= 1",
             trusted_gap=">= -1",
         )
-        if -1 < self.trusted_gap < 0:
-            raise checks.Refused(
-                "trusted_gap",
-                f"={self.trusted_gap}: nats, 0 or more; or -1, the program's",
-            )
         try:
             rewards.weights(self.reward)
         except ValueError as error:
@@ -237,11 +305,6 @@ class RLConfig:
                 f"rl.group={self.group}: rl.advantage={self.advantage!r} compares at "
                 "least 2 rollouts; raise rl.group or set rl.advantage='none'"
             )
-        if self.trusted_gap > 0 and self.value == "head":
-            raise ValueError(
-                f"rl.trusted_gap={self.trusted_gap}: it is 0 where rl.value='head', whose "
-                "values are scored with the log-probs"
-            )
         if self.min_solved > self.max_solved:
             raise ValueError(
                 f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a "
@@ -249,6 +312,67 @@ class RLConfig:
             )
         if self.prompts * self.group < self.updates:
             raise ValueError("rl.updates is larger than rl.prompts * rl.group")
+        for name, wrong, why in self.unfit():
+            if wrong:
+                raise checks.Refused(name, f"={getattr(self, name)!r}: {why}")
+
+    def unfit(self) -> tuple[tuple[str, bool, str], ...]:
+        """Returns (name, whether its value goes ill with others', why) of keys."""
+        apart = f"needs rl.value='own', a network that learns apart, not {self.value!r}"
+        most = self.prompts * self.group
+        return (
+            (
+                "trusted_gap",
+                -1 < self.trusted_gap < 0,
+                "nats, 0 or more; or -1, the program's",
+            ),
+            (
+                "trusted_gap",
+                self.trusted_gap > 0 and self.value == "head",
+                "it is 0 where rl.value='head', whose values are scored with the log-probs",
+            ),
+            (
+                "answers_per_update",
+                self.answers_per_update > most,
+                f"a step has at most rl.prompts * rl.group = {most} answers",
+            ),
+            ("value_warmup", self.value_warmup and self.value != "own", apart),
+            ("value_epochs", self.value_epochs > 1 and self.value != "own", apart),
+            ("value_all", self.value_all and self.value != "own", apart),
+            ("value_path", self.value_path and self.value != "own", apart),
+            (
+                "value_warmup",
+                self.value_warmup >= self.steps,
+                f"fewer than rl.steps={self.steps}, or the policy never moves",
+            ),
+            (
+                "max_prompts",
+                0 < self.max_prompts < self.prompts,
+                f"rl.prompts={self.prompts} or more; or 0, which asks for no others",
+            ),
+            (
+                "truncated_tail",
+                self.truncated_tail and self.truncated != "soft",
+                f"only rl.truncated='soft' has one, not {self.truncated!r}",
+            ),
+        )
+
+    @property
+    def truncated_wrong(self) -> bool:
+        """Whether an answer cut at its limit earns nothing."""
+        return self.truncated == "wrong"
+
+    @property
+    def most_updates(self) -> int:
+        """The most optimizer updates of a step."""
+        if not self.answers_per_update:
+            return self.updates
+        return self.prompts * self.group // self.answers_per_update
+
+    @property
+    def largest_update(self) -> int:
+        """The most answers of an update."""
+        return self.answers_per_update or -(-self.prompts * self.group // self.updates)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,6 +79,8 @@ class Guard:
             skipped = 0
             for name, seen in self.seen.items():
                 own = [*prefixed(name, {"updates_skipped": 0, "grad_norm": 0})]
+                if own[0] not in metrics:  # an update of the other network alone
+                    continue
                 counts[own[0]] += float(metrics[own[0]])
                 if metrics[own[0]]:
                     skipped += 1

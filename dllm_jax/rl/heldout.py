@@ -1,5 +1,8 @@
 """Problems that nobody learns from, and how well the policy answers them meanwhile."""
 
+import dataclasses
+import pathlib
+
 import jax
 import numpy as np
 
@@ -17,6 +20,41 @@ def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
     return every[: settings.heldout_problems or None]
 
 
+def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
+    """Returns the problems of every file that data.heldout names, with commas.
+
+    By what stands between heldout_ and the name of a metric: nothing for the first file,
+    the name of the file for each other. Raises ValueError where two have one name.
+    """
+    found = {}
+    for path in filter(None, map(str.strip, settings.data.heldout.split(","))):
+        name = f"{pathlib.Path(path).name.partition('.')[0]}_" if found else ""
+        if name in found:
+            raise ValueError(
+                f"data.heldout={settings.data.heldout!r}: two files named {name[:-1]!r}, "
+                "and their metrics would be, too"
+            )
+        alone = dataclasses.replace(settings.data, heldout=path)
+        one = dataclasses.replace(settings, data=alone)
+        found[name] = problems(one, tools)
+        rollout.report_long(found[name], settings.sampler.max_prompt, tools.say, path)
+    return found
+
+
+def evaluate_sets(
+    step: int, weights: Weights, sets: dict, settings: Settings, tools: Tools
+) -> dict[str, float] | None:
+    """Returns `evaluate`'s metrics of every set of `sets`, each by its name."""
+    row = {}
+    for name, asked in sets.items():
+        metrics = evaluate(step, weights, asked, settings, tools)
+        if metrics is None:
+            return None
+        told = {key.removeprefix("heldout_"): x for key, x in metrics.items()}
+        row |= {f"heldout_{name}{key}": x for key, x in told.items()}
+    return row
+
+
 def evaluate(
     step: int,
     weights: Weights,
@@ -26,6 +64,9 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Returns the metrics heldout_... of the policy's answers after a step.
 
+    With eval.answers above 1 each problem is answered so often: the accuracy is their mean,
+    and pass@k is told besides.
+
     None where a signal came meanwhile. All of it is time of "eval", the grading too. The
     answers are drawn with a key of their own, so that evaluating more or less often
     changes no step.
@@ -33,8 +74,8 @@ def evaluate(
     with tools.timer("eval"):
         rollouts = tools.answered(
             weights.acting(),
-            problems,
-            np.arange(len(problems)),
+            [problem for problem in problems for _ in range(settings.heldout_answers)],
+            np.repeat(np.arange(len(problems)), settings.heldout_answers),
             jax.random.fold_in(jax.random.key(settings.seed + 1), step),
             temperature=settings.heldout_temperature,
             timer=lambda phase: tools.timer("eval"),
@@ -44,4 +85,8 @@ def evaluate(
         return None
     summary = rollout.summary(rollouts)
     names = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
-    return {f"heldout_{name}": summary[name] for name in names}
+    metrics = {f"heldout_{name}": summary[name] for name in names}
+    if settings.heldout_answers > 1:
+        passed = rollout.passed(rollouts, settings.heldout_answers)
+        metrics |= {f"heldout_{name}": share for name, share in passed.items()}
+    return metrics

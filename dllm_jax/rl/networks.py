@@ -97,16 +97,48 @@ def reference(path: str, model: ModelConfig, mesh, base):
     return params
 
 
-def initial(path: str, model: ModelConfig, plans, places, mesh, value, key) -> dict:
+def check_value(path: str, model: ModelConfig) -> None:
+    """Raises ValueError where a checkpoint's layers are no value network beside a policy."""
+    try:
+        stored = hf.read_config(hf.find(path))
+    except ValueError as error:
+        raise ValueError(f"rl.value_path: {error}") from None
+    has, wants = (
+        {
+            ".".join(key.key for key in keys): transformer.shape(spec, one)
+            for keys, spec, _ in hf.leaves(one, ("value",))
+        }
+        for one in (stored, dataclasses.replace(model, lora=None))
+    )
+    for name in sorted(has.keys() | wants.keys()):
+        if has.get(name) != wants.get(name):
+            raise ValueError(
+                f"rl.value_path={path!r}: its {name} is {has.get(name, 'missing')}, the "
+                f"policy's {wants.get(name, 'missing')}; a critic is of the policy's shape"
+            )
+
+
+def initial(
+    path: str,
+    model: ModelConfig,
+    plans,
+    places,
+    mesh,
+    value,
+    key,
+    value_path: str = "",
+) -> dict:
     """Returns the states before the first update, by the names of their plans.
 
     Weights are the checkpoint's; adapters are drawn from `key`, beside the value head of
     `frozen`, if it stored one. places: the states' shardings, by the same names.
+    value_path: the checkpoint of the value network, if it has one of its own.
     """
     states = {}
     for i, (name, plan) in enumerate(plans.items()):
         if model.lora is None:
-            _, params = hf.load(path, mesh=mesh, dtype=jnp.float32, heads=plan.heads)
+            own = value_path if name == "value" and value_path else path
+            _, params = hf.load(own, mesh=mesh, dtype=jnp.float32, heads=plan.heads)
         else:
             draw = jax.jit(
                 functools.partial(transformer.init, cfg=model, heads=plan.heads),

@@ -66,7 +66,8 @@ def policy(out, batch, cfg):
     """Clipped surrogate with KL, TraceRL (arXiv 2509.06949) Eq. 3.
 
     -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a
-    fixed reference model + reference_beta KL(pi || pi_ref); rho = pi / pi_old. A wider
+    fixed reference model + reference_beta KL(pi || pi_ref), and - entropy_bonus H(pi) where
+    one is set (PPO, arXiv 1707.06347, Eq. 9); rho = pi / pi_old. A wider
     eps' is DAPO's clip-higher (arXiv 2503.14476, section 3.1). The KL that the metrics
     tell is k3, whatever the loss uses.
     """
@@ -88,8 +89,12 @@ def policy(out, batch, cfg):
     if cfg.reference_beta:
         ref_delta_BU = jnp.where(real_BU, out["logp"] - batch.ref_logp_BU, 0.0)
         to_reference_BU = kl(ref_delta_BU, cfg.kl)
-        loss_BU += cfg.reference_beta * to_reference_BU
+        scheduled = batch.reference_beta is not None
+        weight = batch.reference_beta if scheduled else cfg.reference_beta
+        loss_BU += weight * to_reference_BU
         sums["reference_kl"] = jnp.sum(to_reference_BU)
+    if cfg.entropy_bonus:
+        loss_BU -= cfg.entropy_bonus * jnp.where(real_BU, out["entropy"], 0.0)
     if (
         cfg.nll_weight
     ):  # LightningRL (arXiv 2603.13319): the likelihood of right answers
@@ -114,13 +119,14 @@ def linear(out, batch, cfg):
 def value(out, batch, cfg):
     """Clipped value loss.
 
-    1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2)
+    1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2), with eps=0 the first.
     """
-    near_BU = batch.old_value_BU + jnp.clip(
-        out["value"] - batch.old_value_BU, -cfg.clip, cfg.clip
-    )
-    free_BU = (out["value"] - batch.ret_BU) ** 2
-    worst_BU = jnp.maximum(free_BU, (near_BU - batch.ret_BU) ** 2)
+    eps = cfg.clip if cfg.value_clip < 0 else cfg.value_clip
+    worst_BU = (out["value"] - batch.ret_BU) ** 2
+    if eps or cfg.value_clip < 0:
+        change_BU = jnp.clip(out["value"] - batch.old_value_BU, -eps, eps)
+        near_BU = batch.old_value_BU + change_BU
+        worst_BU = jnp.maximum(worst_BU, (near_BU - batch.ret_BU) ** 2)
     loss = 0.5 * jnp.sum(batch.weight_BU * worst_BU)
     return loss, {"value_loss": loss}
 

@@ -125,6 +125,23 @@ def split(rollouts: Rollouts, problems, grader: Grader, keep_n) -> Rollouts:
     return dataclasses.replace(rollouts, chunks=chunks)
 
 
+def joined(first: Rollouts | None, second: Rollouts) -> Rollouts:
+    """Returns the rollouts of both; the groups of the second follow those of the first."""
+    if first is None:
+        return second
+    numbers_n = second.group_n + first.group_n.max() + 1
+    second = dataclasses.replace(second, group_n=numbers_n)
+
+    def both(name: str):
+        one, other = getattr(first, name), getattr(second, name)
+        if isinstance(one, list):
+            return one + other
+        return jax.tree.map(lambda x, y: np.concatenate([x, y]), one, other)
+
+    names = [field.name for field in dataclasses.fields(Rollouts)]
+    return Rollouts(**{name: both(name) for name in names})
+
+
 def answered(
     answerer,
     params,

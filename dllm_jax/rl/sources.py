@@ -8,18 +8,24 @@ members, and the loop in train.py knows no others:
                         reads its data, and says what it leaves out; raises ValueError for
                         files and records that it refuses
     steps               how many steps its run has
-    taken_per_step      items of its data that a step uses up: a checkpoint remembers how
-                        many are gone, `taken`, and that is its place in the data
+    taken_per_step      items of its data that a step uses up, unless its StepBatches say
+                        otherwise: a checkpoint remembers how many are gone, `taken`, and
+                        that is its place in the data
+    memory              what it has learned from earlier steps, as JSON has it: it goes into
+                        checkpoints, and `recall(memory)` puts it back
     updates             the most batches of a step, an optimizer update each
     samples             whether a step samples answers
     reference           whether the policy of the start is scored, too
+    passes(step, made)  returns (names of the networks that it trains, batch) of each update
+                        of a step's StepBatches: all networks, or a value network alone
+    far(metrics)        whether, by an update's metrics, the step's others are left out
     objective           the ObjectiveConfig of the update
     blank()             the shapes, on the mesh, of a TrainBatch: the same for all
     batches(step, taken, weights, score)
                         returns StepBatches, or None where a signal came meanwhile.
                         weights: networks.Weights; score: learner.score, jitted
 
-A step is a function of (settings, step, taken, weights) alone, so that a resumed run goes
+A step is a function of (settings, step, taken, memory, weights) alone, so that a resumed run goes
 on as if it had not stopped. The same in every process.
 """
 
@@ -32,10 +38,19 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dllm_jax import data
+from dllm_jax import data, sharding
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import batches, bounds, learner, networks, noise, rollout, views
+from dllm_jax.rl import (
+    batches,
+    bounds,
+    learner,
+    networks,
+    noise,
+    ridge,
+    rollout,
+    views,
+)
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -44,6 +59,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
 )
+from dllm_jax.rl.curriculum import Curriculum
 from dllm_jax.rl.networks import Weights
 from dllm_jax.rl.rewards import Grader, process
 from dllm_jax.rl.rollout import Rollouts
@@ -70,6 +86,7 @@ class Settings:
     heldout_problems: int  # of data.heldout, from its start; 0: all
     heldout_temperature: float
     model: ModelConfig
+    heldout_answers: int = 1  # to each of them
 
     @property
     def layout(self) -> layouts.Layout:
@@ -119,6 +136,8 @@ class StepBatches(NamedTuple):
     metrics: dict[str, float]
     batches: list[TrainBatch]  # on the mesh, one for each update; []: nothing to learn
     sampled: int | None = None  # tokens; None where a step samples nothing
+    taken: int | None = None  # items of the data; None: the source's taken_per_step
+    dropped: tuple[TrainBatch, ...] = ()  # of which a value network alone learns
 
     def rates(self, seconds: dict[str, float]) -> dict[str, float]:
         """Returns the sampled tokens per second of each phase; {} without sampling.
@@ -139,13 +158,19 @@ class RL:
     @staticmethod
     def plans(settings: Settings) -> dict[str, learner.Plan]:
         """Returns the Plans of the policy and, unless it is a head, of a value network."""
+        rl = settings.rl
+        updates = rl.most_updates * rl.epochs
         plans = networks.plans(
             settings.objective.loss,
-            settings.rl.value,
+            rl.value,
             settings.policy_optim,
             settings.value_optim,
-            updates=settings.rl.steps * settings.rl.updates,
+            updates=(rl.steps - rl.value_warmup) * updates,
         )
+        if "value" in plans:
+            updates *= rl.steps * rl.value_epochs
+            updates *= 1 + rl.value_all  # at most
+            plans["value"] = dataclasses.replace(plans["value"], updates=updates)
         if exact := settings.layout.selection:
             plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
         return plans
@@ -153,15 +178,14 @@ class RL:
     def __init__(self, settings: Settings, tools: Tools):
         rl, sampler = settings.rl, settings.sampler
         self.settings, self.tools = settings, tools
-        self.steps, self.taken_per_step, self.updates = rl.steps, rl.prompts, rl.updates
+        self.steps, self.taken_per_step = rl.steps, rl.prompts
+        self.updates = rl.most_updates
         self.objective = settings.objective
         self.reference = bool(settings.objective.reference_beta)
-        self.problems = data.problems(
-            settings.data.train, tools.tok, settings.data, tools.grader
-        )
-        rollout.report_long(
-            self.problems, sampler.max_prompt, tools.say, settings.data.train
-        )
+        if rl.value_path:
+            networks.check_value(rl.value_path, settings.model)
+        self.weights, self.problems, self.sizes = read_problems(settings, tools)
+        self.recall({})
         if idle := networks.idle_keys(rl.value, settings.value_optim):
             tools.say(
                 f"value_optim.{', value_optim.'.join(idle)}: without effect, as with "
@@ -174,12 +198,18 @@ class RL:
             )
             tools.say(
                 f"rl.value='own': of the FLOPs of an update, and of scoring, the value "
-                f"network takes {share:.0%}; 'head', on the policy's, and 'none' take none"
+                f"network takes {share:.0%}; 'head', on the policy's, 'trace', a regression "
+                "on the host, and 'none' take none"
+            )
+        if rl.value == "trace":
+            tools.say(
+                "rl.value='trace': a regression on the host judges the answers by what the "
+                "sampler recorded; no network, and none of an update's FLOPs"
             )
         self.pack = packer(
             settings,
             tools.say,
-            trajectories=-(-rl.prompts * rl.group // rl.updates),
+            trajectories=rl.largest_update,
             longest=sampler.max_new,
             most_steps=sampler.max_new,
         )
@@ -188,41 +218,81 @@ class RL:
         """Returns the shapes of every batch."""
         fields = batches.asked(self.settings.objective)
         fields += ("ahead_BU",) if self.settings.layout.selection else ()
-        return blank(self.settings, self.tools, self.pack, fields)
+        shapes = blank(self.settings, self.tools, self.pack, fields)
+        return self.anchored(shapes, 1, sharding.shapes_of_rows)
+
+    def anchored(self, batch: TrainBatch, step: int, put=sharding.place_rows):
+        """Returns a batch with the step's objective.reference_beta, if it has a schedule.
+
+        put: what puts an array on the mesh.
+        """
+        cfg = self.settings.objective
+        if cfg.reference_beta_final < 0:
+            return batch
+        done = (step - 1) / max(self.steps - 1, 1)
+        beta = cfg.reference_beta + done * (
+            cfg.reference_beta_final - cfg.reference_beta
+        )
+        return batch.replace(reference_beta=put(np.float32(beta), self.tools.mesh))
+
+    def passes(self, step: int, made: StepBatches) -> list[tuple]:
+        """Returns (the networks that an update trains, its batch), in order."""
+        rl, every = self.settings.rl, tuple(self.plans(self.settings))
+        alone = [(("value",), batch) for batch in (*made.batches, *made.dropped)]
+        if step <= rl.value_warmup:
+            return alone * rl.value_epochs
+        first = [(every, batch) for batch in made.batches]
+        first += alone[len(made.batches) :]
+        return (first + alone * (rl.value_epochs - 1)) * rl.epochs
+
+    def far(self, metrics: dict) -> bool:
+        """Returns whether the policy is beyond rl.target_kl of the one that sampled."""
+        target = self.settings.rl.target_kl
+        if not target or "kl" not in metrics:
+            return False
+        return float(sharding.fetch(metrics["kl"])) > target
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:
         """Samples, grades, filters and weighs; leaves some answers in the run's folder."""
         settings, tools = self.settings, self.tools
         rng = np.random.default_rng([settings.seed, step])
-        problems = self.asked(taken)
-        rollouts = self.rollouts(step, problems, weights)
-        if rollouts is None:
+        found = self.asked(step, taken, weights)
+        if found is None or tools.stop():
             return None
+        problems, rollouts, used = found
         metrics = rollout.summary(rollouts)
+        if settings.rl.max_prompts:
+            metrics["prompts_asked"] = len(problems) // settings.rl.group
         if tools.grader.steps is not None:
             with tools.timer("reward"):
                 keep_n = batches.teaching(rollouts, settings.rl)
                 rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
             metrics |= process.summary(rollouts.chunks)
-        if tools.stop():
-            return None
         told = []
         with tools.timer("score"):
-            learned, complete = batches.of_rollouts(
-                rollouts,
-                rng,
-                rl=settings.rl,
-                noised=noise.noised(
+            how = {
+                "rl": settings.rl,
+                "noised": noise.noised(
                     rollouts.trace, settings.noise, settings.layout, rng
                 ),
+                "params": weights.scoring(),
+                "pack": self.pack,
+                "score": score,
+                "mesh": tools.mesh,
+                "longest": settings.sampler.max_new,
+                "objective": settings.objective,
+            }
+            learned, complete = batches.of_rollouts(
+                judged(rollouts, settings.rl),
+                rng,
                 as_sampled=settings.noise.kind == "trace",
-                objective=settings.objective,
-                params=weights.scoring(),
-                pack=self.pack,
-                score=score,
-                mesh=tools.mesh,
                 note=told.extend,
+                critic=self.critic,
+                **how,
             )
+            dropped = []
+            if settings.rl.value_all and complete:
+                dropped = batches.of_dropped(judged(rollouts, settings.rl), rng, **how)
         if told and settings.rl.value == "none":
             told[-1] = None  # there are no values to look at
         if tools.samples:
@@ -231,27 +301,77 @@ class RL:
         if not complete:
             reason = self.nothing_learned(sampled)
             tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
-        return StepBatches(metrics | learned, complete, sampled)
+        complete = [self.anchored(batch, step) for batch in complete]
+        dropped = tuple(self.anchored(batch, step) for batch in dropped)
+        return StepBatches(metrics | learned, complete, sampled, used, dropped)
 
-    def asked(self, taken: int) -> list[data.Problem]:
-        """Returns the problems of a step, each as often as its group has rollouts."""
-        chosen = in_order(self.settings, len(self.problems), taken, self.taken_per_step)
-        group = range(self.settings.rl.group)
-        return [self.problems[i] for i in chosen for _ in group]
+    @property
+    def memory(self) -> dict:
+        """What was learned from earlier steps: by the critic, and of problems."""
+        made = {"problems": self.curriculum.memory} if self.curriculum else {}
+        return made | ({"critic": self.critic.memory} if self.critic else {})
 
-    def rollouts(self, step, problems, weights: Weights) -> Rollouts | None:
+    def recall(self, memory: dict) -> None:
+        """Puts back what `memory` was; {}: nothing is learned yet."""
+        rl, settings = self.settings.rl, self.settings
+        self.critic = self.curriculum = None
+        if rl.value == "trace":
+            self.critic = ridge.Ridge(settings.sampler.max_new, memory.get("critic"))
+        if rl.curriculum or rl.rest_after:
+            self.curriculum = Curriculum(rl, settings.seed, memory.get("problems"))
+
+    def asked(self, step, taken, weights: Weights):
+        """Returns (problems, Rollouts, items of the data used up); None: a signal came.
+
+        A problem stands there as often as its group has rollouts. With rl.max_prompts it
+        asks again, as many as the share that passed lets expect to suffice.
+        """
+        rl, used, wave = self.settings.rl, 0, 0
+        problems, rollouts, wanted = [], None, rl.prompts
+        while wanted:
+            chosen, places = self.drawn(taken + used, wanted)
+            asked = [self.problems[i] for i in chosen for _ in range(rl.group)]
+            more = self.rollouts(step, asked, weights, wave)
+            if more is None:
+                return None
+            if self.curriculum:
+                for i, right_n in zip(
+                    chosen, more.solved_n.reshape(-1, rl.group), strict=True
+                ):
+                    self.curriculum.note(i, right_n)
+            rollouts = rollout.joined(rollouts, more)
+            problems, used, wave = problems + asked, used + places, wave + 1
+            keep_n = batches.teaching(judged(rollouts, rl), rl)
+            wanted = refill(
+                rl, len(problems) // rl.group, len(set(rollouts.group_n[keep_n]))
+            )
+        return problems, rollouts, used
+
+    def drawn(self, taken: int, count: int) -> tuple[list[int], int]:
+        """Returns (the problems that are asked next, places of the data they used up)."""
+
+        def stream(start, count):
+            return in_order(self.settings, self.sizes, start, count, self.weights)
+
+        if not self.curriculum:
+            return list(stream(taken, count)), count
+        return self.curriculum.drawn(stream, taken, count, len(self.problems))
+
+    def rollouts(self, step, problems, weights: Weights, wave=0) -> Rollouts | None:
         """Returns the policy's graded answers, or None where a signal came.
 
-        They depend on (seed, step, problems, weights) alone: other hosts, or a thread that
-        is a step ahead, may make them.
+        They depend on (seed, step, wave, problems, weights) alone: other hosts, or a thread
+        that is a step ahead, may make them. wave: how often the step has asked before.
         """
         key = jax.random.fold_in(jax.random.key(self.settings.seed), step)
+        if wave:  # answer i of the first has the key of number i
+            key = jax.random.fold_in(key, 2**30 + wave)
         rl = self.settings.rl
         with self.tools.timer("rollout"):
             return self.tools.answered(
                 weights.acting(),
                 problems,
-                np.repeat(np.arange(rl.prompts), rl.group),
+                np.repeat(np.arange(len(problems) // rl.group), rl.group),
                 key,
                 temperature=self.settings.sampler.temperature,
                 timer=self.tools.timer,
@@ -268,7 +388,27 @@ class RL:
         return f"no group is {rl.filter}"
 
 
-class SFT:
+class Forgetful:
+    """What has nothing to remember but its place in the data, and one network to train."""
+
+    @property
+    def memory(self) -> dict:
+        """What was learned from earlier steps: nothing."""
+        return {}
+
+    def passes(self, step: int, made: StepBatches) -> list[tuple]:
+        """Returns (the networks that an update trains, its batch), in order."""
+        return [(("policy",), batch) for batch in made.batches]
+
+    def far(self, metrics: dict) -> bool:
+        """Returns whether a step's other updates are left out: there are none."""
+        return False
+
+    def recall(self, memory: dict) -> None:
+        """Puts back what `memory` was: nothing."""
+
+
+class SFT(Forgetful):
     """Supervised fine-tuning: prompts with the answers to learn."""
 
     samples, reference, updates = False, False, 1
@@ -282,7 +422,9 @@ class SFT:
         self.settings, self.tools = settings, tools
         self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
         self.objective = settings.objective
-        self.examples = read_examples(settings, tools, pairs=False)
+        self.examples, self.sizes, self.weights = read_examples(
+            settings, tools, pairs=False
+        )
         self.pack = packer(
             settings,
             tools.say,
@@ -297,13 +439,14 @@ class SFT:
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches:
         """Draws new noise for the examples that come next."""
-        size = len(self.examples.len_B)
-        chosen = in_order(self.settings, size, taken, self.taken_per_step)
+        chosen = in_order(
+            self.settings, self.sizes, taken, self.taken_per_step, self.weights
+        )
         examples = batches.take(self.examples, chosen)
         return noised_batch(self, step, examples)
 
 
-class DPO:
+class DPO(Forgetful):
     """Direct preference optimization on evidence bounds (VRPO): pairs of answers.
 
     A pair is two neighbouring rows of the examples: the chosen answer, then the rejected.
@@ -321,7 +464,8 @@ class DPO:
         self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
         # The reference is in the factors of the gradient, not in its objective.
         self.objective = dataclasses.replace(settings.objective, reference_beta=0.0)
-        self.examples = read_examples(settings, tools, pairs=True)
+        self.examples, sizes, self.weights = read_examples(settings, tools, pairs=True)
+        self.sizes = [size // 2 for size in sizes]
         self.pack = packer(
             settings,
             tools.say,
@@ -336,8 +480,9 @@ class DPO:
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches:
         """Draws new noise for the pairs that come next; policy and reference score it."""
-        size = len(self.examples.len_B) // 2
-        chosen = in_order(self.settings, size, taken, self.taken_per_step)
+        chosen = in_order(
+            self.settings, self.sizes, taken, self.taken_per_step, self.weights
+        )
         examples = batches.take(self.examples, batches.rows_of(chosen, 2))
         asked = functools.partial(score, weights.scoring())
         return noised_batch(self, step, examples, score=asked, compare=self.compare)
@@ -377,6 +522,39 @@ class Ranking(DPO):
 SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO, "reward": Ranking}
 
 
+# ---- What RL's steps are made of -----------------------------------------------------
+
+
+def read_problems(settings: Settings, tools: Tools):
+    """Returns (weights of the files of data.train, their problems, how many each has).
+
+    Says which prompts are too long.
+    """
+    weights = data.mixture(settings.data.train)
+    files = []
+    for path in weights:
+        files.append(data.problems(path, tools.tok, settings.data, tools.grader))
+        rollout.report_long(files[-1], settings.sampler.max_prompt, tools.say, path)
+    problems = [problem for file in files for problem in file]
+    return list(weights.values()), problems, [len(file) for file in files]
+
+
+def judged(rollouts: Rollouts, rl: RLConfig) -> Rollouts:
+    """Returns the rollouts of which rl.truncated="mask" counts the cut ones as not judged."""
+    if rl.truncated != "mask":
+        return rollouts
+    late_n = rollouts.late_n | ~rollouts.trace.stopped_B
+    return dataclasses.replace(rollouts, late_n=late_n)
+
+
+def refill(rl: RLConfig, asked: int, passed: int) -> int:
+    """Returns how many further prompts a step asks; asked, passed: prompts so far."""
+    missing, left = rl.prompts - passed, rl.max_prompts - asked
+    if missing <= 0 or left <= 0:
+        return 0
+    return min(-(-missing * asked // max(passed, 1)), left)
+
+
 # ---- What they share -----------------------------------------------------------------
 
 
@@ -391,25 +569,32 @@ def plans_of_examples(settings: Settings, term: str) -> dict[str, learner.Plan]:
     )
 
 
-def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Examples:
-    """Reads data.train, and says how much of it is left out."""
-    examples, dropped = data.examples(
-        settings.data.train,
-        tools.tok,
-        settings.data,
-        end=settings.sampler.stop_ids[0],
-        pad=settings.model.pad_id,
-        vocab=settings.model.vocab,
-        mask=settings.model.mask_id,
-        block=settings.sampler.block,
-        slots=settings.sampler.slots,
-        pairs=pairs,
-        traced=settings.noise.kind == "trace",
-    )
-    tools.say(
-        f"{len(examples.len_B)} examples, {dropped} empty or too long and left out"
-    )
-    return examples
+def read_examples(settings: Settings, tools: Tools, *, pairs: bool):
+    """Returns (examples of data.train, how many each file has, the files' weights).
+
+    Says how many are left out.
+    """
+    weights, files, left_out = data.mixture(settings.data.train), [], 0
+    for path in weights:
+        examples, dropped = data.examples(
+            path,
+            tools.tok,
+            settings.data,
+            end=settings.sampler.stop_ids[0],
+            pad=settings.model.pad_id,
+            vocab=settings.model.vocab,
+            mask=settings.model.mask_id,
+            block=settings.sampler.block,
+            slots=settings.sampler.slots,
+            pairs=pairs,
+            traced=settings.noise.kind == "trace",
+        )
+        files.append(examples)
+        left_out += dropped
+    sizes = [len(file.len_B) for file in files]
+    tools.say(f"{sum(sizes)} examples, {left_out} empty or too long and left out")
+    joined = jax.tree.map(lambda *x: np.concatenate(x), *files)
+    return joined, sizes, list(weights.values())
 
 
 def most_steps(examples: data.Examples, settings: Settings) -> int:
@@ -419,10 +604,15 @@ def most_steps(examples: data.Examples, settings: Settings) -> int:
     return max(np.unique(step_T[step_T > 0]).size for step_T in examples.step_BT)
 
 
-def in_order(settings: Settings, size: int, taken: int, count: int) -> np.ndarray:
-    """Returns the indices of the `count` items that come after `taken` others."""
+def in_order(
+    settings: Settings, sizes: list[int], taken: int, count: int, weights: list[float]
+) -> np.ndarray:
+    """Returns the indices of the `count` items that come after `taken` others.
+
+    sizes, weights: of the files of data.train.
+    """
     cfg = settings.data
-    return data.order(size, taken, count, seed=cfg.seed, shuffle=cfg.shuffle)
+    return data.mixed(sizes, weights, taken, count, seed=cfg.seed, shuffle=cfg.shuffle)
 
 
 def packer(

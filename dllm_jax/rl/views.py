@@ -47,6 +47,8 @@ class TrainBatch:
     ref_logp_BU: np.ndarray | None = None
     ret_BU: np.ndarray | None = None
     old_value_BU: np.ndarray | None = None
+    # f32 scalar: objective.reference_beta at this step, where it has a schedule.
+    reference_beta: np.ndarray | None = None
     right_BU: np.ndarray | None = None  # 1: of a right answer
     answer_BU: np.ndarray | None = None  # the number of its answer in the update
     # Where the likelihood is that of steps (selection.py): the seat of the lead, -1 filling;

@@ -295,3 +295,38 @@ def test_explained_variance():
     assert advantage.explained_variance(0 * ret_nT, ret_nT, answer_nT) == 0
     constant = np.ones_like(ret_nT)
     assert np.isfinite(advantage.explained_variance(constant, constant, answer_nT))
+
+
+def test_length_costs_from_the_tail_on():
+    len_n = np.array([0, 16, 17, 18, 20, 30])
+    found = advantage.overlong(len_n, 20, 4)
+    np.testing.assert_allclose(found, [0, 0, 0.25, 0.5, 1, 1])
+
+
+def test_explained_variance_by_thirds_of_the_answers():
+    answer_nT = np.zeros((2, 12), bool)
+    answer_nT[0, 3:12], answer_nT[1, 1:4] = True, True
+    rng = np.random.default_rng(0)
+    ret_nT, value_nT = rng.normal(size=(2, 2, 12))
+    thirds = [(slice(3, 6), 1), (slice(6, 9), 2), (slice(9, 12), 3)]
+    found = advantage.by_thirds(value_nT, ret_nT, answer_nT)
+    for name, (part, single) in zip(("first", "middle", "last"), thirds, strict=True):
+        ret = np.append(ret_nT[0, part], ret_nT[1, single])
+        value = np.append(value_nT[0, part], value_nT[1, single])
+        want = 1 - (ret - value).var() / ret.var()
+        assert found[f"explained_variance_{name}"] == pytest.approx(want)
+    # An answer of two tokens has no last third of its own.
+    two = np.arange(12)[None] < 2
+    told = advantage.by_thirds(value_nT[:1], ret_nT[:1], two)
+    assert told.keys() == {"explained_variance_first", "explained_variance_middle"}
+
+
+def test_whitening_is_of_the_supervised_tokens():
+    rng = np.random.default_rng(1)
+    adv_nT, seen_nT = rng.normal(3, 5, (4, 9)), rng.random((4, 9)) < 0.5
+    found = advantage.whitened(adv_nT, seen_nT)
+    assert found[seen_nT].mean() == pytest.approx(0, abs=1e-6)
+    assert found[seen_nT].std() == pytest.approx(1, abs=1e-5)
+    assert not found[~seen_nT].any()
+    assert np.corrcoef(found[seen_nT], adv_nT[seen_nT])[0, 1] == pytest.approx(1)
+    assert not advantage.whitened(np.full((2, 2), 7.0), np.ones((2, 2), bool)).any()

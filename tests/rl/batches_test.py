@@ -221,3 +221,81 @@ def test_what_cannot_be_trusted_is_refused(changes, words):
     tree.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=words):
         config.freeze(tree)
+
+
+# ---- What is left out, and how many are dealt ----------------------------------------
+
+
+def test_updates_of_one_size():
+    keep_n = np.arange(12) < 11
+    hands = batches.dealt_rows(
+        keep_n, np.random.default_rng(0), updates=1, copies=1, size=4
+    )
+    assert [len(hand) for hand in hands] == [4, 4]  # three are left over
+    assert len(set(np.concatenate(hands))) == 8
+    few = batches.dealt_rows(
+        keep_n, np.random.default_rng(0), updates=1, copies=1, size=40
+    )
+    assert [len(hand) for hand in few] == [11]
+
+
+def with_cut(rewards, stopped, late=()):
+    """Returns rollouts of two groups of four whose answers have these rewards."""
+    made = rollouts()
+    late_n = np.isin(np.arange(8), late)
+    return dataclasses.replace(
+        made,
+        reward_n=np.array(rewards, np.float32),
+        trace=made.trace.replace(stopped_B=np.array(stopped, bool)),
+        late_n=late_n,
+    )
+
+
+def test_what_is_not_judged_leaves_its_group():
+    given = with_cut([0, 1, 0, 1, 1, 0, 0, 0], [1] * 8, late=[0, 5])
+    keep_n = batches.teaching(given, RL)
+    assert list(np.flatnonzero(keep_n)) == [1, 2, 3, 4, 6, 7]
+    found_n = batches.relative_rewards(given, keep_n, RL)
+    one = np.array([1, 0, 1.0])
+    np.testing.assert_allclose(found_n[1:4], (one - one.mean()) / one.std(), rtol=1e-5)
+    other = np.array([1, 0, 0.0])
+    want = (other - other.mean()) / other.std()
+    np.testing.assert_allclose(found_n[[4, 6, 7]], want, rtol=1e-5)
+    assert not found_n[[0, 5]].any()
+
+
+def test_a_long_answer_costs_what_its_tail_says():
+    rl = dataclasses.replace(RL, advantage="none", truncated="soft", truncated_tail=4)
+    given = with_cut([1, 1, 0, 0, 1, 0, 1, 0], [1] * 8)
+    len_B = np.array([2, 6, 7, 8, 2, 3, 4, 5])
+    given = dataclasses.replace(given, trace=given.trace.replace(len_B=len_B))
+    found_n = batches.relative_rewards(given, np.ones(8, bool), rl, longest=8)
+    np.testing.assert_allclose(found_n, [1, 0.5, -0.75, -1, 1, 0, 1, -0.25], rtol=1e-6)
+    # Without a tail of one's own it is a fifth of the longest answer: two tokens of 8.
+    short = dataclasses.replace(rl, truncated_tail=0)
+    found_n = batches.relative_rewards(given, np.ones(8, bool), short, longest=8)
+    np.testing.assert_allclose(found_n, [1, 1, -0.5, -1, 1, 0, 1, 0], rtol=1e-6)
+    # How often a group is solved does not hang on it.
+    assert batches.teaching(given, rl).all()
+
+
+def test_no_more_groups_teach_than_a_step_has_prompts():
+    one = dataclasses.replace(RL, prompts=1)
+    assert list(np.flatnonzero(batches.teaching(rollouts(), one))) == [0, 1, 2, 3]
+
+
+def test_advantages_are_whitened_and_returns_are_not():
+    rl = dataclasses.replace(RL, advantage="center")
+    plain, whitened = (
+        made(0.0, dataclasses.replace(rl, whiten=white)) for white in (False, True)
+    )
+    adv, ret = [], []
+    for one, other in zip(plain[1], whitened[1], strict=True):
+        real = np.asarray(one.weight_BU) > 0
+        np.testing.assert_array_equal(one.ret_BU, other.ret_BU)
+        adv.append(np.asarray(other.adv_BU)[real])
+        ret.append(np.asarray(one.adv_BU)[real])
+    adv, ret = np.concatenate(adv), np.concatenate(ret)
+    assert adv.mean() == pytest.approx(0, abs=1e-6)
+    assert adv.std() == pytest.approx(1, abs=1e-5)
+    assert not np.allclose(adv, ret)

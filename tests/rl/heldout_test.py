@@ -36,3 +36,35 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         "heldout_nan_answers": 0,
     }
     assert tools.timer.pop().keys() == {"seconds/eval"}
+
+
+def test_several_files_have_metrics_by_their_names(tmp_path):
+    lines = (lent.ARITHMETIC / "heldout.jsonl").read_text().splitlines()
+    paths = [tmp_path / name for name in ("a.jsonl", "easy.jsonl", "hard.v2.jsonl")]
+    for path, count in zip(paths, (3, 1, 2), strict=True):
+        path.write_text("\n".join(lines[:count]))
+    settings = lent.settings(heldout_problems=0)
+    files = dataclasses.replace(settings.data, heldout=", ".join(map(str, paths)))
+    settings = dataclasses.replace(settings, data=files)
+    tools = lent.tools(settings, tmp_path)
+    sets = heldout.sets(settings, tools)
+    assert {name: len(x) for name, x in sets.items()} == {"": 3, "easy_": 1, "hard_": 2}
+    row = heldout.evaluate_sets(2, lent.Weights(), sets, settings, tools)
+    assert row["heldout_accuracy"] == pytest.approx(1 / 3)
+    assert (row["heldout_easy_accuracy"], row["heldout_hard_accuracy"]) == (1, 0.5)
+    alone = heldout.evaluate(2, lent.Weights(), sets[""], settings, tools)
+    assert alone == {key: row[key] for key in alone}
+    twice = dataclasses.replace(files, heldout=f"{paths[0]},{paths[1]},{paths[1]}")
+    with pytest.raises(ValueError, match="two files named 'easy'"):
+        heldout.sets(dataclasses.replace(settings, data=twice), tools)
+
+
+def test_several_answers_to_each_problem(tmp_path):
+    settings = lent.settings(heldout_answers=4)
+    tools = lent.tools(settings, tmp_path)
+    problems = heldout.problems(settings, tools)
+    row = heldout.evaluate(2, lent.Weights(), problems, settings, tools)
+    # Of 12 answers in a row every third is right: 2, 1 and 1 of 4.
+    assert row["heldout_accuracy"] == row["heldout_pass@1"] == pytest.approx(1 / 3)
+    assert row["heldout_pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 1 / 2) / 3)
+    assert row["heldout_pass@4"] == 1

@@ -200,3 +200,46 @@ def test_which_losses_rl_may_name_and_which_have_factors():
     assert set(objectives.RL_LOSSES) == {"policy", "dipo", "sequence", "spg", "stable"}
     rows = objectives.OBJECTIVES.items()
     assert {name for name, row in rows if row.bounds} == {"spg", "stable", "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("eps", "want"),
+    [
+        (-1.0, (2.0 - 0.2) ** 2 / 2),  # objective.clip's 0.2
+        (0.5, (2.0 - 0.5) ** 2 / 2),
+        (0.0, (2.0 - 1.5) ** 2 / 2),  # off: the plain square
+    ],
+)
+def test_the_value_has_a_clip_of_its_own(eps, want):
+    given = batch([1.0], old_value_BU=[0.0], ret_BU=[2.0])
+    loss, _ = objectives.value(out(value=[1.5]), given, ObjectiveConfig(value_clip=eps))
+    assert float(loss) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("kind", ["policy", "dipo"])
+def test_an_entropy_bonus_raises_the_weighed_entropy_alone(kind):
+    given = batch([0.5, 0.25, 0.0], adv_BU=[0, 0, 0], old_logp_BU=[-1, -1, -1])
+    entropy_BU = jnp.asarray([[0.3, 0.7, np.inf]])  # the last is filling
+
+    def loss(entropy_BU, bonus):
+        cfg = ObjectiveConfig(entropy_bonus=bonus, beta=0.0)
+        told = out(logp=[-1, -1, 0]) | {"entropy": entropy_BU}
+        return objectives.OBJECTIVES[kind](told, given, cfg)[0]
+
+    found = jax.grad(loss)(entropy_BU, 0.1)
+    np.testing.assert_allclose(found, [[-0.05, -0.025, 0]], atol=1e-7)
+    assert float(loss(entropy_BU, 0.1)) == pytest.approx(-0.1 * (0.15 + 0.175))
+    assert not np.asarray(jax.grad(loss)(entropy_BU, 0.0)).any()
+
+
+def test_a_scheduled_anchor_takes_the_place_of_the_fixed_one():
+    told = {"adv_BU": [1.0], "old_logp_BU": [-1.0], "ref_logp_BU": [-2.0]}
+    given, logp = batch([1.0], **told), out(logp=[-1.0])
+
+    def loss(given, beta):
+        cfg = ObjectiveConfig(reference_beta=beta)
+        return float(objectives.policy(logp, given, cfg)[0])
+
+    scheduled = given.replace(reference_beta=jnp.float32(0.3))
+    assert loss(scheduled, 0.9) == pytest.approx(loss(given, 0.3))
+    assert loss(given, 0.9) != pytest.approx(loss(given, 0.3))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from dllm_jax.rl.config import (
     OptimConfig,
     RLConfig,
 )
+from dllm_jax.rl.rewards import Grades
 from tests.rl import lent
 
 ELBO = ObjectiveConfig(aggregate="elbo", reference_beta=0.2)
@@ -249,3 +251,230 @@ def test_a_value_network_takes_half_but_for_the_language_head():
     layer += 2 * 3 * 64 + 64 - 3 * 128
     found = networks.value_share(sparse, 16, cfg)
     assert found == pytest.approx(3 * layer / (6 * layer + 800 / 4))
+
+
+# ---- RL's levers: refill, truncation, mixtures, problems that rest, passes -----------
+
+
+def rl_source(tmp_path, tools=None, grade=None, **changes):
+    """Returns RL's source with some keys of its own."""
+    chosen = settings("rl", tmp_path)
+    chosen = dataclasses.replace(chosen, rl=dataclasses.replace(chosen.rl, **changes))
+    lend = lent.tools(chosen, tmp_path, **(tools or {}))
+    if grade is not None:
+        lend.grader = dataclasses.replace(lend.grader, grade=grade)
+    return sources.RL(chosen, lend)
+
+
+def pass_every_third(texts, problems, trace):
+    """Returns rewards by which of three groups of four one passes: its own two are right."""
+    i = np.arange(len(texts))
+    return Grades(((i // 4 % 3 == 0) & (i % 2 == 0)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "kept"),
+    # 4 prompts: groups 0 and 3 pass. 2 are missing: as many again at that rate, 4: 2 pass.
+    [(0, 4, 2), (4, 4, 2), (6, 6, 3), (100, 8, 4)],
+)
+def test_groups_are_refilled_until_enough_pass(tmp_path, most, asked, kept):
+    how = {"min_solved": 0.2, "max_solved": 0.9, "max_prompts": most}
+    source = rl_source(tmp_path, grade=pass_every_third, **how)
+    made = source.batches(1, 0, lent.Weights(), lent.score)
+    assert made.metrics["groups_kept"] == kept
+    assert made.taken == asked and made.sampled == asked * 4 * lent.ANSWER
+    assert made.metrics.get("prompts_asked", asked) == asked
+    again = source.batches(1, 0, lent.Weights(), lent.score)
+    check_equal(fetched(made), fetched(again))
+
+
+def test_a_refill_asks_other_problems_with_other_draws(tmp_path):
+    asked = []
+
+    class Spy(lent.Answerer):
+        def stream(self, params, prompts, key, **how):
+            asked.append((prompts[::4], jax.random.key_data(key).tolist()))
+            yield from super().stream(params, prompts, key, **how)
+
+    sampler = lent.settings().sampler
+    spy = {"answerer": Spy(sampler.slots, sampler.max_prompt)}
+    how = {"min_solved": 0.2, "max_solved": 0.9, "max_prompts": 99}
+    source = rl_source(tmp_path, spy, pass_every_third, **how)
+    made = source.batches(1, 0, lent.Weights(), lent.score)
+    (first, one), (second, other) = asked
+    assert one != other and not {*map(tuple, first)} & {*map(tuple, second)}
+    asked.clear()
+    source.batches(2, made.taken, lent.Weights(), lent.score)
+    assert asked[0][0] not in (first, second)
+
+
+def test_cut_answers_may_leave_their_groups(tmp_path):
+    class Cut(lent.Answerer):
+        def stream(self, params, prompts, key, **how):
+            for i, answer in super().stream(params, prompts, key, **how):
+                yield i, answer._replace(stopped=np.bool_(i % 4 != 1))
+
+    sampler = lent.settings().sampler
+    spy = {"answerer": Cut(sampler.slots, sampler.max_prompt)}
+    kept = {}
+    for truncated in ("graded", "mask"):
+        source = rl_source(tmp_path, spy, truncated=truncated)
+        source.tools.truncated_wrong = source.settings.rl.truncated_wrong
+        made = source.batches(1, 0, lent.Weights(), lent.score)
+        weights = [np.asarray(batch.weight_BU) > 0 for batch in fetched(made)]
+        kept[truncated] = sum(int(weight.sum()) for weight in weights)
+        assert made.metrics["truncated"] == pytest.approx(0.25)
+        assert made.metrics["graded_timeouts"] == 0
+    assert kept == {"graded": 16 * lent.ANSWER, "mask": 12 * lent.ANSWER}
+
+
+def test_a_mixture_asks_both_files(tmp_path):
+    lines = (lent.ARITHMETIC / "heldout.jsonl").read_text().splitlines()
+    for name, part in (("a", lines[:5]), ("b", lines[5:8])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+    chosen = settings("rl", tmp_path)
+    both = f"{tmp_path}/a.jsonl:3,{tmp_path}/b.jsonl:1"
+    chosen = dataclasses.replace(
+        chosen, data=dataclasses.replace(chosen.data, train=both)
+    )
+    source = sources.RL(chosen, lent.tools(chosen, tmp_path))
+    assert (source.sizes, source.weights) == ([5, 3], [0.75, 0.25])
+    chosen_n = [i for place in range(0, 80, 4) for i in source.drawn(place, 4)[0]]
+    share = np.mean([i >= 5 for i in chosen_n])
+    assert 0.1 < share < 0.4 and set(chosen_n) == set(range(8))
+    lost = dataclasses.replace(
+        chosen, data=dataclasses.replace(chosen.data, train=f"{both},{tmp_path}/c")
+    )
+    with pytest.raises(ValueError, match="c': no such file"):
+        sources.RL(lost, lent.tools(lost, tmp_path))
+
+
+def test_examples_are_mixed_too(tmp_path):
+    chosen = settings("sft", tmp_path)
+    path = chosen.data.train
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(path, copy)
+    both = dataclasses.replace(chosen.data, train=f"{path}:1,{copy}:1")
+    alone = sources.SFT(chosen, lent.tools(chosen, tmp_path))
+    chosen = dataclasses.replace(chosen, data=both)
+    source = sources.SFT(chosen, lent.tools(chosen, tmp_path))
+    assert source.sizes == alone.sizes * 2
+    assert len(source.examples.len_B) == 2 * len(alone.examples.len_B)
+    assert source.batches(1, 0, lent.Weights(), lent.score).batches
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"rest_after": 1, "rest_for": 2, "curriculum": 0.7},
+        {"value": "trace", "max_prompts": 6, "min_solved": 0.3},
+    ],
+)
+def test_a_step_is_a_function_of_what_is_remembered_too(tmp_path, levers):
+    """As a run that is killed after a step and resumed from its checkpoint's JSON."""
+
+    def steps(source, first, taken):
+        made = []
+        for step in range(first, 6):
+            made.append(source.batches(step, taken, lent.Weights(step), lent.score))
+            taken += made[-1].taken
+            memory.append(json.loads(json.dumps(source.memory)))
+        return made
+
+    memory = []
+    whole = steps(rl_source(tmp_path, **levers), 1, 0)
+    assert memory[1] != memory[2]
+    resumed = rl_source(tmp_path, **levers)
+    resumed.recall(memory[1])
+    later = steps(resumed, 3, sum(made.taken for made in whole[:2]))
+    for one, other in zip(whole[2:], later, strict=True):
+        assert one.metrics == other.metrics
+        check_equal(fetched(one), fetched(other))
+    assert memory[2:5] == memory[5:]
+
+
+def test_passes_over_a_steps_answers(tmp_path):
+    both, value = ("policy", "value"), ("value",)
+    source = rl_source(tmp_path, epochs=2, value_epochs=3, value_warmup=1)
+    made = sources.StepBatches({}, ["a", "b"])
+    assert source.passes(1, made) == [(value, "a"), (value, "b")] * 3
+    assert source.passes(2, made) == 2 * (
+        [(both, "a"), (both, "b")] + 2 * [(value, "a"), (value, "b")]
+    )
+    more = made._replace(dropped=("c",))
+    assert source.passes(1, more) == [(value, "a"), (value, "b"), (value, "c")] * 3
+    assert source.passes(2, more)[:3] == [(both, "a"), (both, "b"), (value, "c")]
+    plans = source.plans(source.settings)
+    assert plans["policy"].updates == 6 * 2 * 2  # steps but the first, updates, epochs
+    assert plans["value"].updates == 7 * 2 * 2 * 3
+    alone = rl_source(tmp_path, value="trace")
+    assert alone.passes(1, made) == [(("policy",), "a"), (("policy",), "b")]
+
+
+def test_a_value_network_learns_from_what_the_filter_drops(tmp_path):
+    how = {"min_solved": 0.2, "max_solved": 0.9, "advantage": "none"}
+    made = {
+        whole: rl_source(
+            tmp_path, grade=pass_every_third, value_all=whole, **how
+        ).batches(1, 0, lent.Weights(), lent.score)
+        for whole in (False, True)
+    }
+    check_equal(fetched(made[False]), fetched(made[True]))
+    assert not made[False].dropped
+    dropped = jax.device_get(made[True].dropped)
+    taught = [
+        sum(int((batch.weight_BU > 0).sum()) for batch in some)
+        for some in (fetched(made[True]), dropped)
+    ]
+    assert taught == [8 * lent.ANSWER] * 2  # two groups passed, and two did not
+    for batch in dropped:
+        real = batch.weight_BU > 0
+        assert not batch.ret_BU[real].any()  # they were all wrong
+        np.testing.assert_allclose(batch.old_value_BU[real], -0.1)
+
+
+def test_a_critic_of_another_shape_is_refused(tmp_path):
+    networks.check_value(str(lent.ARITHMETIC / "model"), lent.MODEL)
+    wide = dataclasses.replace(lent.MODEL, ffw=lent.MODEL.ffw * 2)
+    message = "rl.value_path=.*: its layers.* is .*, the policy's .*; a critic is"
+    with pytest.raises(ValueError, match=message):
+        networks.check_value(str(lent.ARITHMETIC / "model"), wide)
+    chosen = dataclasses.replace(settings("rl", tmp_path), model=wide)
+    path = str(lent.ARITHMETIC / "model")
+    chosen = dataclasses.replace(
+        chosen, rl=dataclasses.replace(chosen.rl, value_path=path)
+    )
+    with pytest.raises(ValueError, match=message):
+        sources.RL(chosen, lent.tools(chosen, tmp_path))
+
+
+def test_updates_stop_where_the_policy_is_far(tmp_path):
+    source = rl_source(tmp_path, target_kl=0.01)
+    assert source.far({"kl": np.float32(0.02)}) and not source.far({"kl": 0.005})
+    assert not source.far({"value_loss": 1.0})
+    assert not rl_source(tmp_path).far({"kl": 9.0})
+
+
+def test_a_fixed_size_of_updates(tmp_path):
+    source = rl_source(tmp_path, answers_per_update=3)
+    assert source.updates == 5
+    made = source.batches(1, 0, lent.Weights(), lent.score)
+    assert len(made.batches) == 5  # of 16 answers; one is left over
+    for batch in fetched(made):
+        assert (batch.weight_BU > 0).sum() == 3 * lent.ANSWER
+
+
+def test_the_anchor_to_the_reference_follows_a_line(tmp_path):
+    chosen = settings("rl", tmp_path)
+    objective = ObjectiveConfig(reference_beta=0.4, reference_beta_final=0.1)
+    chosen = dataclasses.replace(chosen, objective=objective)
+    source = sources.RL(chosen, lent.tools(chosen, tmp_path))
+    blank = source.blank()
+    betas = []
+    for step in (1, 4, 7):  # of seven
+        made = source.batches(step, 0, lent.Weights(), lent.score)
+        betas += [float(batch.reference_beta) for batch in made.batches[:1]]
+        for batch in made.batches:
+            assert batch.reference_beta.shape == blank.reference_beta.shape == ()
+            assert batch.reference_beta.dtype == blank.reference_beta.dtype
+    np.testing.assert_allclose(betas, [0.4, 0.25, 0.1], rtol=1e-6)

@@ -1,0 +1,63 @@
+"""The best evaluation of a run: its weights stay, and a run without better ones may end.
+
+What is known goes into checkpoints, so that a resumed run keeps and ends as if it had not
+stopped. The same in every process.
+"""
+
+import pathlib
+import shutil
+
+from dllm_jax.exits import room
+
+
+class Best:
+    """The highest value of a metric so far; ties go to the earlier step."""
+
+    def __init__(self, name: str, patience: int, memory: dict | None = None):
+        """name: of the metric, "": none is watched; patience: see RunConfig.
+
+        memory: what another's `memory` was; None, or {}: nothing was evaluated yet.
+        """
+        self.name, self.patience = name, patience
+        memory = memory or {"value": None, "step": 0, "stale": 0}
+        self.value, self.step = memory["value"], int(memory["step"])
+        self.stale = int(memory["stale"])  # evaluations since
+
+    @property
+    def memory(self) -> dict:
+        """All that it knows, as JSON has it."""
+        return {"value": self.value, "step": self.step, "stale": self.stale}
+
+    @property
+    def done(self) -> bool:
+        """Whether there was no better evaluation for long enough."""
+        return bool(self.patience) and self.stale >= self.patience
+
+    def note(self, step: int, row: dict) -> bool:
+        """Returns whether an evaluation is the best so far.
+
+        Raises ValueError with the metrics that there are.
+        """
+        if not self.name:
+            return False
+        if self.name not in row:
+            known = ", ".join(
+                sorted(name for name in row if name.startswith("heldout"))
+            )
+            raise ValueError(
+                f"run.keep_best={self.name!r} is no metric of the evaluation: {known}"
+            )
+        value = float(row[self.name])
+        if self.value is not None and not value > self.value:
+            self.stale += 1
+            return False
+        self.value, self.step, self.stale = value, step, 0
+        return True
+
+
+def publish(folder: pathlib.Path) -> None:
+    """Makes best/ the run's export/; of process 0 alone."""
+    target = folder / "export"
+    with room(folder):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder / "best", target)

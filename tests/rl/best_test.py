@@ -1,0 +1,49 @@
+"""The best evaluation: ties go to the earlier, what is stale ends a run."""
+
+import json
+
+import pytest
+
+from dllm_jax.rl.best import Best, publish
+
+
+def test_the_highest_is_kept_and_without_a_higher_one_the_run_ends():
+    found = Best("heldout_accuracy", patience=2)
+    values = [0.5, 0.6, 0.6, 0.55, 0.7, 0.1, 0.2]
+    told = []
+    for step, value in enumerate(values):
+        told.append((found.note(step, {"heldout_accuracy": value}), found.done))
+        found = Best(found.name, 2, json.loads(json.dumps(found.memory)))  # resumed
+    assert [best for best, _ in told] == [True, True, False, False, True, False, False]
+    assert [done for _, done in told] == [False] * 3 + [True] + [False] * 2 + [True]
+    assert (found.step, found.value) == (4, 0.7)
+
+
+def test_without_patience_it_never_ends():
+    found = Best("heldout_accuracy", patience=0)
+    for step in range(9):
+        found.note(step, {"heldout_accuracy": 0.5})
+    assert not found.done and found.step == 0
+
+
+def test_without_a_name_nothing_is_watched():
+    assert not Best("", 0).note(1, {})
+
+
+def test_an_unknown_metric_is_refused_with_those_there_are():
+    row = {"heldout_accuracy": 1.0, "heldout_tokens_per_forward": 2.0, "reward": 0.1}
+    message = (
+        "run.keep_best='heldout_acc' is no metric of the evaluation: heldout_accuracy, "
+        "heldout_tokens_per_forward$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Best("heldout_acc", 0).note(1, row)
+
+
+def test_what_is_published_takes_the_place_of_another_export(tmp_path):
+    for name in ("best", "export"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    publish(tmp_path)
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["best"]
+    assert (tmp_path / "best" / "best").exists()
