@@ -157,6 +157,26 @@ def test_every_outcome_has_its_probability(name, quota):
     assert len(selected) > 2 or not cfg.filters_draws or name == "all"
 
 
+@pytest.mark.parametrize(
+    ("changes", "attention", "message"),
+    [
+        ({"temperature": 0.0}, "block", "temperature=0 has no density"),
+        ({"rank_temperature": 0.5}, "block", "rank_temperature=0.5 has no closed form"),
+        ({"cache": "prefix"}, "full", "cache='prefix' has stale keys"),
+        (
+            {"pad_penalty": 2.0, "target": "margin"},
+            "block",
+            "nothing records the border",
+        ),
+        ({"pad_penalty": 2.0, "strategy": "sequential"}, "block", ""),
+        ({"cache": "none"}, "full", ""),
+    ],
+)
+def test_what_has_no_likelihood_says_why(changes, attention, message):
+    told = selection.refused(SamplerConfig(**changes), attention)
+    assert message in told and bool(message) == bool(told)
+
+
 def test_a_score_at_random_leaves_its_order_a_constant():
     cfg = SamplerConfig(block=Q, strategy="static", target="random")
     assert not cfg.filters_draws
