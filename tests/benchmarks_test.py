@@ -3,9 +3,10 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import against, decode, kernels, report
+from benchmarks import against, decode, kernels, report, unbiased
 
 CALLS = {
     "decode": (
@@ -53,3 +54,16 @@ def test_two_checkouts_are_compared_line_by_line():
     assert seconds["line"] == "tiny 4" and seconds["times faster"] == "3.00"
     assert (seconds["here"], seconds["there"]) == ("1 / 1.5 / 2", "2 / 5 / 8")
     assert rate["times faster"] == "2.50"
+
+
+@pytest.mark.parametrize(("shift", "held"), [(0.0, True), (0.4, False)])
+def test_the_square_of_a_mean_is_estimated_without_a_bias(shift, held):
+    """Of gradients of 8 numbers, 60 problems; the mean's own square would be 8 / 60 more."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        g_pw = rng.normal(size=(60, 8)) + shift
+        found.append(unbiased.squared_mean(g_pw @ g_pw.T, np.ones(60)))
+    error = np.std(found) / np.sqrt(len(found))
+    assert abs(np.mean(found) - 8 * shift**2) < 4 * error < 0.1
+    mean, low, high = unbiased.interval(g_pw @ g_pw.T, 200, rng)
+    assert low < mean < high and (low < 0 < high) == held

@@ -133,11 +133,9 @@ def pack(
         len_n=trace.len_B,
         group_n=np.arange(n) if group_n is None else group_n,
         answers=n * draws / copies,
-        tokens=(packed.row_BU >= 0).sum(),
+        tokens=(trace.len_B if noise.weight_nT is not None else supervised_nT).sum(),
         longest=layout.longest,
     )
-    if noise.weight_nT is not None:
-        supervised = dataclasses.replace(supervised, tokens=trace.len_B.sum())
     weight_BU = weights_of(AGGREGATES[aggregate], supervised, packed, layout)
     if noise.weight_nT is not None:
         weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]

@@ -347,6 +347,8 @@ def test_aggregates_count_steps(sampled, aggregate):
         "constant": np.full(N, 1 / (N * NEW)),
         "group": 1 / (2 * np.array([steps[:2].sum()] * 2 + [steps[2]])),
         "elbo": 1 / steps.sum() * np.ones(N),
+        "elbo_sequence": 1 / (N * steps),
+        "elbo_answer": np.full(N, 1 / N),
     }[aggregate]
     weight_nT = source.scatter(batch.weight_BU, trace.step_BT.shape)
     np.testing.assert_allclose(weight_nT.sum(axis=1), want * steps, rtol=1e-5)
