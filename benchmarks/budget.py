@@ -235,7 +235,7 @@ def of_prompts(cell, run, program, body: str, mesh, rows: int) -> dict:
     """Returns the figures of a forward of the most prompt chunks of a shard."""
     cfg = run.cfg.sampler
     first = len(cfg.window_counts(rows))  # of its programs those of prompts come last
-    many = cfg.chunk_counts(rows)[1]
+    many = cfg.chunk_counts(rows)[-1]
     facts = roofline.facts(
         run.model,
         mesh.shape["model"],
