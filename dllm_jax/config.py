@@ -34,11 +34,17 @@ from dllm_jax.rl.noise import KINDS
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
+from dllm_jax.sampling.strategy import STRATEGIES
 
 # Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
 TRUSTED_GAP = 1e-3
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
+
+
+# Keys that a sweep of `python -m dllm_jax.eval` may name: programs take their values as
+# arrays, so that none is compiled anew.
+SWEPT = ("sampler.threshold", "sampler.entropy_bound", "eval.temperature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +121,48 @@ class EvalConfig:
     every: int = 10  # steps; the first and the last step always evaluate
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
-    answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
+    # The rest is of `python -m dllm_jax.eval` alone.
+    answers: int = 1  # to each problem: pass@k up to it
+    # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
+    sweep: str = ""
+    # The best accuracy of all that is compared by AUP, %; 0: of this sweep.
+    best: float = 0.0
+    by: str = ""  # a field of the problems: accuracy for each of its values, too
 
     def __post_init__(self):
         checks.fields(
-            self, every=">= 1", problems=">= 0", temperature=">= 0", answers=">= 1"
+            self,
+            every=">= 1",
+            problems=">= 0",
+            temperature=">= 0",
+            answers=">= 1",
+            best=">= 0, <= 100",
         )
+        self.swept  # noqa: B018  (refuses what is wrong)
+
+    @property
+    def swept(self) -> tuple[str, tuple[float, ...]]:
+        """The key that `sweep` names, and its values; ("", ()) for none."""
+        key, _, given = self.sweep.partition("=")
+        if not self.sweep:
+            return "", ()
+        if key not in SWEPT:
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: programs are compiled for each value of "
+                f"{checks.shown(key)}, or it is no key; sweep {', '.join(SWEPT)}, as in "
+                f"{SWEPT[0]}=0.6,0.9",
+            )
+        try:
+            values = tuple(float(x) for x in given.split(","))
+        except ValueError:
+            values = ()
+        if not values or len(set(values)) < len(values):
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: {key} needs different numbers with commas",
+            )
+        return key, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +222,8 @@ class RunConfig:
 class Config:
     """Everything that a run depends on."""
 
-    method: str = "rl"  # "rl", "sft", or "dpo": SFT's loop on pairs of answers
+    # rl, sft; dpo: SFT's loop on pairs of answers; reward: a reward model, on pairs, too.
+    method: str = "rl"
     seed: int = 0
     model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -202,8 +245,9 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        checks.fields(self, method=("rl", "sft", "dpo"), seed=">= 0")
+        checks.fields(self, method=("rl", "sft", "dpo", "reward"), seed=">= 0")
         self.check_bounds()
+        self.check_reward()
         if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
             raise ValueError(
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
@@ -231,6 +275,29 @@ class Config:
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
+            )
+
+    def check_reward(self):
+        """Raises ValueError for what a reward model, or a judge, makes no sense with."""
+        if (self.method == "reward") != (self.noise.kind == "end"):
+            raise ValueError(
+                "a reward model judges an answer at its end: method='reward' and "
+                "noise.kind='end' go together"
+            )
+        if self.method == "reward" and self.objective.aggregate != "token":
+            raise ValueError(
+                f"objective.aggregate={self.objective.aggregate!r}: pairs of a reward "
+                "model count alike; set it to 'token'"
+            )
+        if self.method == "reward" and self.data.heldout:
+            raise ValueError(
+                f"data.heldout={self.data.heldout!r}: a reward model answers nothing; "
+                "leave it empty"
+            )
+        if self.method != "rl" and self.reward.split != "none":
+            raise ValueError(
+                f"reward.split={self.reward.split!r}: only method='rl' learns from the "
+                f"rewards of chunks, not {self.method!r}"
             )
 
     def check_bounds(self):
@@ -297,6 +364,33 @@ class Config:
                 f"objective.{key}: the sampler does not record the probability of its "
                 "steps; set rl.trusted_gap=0"
             )
+
+
+def settings(cfg: Config) -> list[tuple[str, Config]]:
+    """Returns (its name, its Config) of each setting that eval.sweep names; one, "", of none.
+
+    Raises ValueError for a value that its key cannot have, and for a key that the sampler
+    does not read.
+    """
+    key, values = cfg.eval.swept
+    if not key:
+        return [("", cfg)]
+    reads = {
+        "sampler.threshold": STRATEGIES[cfg.sampler.strategy].reads_sure,
+        "sampler.entropy_bound": cfg.sampler.strategy == "entropy_bounded",
+    }
+    if not reads.get(key, True):
+        raise ValueError(
+            f"eval.sweep: {key} changes nothing with sampler.strategy="
+            f"{cfg.sampler.strategy!r}"
+        )
+    section, name = key.split(".")
+    tree = dataclasses.asdict(cfg)
+    out = []
+    for value in values:
+        tree[section][name] = value
+        out.append((f"{name}={value:g}", freeze(tree)))
+    return out
 
 
 def completed(cfg: Config):

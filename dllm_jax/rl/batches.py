@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ from dllm_jax.rl import advantage, bounds, noise, rollout
 from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.noise import Noise
 from dllm_jax.rl.objectives import LIMIT, OBJECTIVES
+from dllm_jax.rl.rewards import process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
@@ -68,7 +70,7 @@ def of_rollouts(
         return metrics, []
     # Rewards are compared before anything is dealt out: a group's rollouts may end up
     # in several updates.
-    relative_n = relative_rewards(rollouts, keep_n, rl)
+    earned = earnings(rollouts, keep_n, rl)
 
     # From here on every array has a place for each row of noise.
     copies = len(noised.step_nT) // len(keep_n)
@@ -83,7 +85,7 @@ def of_rollouts(
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
     adv_nT, ret_nT, adv_metrics = advantages(
-        relative_n[trajectory_n], answer_nT, noised, scores.value_nT, rl
+        take(earned, trajectory_n), answer_nT, noised, scores.value_nT, rl
     )
     if note is not None:
         note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
@@ -104,11 +106,16 @@ def of_rollouts(
 
 
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
-    """Returns which rollouts [n] have an answer, in a group that passes rl.filter."""
-    keep_n = advantage.kept(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
+    """Returns which rollouts [n] have an answer, in a group that passes rl.filter.
+
+    An answer that nobody could judge teaches nothing, and its group is the others.
+    """
+    judged_n = ~rollouts.late_n
+    keep_n = np.zeros(len(judged_n), bool)
+    keep_n[judged_n] = advantage.kept(
+        rollouts.reward_n[judged_n],
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
         rl.filter,
         rl.min_solved,
         rl.max_solved,
@@ -117,15 +124,60 @@ def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
 
 
 def relative_rewards(rollouts: Rollouts, keep_n, rl: RLConfig) -> np.ndarray:
-    """Returns each rollout's reward [n], relative to those of its group."""
-    return advantage.combined(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
-        keep_n,
+    """Returns each rollout's reward [n], relative to those of its group that were judged.
+
+    0 for the others.
+    """
+    judged_n = ~rollouts.late_n
+    out_n = np.zeros(len(judged_n), np.float32)
+    out_n[judged_n] = advantage.combined(
+        rollouts.reward_n[judged_n],
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
+        keep_n[judged_n],
         rl.advantage,
         speed=rl.speed,
     )
+    return out_n
+
+
+@flax.struct.dataclass
+class Earned:
+    """What n answers earn, and their tokens."""
+
+    reward_n: np.ndarray  # relative to their groups
+    token_nT: np.ndarray | None  # by position; None: the answers alone earn
+    step_nT: np.ndarray  # of sampling
+
+    def by_token(self, step_nT, answer_nT, outcome: float):
+        """Returns all of it as rewards [n, T] of tokens: an answer's is its last step's.
+
+        outcome: the weight of these, where tokens earn, too.
+        """
+        last_nT = advantage.outcome(self.reward_n, step_nT, answer_nT)
+        if self.token_nT is None:
+            return last_nT
+        return outcome * last_nT + np.where(answer_nT, self.token_nT, 0.0)
+
+
+def earnings(rollouts: Rollouts, keep_n, rl: RLConfig) -> Earned:
+    """Returns what rollouts earn; keep_n: which of them are learned from."""
+    return Earned(
+        reward_n=relative_rewards(rollouts, keep_n, rl),
+        token_nT=token_rewards(rollouts, rl),
+        step_nT=rollouts.trace.step_BT,
+    )
+
+
+def token_rewards(rollouts: Rollouts, rl: RLConfig) -> np.ndarray | None:
+    """Returns the rewards [n, T] of tokens, by position; None where only answers have some.
+
+    Those that graders give count as they are, those of chunks relative to their group's.
+    """
+    tokens = [] if rollouts.reward_nT is None else [rollouts.reward_nT]
+    if rollouts.chunks is not None:
+        tokens.append(process.relative(rollouts.chunks, rollouts.group_n, rl.advantage))
+    return sum(tokens) if tokens else None
 
 
 def dealt_rows(
@@ -268,26 +320,31 @@ def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, 
     return metrics
 
 
-def advantages(reward_n, answer_nT, noised: Noise, value_nT, rl: RLConfig):
+def advantages(earned: Earned, answer_nT, noised: Noise, value_nT, rl: RLConfig):
     """Returns (adv_nT, ret_nT, metrics) of relative rewards.
 
-    reward_n, value_nT: of each row of noise; answer_nT: the kept rollouts' answers.
-    Without a value model the advantage of a token is its answer's reward; with one it
-    follows from GAE over the steps of the noise.
+    earned, value_nT: of each row of noise; answer_nT: the kept rollouts' answers.
+    Without a value model the advantage of a token is its answer's reward, or where tokens
+    have some what its step of sampling and later ones earn, by GAE with values of 0; with
+    one it follows from GAE over the steps of the noise.
     """
     seen_nT = answer_nT & (noised.share_nT > 0)
     metrics = {}
-    if rl.value == "none":
-        ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
+    if rl.value == "none" and earned.token_nT is None:
+        ret_nT = adv_nT = np.where(answer_nT, earned.reward_n[:, None], 0.0)
     else:
+        # Without values nothing hangs on the noise: what it leaves out earns, too.
+        over = noised.step_nT, seen_nT
+        if rl.value == "none":
+            over = earned.step_nT, answer_nT
         ret_nT, adv_nT = advantage.gae(
-            advantage.outcome(reward_n, noised.step_nT, seen_nT),
+            earned.by_token(*over, rl.outcome),
             value_nT,
-            noised.step_nT,
-            seen_nT,
+            *over,
             gamma=rl.gamma,
             lam=rl.lam,
         )
+    if rl.value != "none":
         explained = advantage.explained_variance(value_nT, ret_nT, seen_nT)
         metrics["explained_variance"] = explained
     metrics["advantage_std"] = float(adv_nT[seen_nT].std())
@@ -407,39 +464,31 @@ def of_examples(
     *,
     noised: Noise,
     copies: int,
-    draws: int,
-    beta: float,
     pack: Callable,
-    score: Callable | None,
     mesh,
+    score: Callable | None = None,
+    compare: Callable | None = None,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs.
 
     examples: a host Trace, or data.Examples; row 2i is the better one of pair i.
-    noised: noise.noised of them, `copies` rows of each, of `draws` draws.
+    noised: noise.noised of them, `copies` rows of each.
     pack: views.pack, bound but for trace and noise.
-    score: learner.score, bound but for the batch, for pairs, which are compared with a
-    reference (VRPO, see bounds.preference, with `beta`); None for examples.
+    score: learner.score, bound but for the batch, for pairs, whose answers are compared:
+    compare(outputs, share_nT, len_n) returns (metrics, factors [n, T]) of what the
+    networks say, name -> {output: [n, T]}. None for examples.
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
     metrics = {"packed_fill": batch.fill}
     if score is not None:
-        # The same noise for both models and both answers: see bounds.preference.
+        # The same noise for all networks and both answers: see bounds.preference.
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
-        policy_nT, reference_nT = (
-            source.scatter(outputs[name]["logp"], noised.step_nT.shape)
-            for name in ("policy", "reference")
+        outputs = jax.tree.map(
+            lambda x_mBU: source.scatter(x_mBU, noised.step_nT.shape), outputs
         )
-        preference_metrics, factor_nT = bounds.preference_factors(
-            policy_nT,
-            reference_nT,
-            noised.share_nT,
-            trace.len_B,
-            draws=draws,
-            beta=beta,
-        )
-        metrics |= preference_metrics
+        told, factor_nT = compare(outputs, noised.share_nT, trace.len_B)
+        metrics |= told
         batch = batch.replace(adv_BU=source.gather(factor_nT))
     return metrics, [sharding.place_rows(batch, mesh, axis=1)]
 

@@ -52,7 +52,7 @@ class Layout:
     shift: int = 0  # ModelConfig.shift: position i - shift answers for position i
     block: int = 4  # Q
     grid: str = "absolute"  # NoiseConfig.grid
-    longest: int = 512  # tokens of an answer's canvas, whatever its length
+    longest: int = 512  # tokens of an answer's canvas, at least
     # objective.likelihood="selection": what was thrown away has seats, too.
     selection: Selection | None = None
 
@@ -143,7 +143,7 @@ def of(model, sampler, noise, objective=None) -> Layout:
         shift=model.shift,
         block=sampler.block,
         grid=noise.grid,
-        longest=sampler.max_new,
+        longest=1 if noise.whole else sampler.max_new,
         selection=selection.of(sampler, model) if exact else None,
     )
 

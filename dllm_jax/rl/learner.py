@@ -49,8 +49,8 @@ class Plan:
     @property
     def heads(self) -> tuple[str, ...]:
         """The heads that the network needs: see transformer.specs."""
-        lm = ("lm",) if set(self.terms) - {"value"} else ()
-        return lm + (("value",) if "value" in self.terms else ())
+        needed = {objectives.OBJECTIVES[term].head for term in self.terms}
+        return tuple(head for head in ("lm", "value") if head in needed)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Returns the network's optimizer."""

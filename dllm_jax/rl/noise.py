@@ -187,6 +187,15 @@ def next_token(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     return [as_it_is(step_T)]
 
 
+def end(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
+    """Masks an answer's last token, and shows all before it: what a reward model judges."""
+    out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
+    share_T = np.zeros(step_T.shape, np.float32)
+    last = np.flatnonzero(answer_T)[-1:]  # none, where there is no answer
+    out_T[last], share_T[last] = 1, 1.0
+    return [StepMap(out_T, share_T)]
+
+
 # ---- How many rounds a scope has at most, in all rows of noise: see `rounds` ---------
 
 
@@ -226,6 +235,7 @@ class Kind:
     rows: int = 1  # StepMaps of a draw
     random: bool = True  # draws differ, so that a trajectory may have several
     masks: bool = True  # False: it hides nothing; only causal attention learns then
+    whole: bool = False  # the answer's length is no secret: its canvas ends with it
     bounds: bool = False  # its shares make log-probs an estimate of the evidence bound
 
 
@@ -236,6 +246,7 @@ KINDS = {
     "semi_ar": Kind(semi_ar, rounds_of_blocks),
     "subset": Kind(subset, round_of_row, bounds=True),
     "quadrature": Kind(quadrature, round_of_row, bounds=True),
+    "end": Kind(end, round_of_row, random=False, whole=True),
     "ar": Kind(next_token, round_of_row, random=False, masks=False),
 }
 

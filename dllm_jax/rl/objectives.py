@@ -125,6 +125,16 @@ def value(out, batch, cfg):
     return loss, {"value_loss": loss}
 
 
+def ranking(out, batch, cfg):
+    """The gradient of Bradley and Terry's loss by the scores of answers.
+
+    Its factors are in adv_BU: see bounds.ranking_factors.
+    """
+    real_BU = batch.weight_BU > 0
+    score_BU = jnp.where(real_BU, out["value"], 0.0)
+    return -jnp.sum(batch.weight_BU * batch.adv_BU * score_BU), {}
+
+
 # ---- Losses of whole answers -----------------------------------------------------------
 #
 # exp of a sum over an answer's tokens cannot be cut into microbatches, but its gradient can:
@@ -210,6 +220,7 @@ class Objective:
     function: Callable
     rl: bool = False  # objective.loss may name it
     bounds: bool = False  # adv_BU holds factors of evidence bounds: see bounds.py
+    head: str = "lm"  # which of the network's heads it trains: "lm" or "value"
     # Of whole answers: (Answers, cfg) -> (factor of A [n], added to it [n], metrics).
     answers: Callable | None = None
 
@@ -226,7 +237,8 @@ OBJECTIVES = {
     "spg": Objective(linear, rl=True, bounds=True),
     "stable": Objective(of_answers, rl=True, bounds=True, answers=self_normalised),
     "dpo": Objective(linear, bounds=True),
-    "value": Objective(value),
+    "value": Objective(value, head="value"),
+    "ranking": Objective(ranking, head="value"),
 }
 RL_LOSSES = tuple(name for name, row in OBJECTIVES.items() if row.rl)
 # Sums that are weighed already; the others are divided by the number of supervised

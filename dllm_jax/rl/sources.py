@@ -35,7 +35,7 @@ import numpy as np
 from dllm_jax import data
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import batches, learner, networks, noise, rollout, views
+from dllm_jax.rl import batches, bounds, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -45,7 +45,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.networks import Weights
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
@@ -199,6 +199,11 @@ class RL:
         if rollouts is None:
             return None
         metrics = rollout.summary(rollouts)
+        if tools.grader.steps is not None:
+            with tools.timer("reward"):
+                keep_n = batches.teaching(rollouts, settings.rl)
+                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
+            metrics |= process.summary(rollouts.chunks)
         if tools.stop():
             return None
         told = []
@@ -295,7 +300,7 @@ class SFT:
         size = len(self.examples.len_B)
         chosen = in_order(self.settings, size, taken, self.taken_per_step)
         examples = batches.take(self.examples, chosen)
-        return noised_batch(self, step, examples, score=None)
+        return noised_batch(self, step, examples)
 
 
 class DPO:
@@ -334,11 +339,42 @@ class DPO:
         size = len(self.examples.len_B) // 2
         chosen = in_order(self.settings, size, taken, self.taken_per_step)
         examples = batches.take(self.examples, batches.rows_of(chosen, 2))
-        both = functools.partial(score, weights.scoring())
-        return noised_batch(self, step, examples, score=both)
+        asked = functools.partial(score, weights.scoring())
+        return noised_batch(self, step, examples, score=asked, compare=self.compare)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.preference_factors of what policy and reference say."""
+        return bounds.preference_factors(
+            outputs["policy"]["logp"],
+            outputs["reference"]["logp"],
+            share_nT,
+            len_n,
+            draws=self.settings.noise.draws,
+            beta=self.settings.objective.reference_beta,
+        )
 
 
-SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO}
+class Ranking(DPO):
+    """A reward model: the same pairs, of which its value head tells the better answer."""
+
+    reference = False
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the Plan of the network, which has a value head alone."""
+        return plans_of_examples(settings, "ranking")
+
+    def __init__(self, settings: Settings, tools: Tools):
+        # An answer's end is where it is judged: nothing is learned after it.
+        pairs = dataclasses.replace(settings.data, post_num=0)
+        super().__init__(dataclasses.replace(settings, data=pairs), tools)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.ranking_factors of the scores."""
+        return bounds.ranking_factors(outputs["policy"]["value"], share_nT)
+
+
+SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO, "reward": Ranking}
 
 
 # ---- What they share -----------------------------------------------------------------
@@ -438,11 +474,13 @@ def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
     )
 
 
-def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatches:
+def noised_batch(
+    source, step: int, examples: data.Examples, score=None, compare=None
+) -> StepBatches:
     """Returns the batch of a source's examples with noise of this step's own.
 
-    score: learner.score, bound to the weights of policy and reference, where the examples
-    are pairs; None where they are not.
+    score: learner.score, bound to the weights, where the examples are pairs; compare: how
+    these are told apart. See batches.of_examples.
     """
     settings = source.settings
     rng = np.random.default_rng([settings.seed, step])
@@ -450,10 +488,9 @@ def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatch
         examples,
         noised=noise.noised(examples, settings.noise, settings.layout, rng),
         copies=settings.noise.copies,
-        draws=settings.noise.draws,
-        beta=settings.objective.reference_beta,
         pack=source.pack,
-        score=score,
         mesh=source.tools.mesh,
+        score=score,
+        compare=compare,
     )
     return StepBatches(metrics, complete)

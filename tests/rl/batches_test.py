@@ -183,11 +183,17 @@ def test_pairs_get_the_factors_of_what_was_scored():
         examples,
         noised=noised,
         copies=2,
-        draws=2,
-        beta=0.3,
         pack=pack,
-        score=score,
         mesh=mesh(),
+        score=score,
+        compare=lambda outputs, share_nT, len_n: bounds.preference_factors(
+            outputs["policy"]["logp"],
+            outputs["reference"]["logp"],
+            share_nT,
+            len_n,
+            draws=2,
+            beta=0.3,
+        ),
     )
     expected, factor_nT = bounds.preference_factors(
         policy_nT, reference_nT, noised.share_nT, np.full(8, 8), draws=2, beta=0.3
