@@ -63,6 +63,7 @@ The reading order, for who wants to know how a prompt becomes a gradient:
     models/transformer.py        the one tower, its parameters declared once
     pallas_kernels/reference.py  what every op computes, in plain jnp
     rl/noise.py                  which tokens are masked together, and how they weigh
+    rl/selection.py              the likelihood of a step, with what it threw away
     rl/layout.py                 how a masked trajectory is shown to the model
     rl/views.py                  the same as packed rows of one fixed shape
     rl/advantage.py              what rewards say of tokens

@@ -274,6 +274,7 @@ class Config:
                 f"{self.noise.kind!r}; set it to 0"
             )
         self.check_likelihood()
+        self.check_rounds()
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
         kind = KINDS[self.noise.kind]
@@ -354,6 +355,24 @@ class Config:
                 f"objective.loss={loss!r} has one advantage for each answer; set "
                 "rl.value='none'"
             )
+
+    def check_rounds(self):
+        """Raises ValueError where picked rounds would not stand for all of them."""
+        if not self.noise.rounds:
+            return
+        wrong = {
+            "rl.value": self.method == "rl" and self.rl.value != "none" and "none",
+            "objective.aggregate": self.objective.aggregate == "group" and "token",
+            "objective.likelihood": self.objective.likelihood != "tokens" and "tokens",
+            "objective.loss": self.objective.loss == "sequence" and "policy",
+            "method": self.method != "rl" and "rl",
+        }
+        for key, right in wrong.items():
+            if right:
+                raise ValueError(
+                    f"noise.rounds={self.noise.rounds} leaves rounds out, which {key} as it "
+                    f"is set needs; set {key}={right!r}, or noise.rounds=0"
+                )
 
     def check_likelihood(self):
         """Raises ValueError for likelihoods that nothing records."""

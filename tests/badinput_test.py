@@ -119,6 +119,8 @@ VALUES = """
     noise.kind blur
     noise.draws 0 2
     noise.shrink 0
+    noise.rounds -1 2
+    noise.pick entropy
     noise.rate step
     noise.lower nan -0.1 0.95
     noise.upper nan 0 1.1
@@ -130,12 +132,15 @@ VALUES = """
     objective.reference_beta nan inf -0.1
     objective.upper_weight nan -0.1 1.1
     objective.upper_power nan inf 0.5
-    objective.kl k2
+    objective.kl k9
     objective.aggregate sum
     objective.value_weight nan inf -1
     objective.value_clip -0.5
     objective.reference_beta_final 0.1
     objective.entropy_bonus -0.1
+    objective.likelihood steps
+    objective.importance_cap nan inf -1 0.5
+    objective.nll_weight nan inf -0.1
     rl.steps 0 -1 2147483648
     rl.prompts 0
     rl.group 0 1

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import against, decode, gradient_variance, kernels, report
+from benchmarks import against, decode, gradient_variance, kernels, report, unbiased
 
 CALLS = {
     "decode": (
@@ -101,3 +101,16 @@ def test_what_cannot_be_told_is_left_out():
     assert first.startswith("| none | 1 | 1 | 1 | ")
     ratio = float(row.split("|")[3].split("±")[0])
     assert ratio == pytest.approx(4, rel=0.3)
+
+
+@pytest.mark.parametrize(("shift", "held"), [(0.0, True), (0.4, False)])
+def test_the_square_of_a_mean_is_estimated_without_a_bias(shift, held):
+    """Of gradients of 8 numbers, 60 problems; the mean's own square would be 8 / 60 more."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        g_pw = rng.normal(size=(60, 8)) + shift
+        found.append(unbiased.squared_mean(g_pw @ g_pw.T, np.ones(60)))
+    error = np.std(found) / np.sqrt(len(found))
+    assert abs(np.mean(found) - 8 * shift**2) < 4 * error < 0.1
+    mean, low, high = unbiased.interval(g_pw @ g_pw.T, 200, rng)
+    assert low < mean < high and (low < 0 < high) == held

@@ -167,6 +167,9 @@ def test_known_flags_pass():
         command_line.check_overrides(["train", *flags, "--config.rl.groups=8"])
 
 
+SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "none"}
+
+
 @pytest.mark.parametrize(
     ("leaves", "message"),
     [
@@ -249,7 +252,44 @@ def test_known_flags_pass():
         ({"model__dtype": "int8"}, "model.dtype='int8'"),
         ({"noise__shrink": 0}, "^noise.shrink=0: must be >= 1$"),
         ({"noise__lower": 0.9, "noise__upper": 0.1}, "noise.lower=0.9: above upper"),
-        ({"objective__kl": "k4"}, "objective.kl='k4'"),
+        ({"objective__kl": "k9"}, "objective.kl='k9'"),
+        (
+            SELECTION | {"noise__shrink": 2},
+            "objective.likelihood='selection' is of what was sampled: it needs",
+        ),
+        (SELECTION | {"noise__grid": "response"}, "noise.grid='absolute'"),
+        (SELECTION | {"method": "sft"}, "method='rl'"),
+        (SELECTION | {"rl__trusted_gap": 0.1}, "set rl.trusted_gap=0"),
+        (
+            SELECTION | {"objective__importance_cap": 2.0},
+            "importance_cap=2.0: the sampl",
+        ),
+        (
+            {"objective__importance_cap": 0.5},
+            "^objective.importance_cap=0.5: .* least 1",
+        ),
+        (
+            {"objective__importance_cap": 2.0, "noise__kind": "subset"} | NO_VALUE,
+            "importance_cap is of what was sampled",
+        ),
+        (
+            {"objective__loss": "sequence", "noise__kind": "subset"} | NO_VALUE,
+            "need objective.aggregate='elbo_sequence' or 'elbo_answer'",
+        ),
+        (
+            {"objective__loss": "sequence", "objective__aggregate": "sequence"},
+            "objective.loss='sequence' has one advantage for each answer",
+        ),
+        ({"objective__loss": "stable"} | NO_VALUE, "loss='stable' weighs answers"),
+        ({"noise__rounds": 2}, "noise.rounds=2 leaves rounds out, which rl.value"),
+        (
+            {"noise__rounds": 2, "noise__kind": "subset"} | NO_VALUE,
+            "noise.rounds=2: rounds are picked of noise.kind='trace'",
+        ),
+        (
+            {"noise__kind": "quadrature", "noise__draws": 0},
+            "^noise.draws=0: must be >=",
+        ),
         ({"value_optim__schedule": "step"}, "^value_optim.schedule='step': choose"),
         ({"data__template": "no question"}, "data.template"),
     ],

@@ -101,8 +101,11 @@ def of_rollouts(
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
     fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
-    metrics |= gap_metrics(scores, rl, as_sampled=as_sampled)
-    metrics |= adv_metrics | cap_metrics
+    metrics |= (
+        gap_metrics(scores, rl, as_sampled=as_sampled) | adv_metrics | cap_metrics
+    )
+    if noised.weight_nT is not None:  # picked tokens are no mean of all
+        metrics.pop("selection_bias", None)
     of_deals = zip(deals, scores.ahead, strict=True)
     return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
 

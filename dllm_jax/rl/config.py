@@ -5,7 +5,7 @@ import re
 
 from dllm_jax import checks
 from dllm_jax.rl import advantage, rewards
-from dllm_jax.rl.noise import KINDS
+from dllm_jax.rl.noise import KINDS, PICKS
 from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
 from dllm_jax.rl.optim import SCHEDULES
 from dllm_jax.rl.rewards import endpoint, process
@@ -34,6 +34,9 @@ class NoiseConfig:
     kind: str = "trace"
     draws: int = 1  # of random kinds, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
+    # trace: rounds of an answer that are trained on, with weights for the others; 0: all.
+    rounds: int = 0
+    pick: str = "uniform"  # which: "uniform", or by "surprise", -log p of their tokens
     # Random kinds but subset: a masking probability is drawn from the uniform
     # distribution over [lower, upper] for each "token", or for each "scope".
     rate: str = "token"
@@ -47,6 +50,8 @@ class NoiseConfig:
             kind=tuple(KINDS),
             draws=">= 1",
             shrink=">= 1",
+            rounds=">= 0",
+            pick=tuple(PICKS),
             rate=("token", "scope"),
             lower=">= 0",
             upper="> 0, <= 1",
@@ -54,6 +59,11 @@ class NoiseConfig:
         )
         if self.lower > self.upper:
             raise checks.Refused("lower", f"={self.lower}: above upper={self.upper}")
+        if self.rounds and self.kind != "trace":
+            raise ValueError(
+                f"noise.rounds={self.rounds}: rounds are picked of noise.kind='trace', not "
+                f"{self.kind!r}; set it to 0"
+            )
         if self.draws > 1 and not KINDS[self.kind].random:
             raise ValueError(
                 f"noise.draws={self.draws}: a trajectory has one {self.kind}; more "

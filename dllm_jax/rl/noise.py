@@ -30,6 +30,8 @@ class Noise:
     # How many tokens each one stands for: 1 / the probability that it is masked. 0: it
     # is not supervised.
     share_nT: np.ndarray
+    # Where some rounds were picked: what their tokens' losses are multiplied with.
+    weight_nT: np.ndarray | None = None
     # Of the trace as it is, where what a step threw away counts: selection.borders.
     border_nT: np.ndarray | None = None
     place_nT: np.ndarray | None = None
@@ -288,10 +290,60 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
         step_nT=np.stack([drawn.step_T for drawn in maps]),
         share_nT=np.stack([drawn.share_T for drawn in maps]),
     )
+    if cfg.rounds:
+        noise = picked(noise, trace, answer_nT, cfg, layout, rng)
     if layout.selection is None:
         return noise
     border_nT, place_nT = selection.borders(trace, layout)
     return noise.replace(border_nT=border_nT, place_nT=place_nT)
+
+
+def picked(noise: Noise, trace, answer_nT, cfg, layout: Layout, rng) -> Noise:
+    """Returns the noise with `cfg.rounds` rounds of each row left, whose weights make up.
+
+    uniform: k of R rounds, each with weight R / k: AGRPO (arXiv 2510.04019). surprise: k
+    draws with replacement, a round's probability p being its share of the mean surprisal
+    -log p of its tokens, whose expectation is their entropy, with weight c / (k p) for c
+    draws: EGSPO's preference (arXiv 2603.12554), without its bias. A row of no more than
+    k rounds keeps them all. trace: with the tokens' log-probs, where they are asked for.
+    """
+    share_nT, weight_nT = noise.share_nT.copy(), np.zeros_like(noise.share_nT)
+    for i, step_T in enumerate(noise.step_nT):
+        scope_T = layout.scope(len(step_T), int(trace.prompt_len_B[i]))
+        pos = np.flatnonzero(answer_nT[i] & (share_nT[i] > 0))
+        if not len(pos):
+            continue
+        places = np.stack([scope_T[pos], step_T[pos]])
+        found, round_of = np.unique(places, axis=1, return_inverse=True)
+        count, round_of = found.shape[1], round_of.reshape(-1)
+        weight = np.ones(count)
+        if count > cfg.rounds:
+            surprisal = np.zeros(count)
+            if cfg.pick == "surprise":
+                np.add.at(surprisal, round_of, -trace.logp_BT[i, pos])
+                surprisal /= np.bincount(round_of)
+            weight = PICKS[cfg.pick](surprisal, cfg.rounds, rng)
+        weight_nT[i, pos] = weight[round_of]
+    return noise.replace(
+        share_nT=np.where(weight_nT > 0, share_nT, 0), weight_nT=weight_nT
+    )
+
+
+def uniformly(surprisal, k: int, rng) -> np.ndarray:
+    """Returns the weights of rounds, of which k are picked, none twice."""
+    weight = np.zeros(len(surprisal))
+    weight[rng.choice(len(weight), k, replace=False)] = len(weight) / k
+    return weight
+
+
+def by_surprise(surprisal, k: int, rng) -> np.ndarray:
+    """Returns the weights of rounds, of which k are drawn by how much they surprise."""
+    likely = surprisal + 0.1 * surprisal.mean() + 1e-6  # no weight becomes very large
+    likely = likely / likely.sum()
+    return rng.multinomial(k, likely) / (k * likely)
+
+
+PICKS = {"uniform": uniformly, "surprise": by_surprise}
 
 
 def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:

@@ -135,9 +135,12 @@ def pack(
         len_n=trace.len_B,
         group_n=np.arange(n) if group_n is None else group_n,
         answers=n * draws / copies,
+        tokens=(trace.len_B if noise.weight_nT is not None else supervised_nT).sum(),
         longest=layout.longest,
     )
     weight_BU = weights_of(AGGREGATES[aggregate], supervised, packed, layout)
+    if noise.weight_nT is not None:
+        weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]
     used = -(-len(rows) // cfg.rows)
     batch, source = packed.stacked(weight_BU.astype(np.float32), used, most)
     if layout.selection is None:
@@ -289,6 +292,7 @@ class Seats:
     len_n: np.ndarray  # tokens of the answer
     group_n: np.ndarray
     answers: float  # in the update, each counted for every draw of its noise
+    tokens: float  # supervised ones, or with picked rounds (noise.rounds) all answers'
     longest: int  # tokens of the longest possible answer
 
 
@@ -299,7 +303,7 @@ class Seats:
 
 def by_token(seats: Seats):
     """1 / sum_i |o_i| sum_i sum_t l_it: DAPO (arXiv 2503.14476, section 3.3)."""
-    return 1.0 / max(seats.real_BU.sum(), 1)
+    return 1.0 / max(seats.tokens, 1)
 
 
 def by_sequence(seats: Seats):
@@ -353,6 +357,7 @@ def weights_of(weigh, seats: Seats, rows: Rows, layout: Layout) -> np.ndarray:
         seats,
         size_BU=np.ones_like(seats.size_BU),
         real_BU=lead_BU,
+        tokens=lead_BU.sum(),
         len_n=steps_n,
     )
     return np.where(seats.real_BU, weigh(of_steps) / seats.size_BU, 0.0)

@@ -67,9 +67,25 @@ def test_the_head(topology, implementation):
         _, pull = jax.vjp(lambda *xh: logprob(*xh, token), x, head)
         return pull((weight, weight))
 
+    def gradient_of_selection(x, head, token, border):
+        def done(x, head):
+            return pallas_kernels.selection(
+                x,
+                head,
+                token,
+                border,
+                rule=pallas_kernels.Rule(threshold=0.9),
+                forbidden=7,
+                implementation=implementation,
+            )
+
+        _, pull = jax.vjp(done, x, head)
+        return pull((border, border, border))
+
     x, few, head = arrays(jnp.bfloat16, (B, U, D), (128, 4, D), (D, V))
     token, weight = *arrays(jnp.int32, (B, U)), *arrays(jnp.float32, (B, U))
     compiled(topology, gradient, x, head, token, weight)
+    compiled(topology, gradient_of_selection, x, head, token, weight)
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 128))
     compiled(topology, draw, few, head, key, *arrays(jnp.float32, (128,)))
 

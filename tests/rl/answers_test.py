@@ -232,3 +232,38 @@ def test_a_quadrature_of_levels_is_the_bound_of_what_is_linear():
     np.testing.assert_allclose(np.mean(estimates, axis=0), want, rtol=0.05)
     with pytest.raises(ValueError, match="draws=0"):
         NoiseConfig(kind="quadrature", draws=0)
+
+
+# ---- Some of a trajectory's rounds -----------------------------------------------------
+
+
+def weights(kind: NoiseConfig, aggregate: str, seed: int):
+    """Returns each token's weight [n, T], and how many were picked."""
+    trace = trajectories()
+    trace = trace.replace(logp_BT=-np.random.default_rng(3).random(trace.step_BT.shape))
+    batch, source = views.pack(
+        trace,
+        noise.noised(trace, kind, LAYOUT, np.random.default_rng(seed)),
+        mask_id=66,
+        layout=LAYOUT,
+        cfg=BatchConfig(rows=1, tokens=48),
+        most=8,
+        aggregate=aggregate,
+    )
+    shape = trace.step_BT.shape
+    picked_nT = source.scatter(np.ones(batch.weight_BU.shape), shape)
+    return source.scatter(batch.weight_BU, shape), picked_nT
+
+
+@pytest.mark.parametrize("pick", noise.PICKS)
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "step", "constant"])
+def test_picked_rounds_stand_for_all_on_average(aggregate, pick):
+    want_nT, all_nT = weights(NoiseConfig(), aggregate, 0)
+    kind = NoiseConfig(rounds=2, pick=pick)
+    drawn = [weights(kind, aggregate, seed) for seed in range(300)]
+    weight = np.array([weight_nT for weight_nT, _ in drawn])
+    error = weight.std(axis=0) / np.sqrt(len(drawn))
+    assert (np.abs(weight.mean(axis=0) - want_nT) <= 4.5 * error + 1e-6).all()
+    assert max(picked_nT.sum() for _, picked_nT in drawn) <= 3 * 2 * 2 < all_nT.sum()
+    every = weights(NoiseConfig(rounds=5, pick=pick), aggregate, 0)
+    np.testing.assert_array_equal(every, (want_nT, all_nT))

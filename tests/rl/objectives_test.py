@@ -197,9 +197,11 @@ def test_filling_contributes_nothing(filling):
 
 
 def test_which_losses_rl_may_name_and_which_have_factors():
-    assert set(objectives.RL_LOSSES) == {"policy", "dipo", "sequence", "spg", "stable"}
+    plain, answers = {"policy", "dipo", "spg"}, {"sequence", "stable"}
+    assert set(objectives.RL_LOSSES) == plain | answers
     rows = objectives.OBJECTIVES.items()
-    assert {name for name, row in rows if row.bounds} == {"spg", "stable", "dpo"}
+    assert {name for name, row in rows if row.bounds} == {"spg", "dpo", "stable"}
+    assert {name for name, row in rows if row.answers} == answers
 
 
 @pytest.mark.parametrize(

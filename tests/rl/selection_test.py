@@ -157,6 +157,26 @@ def test_every_outcome_has_its_probability(name, quota):
     assert len(selected) > 2 or not cfg.filters_draws or name == "all"
 
 
+@pytest.mark.parametrize(
+    ("changes", "attention", "message"),
+    [
+        ({"temperature": 0.0}, "block", "temperature=0 has no density"),
+        ({"rank_temperature": 0.5}, "block", "rank_temperature=0.5 has no closed form"),
+        ({"cache": "prefix"}, "full", "cache='prefix' has stale keys"),
+        (
+            {"pad_penalty": 2.0, "target": "margin"},
+            "block",
+            "nothing records the border",
+        ),
+        ({"pad_penalty": 2.0, "strategy": "sequential"}, "block", ""),
+        ({"cache": "none"}, "full", ""),
+    ],
+)
+def test_what_has_no_likelihood_says_why(changes, attention, message):
+    told = selection.refused(SamplerConfig(**changes), attention)
+    assert message in told and bool(message) == bool(told)
+
+
 def test_a_score_at_random_leaves_its_order_a_constant():
     cfg = SamplerConfig(block=Q, strategy="static", target="random")
     assert not cfg.filters_draws
@@ -327,6 +347,8 @@ def test_aggregates_count_steps(sampled, aggregate):
         "constant": np.full(N, 1 / (N * NEW)),
         "group": 1 / (2 * np.array([steps[:2].sum()] * 2 + [steps[2]])),
         "elbo": 1 / steps.sum() * np.ones(N),
+        "elbo_sequence": 1 / (N * steps),
+        "elbo_answer": np.full(N, 1 / N),
     }[aggregate]
     weight_nT = source.scatter(batch.weight_BU, trace.step_BT.shape)
     np.testing.assert_allclose(weight_nT.sum(axis=1), want * steps, rtol=1e-5)
