@@ -43,7 +43,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
 `config`, which assembles the configurations that the floors below declare, and
 `command_line`, which reads it:
 
-    6  config, command_line, train, eval, generate, convert, trace, report, harness
+    6  config, compatible, command_line, train, eval, generate, convert, trace, report, harness
     5  rl
     4  sampling
     3  models

@@ -16,7 +16,7 @@ import json
 
 import ml_collections
 
-from dllm_jax import checks, pallas_kernels, sharding
+from dllm_jax import checks, compatible, pallas_kernels, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
@@ -30,8 +30,6 @@ from dllm_jax.rl.config import (
     RewardConfig,
     RLConfig,
 )
-from dllm_jax.rl.noise import KINDS
-from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
@@ -39,8 +37,6 @@ from dllm_jax.sampling.strategy import STRATEGIES
 
 # Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
 TRUSTED_GAP = 1e-3
-# Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
-RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
 
 
 # Keys that a sweep of `python -m dllm_jax.eval` may name: programs take their values as
@@ -266,29 +262,7 @@ class Config:
 
     def __post_init__(self):
         checks.fields(self, method=("rl", "sft", "dpo", "reward"), seed=">= 0")
-        self.check_bounds()
-        self.check_reward()
-        if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
-            raise ValueError(
-                f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
-                f"{self.noise.kind!r}; set it to 0"
-            )
-        self.check_likelihood()
-        self.check_rounds()
-        if self.method == "dpo" and not self.objective.reference_beta > 0:
-            raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
-        kind = KINDS[self.noise.kind]
-        if (
-            self.method == "rl"
-            and self.rl.value != "none"
-            and (kind.random or self.noise.grid == "response")
-        ):
-            raise ValueError(
-                f"rl.value={self.rl.value!r}: a value model would see the future with "
-                f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
-                "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
-            )
-        check_levers(self)
+        compatible.check(self)
         room = self.sampler.slots + self.sampler.block
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
@@ -296,101 +270,6 @@ class Config:
                 f"batch.tokens={self.batch.tokens} cannot hold one trajectory of "
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
-            )
-
-    def check_reward(self):
-        """Raises ValueError for what a reward model, or a judge, makes no sense with."""
-        if (self.method == "reward") != (self.noise.kind == "end"):
-            raise ValueError(
-                "a reward model judges an answer at its end: method='reward' and "
-                "noise.kind='end' go together"
-            )
-        if self.method == "reward" and self.objective.aggregate != "token":
-            raise ValueError(
-                f"objective.aggregate={self.objective.aggregate!r}: pairs of a reward "
-                "model count alike; set it to 'token'"
-            )
-        if self.method == "reward" and self.data.heldout:
-            raise ValueError(
-                f"data.heldout={self.data.heldout!r}: a reward model answers nothing; "
-                "leave it empty"
-            )
-        if self.method != "rl" and self.reward.split != "none":
-            raise ValueError(
-                f"reward.split={self.reward.split!r}: only method='rl' learns from the "
-                f"rewards of chunks, not {self.method!r}"
-            )
-        loss = OBJECTIVES[self.objective.loss]
-        if self.reward.split != "none" and (loss.bounds or loss.answers):
-            raise ValueError(
-                f"reward.split={self.reward.split!r}: objective.loss="
-                f"{self.objective.loss!r} has one advantage for each answer; set it to "
-                "'policy' or 'dipo'"
-            )
-
-    def check_bounds(self):
-        """Raises ValueError where a loss does not get what it is a loss of."""
-        loss, aggregate = self.objective.loss, self.objective.aggregate
-        bounds = KINDS[self.noise.kind].bounds
-        spg = self.method == "rl" and loss == "spg"
-        if (spg or self.method == "dpo") and not (bounds and aggregate == "elbo"):
-            raise ValueError(
-                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
-                "objective.aggregate='elbo'"
-            )
-        if self.method != "rl" or loss not in ("stable", "sequence"):
-            return
-        if loss == "stable" and not (bounds and aggregate == "elbo_answer"):
-            raise ValueError(
-                "objective.loss='stable' weighs answers by their evidence bounds: it needs "
-                "noise.kind='subset' and objective.aggregate='elbo_answer'"
-            )
-        if loss == "sequence" and aggregate not in RATIOS[bounds]:
-            raise ValueError(
-                f"objective.loss='sequence' with noise.kind={self.noise.kind!r}: ratios of "
-                f"answers need objective.aggregate={' or '.join(map(repr, RATIOS[bounds]))}"
-            )
-        if self.rl.value != "none":
-            raise ValueError(
-                f"objective.loss={loss!r} has one advantage for each answer; set "
-                "rl.value='none'"
-            )
-
-    def check_rounds(self):
-        """Raises ValueError where picked rounds would not stand for all of them."""
-        if not self.noise.rounds:
-            return
-        wrong = {
-            "rl.value": self.method == "rl" and self.rl.value != "none" and "none",
-            "objective.aggregate": self.objective.aggregate == "group" and "token",
-            "objective.likelihood": self.objective.likelihood != "tokens" and "tokens",
-            "objective.loss": self.objective.loss == "sequence" and "policy",
-            "method": self.method != "rl" and "rl",
-        }
-        for key, right in wrong.items():
-            if right:
-                raise ValueError(
-                    f"noise.rounds={self.noise.rounds} leaves rounds out, which {key} as it "
-                    f"is set needs; set {key}={right!r}, or noise.rounds=0"
-                )
-
-    def check_likelihood(self):
-        """Raises ValueError for likelihoods that nothing records."""
-        exact = self.objective.likelihood == "selection"
-        traced = (self.noise.kind, self.noise.shrink, self.noise.grid)
-        as_sampled = traced == ("trace", 1, "absolute")
-        if not (exact or self.objective.importance_cap):
-            return
-        key = "likelihood='selection'" if exact else "importance_cap"
-        if self.method != "rl" or not as_sampled:
-            raise ValueError(
-                f"objective.{key} is of what was sampled: it needs method='rl', "
-                "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
-            )
-        if exact and self.rl.trusted_gap > 0:
-            raise ValueError(
-                f"objective.{key}: the sampler does not record the probability of its "
-                "steps; set rl.trusted_gap=0"
             )
 
 
@@ -419,43 +298,6 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
         tree[section][name] = value
         out.append((f"{name}={value:g}", freeze(tree)))
     return out
-
-
-def check_levers(cfg: Config) -> None:
-    """Raises ValueError where keys of several groups go ill together."""
-    loss = cfg.objective.loss
-    if cfg.rl.epochs > 1 and loss not in ("policy", "sequence"):
-        raise ValueError(
-            f"rl.epochs={cfg.rl.epochs}: objective.loss={loss!r} has no ratio to the policy "
-            "that sampled; it goes with objective.loss='policy' or 'sequence'"
-        )
-    if cfg.rl.target_kl and loss != "policy":
-        raise ValueError(
-            f"rl.target_kl={cfg.rl.target_kl}: objective.loss={loss!r} tells no KL to the "
-            "policy that sampled; it goes with objective.loss='policy'"
-        )
-    if cfg.objective.reference_beta_final >= 0 and (
-        cfg.method != "rl" or OBJECTIVES[loss].answers
-    ):
-        raise ValueError(
-            f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
-            f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
-            "to -1"
-        )
-    if cfg.rl.value_path and cfg.model.lora_rank:
-        raise ValueError(
-            "rl.value_path: with model.lora_rank the value network is adapters on the "
-            "policy's weights, and starts with none"
-        )
-    if cfg.run.export_value and (cfg.method, cfg.rl.value) != ("rl", "own"):
-        raise ValueError(
-            "run.export_value: there is a value network to write only with method='rl' "
-            f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
-        )
-    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
-        raise ValueError(
-            "run.keep_best and run.patience compare evaluations: set data.heldout"
-        )
 
 
 def completed(cfg: Config):

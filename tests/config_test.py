@@ -473,6 +473,7 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         (
             {
                 "rl.target_kl": 0.1,
+                "rl.value": "none",
                 "objective.loss": "sequence",
                 "objective.aggregate": "sequence",
             },
@@ -480,6 +481,7 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         ),
         (
             {
+                "rl.value": "none",
                 "objective.loss": "sequence",
                 "objective.aggregate": "sequence",
                 "objective.reference_beta": 0.1,

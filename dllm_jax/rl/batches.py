@@ -50,7 +50,7 @@ def of_rollouts(
     pack: Callable,
     score: Callable,
     mesh,
-    note: Callable | None = None,
+    note: Callable = list,
     critic: Ridge | None = None,
     longest: int = 0,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
@@ -95,19 +95,22 @@ def of_rollouts(
     )
     if critic is not None:
         critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
-    if note is not None:
-        note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
+    note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
     solved_n = rollouts.solved_n[trajectory_n]
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
     fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
-    metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
-    metrics |= (
-        gap_metrics(scores, rl, as_sampled=as_sampled) | adv_metrics | cap_metrics
-    )
-    if noised.weight_nT is not None:  # picked tokens are no mean of all
-        metrics.pop("selection_bias", None)
+    metrics |= told_of(deals, scores, noised, rl, as_sampled=as_sampled)
+    metrics |= adv_metrics | cap_metrics
     of_deals = zip(deals, scores.ahead, strict=True)
     return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
+
+
+def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> dict:
+    """Returns the metrics of a step's batches: how full they are, and gaps."""
+    told = gap_metrics(scores, rl, as_sampled=as_sampled)
+    if noised.weight_nT is not None:  # picked tokens are no mean of all
+        told.pop("selection_bias", None)
+    return told | {"packed_fill": float(np.mean([x.batch.fill for x in deals]))}
 
 
 def of_dropped(

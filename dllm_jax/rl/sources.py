@@ -299,8 +299,7 @@ class RL:
             rollout.write(tools.folder, step, rollouts, problems, tools.samples, *told)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
-            reason = self.nothing_learned(sampled)
-            tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
+            self.say_skipped(step, sampled)
         complete = [self.anchored(batch, step) for batch in complete]
         dropped = tuple(self.anchored(batch, step) for batch in dropped)
         return StepBatches(metrics | learned, complete, sampled, used, dropped)
@@ -378,14 +377,16 @@ class RL:
                 stop=self.tools.stop,
             )
 
-    def nothing_learned(self, sampled: int) -> str:
-        """Returns why a step has no batches; sampled: its tokens."""
+    def say_skipped(self, step: int, sampled: int):
+        """Says why a step has no batches; sampled: its tokens."""
         rl = self.settings.rl
         if not sampled:
-            return "all its prompts are longer than sampler.max_prompt"
-        if rl.filter == "solvable":
-            return f"no group is solvable in [{rl.min_solved}, {rl.max_solved}]"
-        return f"no group is {rl.filter}"
+            reason = "all its prompts are longer than sampler.max_prompt"
+        elif rl.filter == "solvable":
+            reason = f"no group is solvable in [{rl.min_solved}, {rl.max_solved}]"
+        else:
+            reason = f"no group is {rl.filter}"
+        self.tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
 
 
 class Forgetful:

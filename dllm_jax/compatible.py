@@ -1,0 +1,188 @@
+"""What keys of several groups of a configuration say to each other.
+
+Each function takes a whole config.Config and raises ValueError, in a line that names a key
+and what it may be, where two groups go ill together. What a key may be by itself, its
+dataclass says.
+"""
+
+from dllm_jax.rl.noise import KINDS
+from dllm_jax.rl.objectives import OBJECTIVES
+
+# Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
+RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
+
+
+def check(cfg):
+    """Raises ValueError for the first that goes ill."""
+    for one in (
+        check_bounds,
+        check_reward,
+        check_gap,
+        check_likelihood,
+        check_rounds,
+        check_value,
+        check_levers,
+    ):
+        one(cfg)
+
+
+def check_gap(cfg):
+    """Raises ValueError where no log-prob was recorded that could be trusted."""
+    if cfg.rl.trusted_gap > 0 and cfg.noise.kind != "trace":
+        raise ValueError(
+            f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
+            f"{cfg.noise.kind!r}; set it to 0"
+        )
+
+
+def check_value(cfg):
+    """Raises ValueError where a value model would see the future; for DPO without anchor."""
+    if cfg.method == "dpo" and not cfg.objective.reference_beta > 0:
+        raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
+    kind = KINDS[cfg.noise.kind]
+    if (
+        cfg.method == "rl"
+        and cfg.rl.value != "none"
+        and (kind.random or cfg.noise.grid == "response")
+    ):
+        raise ValueError(
+            f"rl.value={cfg.rl.value!r}: a value model would see the future with "
+            f"noise.kind={cfg.noise.kind!r} and noise.grid={cfg.noise.grid!r}; set "
+            "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
+        )
+
+
+def check_reward(cfg):
+    """Raises ValueError for what a reward model, or a judge, makes no sense with."""
+    if (cfg.method == "reward") != (cfg.noise.kind == "end"):
+        raise ValueError(
+            "a reward model judges an answer at its end: method='reward' and "
+            "noise.kind='end' go together"
+        )
+    if cfg.method == "reward" and cfg.objective.aggregate != "token":
+        raise ValueError(
+            f"objective.aggregate={cfg.objective.aggregate!r}: pairs of a reward "
+            "model count alike; set it to 'token'"
+        )
+    if cfg.method == "reward" and cfg.data.heldout:
+        raise ValueError(
+            f"data.heldout={cfg.data.heldout!r}: a reward model answers nothing; "
+            "leave it empty"
+        )
+    if cfg.method != "rl" and cfg.reward.split != "none":
+        raise ValueError(
+            f"reward.split={cfg.reward.split!r}: only method='rl' learns from the "
+            f"rewards of chunks, not {cfg.method!r}"
+        )
+    loss = OBJECTIVES[cfg.objective.loss]
+    if cfg.reward.split != "none" and (loss.bounds or loss.answers):
+        raise ValueError(
+            f"reward.split={cfg.reward.split!r}: objective.loss="
+            f"{cfg.objective.loss!r} has one advantage for each answer; set it to "
+            "'policy' or 'dipo'"
+        )
+
+
+def check_bounds(cfg):
+    """Raises ValueError where a loss does not get what it is a loss of."""
+    loss, aggregate = cfg.objective.loss, cfg.objective.aggregate
+    bounds = KINDS[cfg.noise.kind].bounds
+    spg = cfg.method == "rl" and loss == "spg"
+    if (spg or cfg.method == "dpo") and not (bounds and aggregate == "elbo"):
+        raise ValueError(
+            "spg and dpo train evidence bounds: they need noise.kind='subset' and "
+            "objective.aggregate='elbo'"
+        )
+    if cfg.method != "rl" or loss not in ("stable", "sequence"):
+        return
+    if loss == "stable" and not (bounds and aggregate == "elbo_answer"):
+        raise ValueError(
+            "objective.loss='stable' weighs answers by their evidence bounds: it needs "
+            "noise.kind='subset' and objective.aggregate='elbo_answer'"
+        )
+    if loss == "sequence" and aggregate not in RATIOS[bounds]:
+        raise ValueError(
+            f"objective.loss='sequence' with noise.kind={cfg.noise.kind!r}: ratios of "
+            f"answers need objective.aggregate={' or '.join(map(repr, RATIOS[bounds]))}"
+        )
+    if cfg.rl.value != "none":
+        raise ValueError(
+            f"objective.loss={loss!r} has one advantage for each answer; set "
+            "rl.value='none'"
+        )
+
+
+def check_rounds(cfg):
+    """Raises ValueError where picked rounds would not stand for all of them."""
+    if not cfg.noise.rounds:
+        return
+    wrong = {
+        "rl.value": cfg.method == "rl" and cfg.rl.value != "none" and "none",
+        "objective.aggregate": cfg.objective.aggregate == "group" and "token",
+        "objective.likelihood": cfg.objective.likelihood != "tokens" and "tokens",
+        "objective.loss": cfg.objective.loss == "sequence" and "policy",
+        "method": cfg.method != "rl" and "rl",
+    }
+    for key, right in wrong.items():
+        if right:
+            raise ValueError(
+                f"noise.rounds={cfg.noise.rounds} leaves rounds out, which {key} as it "
+                f"is set needs; set {key}={right!r}, or noise.rounds=0"
+            )
+
+
+def check_likelihood(cfg):
+    """Raises ValueError for likelihoods that nothing records."""
+    exact = cfg.objective.likelihood == "selection"
+    traced = (cfg.noise.kind, cfg.noise.shrink, cfg.noise.grid)
+    as_sampled = traced == ("trace", 1, "absolute")
+    if not (exact or cfg.objective.importance_cap):
+        return
+    key = "likelihood='selection'" if exact else "importance_cap"
+    if cfg.method != "rl" or not as_sampled:
+        raise ValueError(
+            f"objective.{key} is of what was sampled: it needs method='rl', "
+            "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
+        )
+    if exact and cfg.rl.trusted_gap > 0:
+        raise ValueError(
+            f"objective.{key}: the sampler does not record the probability of its "
+            "steps; set rl.trusted_gap=0"
+        )
+
+
+def check_levers(cfg):
+    """Raises ValueError where keys of several groups go ill together."""
+    loss = cfg.objective.loss
+    if cfg.rl.epochs > 1 and loss not in ("policy", "sequence"):
+        raise ValueError(
+            f"rl.epochs={cfg.rl.epochs}: objective.loss={loss!r} has no ratio to the policy "
+            "that sampled; it goes with objective.loss='policy' or 'sequence'"
+        )
+    if cfg.rl.target_kl and loss != "policy":
+        raise ValueError(
+            f"rl.target_kl={cfg.rl.target_kl}: objective.loss={loss!r} tells no KL to the "
+            "policy that sampled; it goes with objective.loss='policy'"
+        )
+    if cfg.objective.reference_beta_final >= 0 and (
+        cfg.method != "rl" or OBJECTIVES[loss].answers
+    ):
+        raise ValueError(
+            f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
+            f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
+            "to -1"
+        )
+    if cfg.rl.value_path and cfg.model.lora_rank:
+        raise ValueError(
+            "rl.value_path: with model.lora_rank the value network is adapters on the "
+            "policy's weights, and starts with none"
+        )
+    if cfg.run.export_value and (cfg.method, cfg.rl.value) != ("rl", "own"):
+        raise ValueError(
+            "run.export_value: there is a value network to write only with method='rl' "
+            f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
+        )
+    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
+        raise ValueError(
+            "run.keep_best and run.patience compare evaluations: set data.heldout"
+        )
