@@ -21,7 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
-from dllm_jax.rl import layout, noise, selection
+from dllm_jax.rl import layout, levers, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -31,7 +31,6 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.noise import KINDS
-from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
@@ -287,7 +286,7 @@ class Config:
                 f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
             )
-        check_levers(self)
+        levers.check(self)
         room = self.sampler.slots + self.sampler.block
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
@@ -393,43 +392,6 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
         tree[section][name] = value
         out.append((f"{name}={value:g}", freeze(tree)))
     return out
-
-
-def check_levers(cfg: Config) -> None:
-    """Raises ValueError where keys of several groups go ill together."""
-    loss = cfg.objective.loss
-    if cfg.rl.epochs > 1 and loss not in ("policy", "sequence"):
-        raise ValueError(
-            f"rl.epochs={cfg.rl.epochs}: objective.loss={loss!r} has no ratio to the policy "
-            "that sampled; it goes with objective.loss='policy' or 'sequence'"
-        )
-    if cfg.rl.target_kl and loss != "policy":
-        raise ValueError(
-            f"rl.target_kl={cfg.rl.target_kl}: objective.loss={loss!r} tells no KL to the "
-            "policy that sampled; it goes with objective.loss='policy'"
-        )
-    if cfg.objective.reference_beta_final >= 0 and (
-        cfg.method != "rl" or OBJECTIVES[loss].answers
-    ):
-        raise ValueError(
-            f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
-            f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
-            "to -1"
-        )
-    if cfg.rl.value_path and cfg.model.lora_rank:
-        raise ValueError(
-            "rl.value_path: with model.lora_rank the value network is adapters on the "
-            "policy's weights, and starts with none"
-        )
-    if cfg.run.export_value and (cfg.method, cfg.rl.value) != ("rl", "own"):
-        raise ValueError(
-            "run.export_value: there is a value network to write only with method='rl' "
-            f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
-        )
-    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
-        raise ValueError(
-            "run.keep_best and run.patience compare evaluations: set data.heldout"
-        )
 
 
 def completed(cfg: Config):
