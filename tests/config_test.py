@@ -425,6 +425,7 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
                 "rl.target_kl": 0.1,
                 "objective.loss": "sequence",
                 "objective.aggregate": "sequence",
+                "rl.value": "none",
             },
             "rl.target_kl=0.1: objective.loss='sequence' tells no KL",
         ),
@@ -432,6 +433,7 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
             {
                 "objective.loss": "sequence",
                 "objective.aggregate": "sequence",
+                "rl.value": "none",
                 "objective.reference_beta": 0.1,
                 "objective.reference_beta_final": 0.0,
             },
