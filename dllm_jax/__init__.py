@@ -104,6 +104,9 @@ and for who wants to know how it is fast, or what surrounds it:
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/puzzles.py        puzzles judged by their rules
+    rl/ridge.py                  a critic that reads what the sampler recorded
+    rl/curriculum.py             which problems are asked next
+    rl/best.py                   the best evaluation, which stays
     rl/networks.py               the states that a run trains, from a folder
     rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts

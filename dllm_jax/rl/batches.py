@@ -73,7 +73,6 @@ def of_rollouts(
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
         return metrics, []
-    # Before anything is dealt out: a group's rollouts may end up in several updates.
     earned = earnings(rollouts, keep_n, rl, longest)
 
     # From here on every array has a place for each row of noise.
@@ -88,8 +87,7 @@ def of_rollouts(
     )
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
-    if critic is not None:
-        scores = dataclasses.replace(scores, value_nT=critic.judge(trace, noised))
+    scores = judged_by(critic, scores, trace, noised)
     adv_nT, ret_nT, adv_metrics = advantages(
         take(earned, trajectory_n), answer_nT, noised, scores.value_nT, rl
     )
@@ -201,6 +199,7 @@ class Earned:
 def earnings(rollouts: Rollouts, keep_n, rl: RLConfig, longest: int = 0) -> Earned:
     """Returns what rollouts earn; keep_n: which of them are learned from.
 
+    Before anything is dealt out: a group's rollouts may end up in several updates.
     longest: tokens that an answer may have, for rl.truncated="soft".
     """
     return Earned(
@@ -352,6 +351,13 @@ def scored(
             reference = outputs("reference", placed)
             ref_nT[dealt.row_n] = dealt.scatter(reference["logp"], shape[1])
     return Scores(logp_nT, value_nT, ref_nT, told, np.array(trusted), ahead)
+
+
+def judged_by(critic: Ridge | None, scores: Scores, trace, noised) -> Scores:
+    """Returns the scores with the critic's values, if there is one."""
+    if critic is None:
+        return scores
+    return dataclasses.replace(scores, value_nT=critic.judge(trace, noised))
 
 
 def network_outputs(params: dict, score: Callable, name: str, batch: TrainBatch):

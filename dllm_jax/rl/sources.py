@@ -268,7 +268,7 @@ class RL:
                 keep_n = batches.teaching(rollouts, settings.rl)
                 rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
             metrics |= process.summary(rollouts.chunks)
-        told = []
+        told, dropped = [], []
         with tools.timer("score"):
             how = {
                 "rl": settings.rl,
@@ -290,7 +290,6 @@ class RL:
                 critic=self.critic,
                 **how,
             )
-            dropped = []
             if settings.rl.value_all and complete:
                 dropped = batches.of_dropped(judged(rollouts, settings.rl), rng, **how)
         if told and settings.rl.value == "none":
