@@ -66,8 +66,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    whole = dataclasses.replace(cfg.reward, split="none")  # nobody learns from chunks
-    grader = rewards.grader(cfg.rl.reward, whole, tok)
+    # Nobody learns from chunks here: their judge is not asked.
+    grader = rewards.grader(
+        cfg.rl.reward, dataclasses.replace(cfg.reward, split="none"), tok
+    )
     asked = asked_of(cfg, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)
