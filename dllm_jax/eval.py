@@ -66,7 +66,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    # Nobody learns from chunks here.
+    # Nobody learns from chunks here: their judge is not asked.
     grader = rewards.grader(
         cfg.rl.reward, dataclasses.replace(cfg.reward, split="none"), tok
     )
