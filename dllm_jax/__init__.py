@@ -49,7 +49,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
     3  models
     2  pallas_kernels, viewer
     1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
-    0  checks, limits, records, exits
+    0  checks, limits, records, exits, images
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 
