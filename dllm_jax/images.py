@@ -15,8 +15,6 @@ import warnings
 import numpy as np
 from PIL import Image
 
-from dllm_jax import checks
-
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # At most: 0.2 GB as bytes of three colours. A photograph of a telephone has 12 to 50
 # million; a larger one would be shrunk a hundredfold before a model sees it.
@@ -30,20 +28,23 @@ def inside(path, root) -> pathlib.Path:
     root: the folder that files must not leave, by "..", as an absolute path or by a link;
     None: the working folder, and any file may be named. Raises ValueError.
     """
-    if not isinstance(path, str | os.PathLike) or not checks.suits(str(path), str):
-        raise ValueError(f"image {checks.shown(path)}: it must be a file's path")
-    if not str(path):
-        raise ValueError("image '': the path is empty")
+    name = named(path)
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ValueError(f"{name}: it must be a file's path")
     base = pathlib.Path(root or ".").resolve()
     try:
         file = (base / path).resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
-        raise ValueError(f"image {checks.shown(str(path))}: {error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a NUL
+        raise ValueError(f"{name}: {error}") from None
     if root is not None and not file.is_relative_to(base):
-        raise ValueError(
-            f"image {checks.shown(str(path))} is outside of the image root {base}"
-        )
+        raise ValueError(f"{name} is outside of the image root {base}")
     return file
+
+
+def named(path) -> str:
+    """Returns what a message calls an image."""
+    text = repr(str(path)).encode(errors="backslashreplace").decode()
+    return f"image {text}"[:300]
 
 
 def read(path, *, root=None) -> np.ndarray:
@@ -54,7 +55,7 @@ def read(path, *, root=None) -> np.ndarray:
     held is not obeyed. Raises ValueError, of one line that names the file, for one that is
     missing, damaged, too large or of no known format.
     """
-    file, name = inside(path, root), f"image {checks.shown(str(path))}"
+    file, name = inside(path, root), named(path)
     try:
         kind = file.stat().st_mode
     except (OSError, ValueError) as error:
