@@ -29,7 +29,7 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     R  rows and positions, flattened
     U  supervised seats of a packed row
     C  rank of an adapter
-    M  soft tokens: reserved for images
+    M  soft tokens: rows of the table of images' parts
     n  items on the host: prompts, trajectories
     m  microbatches
     h  pairs of rotary dimensions

@@ -7,6 +7,7 @@ Letters: w the width in pixels, h the height.
 """
 
 import hashlib
+import math
 import os
 import pathlib
 import stat
@@ -106,3 +107,29 @@ def mark(rgb: np.ndarray) -> str:
     digest = hashlib.sha256(repr(rgb.shape).encode())
     digest.update(np.ascontiguousarray(rgb))
     return digest.hexdigest()[:32]
+
+
+def tiles(rgb: np.ndarray, canvas: tuple[int, int], side: int) -> np.ndarray:
+    """Returns an image as tiles [1 + tiles of the canvas, 3, side, side], uint8.
+
+    The first is all of it, squeezed into a square. The others, row by row, are those of a
+    black canvas of (width, height), in whose middle it lies as large as it can.
+    """
+    image, (wide, high) = Image.fromarray(rgb), canvas
+    wider, higher = wide / image.width, high / image.height
+    if wider < higher:
+        size = wide, min(math.ceil(image.height * wider), high)
+    else:
+        size = min(math.ceil(image.width * higher), wide), high
+    board = Image.new("RGB", canvas, (0, 0, 0))
+    corner = (wide - size[0]) // 2, (high - size[1]) // 2
+    board.paste(image.resize(size, Image.Resampling.BICUBIC), corner)
+    whole = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
+    parts = np.asarray(board).reshape(high // side, side, wide // side, side, 3)
+    parts = parts.transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 3)
+    return np.concatenate([whole[None], parts]).transpose(0, 3, 1, 2)
+
+
+def normalized(pixels: np.ndarray) -> np.ndarray:
+    """Returns pixels of 0..255 as f32 in [-1, 1]."""
+    return (pixels.astype(np.float32) * np.float32(1 / 255) - 0.5) / 0.5
