@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from dllm_jax import command_line, config, data, exits, folder, sharding
 from dllm_jax.models import hf
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import SamplerConfig
@@ -369,6 +370,22 @@ def main(argv: list[str] | None = None):
         answer(prompt, options, exits.StopSignal())
 
 
+def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
+    """Returns (prompt ids, their lines) of the prompt, which has none, or of the file.
+
+    reader: models.vision.prompts.Reader of a model that looks; path: the model's folder.
+    """
+    if options.image and reader is None:
+        raise ValueError(
+            f"--image=FILE: {str(path)!r} is no model that looks at images"
+        )
+    if prompt is None:
+        return read(options.prompts, tok, model.vocab, reader)
+    if tok is None:
+        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
+    return [turn(tok, prompt, reader and reader.of_files(options.image, None))], []
+
+
 def answer(prompt: str | None, options, stop):
     """Answers the prompt, or those of the file.
 
@@ -386,17 +403,7 @@ def answer(prompt: str | None, options, stop):
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
     else:
         sink = Terminal(options.out)
-    reader = given.model.reader(model)
-    if options.image and reader is None:
-        raise ValueError(
-            f"--image=FILE: {str(path)!r} is no model that looks at images"
-        )
-    if prompt is None:
-        prompts, rows = read(options.prompts, tok, model.vocab, reader)
-    elif tok is None:
-        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
-    else:
-        prompts = [turn(tok, prompt, reader and reader.of_files(options.image, None))]
+    prompts, rows = asked(prompt, options, given.model.reader(model), path, model, tok)
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)
