@@ -330,6 +330,17 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
         )
 
 
+def rounded(longest: int, block: int) -> int:
+    """Returns for how long prompts the sampler is made: whole blocks that hold `longest`.
+
+    Up to 32, 64, 128 ... 512 positions or a multiple of 512, so that what is compiled for
+    one prompt serves the next.
+    """
+    size = max(longest, 32)
+    unit = min(1 << (size - 1).bit_length(), 512)
+    return -(-(-(-size // unit) * unit) // block) * block
+
+
 class Settings(NamedTuple):
     """The groups of the configuration that have an effect here."""
 
@@ -412,11 +423,11 @@ def answer(prompt: str | None, options, stop):
     longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
     cfg = dataclasses.replace(
         cfg,
-        max_prompt=-(-longest // cfg.block) * cfg.block,
+        max_prompt=rounded(longest, cfg.block),
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
-    for line in (*config.too_long(cfg.slots, model), *checked):
+    for line in (*config.too_long(longest + cfg.max_new, model), *checked):
         print(line, file=sys.stderr)
     answerer, params = placement.loaded(
         path,

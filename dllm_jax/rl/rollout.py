@@ -61,18 +61,19 @@ def graded(
     )
     if grades.reward_nT is not None:
         raise ValueError("rl.reward: rewards of tokens are not learned from yet")
-    every = {"": grades.reward_n} | grades.parts
-    for name, own_n in every.items():
+
+    def settled(own_n):
         reward_n = np.zeros(len(texts), np.float32)
         reward_n[share] = own_n
         reward_n = sharding.gathered(reward_n)
         reward_n[trace.len_B == 0] = 0
         if truncated_wrong:
             reward_n[~trace.stopped_B] = 0
-        every[name] = reward_n
-    reward_n = every.pop("")
+        return reward_n
+
+    reward_n = settled(grades.reward_n)
     late_n = np.isnan(reward_n)
-    parts = {name: np.nan_to_num(x_n) for name, x_n in every.items()}
+    parts = {name: np.nan_to_num(settled(x_n)) for name, x_n in grades.parts.items()}
     return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts)
 
 
@@ -174,11 +175,11 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     trace = rollouts.trace
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
+    judged_n = ~rollouts.late_n
 
     def judged(value_n) -> float:
-        return float(value_n[~rollouts.late_n].mean()) if answers_judged else 0.0
+        return float(value_n[judged_n].mean()) if judged_n.any() else 0.0
 
-    answers_judged = not rollouts.late_n.all()
     return {
         "reward": judged(rollouts.reward_n),
         "accuracy": judged(rollouts.solved_n),

@@ -89,9 +89,8 @@ class Tools:
     grader: Grader
     truncated_wrong: bool  # an answer cut at its limit earns nothing
     timer: Timer
-    stop: Callable[
-        [], bool
-    ]  # whether a signal came; every process asks it equally often
+    # Whether a signal came; every process asks it equally often.
+    stop: Callable[[], bool]
     say: Callable[[str], None]
     folder: pathlib.Path
     samples: int  # rollouts of a step to write there
