@@ -115,12 +115,14 @@ def resident(
     states: as `plan` takes them; reference: whether the policy of the start is scored.
     """
     frozen = checkpoint(model, mesh) if model.lora or reference else ()
-    images = look.abstract(model, mesh) if model.soft else ()
+    images = {}
+    if model.soft:
+        images = {"images": memory.array_bytes(look.abstract(model, mesh))}
     return {
         "parameters": memory.array_bytes([state.params for state in states.values()]),
         "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
         "frozen": memory.array_bytes(frozen),
-        "images": memory.array_bytes(images),
+        **images,
     }
 
 

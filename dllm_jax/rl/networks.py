@@ -163,7 +163,7 @@ class Weights:
     like: transformer.Params  # what samples, as shapes: see models/acting.py
     seen: Seen | None = None  # the images of what is scored
 
-    def seeing(self, seen: Seen | None) -> "Weights":
+    def seeing(self, seen: Seen) -> "Weights":
         """Returns the same weights, with other images."""
         return dataclasses.replace(self, seen=seen)
 

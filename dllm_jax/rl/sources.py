@@ -222,7 +222,7 @@ class RL:
                 ),
                 as_sampled=settings.noise.kind == "trace",
                 objective=settings.objective,
-                params=weights.seeing(table and table.seen).scoring(),
+                params=seeing(weights, table).scoring(),
                 pack=self.pack,
                 score=score,
                 mesh=tools.mesh,
@@ -400,6 +400,11 @@ def check_tiles(prompts, count: int, settings: Settings, tools: Tools) -> None:
         )
 
 
+def seeing(weights: Weights, table: Table | None) -> Weights:
+    """Returns weights that see the images of a table, where there is one."""
+    return weights if table is None else weights.seeing(table.seen)
+
+
 def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
     """Returns the examples of these rows, with their images as rows of the table."""
     some = batches.take(examples, row_n)
@@ -486,8 +491,7 @@ def noised_batch(
     table = source.tools.look([source.examples.prompts[row] for row in row_n])
     examples = placed(source.examples, row_n, table, settings.model.vocab)
     if weights is not None:
-        scoring = weights.seeing(table and table.seen).scoring()
-        score = functools.partial(score, scoring)
+        score = functools.partial(score, seeing(weights, table).scoring())
     rng = np.random.default_rng([settings.seed, step])
     metrics, complete = batches.of_examples(
         examples,
