@@ -251,6 +251,8 @@ class Looker:
         """reader: models.vision.prompts.Reader, or None for a model that does not look."""
         self.reader, self.path, self.cfg = reader, path, cfg
         self.root = cfg.image_root or os.path.dirname(path) or "."
+        if reader is not None and not os.path.isdir(self.root):
+            raise ValueError(f"data.image_root={self.root!r} is no folder")
         self.skipped, self.count = [], 0
 
     def rows(self):
