@@ -313,8 +313,8 @@ class Examples:
     step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
     len_B: np.ndarray  # of the answers
-    # As they were read: of a model that looks they know their images.
-    prompts: tuple = flax.struct.field(pytree_node=False, default=())
+    # Of each prompt, for a model that looks; (): none has any. Not dealt out with the rows.
+    pictures: tuple = flax.struct.field(pytree_node=False, default=())
 
 
 class Example(NamedTuple):
@@ -511,6 +511,7 @@ def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
     """Returns examples as rows of `slots` positions, filled up with pads."""
     tokens_BT = np.full((len(examples), slots), pad, np.int32)
     step_BT = np.zeros((len(examples), slots), np.int32)
+    pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
         tokens_BT[i, :end] = example.prompt + example.answer
@@ -520,7 +521,7 @@ def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
         step_BT=step_BT,
         prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
         len_B=np.array([len(x.answer) for x in examples], np.int32),
-        prompts=tuple(x.prompt for x in examples),
+        pictures=pictures if any(pictures) else (),
     )
 
 

@@ -36,7 +36,7 @@ from dllm_jax import data
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision.look import Eyes, Table
-from dllm_jax.models.vision.prompts import Reader, pictures_of
+from dllm_jax.models.vision.prompts import Prompt, Reader, pictures_of
 from dllm_jax.rl import batches, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
@@ -170,7 +170,8 @@ class RL:
             tools.grader,
             tools.reader,
         )
-        check_tiles([x.prompt_ids for x in self.problems], rl.prompts, settings, tools)
+        pictures = [pictures_of(problem.prompt_ids) for problem in self.problems]
+        check_tiles(pictures, rl.prompts, settings, tools)
         rollout.report_long(
             self.problems, sampler.max_prompt, tools.say, settings.data.train
         )
@@ -380,18 +381,21 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Exam
         reader=tools.reader,
     )
     count = settings.sft_examples * (2 if pairs else 1)
-    check_tiles(examples.prompts, count, settings, tools)
+    check_tiles(examples.pictures, count, settings, tools)
     tools.say(
         f"{len(examples.len_B)} examples, {dropped} empty or too long and left out"
     )
     return examples
 
 
-def check_tiles(prompts, count: int, settings: Settings, tools: Tools) -> None:
-    """Raises ValueError where the images of `count` prompts may not fit into a table."""
+def check_tiles(pictures, count: int, settings: Settings, tools: Tools) -> None:
+    """Raises ValueError where the images of `count` prompts may not fit into a table.
+
+    pictures: those of each prompt.
+    """
     if tools.reader is None:
         return
-    tiles = [sum(x.tiles for x in set(pictures_of(prompt))) for prompt in prompts]
+    tiles = [sum(picture.tiles for picture in set(own)) for own in pictures]
     most = sum(sorted(tiles)[-count:])
     if most > settings.model.tiles:
         raise ValueError(
@@ -407,13 +411,13 @@ def seeing(weights: Weights, table: Table | None) -> Weights:
 
 def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
     """Returns the examples of these rows, with their images as rows of the table."""
-    some = batches.take(examples, row_n)
-    if table is None:
+    some = batches.take(examples, row_n).replace(pictures=())
+    if table is None or not examples.pictures:
         return some
     tokens_BT = some.tokens_BT.copy()
-    for i, row in enumerate(row_n):
-        prompt = examples.prompts[row]
-        tokens_BT[i, : len(prompt)] = table.placed(prompt, vocab)
+    for i, (row, count) in enumerate(zip(row_n, some.prompt_len_B, strict=True)):
+        prompt = Prompt(tokens_BT[i, :count].tolist(), examples.pictures[row])
+        tokens_BT[i, :count] = table.placed(prompt, vocab)
     return some.replace(tokens_BT=tokens_BT)
 
 
@@ -488,7 +492,9 @@ def noised_batch(
     learner.score, where the examples are pairs; None where they are not.
     """
     settings = source.settings
-    table = source.tools.look([source.examples.prompts[row] for row in row_n])
+    pictures = source.examples.pictures
+    shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
+    table = source.tools.look(shown)
     examples = placed(source.examples, row_n, table, settings.model.vocab)
     if weights is not None:
         score = functools.partial(score, seeing(weights, table).scoring())

@@ -120,7 +120,7 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
         )
 
     found, dropped = examples(rows)
-    assert [len(x.pictures) for x in found.prompts] == [1, 1, 0] and dropped == 0
+    assert [len(x) for x in found.pictures] == [1, 1, 0] and dropped == 0
     told = capsys.readouterr().err
     assert "2 of 5 records are skipped" in told
     assert "record 2: image 'half.png' cannot" in told
