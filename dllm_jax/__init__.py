@@ -85,6 +85,11 @@ and for who wants to know how it is fast, or what surrounds it:
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
+    models/vision/soft.py        what a model reads of an image: rows of a table
+    models/vision/siglip.py      the tower that makes features of it
+    models/vision/look.py        a step's images, each seen once
+    sampling/looking.py          an answerer of prompts with images, before another
+    images.py                    image files to pixels, with bounded memory
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
     rl/rewards/__init__.py       what judges answers, by name and weight
