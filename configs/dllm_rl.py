@@ -71,6 +71,12 @@ TEMPLATES = {
 # What LLaDA-V's prompts take besides words: an image has up to 3,800 positions.
 WITH_IMAGES = 4608
 
+CODE = (
+    "{question}\nPut the whole program into one ```python block; it reads with input() "
+    "and writes with print()."
+)
+REWARDS = {"math": "math", "code": "code", "option": "choice"}
+
 
 def counterpart(table: dict, value, key: str):
     """Returns the table's entry; raises ValueError with the known values."""
@@ -114,7 +120,7 @@ def looks(raw: dict) -> bool:
 
 def model_base(value, key, raw) -> Row:
     """Returns how a model is asked, and what else its kind decides."""
-    leaves = {"data.template": counterpart(TEMPLATES, value, key)}
+    leaves = dict(template(value, key, raw).leaves)
     boxed = raw.get("reward.answer_must_in_box", raw.get("answer_must_in_box", True))
     if looks(raw) and not boxed:
         leaves["data.template"] = "{question}"
@@ -123,12 +129,10 @@ def model_base(value, key, raw) -> Row:
     return Row(leaves=leaves)
 
 
-def data_type(value, key, raw) -> Row:
-    """Returns what grades answers, and the groups that are learned from."""
+def images_type(value, key, raw) -> Row:
+    """Returns what grades answers about images, and the groups that are learned from."""
     if value != "mmu":
-        return only("math", why="answers are graded as rl.reward says, math").make(
-            value, key, raw
-        )
+        return data_type(value, key, raw)
     leaves = {"rl.reward": "choice"}
     if "rollout.num_task_per_step" in raw:
         leaves |= {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
@@ -240,6 +244,66 @@ def as_trained(value, key, raw) -> Row:
     return Row(why=AS_TRAINED, same=value in (None, usual, [usual]))
 
 
+def template(value, key, raw) -> Row:
+    """Returns the template of a family's prompts, or that of programs."""
+    chosen = counterpart(TEMPLATES, value, key)
+    code = raw.get("dataset.data_type") == "code"
+    return Row(leaves={"data.template": CODE if code else chosen})
+
+
+def data_type(value, key, raw) -> Row:
+    """Returns the grader; programs' rewards are shares of tests, and none is penalised."""
+    leaves = {"rl.reward": counterpart(REWARDS, value, key)}
+    if value != "code":
+        return Row(leaves=leaves)
+    leaves["rl.truncated_wrong"] = False
+    if "training.method" in raw:
+        leaves["rl.filter"] = "varied"
+    why = (
+        "prompts ask for a program that reads and prints; where records ask for functions, "
+        "set data.template"
+    )
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def judge(value, key, raw) -> Row:
+    """Returns the judge of chunks, whose verdicts alone are learned from, as there."""
+    if value is None:
+        return Row(why="there is no judge: answers have their outcome alone")
+    leaves = {
+        "reward.judge.at": value,
+        "reward.split": "tokens",
+        "reward.tail": raw["rollout.block_size"],
+        "rl.outcome": 0.0,
+    }
+    why = (
+        "the engine samples the judge beside the policy, in one process; where it is "
+        "served, reward.judge.at is its URL. It is asked the same in other words"
+    )
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def judged(leaf: str) -> Row:
+    """Returns the row of a key that says how the judge is asked."""
+
+    def make(value, key, raw) -> Row:
+        if raw.get("model.process_reward_model") is None:
+            return Row(why="there is no judge")
+        return Row(ours=(leaf,))
+
+    return Row(make=make)
+
+
+def judge_prompt(value, key, raw) -> Row:
+    """Returns the longest question to a judge: what its longest answer leaves of all."""
+    if raw.get("model.process_reward_model") is None:
+        return Row(why="there is no judge")
+    room = int(value) - int(raw["rollout.reward_model.max_generation_token"])
+    if room < 1:
+        raise ValueError(f"{key}={value} leaves no room beside max_generation_token")
+    return Row(leaves={"reward.judge.prompt": room})
+
+
 def kl_weight(value, key, raw) -> Row:
     """Returns beta, and where attention is full that it weighs another sum."""
     if attends_fully(raw) and value:
@@ -292,8 +356,6 @@ AS_TRAINED = (
 ONE_RUN = Row(why="one process samples, grades, trains and evaluates")
 LAUNCH = Row(why="launch/ starts the processes; mesh.* says how devices are used")
 FIXED = Row(why="the run folder has fixed names: checkpoints/ and export/")
-NO_JUDGE = "rewards come from graders; there is no process reward"
-JUDGE = Row(why=NO_JUDGE)
 THEIRS_TOO = Row(why="the rollout's is used, there as here")
 BOX = Row(why="data.template asks for it")
 NO_CACHE = "LLaDA-V's rollouts have no cache; sampler.cache can"
@@ -332,7 +394,7 @@ COMMON = {
     "model.model_base": Row(make=model_base),
     "model_base": Row(make=model_base),
     **all_of("model", FIXED, "optimized_name", "optimized_value_name"),
-    "dataset.data_type": Row(make=data_type),
+    "dataset.data_type": Row(make=images_type),
     "dataset.image_root": Row(ours=("data.image_root",)),
     "dataset.add_think_prompt": only(False, None, why=CHAT),
     **all_of("reward", BOX, "answer_must_in_box"),
@@ -340,10 +402,16 @@ COMMON = {
     "reward.strict_len_check": Row(ours=("rl.truncated_wrong",)),
     **all_of("model", Row(make=of_codes), "vq_model_path", "image_resolution"),
     **dict.fromkeys(("vq_model_path", "image_resolution"), Row(make=of_codes)),
-    **all_of("model", JUDGE, "process_reward_chunk_size", "clip_model_path"),
+    "model.process_reward_chunk_size": Row(
+        why="reward.* says how answers are split for a judge", same=False
+    ),
+    "model.clip_model_path": Row(why="captions are not scored by CLIP", same=False),
     **all_of("rollout", HOOKS, "use_fast_dllm", "use_dllm_cache", "transfer_ratio"),
     **all_of("rollout", HOOKS, "prompt_interval_steps", "gen_interval_steps"),
-    "execute.num_chunk": Row(why="no code is executed"),
+    "execute.num_chunk": Row(
+        why="reward.workers is how many programs run at once; by default one less than "
+        "there are cores"
+    ),
     **all_of("wandb", BOARD, "entity", "resume", "run_id"),
     **all_of(
         "system",
@@ -448,7 +516,7 @@ RL = (
         "experiment.train_value_every": only(1, why="the value model always trains"),
         "experiment.checkpoints_total_limit": Row(ours=("run.keep",)),
         "model.value_base_model": Row(why="the value model starts from model.path"),
-        "model.process_reward_model": only(None, why=NO_JUDGE),
+        "model.process_reward_model": Row(make=judge),
         "dataset.train_dataset": dataset("data.train"),
         "dataset.optimization_data": Row(why="rollouts do not pass through a file"),
         "training.max_gen_length": Row(make=cut_short),
@@ -474,11 +542,15 @@ RL = (
         "evaluation.temperature": Row(ours=("eval.temperature",)),
         "evaluation.num_response_per_task": only(1, why=AS_TRAINED),
     }
-    | all_of(
+    | under(
         "rollout.reward_model",
-        JUDGE,
-        *("reward_chunk_length", "k_sample", "max_model_len", "max_generation_token"),
-        "temperature",
+        {
+            "reward_chunk_length": judged("reward.chunk"),
+            "k_sample": judged("reward.judge.votes"),
+            "max_model_len": Row(make=judge_prompt),
+            "max_generation_token": judged("reward.judge.tokens"),
+            "temperature": judged("reward.judge.temperature"),
+        },
     )
 )
 SFT = (

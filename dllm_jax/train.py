@@ -88,7 +88,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What it learns from, and what it is evaluated on ----------------------------
     samples = method.samples or bool(cfg.data.heldout)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok)
     for line in grader.begin() if samples else ():
         say(line)
     tools = sources.Tools(

@@ -170,6 +170,8 @@ VALUES = """
     eval.problems -1
     eval.temperature nan inf -1
     eval.answers 0
+    eval.best nan inf -1 101
+    eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2
     mesh.model 0 -2 3

@@ -7,6 +7,9 @@ from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
+# What programs take as an array, a number for each row: no value compiles anything anew.
+TRACED = ("threshold", "entropy_bound")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
@@ -82,6 +85,17 @@ class SamplerConfig:
                 f"{self.target!r}: neg_entropy needs one below 0 (nats), random needs "
                 "strategy='static'"
             )
+
+    @property
+    def static(self):
+        """The same for programs: nothing in it tells what is TRACED."""
+        return dataclasses.replace(self, threshold=-1.0, entropy_bound=0.0)
+
+    @property
+    def filters_draws(self) -> bool:
+        """Whether tokens are taken for what was drawn: see confidence.Target."""
+        of_draw = TARGETS[self.target].of_draw or self.pad_penalty > 1
+        return STRATEGIES[self.strategy].ranks and of_draw
 
     @property
     def slots(self) -> int:

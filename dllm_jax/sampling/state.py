@@ -32,6 +32,10 @@ class SamplingState:
     live_B: jax.Array
     bad_B: jax.Array  # it met a number that is not finite, and ended there
     temperature_B: jax.Array
+    threshold_B: (
+        jax.Array | None
+    )  # these two: in place of SamplerConfig's; None: as it is
+    entropy_bound_B: jax.Array | None
     key_B: jax.Array
     cache: KVCache
 
@@ -99,7 +103,18 @@ def no_answer(slots: int) -> Answer:
     )
 
 
-def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: int):
+def begin(
+    prompt_BT,
+    prompt_len_B,
+    limit_B,
+    temperature_B,
+    key_B,
+    cache,
+    slots: int,
+    *,
+    threshold_B,
+    entropy_bound_B,
+):
     """Returns rows of `slots` positions whose prompt is given and whose rest is masked.
 
     `prompt_BT` holds each prompt from position 0 on; what lies beyond `prompt_len` is
@@ -125,6 +140,8 @@ def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: 
         live_B=prompt_len_B > 0,
         bad_B=jnp.zeros_like(prompt_len_B, bool),
         temperature_B=temperature_B,
+        threshold_B=threshold_B,
+        entropy_bound_B=entropy_bound_B,
         key_B=key_B,
         cache=cache,
     )
