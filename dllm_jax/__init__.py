@@ -29,7 +29,7 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     R  rows and positions, flattened
     U  supervised seats of a packed row
     C  rank of an adapter
-    M  soft tokens: reserved for images
+    M  soft tokens: rows of the table of images' parts
     n  items on the host: prompts, trajectories
     m  microbatches
     h  pairs of rotary dimensions
@@ -49,7 +49,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
     3  models
     2  pallas_kernels, viewer
     1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
-    0  checks, limits, records, exits, statistics
+    0  checks, limits, records, exits, statistics, images
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 
@@ -86,6 +86,11 @@ and for who wants to know how it is fast, or what surrounds it:
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
+    models/vision/soft.py        what a model reads of an image: rows of a table
+    models/vision/siglip.py      the tower that makes features of it
+    models/vision/look.py        a step's images, each seen once
+    sampling/looking.py          an answerer of prompts with images, before another
+    images.py                    image files to pixels, with bounded memory
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
     rl/beside.py                 graded while others are sampled

@@ -21,6 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
+from dllm_jax.models.vision import prompts
 from dllm_jax.rl import layout, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -64,6 +65,12 @@ class ModelArgs:
     lora_alpha: float = 32.0  # they are added with weight alpha / rank
     # Such as ("wq", "wv"); (): every projection, but for those of routed experts.
     lora_targets: tuple[str, ...] = ()
+    # Tiles of the images that are looked at together, such as a step's: a table's size. Of
+    # a model with a vision tower; an image of 640 x 480 pixels has five. 0: no images.
+    tiles: int = 40
+    tower: bool = False  # trains the vision tower, too; its projector always is
+    # Of a text's newline behind an image. False: dropped, as LLaDA-V's own sampler does.
+    keep_newline: bool = True
 
     @property
     def lora(self) -> Lora | None:
@@ -85,11 +92,20 @@ class ModelArgs:
             remat="none" if self.remat == "auto" else self.remat,  # train.py chooses
             kernels=self.kernels,
             lora=self.lora,
+            tiles=self.tiles if model.vision else 0,
+            train_tower=bool(model.vision) and self.tower,
         )
+
+    def reader(self, model: ModelConfig) -> prompts.Reader | None:
+        """Returns what reads images for the model that a checkpoint becomes, if it looks."""
+        if not model.soft:
+            return None
+        return prompts.Reader(model, keep_newline=self.keep_newline)
 
     def __post_init__(self):
         checks.fields(
             self,
+            tiles=">= 0, <= 100000",
             dtype=("bfloat16", "float32"),
             remat=("auto", *REMAT),
             kernels=pallas_kernels.CHOICES,
@@ -98,6 +114,11 @@ class ModelArgs:
             lora_alpha="> 0",
         )
         self.lora  # noqa: B018  (refuses what is wrong)
+        if self.tower and (self.lora_rank or not self.tiles):
+            raise ValueError(
+                "model.tower=True trains all of a vision tower: it needs model.lora_rank=0 "
+                "and model.tiles above 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,6 +330,8 @@ def completed(cfg: Config):
     path = hf.find(cfg.model.path)
     stored = hf.read_config(path)
     model = cfg.model.adapted(stored)
+    if cfg.model.tower and not model.vision:
+        raise ValueError(f"model.tower=True: {path} has no vision tower")
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(

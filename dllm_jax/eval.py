@@ -30,7 +30,7 @@ from dllm_jax import command_line, config, data, exits, metrics, processes, shar
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rewards, rollout, scores
-from dllm_jax.sampling import answers, placement, state
+from dllm_jax.sampling import answers, looking, placement, state
 from dllm_jax.viewer import compare, traces
 
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
@@ -70,7 +70,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     grader = rewards.grader(
         cfg.rl.reward, dataclasses.replace(cfg.reward, split="none"), tok
     )
-    asked = asked_of(cfg, tok, say, grader)
+    asked = asked_of(cfg, tok, say, grader, cfg.model.reader(model))
     for setting in settings:
         check_same(setting.sink, asked)
     for line in grader.begin():
@@ -133,6 +133,8 @@ def streams_of(cfg: config.Config, model, mesh, say):
 
     def stream(own: config.Config):
         made = answers.answerer(model=model, cfg=own.sampler, mesh=answerer.mesh)
+        if isinstance(answerer, looking.Looking):
+            made = looking.Looking(made, answerer.eyes)
         return functools.partial(
             made.stream,
             params,
@@ -186,14 +188,14 @@ def leave_sweep(
     return told
 
 
-def asked_of(cfg: config.Config, tok, say, grader) -> list[data.Problem]:
+def asked_of(cfg: config.Config, tok, say, grader, reader) -> list[data.Problem]:
     """Returns the problem of each answer; says how many of them are too long.
 
     Raises ValueError where there are none.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader)
     problems = problems[: cfg.eval.problems or None]
     for number, problem in enumerate(problems if cfg.eval.by else (), 1):
         with data.of_record(cfg.data.heldout, number):

@@ -42,7 +42,7 @@ from dllm_jax.rl import (
     rewards,
     sources,
 )
-from dllm_jax.sampling import placement
+from dllm_jax.sampling import looking, placement
 from dllm_jax.viewer import leave
 
 RESUME = (
@@ -102,6 +102,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say=say,
         folder=folder,
         samples=cfg.run.samples if main else 0,
+        reader=cfg.model.reader(model),
     )
     problems = heldout.sets(settings, tools)
     source = method(settings, tools)
@@ -180,6 +181,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     champion = best.Best(cfg.run.keep_best, cfg.run.patience, meta.get("best"))
     resolved = dataclasses.asdict(cfg)
     run.begin(resolved, defaults or dataclasses.asdict(config.Config()), mesh)
+    tools.eyes = networks.eyes(cfg.model.path, model, mesh)
+    if tools.eyes:
+        tools.answerer = looking.Looking(sampling.answerer, tools.eyes)
     reference = None
     if source.reference:
         reference = networks.reference(cfg.model.path, model, mesh, base)
@@ -255,10 +259,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
                 say(line)
         if step_batches.batches:
             with timer("update"):
-                updates, trained_on = [], []
+                updates, trained_on, table = [], [], step_batches.table
+                beside = networks.beside(base, table and table.seen)
                 for names, batch in source.passes(step, step_batches):
                     moved = {name: states[name] for name in names}
-                    moved, told = trainers[names](moved, batch, base, watch.limits())
+                    moved, told = trainers[names](moved, batch, beside, watch.limits())
                     states = states | moved
                     updates.append(told)
                     trained_on.append(batch)

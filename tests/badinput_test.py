@@ -93,6 +93,8 @@ VALUES = """
     model.mask_id 112 -2 2147483648
     model.lora_rank -1 99999999999
     model.lora_alpha nan inf 0 -1
+    model.tiles -1 2147483648
+    model.tower True
     data.template none
     data.post_num -2 2147483648
     data.seed -1 2147483648

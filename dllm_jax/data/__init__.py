@@ -48,6 +48,10 @@ class DataConfig:
     # The template is all of the prompt, chat tokens too; {prefix} is a field of the record,
     # with which the answer begins.
     raw: bool = False
+    image: str = (
+        "image"  # field with an image's path, or several; of a model that looks
+    )
+    image_root: str = ""  # the folder that images must not leave; "": the dataset's
     # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
     # sampler meets whenever an answer ends inside one; none if the answer has a trace.
     post_num: int = -1
@@ -73,6 +77,10 @@ class Problem:
     begun: str = ""  # how the answer begins, which the prompt says already
 
 
+class Unreadable(ValueError):
+    """An image that cannot be read: its record is left out, and said to be."""
+
+
 class BadGold(ValueError):
     """A gold answer that nobody can judge by."""
 
@@ -82,6 +90,8 @@ def of_record(path: str, number: int):
     """Names the record in a ValueError that is raised inside."""
     try:
         yield
+    except Unreadable:  # said with its record by whoever leaves it out
+        raise
     except ValueError as error:
         raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
 
@@ -182,13 +192,15 @@ def content(given) -> str:
     return "".join(part["text"] for part in given)
 
 
-def render(tok, messages: list[dict]) -> list[int]:
+def render(tok, messages: list[dict], shown=None) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
-    Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
+    shown: models.vision.prompts.Shown of its images, for a model that looks. Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
     are no messages.
     """
     messages = conversation(messages)
+    if shown is not None:
+        messages = shown.messages(messages)
     name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
         raise ValueError(f"{name} has no chat template")
@@ -204,7 +216,7 @@ def render(tok, messages: list[dict]) -> list[int]:
     except Exception as error:  # noqa: BLE001 (whatever its author wrote)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name}: its chat template fails: {reason}") from None
-    ids = ids_of(tok, written)
+    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
     if tok.unk_token_id is not None and tok.unk_token_id in ids:
         warn_unknown(tok, written)
     return ids
@@ -235,8 +247,11 @@ def ids_of(tok, text: str) -> list[int]:
     return tok(text, add_special_tokens=False)["input_ids"]
 
 
-def ask(tok, cfg: DataConfig, question: str, prefix: str = "") -> list[int]:
-    """Returns the prompt ids of one question. prefix: how its answer begins."""
+def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> list[int]:
+    """Returns the prompt ids of one question.
+
+    prefix: how its answer begins; shown: see `render`.
+    """
     if not question.strip():
         raise ValueError("the question is empty")
     if cfg.raw:
@@ -244,23 +259,67 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "") -> list[int]:
         parts = re.split(r"(\{question\}|\{prefix\})", cfg.template)
         return ids_of(tok, "".join(known.get(part, part) for part in parts))
     content = cfg.template.replace("{question}", question)
-    return render(tok, [{"role": "user", "content": content}])
+    return render(tok, [{"role": "user", "content": content}], shown)
 
 
-def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
+class Looker:
+    """Shows the images of one dataset's records, and leaves out those that it cannot.
+
+    Without a reader nothing is shown, and what records say of images is nobody's affair.
+    """
+
+    def __init__(self, reader, path: str, cfg: DataConfig):
+        """reader: models.vision.prompts.Reader, or None for a model that does not look."""
+        self.reader, self.path, self.cfg = reader, path, cfg
+        self.root = cfg.image_root or os.path.dirname(path) or "."
+        if reader is not None and not os.path.isdir(self.root):
+            raise ValueError(f"data.image_root={self.root!r} is no folder")
+        self.skipped, self.count = [], 0
+
+    def rows(self):
+        """Yields (a record's number, the record, its images) of those that can be shown."""
+        for number, row in enumerate(records(self.path), 1):
+            self.count = number
+            shown = None
+            try:
+                if self.reader is not None:
+                    with of_record(self.path, number):
+                        shown = self.reader.shown(row, self.cfg.image, self.root)
+            except Unreadable as error:
+                self.skipped.append(f"record {number}: {error}")
+                continue
+            yield number, row, shown
+        self.report()
+
+    def report(self):
+        """Says which records were left out; raises ValueError where all were."""
+        if not self.skipped:
+            return
+        more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
+        line = (
+            f"dataset {self.path!r}: {len(self.skipped)} of {self.count} records are "
+            f"skipped, as an image cannot be read: {'; '.join(self.skipped[:8])}{more}"
+        )
+        if len(self.skipped) == self.count:
+            raise ValueError(line)
+        warn(line)
+
+
+def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
     grader: the Grader that they are for (rl.rewards); it refuses problems that it cannot
-    judge by. None is graded here: a run may begin with thousands of problems.
+    judge by. None is graded here: a run may begin with thousands of problems. reader: see
+    Looker.
     """
     out = []
     sets.check(path)
-    for number, row in enumerate(records(path), 1):
+    for number, row, shown in Looker(reader, path, cfg).rows():
         with of_record(path, number):
             question = text(row, cfg.question)
             answer = text(row, cfg.answer) if grader.gold else ""
             begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
-            prompt = ask(tok, cfg, question, begun)
+            prompt = ask(tok, cfg, question, begun, shown)
             problem = Problem(prompt, question, answer, row, begun=begun)
             try:
                 grader.check(problem)
@@ -278,6 +337,8 @@ class Examples:
     step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
     len_B: np.ndarray  # of the answers
+    # Of each prompt, for a model that looks; (): none has any. Not dealt out with the rows.
+    pictures: tuple = flax.struct.field(pytree_node=False, default=())
 
 
 class Example(NamedTuple):
@@ -288,12 +349,13 @@ class Example(NamedTuple):
     step: list[int]
 
 
-def supervised(row: dict, tok, cfg: DataConfig):
+def supervised(row: dict, tok, cfg: DataConfig, shown=None):
     """Returns (prompt ids, [its answer, text or ids]) of an SFT record.
 
     It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
     of question and response; or dLLM-RL's `prompt` and `response`, which are tokenised as
-    they are, chat tokens and all.
+    they are, chat tokens and all, unless the model looks: then they are what the user says.
+    shown: see `render`.
     """
     if "response_ids" in row:
         prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
@@ -302,11 +364,13 @@ def supervised(row: dict, tok, cfg: DataConfig):
         *before, last = conversation(row["messages"])
         if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
-        return render(tok, before), [last["content"]]
-    if "prompt" in row and cfg.question not in row:
+        return render(tok, before, shown), [last["content"]]
+    if "prompt" not in row or cfg.question in row:
+        prompt = ask(tok, cfg, text(row, cfg.question), shown=shown)
+    elif shown is None:
         prompt = ids_of(tok, text(row, "prompt"))
     else:
-        prompt = ask(tok, cfg, text(row, cfg.question))
+        prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
     return prompt, [text(row, cfg.response)]
 
 
@@ -344,7 +408,7 @@ def steps_of(row: dict, answer: list[int]) -> list[int]:
     return [step - min(steps) + 1 for step in steps]
 
 
-def preference(row: dict, tok, cfg: DataConfig):
+def preference(row: dict, tok, cfg: DataConfig, shown=None):
     """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
 
     `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
@@ -368,8 +432,8 @@ def preference(row: dict, tok, cfg: DataConfig):
     if answers[0] == answers[1]:
         raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
     if isinstance(prompt, list):
-        return render(tok, prompt), answers
-    return ask(tok, cfg, text(row, "prompt")), answers
+        return render(tok, prompt, shown), answers
+    return ask(tok, cfg, text(row, "prompt"), shown=shown), answers
 
 
 def examples(
@@ -385,6 +449,7 @@ def examples(
     mask: int = -1,
     pairs: bool = False,
     traced: bool = False,
+    reader=None,
 ):
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
@@ -394,14 +459,15 @@ def examples(
     block: positions of a block,
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
+    reader: see Looker.
     """
     read = preference if pairs else supervised
     kept, dropped = [], 0
     sets.check(path)
-    for number, row in enumerate(records(path), 1):
+    for number, row, shown in Looker(reader, path, cfg).rows():
         candidates = []
         with of_record(path, number):
-            prompt, answers = read(row, tok, cfg)
+            prompt, answers = read(row, tok, cfg, shown)
             for answer in answers:
                 example = example_of(row, prompt, answer, tok, end=end, traced=traced)
                 free = slots - length(example)
@@ -458,7 +524,8 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         raise ValueError(
             f"its answer has the mask token, {mask}, which stands for none"
         )
-    if max(example.prompt + example.answer) >= vocab:
+    images = sum(x.rows for x in getattr(example.prompt, "pictures", ()))
+    if max(example.prompt) >= vocab + images or max(example.answer, default=0) >= vocab:
         raise ValueError(
             f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
             "another model's trace or tokenizer?"
@@ -469,6 +536,7 @@ def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
     """Returns examples as rows of `slots` positions, filled up with pads."""
     tokens_BT = np.full((len(examples), slots), pad, np.int32)
     step_BT = np.zeros((len(examples), slots), np.int32)
+    pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
         tokens_BT[i, :end] = example.prompt + example.answer
@@ -478,6 +546,7 @@ def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
         step_BT=step_BT,
         prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
         len_B=np.array([len(x.answer) for x in examples], np.int32),
+        pictures=pictures if any(pictures) else (),
     )
 
 

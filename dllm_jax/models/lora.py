@@ -40,7 +40,7 @@ def specs(tree: dict, cfg: Lora) -> dict:
     An expert's own weights (moe.DISPATCHED) have none. Raises ValueError naming a target
     that no layer has.
     """
-    stacks = {name: node for name, node in tree.items() if isinstance(node, dict)}
+    stacks = {name: tree[name] for name in ("first", "layers") if name in tree}
     weights = sorted(
         {name for node in stacks.values() for name in node if name.startswith("w")}
     )
@@ -72,10 +72,10 @@ def specs(tree: dict, cfg: Lora) -> dict:
 def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:
     """Returns the parameters of the whole tower, in which adapted weights are Adapted.
 
-    Without adapters (cfg None, and so no base) these are `trained`.
+    Without adapters (cfg None) these are `trained`, beside what else the base has: images.
     """
     if cfg is None:
-        return trained
+        return trained if base is None else base | trained
     joined = base | trained
     for name, pairs in trained.items():
         if isinstance(pairs, dict):

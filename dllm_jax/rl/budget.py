@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from dllm_jax import memory
 from dllm_jax.models import acting, lora, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import look
+from dllm_jax.rl import networks
 from dllm_jax.rl.learner import TrainState
 from dllm_jax.sampling.placement import Placement
 
@@ -50,13 +52,18 @@ def plan(
     Raises ValueError, with the settings to change, where a program does not even compile.
     """
     base = checkpoint(model, mesh) if model.lora else None
+    if model.soft:
+        base = networks.beside(base, look.abstract(model, mesh))
     always, phases = resident(states, model, mesh, reference=source.reference), {}
     if sampling is not None:
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
         always["rows and pages"] = memory.array_bytes(between_calls)
         stacked = lora.join(base, states["policy"].params, model.lora)
+        shown = sampling.weights.get("soft", ())  # a table, made for sampling
         phases["rollout"] = {
-            "weights": memory.array_bytes(acting.fresh(stacked, sampling.weights)),
+            "weights": memory.array_bytes(
+                (acting.fresh(stacked, sampling.weights), shown)
+            ),
             "activations": program_bytes(lowered, "rollout"),
         }
     batch = source.blank()
@@ -111,10 +118,17 @@ def resident(
     states: as `plan` takes them; reference: whether the policy of the start is scored.
     """
     frozen = checkpoint(model, mesh) if model.lora or reference else ()
+    images = {}
+    if model.soft:
+        plain = dataclasses.replace(model, lora=None)
+        parts = transformer.abstract(plain, mesh, model.dtype, ("vision",))
+        tower = () if model.train_tower else parts["vision"]
+        images["images"] = memory.array_bytes((look.abstract(model, mesh), tower))
     return {
         "parameters": memory.array_bytes([state.params for state in states.values()]),
         "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
         "frozen": memory.array_bytes(frozen),
+        **images,
     }
 
 

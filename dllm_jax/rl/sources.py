@@ -41,6 +41,8 @@ import numpy as np
 from dllm_jax import data, sharding
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.look import Eyes, Table
+from dllm_jax.models.vision.prompts import Prompt, Reader, pictures_of
 from dllm_jax.rl import (
     batches,
     bounds,
@@ -66,6 +68,7 @@ from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.looking import Looking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,13 @@ class Tools:
     folder: pathlib.Path
     samples: int  # rollouts of a step to write there
     # Where it samples is decided, and compiled, when all that it asks has been read.
-    answerer: answers.Batches | answers.Engine | None = None
+    answerer: answers.Batches | answers.Engine | Looking | None = None
+    reader: Reader | None = None  # of a model that looks at images
+    eyes: Eyes | None = None  # what looks, once there are weights
+
+    def look(self, prompts) -> Table | None:
+        """Returns the table of a step's images; None for a model that does not look."""
+        return self.eyes.look(prompts) if self.eyes else None
 
     def answered(
         self, params, problems, group_n, key, *, temperature: float, timer, stop=None
@@ -138,6 +147,7 @@ class StepBatches(NamedTuple):
     sampled: int | None = None  # tokens; None where a step samples nothing
     taken: int | None = None  # items of the data; None: the source's taken_per_step
     dropped: tuple[TrainBatch, ...] = ()  # of which a value network alone learns
+    table: Table | None = None  # of the images that the batches show
 
     def rates(self, seconds: dict[str, float]) -> dict[str, float]:
         """Returns the sampled tokens per second of each phase; {} without sampling.
@@ -269,13 +279,14 @@ class RL:
                 rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
             metrics |= process.summary(rollouts.chunks)
         told, dropped = [], []
+        table = tools.look([x.prompt_ids for x in problems])
         with tools.timer("score"):
             how = {
                 "rl": settings.rl,
                 "noised": noise.noised(
                     rollouts.trace, settings.noise, settings.layout, rng
                 ),
-                "params": weights.scoring(),
+                "params": seeing(weights, table).scoring(),
                 "pack": self.pack,
                 "score": score,
                 "mesh": tools.mesh,
@@ -301,7 +312,7 @@ class RL:
             self.say_skipped(step, sampled)
         complete = [self.anchored(batch, step) for batch in complete]
         dropped = tuple(self.anchored(batch, step) for batch in dropped)
-        return StepBatches(metrics | learned, complete, sampled, used, dropped)
+        return StepBatches(metrics | learned, complete, sampled, used, dropped, table)
 
     @property
     def memory(self) -> dict:
@@ -442,8 +453,7 @@ class SFT(Forgetful):
         chosen = in_order(
             self.settings, self.sizes, taken, self.taken_per_step, self.weights
         )
-        examples = batches.take(self.examples, chosen)
-        return noised_batch(self, step, examples)
+        return noised_batch(self, step, chosen)
 
 
 class DPO(Forgetful):
@@ -483,9 +493,8 @@ class DPO(Forgetful):
         chosen = in_order(
             self.settings, self.sizes, taken, self.taken_per_step, self.weights
         )
-        examples = batches.take(self.examples, batches.rows_of(chosen, 2))
-        asked = functools.partial(score, weights.scoring())
-        return noised_batch(self, step, examples, score=asked, compare=self.compare)
+        rows = batches.rows_of(chosen, 2)
+        return noised_batch(self, step, rows, weights, score, self.compare)
 
     def compare(self, outputs, share_nT, len_n):
         """Returns bounds.preference_factors of what policy and reference say."""
@@ -533,9 +542,14 @@ def read_problems(settings: Settings, tools: Tools):
     weights = data.mixture(settings.data.train)
     files = []
     for path in weights:
-        files.append(data.problems(path, tools.tok, settings.data, tools.grader))
+        files.append(
+            data.problems(path, tools.tok, settings.data, tools.grader, tools.reader)
+        )
         rollout.report_long(files[-1], settings.sampler.max_prompt, tools.say, path)
     problems = [problem for file in files for problem in file]
+    pictures = [pictures_of(problem.prompt_ids) for problem in problems]
+    most = settings.rl.max_prompts or settings.rl.prompts
+    check_tiles(pictures, most, settings, tools)
     return list(weights.values()), problems, [len(file) for file in files]
 
 
@@ -588,13 +602,57 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool):
             slots=settings.sampler.slots,
             pairs=pairs,
             traced=settings.noise.kind == "trace",
+            reader=tools.reader,
         )
         files.append(examples)
         left_out += dropped
     sizes = [len(file.len_B) for file in files]
+    count = settings.sft_examples * (2 if pairs else 1)
+    examples = joined(files)
+    check_tiles(examples.pictures, count, settings, tools)
     tools.say(f"{sum(sizes)} examples, {left_out} empty or too long and left out")
-    joined = jax.tree.map(lambda *x: np.concatenate(x), *files)
-    return joined, sizes, list(weights.values())
+    return examples, sizes, list(weights.values())
+
+
+def joined(files: list[data.Examples]) -> data.Examples:
+    """Returns the examples of several files as those of one."""
+    pictures = [own for x in files for own in x.pictures or ((),) * len(x.len_B)]
+    plain = [file.replace(pictures=()) for file in files]
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *plain)
+    return whole.replace(pictures=tuple(pictures) if any(pictures) else ())
+
+
+def check_tiles(pictures, count: int, settings: Settings, tools: Tools) -> None:
+    """Raises ValueError where the images of `count` prompts may not fit into a table.
+
+    pictures: those of each prompt.
+    """
+    if tools.reader is None:
+        return
+    tiles = [sum(picture.tiles for picture in set(own)) for own in pictures]
+    most = sum(sorted(tiles)[-count:])
+    if most > settings.model.tiles:
+        raise ValueError(
+            f"model.tiles={settings.model.tiles}: the images of {count} prompts, a step's, "
+            f"may be cut into {most} tiles; set it to {most}"
+        )
+
+
+def seeing(weights: Weights, table: Table | None) -> Weights:
+    """Returns weights that see the images of a table, where there is one."""
+    return weights if table is None else weights.seeing(table.seen)
+
+
+def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
+    """Returns the examples of these rows, with their images as rows of the table."""
+    some = batches.take(examples, row_n).replace(pictures=())
+    if table is None or not examples.pictures:
+        return some
+    tokens_BT = some.tokens_BT.copy()
+    for i, (row, count) in enumerate(zip(row_n, some.prompt_len_B, strict=True)):
+        prompt = Prompt(tokens_BT[i, :count].tolist(), examples.pictures[row])
+        tokens_BT[i, :count] = table.placed(prompt, vocab)
+    return some.replace(tokens_BT=tokens_BT)
 
 
 def most_steps(examples: data.Examples, settings: Settings) -> int:
@@ -665,14 +723,25 @@ def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
 
 
 def noised_batch(
-    source, step: int, examples: data.Examples, score=None, compare=None
+    source,
+    step: int,
+    row_n,
+    weights: Weights | None = None,
+    score=None,
+    compare=None,
 ) -> StepBatches:
     """Returns the batch of a source's examples with noise of this step's own.
 
-    score: learner.score, bound to the weights, where the examples are pairs; compare: how
-    these are told apart. See batches.of_examples.
+    row_n: which of its examples. weights, score: the networks, and learner.score, where the
+    examples are pairs; compare: how these are told apart. See batches.of_examples.
     """
     settings = source.settings
+    pictures = source.examples.pictures
+    shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
+    table = source.tools.look(shown)
+    examples = placed(source.examples, row_n, table, settings.model.vocab)
+    if weights is not None:
+        score = functools.partial(score, seeing(weights, table).scoring())
     rng = np.random.default_rng([settings.seed, step])
     metrics, complete = batches.of_examples(
         examples,
@@ -683,4 +752,4 @@ def noised_batch(
         score=score,
         compare=compare,
     )
-    return StepBatches(metrics, complete)
+    return StepBatches(metrics, complete, table=table)

@@ -26,6 +26,9 @@ class SamplerConfig:
     rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
     pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
     entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
+    # Once a block has a stop token, only positions before the first are unmasked: so does
+    # LLaDA-V. False: all of the block, as the others do.
+    before_stop: bool = False
     cache: str = "auto"  # a key of POLICIES; "auto": the exact one of the family
     horizon: int = 0  # "prefix": positions after the block that a step re-runs, too
     temperature: float = 1.0  # 0 takes the arg-max

@@ -1,0 +1,1 @@
+"""What images become: a tower's features, or codes of a vocabulary."""

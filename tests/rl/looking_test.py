@@ -1,0 +1,125 @@
+"""Runs of a model that looks: RL that ends and goes on, and SFT of the vision tower too."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests import served
+from tests.models.vision import common
+
+SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
+FLAGS = f"{served.HASTY} --xla_force_host_platform_device_count="
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, four pictures and train.jsonl about them."""
+    folder = tmp_path_factory.mktemp("place")
+    common.folder(folder / "model")
+    rows = [{"question": "No picture?", "answer": "A", "response": "B"}]
+    rows += [{"question": "Lost?", "answer": "A", "response": "B", "image": "no.png"}]
+    for i, size in enumerate(SIZES):
+        common.picture(folder / f"{i}.png", size, seed=i)
+        row = {"question": f"Which, {i}?", "answer": "A", "response": "ABBA"}
+        rows.append(row | {"image": f"{i}.png"})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "train.jsonl").write_text(text)
+    return folder
+
+
+def run(place, folder, *overrides, devices=1) -> str:
+    """Runs a training to its end; returns what it printed."""
+    keys = [
+        f"model.path={place / 'model'}",
+        f"data.train={place / 'train.jsonl'}",
+        f"run.folder={folder}",
+        f"run.compile_cache={place / 'compiled'}",
+        *("model.dtype=float32", "model.tiles=20", "model.remat=none"),
+        *("sampler.max_prompt=250", "sampler.max_new=8", "sampler.block=8"),
+        *("sampler.rows=8", "sampler.before_stop=True", "sampler.threshold=0.3"),
+        *("batch.rows=4", "batch.tokens=320", "run.samples=2"),
+        *overrides,
+    ]
+    command = served.start(
+        "dllm_jax.train",
+        [
+            f"--config={served.ROOT / 'configs' / 'smoke.py'}",
+            *(f"--config.{x}" for x in keys),
+        ],
+        env={"XLA_FLAGS": f"{FLAGS}{devices}"},
+    )
+    told, _ = command.communicate(timeout=900)
+    assert command.returncode == 0, told
+    return told
+
+
+def metrics(folder) -> list[dict]:
+    """Returns the rows of metrics, without what a clock decides."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: x for k, x in json.loads(line).items() if "second" not in k}
+        for line in lines
+    ]
+
+
+def weights(folder) -> dict:
+    """Returns the exported tensors."""
+    return safetensors.numpy.load_file(folder / "export" / "model.safetensors")
+
+
+def moved(place, folder) -> set[str]:
+    """Returns which parts of the model a run has changed."""
+    before = safetensors.numpy.load_file(place / "model" / "model.safetensors")
+    after = weights(folder)
+    assert before.keys() <= after.keys()
+    changed = {name for name, x in before.items() if (x != after[name]).any()}
+    parts = ("mm_projector", "image_newline", "vision_tower", "embed_tokens", "lm_head")
+    return {part for part in parts if any(part in name for name in changed)}
+
+
+def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
+    keys = [
+        *("rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.updates=1"),
+        *("rl.value=head", "rl.advantage=center", "rl.filter=varied"),
+        *("rl.truncated="graded"", "data.heldout=", "run.keep=3"),
+        "rl.reward=tests.models.vision.common:variety",
+    ]
+    told = run(place, tmp_path / "one", *keys)
+    assert "1 of 6 records are skipped" in told and "image 'no.png'" in told
+    rows = metrics(tmp_path / "one")
+    assert [row["step"] for row in rows] == [1, 2], rows
+    # Training sees what sampling saw, images too.
+    assert min(row["groups_kept"] for row in rows) > 0, told
+    assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+    learned = {"mm_projector", "image_newline", "embed_tokens", "lm_head"}
+    assert moved(place, tmp_path / "one") == learned
+    samples = (tmp_path / "one" / "samples" / "step_000001.jsonl").read_text()
+    shown = [json.loads(line).get("images") for line in samples.splitlines()]
+    assert any(images and "mark" in images[0] for images in shown)
+
+    # As if the process had been killed after the first step.
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for newest in (tmp_path / "two" / "checkpoints").glob("*2"):
+        shutil.rmtree(newest)
+    lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines(True)
+    (tmp_path / "two" / "metrics.jsonl").write_text(lines[0])
+    shutil.rmtree(tmp_path / "two" / "export")
+    assert "after step 1" in run(place, tmp_path / "two", *keys)
+    assert metrics(tmp_path / "two") == rows
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        np.testing.assert_array_equal(one[name], two[name], err_msg=name)
+
+
+def test_sft_trains_the_tower_where_it_is_asked_on_any_devices(place, tmp_path):
+    keys = ["method=sft", "sft.steps=1", "sft.examples=4", "data.heldout="]
+    keys += ["noise.kind=bernoulli", "model.tower=True", "batch.rows=8"]
+    for devices in (1, 8):
+        run(place, tmp_path / f"{devices}", *keys, devices=devices)
+        assert {"vision_tower", "mm_projector"} <= moved(place, tmp_path / f"{devices}")
+    one, many = (metrics(tmp_path / name)[0] for name in ("1", "8"))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert one[name] == pytest.approx(many[name], rel=1e-4), name
