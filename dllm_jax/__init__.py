@@ -13,7 +13,7 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     D  model width
     F  feed-forward width
     V  vocabulary
-    N  query heads
+    N  query heads, or codes of an image
     K  heads of keys and values
     G  query heads that share a key head, N / K
     H  head dimension
@@ -28,11 +28,11 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     A  pages of a row
     R  rows and positions, flattened
     U  supervised seats of a packed row
-    C  rank of an adapter
+    C  rank of an adapter, or channels of an image
     M  soft tokens: reserved for images
     n  items on the host: prompts, trajectories
     m  microbatches
-    h  pairs of rotary dimensions
+    h  pairs of rotary dimensions, or rows of pixels
 
 A digit is that size: `words_B2`. Any other small letter is a file's own, and a line of
 that file's docstring says so, as in
@@ -85,6 +85,7 @@ and for who wants to know how it is fast, or what surrounds it:
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
+    models/vision/magvit.py      images to codes, and back
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
     rl/rewards/__init__.py       what judges answers, by name and weight

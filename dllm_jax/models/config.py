@@ -66,6 +66,9 @@ class ModelConfig:
     router_best_groups: int = 1
     block: int = 4  # positions denoised together, on the absolute grid pos // block
     mask_id: int = 151669
+    # Of the ids that may be drawn the first, and the one behind the last; (): all but the
+    # mask. Softmaxes of sampling and training are over these.
+    drawn: tuple[int, ...] = ()
     eos_id: int = 151643
     pad_id: int = 151643
     dtype: str = "bfloat16"  # of computation; parameters keep their own
@@ -91,6 +94,10 @@ class ModelConfig:
             router_groups=">= 1",
             router_best_groups=">= 1",
         )
+        if self.drawn and not (
+            len(self.drawn) == 2 and 0 <= self.drawn[0] < self.drawn[1] <= self.vocab
+        ):
+            raise checks.Refused("drawn", f"={self.drawn}: a range of 0..{self.vocab}")
         if self.dense_layers and self.sparse_step > 1:
             raise ValueError("dense layers come first, or between others, but not both")
 

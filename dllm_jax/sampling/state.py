@@ -99,8 +99,19 @@ def no_answer(slots: int) -> Answer:
     )
 
 
-def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: int):
+def begin(
+    prompt_BT,
+    prompt_len_B,
+    limit_B,
+    temperature_B,
+    key_B,
+    cache,
+    slots: int,
+    tail: tuple[int, ...] = (),
+):
     """Returns rows of `slots` positions whose prompt is given and whose rest is masked.
+
+    tail: ids that are given from the limit on.
 
     `prompt_BT` holds each prompt from position 0 on; what lies beyond `prompt_len` is
     ignored. A row of prompt length 0 is a filler and never lives.
@@ -108,10 +119,15 @@ def begin(prompt_BT, prompt_len_B, limit_B, temperature_B, key_B, cache, slots: 
     pad = slots - prompt_BT.shape[1]
     tokens_BT = jnp.pad(prompt_BT, ((0, 0), (0, pad)))
     given_BT = jnp.arange(slots)[None] < prompt_len_B[:, None]
+    tokens_BT = jnp.where(given_BT, tokens_BT, 0)
+    behind_BT = jnp.arange(slots)[None] - limit_B[:, None]
+    for place, token in enumerate(tail):
+        tokens_BT = jnp.where(behind_BT == place, token, tokens_BT)
+        given_BT |= behind_BT == place
     zero_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
     zero_B = jnp.zeros_like(prompt_len_B)
     return SamplingState(
-        tokens_BT=jnp.where(given_BT, tokens_BT, 0),
+        tokens_BT=tokens_BT,
         step_BT=jnp.where(given_BT, GIVEN, jnp.int32(FAR)),
         logp_BT=zero_BT,
         conf_BT=zero_BT,

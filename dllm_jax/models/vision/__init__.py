@@ -1,0 +1,1 @@
+"""What models see with: towers whose features are soft tokens, and a tokenizer of images."""
