@@ -29,7 +29,7 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     R  rows and positions, flattened
     U  supervised seats of a packed row
     C  rank of an adapter, or channels of an image
-    M  soft tokens: reserved for images
+    M  soft tokens: rows of the table of images' parts
     n  items on the host: prompts, trajectories
     m  microbatches
     h  pairs of rotary dimensions, or rows of pixels
@@ -49,7 +49,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
     3  models
     2  pallas_kernels, viewer
     1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
-    0  checks, limits, records, exits
+    0  checks, limits, records, exits, images
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 

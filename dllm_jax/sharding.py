@@ -20,7 +20,7 @@ AXES = ("data", "fsdp", "model")
 # inner widths of feed-forwards (an expert's and the shared experts' too), experts, and the
 # vocabulary. Of two such letters in one array the first takes the axis.
 MODEL = dict.fromkeys(("N", "K", "F", "I", "Z", "E", "V"), "model")
-PARAM = {"D": "fsdp"} | MODEL
+PARAM = {"D": "fsdp", "e": "fsdp"} | MODEL  # e: the width of a vision tower
 # Rows, rows x positions flattened, and pages: each device has pages of its own.
 ACT = dict.fromkeys(("B", "R", "P"), ("data", "fsdp")) | MODEL
 

@@ -6,6 +6,7 @@ A family is a value of these fields plus a row of `families.py`, never a class.
 import dataclasses
 
 from dllm_jax import checks
+from dllm_jax.models.vision.config import VisionConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +76,13 @@ class ModelConfig:
     remat: str = "none"  # a key of transformer.REMAT: what the backward pass recomputes
     kernels: str = "auto"  # one of pallas_kernels.CHOICES
     lora: Lora | None = None  # then only its adapters (and value heads) are parameters
+    vision: VisionConfig | None = None  # the tower beside this one: see vision/soft.py
+    soft: int = 0  # ids behind the vocabulary, which stand for parts of images
 
     def __post_init__(self):
         sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "block")
         counts = ("ffw", "positions", "experts_per_token", "expert_ffw")
-        counts += ("shared_experts", "dense_layers", "eos_id", "pad_id")
+        counts += ("shared_experts", "dense_layers", "eos_id", "pad_id", "soft")
         checks.fields(
             self,
             **dict.fromkeys(sizes, ">= 1"),
@@ -112,6 +115,7 @@ class ModelConfig:
         return {
             "L": tuple(last_of_step),
             "Y": tuple(i for i in range(self.layers) if i not in last_of_step),
+            **(self.vision.layer_numbers if self.vision else {}),
         }
 
     @property
@@ -130,4 +134,7 @@ class ModelConfig:
             "I": self.expert_ffw,
             "Z": self.shared_experts * self.expert_ffw,
             "C": self.lora.rank if self.lora else 0,
+            "M": self.soft,
+            "o": self.d_model,  # the inner width of an image's projector
+            **(self.vision.sizes if self.vision else {}),
         }

@@ -11,6 +11,7 @@ import pathlib
 from dllm_jax import records
 from dllm_jax.checks import Refused, one_of, shown, suits
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import config as vision
 
 # ---- Names: our parameter -> the checkpoint's tensor -----------------------------------
 
@@ -61,6 +62,37 @@ LLADA_NAMES = {  # those of OLMo, from whose code LLaDA's is made
     "norm": "model.transformer.ln_f.weight",
     "head": "model.transformer.ff_out.weight",
     "value": "value_head.weight",
+}
+SIGLIP_LAYER = "encoder.layers.{}."
+SIGLIP_NAMES = {
+    "patch": "embeddings.patch_embedding.weight",
+    "b_patch": "embeddings.patch_embedding.bias",
+    "position": "embeddings.position_embedding.weight",
+    "layers.attn_norm": SIGLIP_LAYER + "layer_norm1.weight",
+    "layers.attn_norm_bias": SIGLIP_LAYER + "layer_norm1.bias",
+    "layers.wq": SIGLIP_LAYER + "self_attn.q_proj.weight",
+    "layers.bq": SIGLIP_LAYER + "self_attn.q_proj.bias",
+    "layers.wk": SIGLIP_LAYER + "self_attn.k_proj.weight",
+    "layers.bk": SIGLIP_LAYER + "self_attn.k_proj.bias",
+    "layers.wv": SIGLIP_LAYER + "self_attn.v_proj.weight",
+    "layers.bv": SIGLIP_LAYER + "self_attn.v_proj.bias",
+    "layers.wo": SIGLIP_LAYER + "self_attn.out_proj.weight",
+    "layers.bo": SIGLIP_LAYER + "self_attn.out_proj.bias",
+    "layers.ffw_norm": SIGLIP_LAYER + "layer_norm2.weight",
+    "layers.ffw_norm_bias": SIGLIP_LAYER + "layer_norm2.bias",
+    "layers.w_up": SIGLIP_LAYER + "mlp.fc1.weight",
+    "layers.b_up": SIGLIP_LAYER + "mlp.fc1.bias",
+    "layers.w_down": SIGLIP_LAYER + "mlp.fc2.weight",
+    "layers.b_down": SIGLIP_LAYER + "mlp.fc2.bias",
+}
+LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
+LLAVA_NAMES = LLAMA_NAMES | {
+    "projector.w_in": "model.mm_projector.0.weight",
+    "projector.b_in": "model.mm_projector.0.bias",
+    "projector.w_out": "model.mm_projector.2.weight",
+    "projector.b_out": "model.mm_projector.2.bias",
+    "newline": "model.image_newline",
+    **{f"vision.{key}": LLAVA_TOWER + name for key, name in SIGLIP_NAMES.items()},
 }
 LLADA2_ATTENTION_NAMES = {  # the same in the dense layers and in those with experts
     "attn_norm": "model.layers.{}.input_layernorm.weight",
@@ -158,6 +190,15 @@ NEEDED = {
 
 LLAMA_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 QWEN_MOE_PLAIN = LLAMA_PLAIN | {"mlp_only_layers": []}
+LLAVA_PLAIN = LLAMA_PLAIN | {
+    "mm_patch_merge_type": "spatial_unpad",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_resampler_type": None,
+    "mm_use_im_patch_token": False,
+    "mm_use_im_start_end": False,
+    "mm_vision_select_feature": "patch",
+    "mm_vision_select_layer": -2,
+}
 LLADA2_PLAIN = LLAMA_PLAIN | {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -192,6 +233,7 @@ class Family:
     names: dict = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
     fields: dict = dataclasses.field(default_factory=lambda: LLAMA_FIELDS)
     plain: dict = dataclasses.field(default_factory=lambda: LLAMA_PLAIN)
+    unread: str = r"rotary_emb\.inv_freq$"
 
 
 LLADA = Family(
@@ -219,6 +261,8 @@ LLADA2 = Family(
 #          other in that tensor, in the order of the table.
 # fields   what config.json tells. An export writes DIFFUSION_FIELDS under these keys.
 # plain    keys that are refused when they say anything else.
+# unread   a regular expression: tensors that have it in their names are exported as they
+#          were, and nothing is computed with them.
 FAMILIES = {
     "sdar": Family(),  # and TraDo
     "sdar_moe": Family(
@@ -226,6 +270,17 @@ FAMILIES = {
     ),
     "llada": LLADA,
     "mmada": LLADA,  # the vocabulary ends with the image codes
+    "llava_llada": Family(  # LLaDA-V
+        assumed={
+            "attention": "full",
+            "block": 32,
+            "qk_norm": False,
+            "mask_id": 126336,
+        },
+        names=LLAVA_NAMES,
+        plain=LLAVA_PLAIN,
+        unread=r"rotary_emb\.inv_freq$|vision_model\.post_layernorm\.|vision_model\.head\.",
+    ),
     "llada2_moe": LLADA2,
     "llada2_moe_veomni": dataclasses.replace(LLADA2, names=LLADA2_MERGED_NAMES),
     # Qwen2.5 that fills the whole canvas; DiffuCoder is one too.
@@ -271,6 +326,17 @@ FAMILIES = {
     ),
 }
 ATTENTIONS = ("block", "full", "causal")  # see mask.clean
+SIGLIP = Family(
+    names={key: "vision_model." + name for key, name in SIGLIP_NAMES.items()},
+    # Of the layers the last is not run; which that is, depends on the tower.
+    unread=r"^(text_model|logit_)|vision_model\.(post_layernorm|head|encoder\.layers\.\d+)\.",
+)
+
+
+def family_of(cfg) -> Family:
+    """Returns the row of a ModelConfig or VisionConfig."""
+    return SIGLIP if cfg.family in vision.TOWERS else FAMILIES[cfg.family]
+
 
 # ---- config.json -----------------------------------------------------------------------
 
@@ -297,7 +363,7 @@ def read_json(file: pathlib.Path) -> dict:
 
 
 def read_config(folder: pathlib.Path) -> ModelConfig:
-    """Returns the ModelConfig of a folder's config.json.
+    """Returns the ModelConfig of a folder's config.json; of SigLIP's the VisionConfig.
 
     Raises ValueError naming what is missing or not supported.
     """
@@ -306,6 +372,8 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
     raw = read_json(file)
     kind = raw.get("model_type")
+    if kind in vision.TOWERS:
+        return vision.of_siglip(raw, file)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"{folder}: model_type {shown(kind)} is not supported; supported are "
@@ -327,6 +395,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             rope_llama3=rope_llama3,
             eos_id=eos_id,
             pad_id=eos_id if pad_id is None else pad_id,
+            vision=vision.of_llava(raw, file) if "newline" in family.names else None,
             **fields,
         )
     except Refused as error:
@@ -490,6 +559,10 @@ def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfi
 
     Raises ValueError naming the field of the model's configuration.
     """
+    if cfg.family in vision.TOWERS:
+        raise ValueError(
+            f"model.path: a vision tower, {cfg.family}, is no language model"
+        )
     one_of("model.attention", attention or cfg.attention, ATTENTIONS)
     if shift not in (-1, 0, 1):
         raise ValueError(f"model.shift={shift}: 0 or 1, or -1 for the checkpoint's")

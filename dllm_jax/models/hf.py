@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import zlib
 
@@ -28,10 +29,10 @@ import safetensors.numpy
 from dllm_jax import exits, sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.families import FAMILIES, changes, read_config, read_json
-from dllm_jax.models.vision import magvit
+from dllm_jax.models.families import changes, family_of, read_config, read_json
+from dllm_jax.models.vision import magvit, siglip
 
-DERIVED = "rotary_emb.inv_freq"  # stored in some checkpoints, never read
+HEADS = ("lm", "value", "vision")  # all that a checkpoint may have
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,7 +42,7 @@ OTHER_NAMES = ("pytorch_model.safetensors", "diffusion_pytorch_model.safetensors
 #   read(raw) -> its config, of what config.json says
 #   shapes(cfg) -> {tensor name: shape}
 #   IGNORED: how the names of tensors begin that it does not need
-VISION = {magvit.KIND: magvit}
+AUTOENCODERS = {magvit.KIND: magvit}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -153,9 +154,13 @@ def leaves(cfg: ModelConfig, heads):
     Each {} in a name stands for one leading dimension of the parameter: a layer, then an
     expert.
     """
-    flat = jax.tree_util.tree_leaves_with_path(transformer.specs(cfg, heads))
+    if isinstance(cfg, ModelConfig):
+        tree = transformer.specs(cfg, heads)
+    else:
+        tree = transformer.declared(siglip.PARAMETERS)
+    flat = jax.tree_util.tree_leaves_with_path(tree)
     declared = {".".join(p.key for p in path): (path, spec) for path, spec in flat}
-    names = FAMILIES[cfg.family].names
+    names = family_of(cfg).names
     assert declared.keys() <= names.keys(), declared.keys() - names.keys()
     for key, name in names.items():
         if key in declared:
@@ -194,14 +199,19 @@ def lead_of(stored: dict) -> int:
     return len(next(iter(stored)))
 
 
+AS_STORED = ("VD", "pe", "ecyx")  # tables, and patches' weights
+
+
 def spans_of(dims: str, spec) -> tuple[str, ...]:
     """Returns the letters that each dimension of a tensor spans; ours are `dims`."""
     if dims == "D" and spec.init == "zeros":
         return "", "D"  # the value head: a matrix of one row
+    if dims in AS_STORED:
+        return tuple(dims)
+    if dims.islower() and len(dims) == 2:  # a vision tower's
+        return dims[1], dims[0]
     if len(dims) == 1 or "D" not in dims:
         return (dims,)  # norms and biases
-    if dims == "VD":
-        return "V", "D"
     if dims[0] == "E":
         return "E", *spans_of(dims[1:], spec)
     return (dims[1:], "D") if dims[0] == "D" else ("D", dims[:-1])
@@ -253,7 +263,7 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
     """
     optional = {"value"} if "lm" in heads else {"head", "value"}
     shapes, needed = {}, set()
-    for path, spec, stored in parameters(cfg, ("lm", "value")):
+    for path, spec, stored in parameters(cfg, HEADS):
         for index, place in stored.items():
             rows, *columns = tensor_shape(spec, cfg, len(index))
             # Of parameters that share a tensor the last one ends where the tensor does.
@@ -267,9 +277,10 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
                 faults.append(f"missing {name}")
         elif tensors.shape(name) != shape:
             faults.append(f"{name} has shape {tensors.shape(name)}, expected {shape}")
-    known = shapes.keys() | {FAMILIES[cfg.family].names["head"]}  # tied, and stored too
+    family = family_of(cfg)
+    known = shapes.keys() | {family.names.get("head")}  # tied, and stored too
     extra = sorted(set(tensors.file_of) - known)
-    faults += [f"unknown {name}" for name in extra if not name.endswith(DERIVED)]
+    faults += [f"unknown {x}" for x in extra if not re.search(family.unread, x)]
     refuse(folder, faults)
 
 
@@ -291,30 +302,36 @@ def refuse(folder, faults: list[str]):
 # ---- In --------------------------------------------------------------------------------
 
 
-def load(path, *, mesh=None, dtype=None, heads=None):
+def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     """Returns (ModelConfig, params) of a Hugging Face folder or hub repository.
+
+    Of a vision tower's folder it is its VisionConfig; of a model that has one beside it,
+    the tower is params["vision"].
 
     Every tensor is read slice by slice straight to where `mesh` places it (without a mesh:
     the default device), so a host never holds a whole copy. dtype: None keeps the stored
-    one, and the config computes in it; heads: ("lm",), ("value",) or both, None for what
-    is stored; a value head that is not stored starts at zero.
+    one, and the config computes in it; heads: some of HEADS, None for what is stored; a
+    value head that is not stored starts at zero. only: the parts to read, by their first
+    key; None: all.
 
-    A folder of VISION has no language model: its config is its module's.
+    Of an autoencoder's folder it is what its module reads.
 
     Raises ValueError for anything that is not a supported checkpoint, naming it.
     """
     folder = find(path)
-    if module := vision_of(folder):
-        return load_vision(folder, module, dtype)
+    if module := autoencoder_of(folder):
+        return load_autoencoder(folder, module, dtype)
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
-        valued = FAMILIES[cfg.family].names["value"] in tensors.file_of
-        heads = ("lm", "value") if valued else ("lm",)
+        valued = family_of(cfg).names.get("value") in tensors.file_of
+        heads = ("lm", "vision") + (("value",) if valued else ())
     check_tensors(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params, not_finite, all_zero = {}, [], []
     for keys, spec, stored in parameters(cfg, heads):
+        if only is not None and keys[0].key not in only:
+            continue
         node = params
         for key in keys[:-1]:
             node = node.setdefault(key.key, {})
@@ -329,19 +346,20 @@ def load(path, *, mesh=None, dtype=None, heads=None):
             elif sums[index] == 0 and spec.init != "zeros":
                 all_zero.append(f"{name} is all zero")
     refuse(folder, not_finite + all_zero)
-    return dataclasses.replace(cfg, dtype=params["embed"].dtype.name), params
+    first = params["embed"] if "embed" in params else jax.tree.leaves(params)[0]
+    return dataclasses.replace(cfg, dtype=first.dtype.name), params
 
 
-def vision_of(folder: pathlib.Path):
-    """Returns the module of VISION that a folder is of, or None."""
+def autoencoder_of(folder: pathlib.Path):
+    """Returns the module of AUTOENCODERS that a folder is of, or None."""
     file = folder / "config.json"
     raw = read_json(file) if file.is_file() else {}
     kind = raw.get("_class_name")
-    return VISION.get(kind) if isinstance(kind, str) else None
+    return AUTOENCODERS.get(kind) if isinstance(kind, str) else None
 
 
-def load_vision(folder: pathlib.Path, module, dtype=None):
-    """Returns (its config, params) of a folder of VISION, on the default device.
+def load_autoencoder(folder: pathlib.Path, module, dtype=None):
+    """Returns (its config, params) of a folder of AUTOENCODERS, on the default device.
 
     params: the tensors by name, cut at the dots. Raises ValueError as `load` does.
     """
@@ -513,12 +531,12 @@ def sources_of(cfg: ModelConfig, params, tensors: Tensors) -> dict[str, list[tup
     Those that share one are in the order of its rows. What `params` lacks has no entry.
     """
     sources = collections.defaultdict(list)
-    for keys, spec, stored in parameters(cfg, ("lm", "value")):
+    for keys, spec, stored in parameters(cfg, HEADS):
         if keys[0].key in params:
             leaf = functools.reduce(lambda node, key: node[key.key], keys, params)
             for index, place in stored.items():
                 sources[place.name].append((leaf, spec, index))
-    names = FAMILIES[cfg.family].names
+    names = family_of(cfg).names
     if cfg.tied and names["head"] in tensors.file_of:  # tied, and stored too
         sources[names["head"]] = sources[names["embed"]]
     return dict(sources)

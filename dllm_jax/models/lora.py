@@ -40,7 +40,7 @@ def specs(tree: dict, cfg: Lora) -> dict:
     An expert's own weights (moe.DISPATCHED) have none. Raises ValueError naming a target
     that no layer has.
     """
-    stacks = {name: node for name, node in tree.items() if isinstance(node, dict)}
+    stacks = {name: tree[name] for name in ("first", "layers") if name in tree}
     weights = sorted(
         {name for node in stacks.values() for name in node if name.startswith("w")}
     )

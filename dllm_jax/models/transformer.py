@@ -28,6 +28,7 @@ from dllm_jax.models import embedding, lora, moe
 from dllm_jax.models.cache import KVCache, PagedKVCache, Window
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
+from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sharding import PARAM, constrain, named
@@ -73,8 +74,10 @@ def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
 
     Keys: embed, norm, layers and, where the model has them, first (dense layers, which
-    come first in a tower with experts or in each group of its layers), head, value. With
-    `cfg.lora` it is the tree of what is trained: `lora.join` adds the frozen weights.
+    come first in a tower with experts or in each group of its layers), head, value,
+    projector and newline (of images), and vision (their tower), which `heads` must name,
+    too. With `cfg.lora` it is the tree of what is trained: `lora.join` adds the frozen
+    weights.
     """
     tree = {"embed": Spec("VD"), "norm": Spec("D", "ones")}
     tree["layers"] = stack(cfg, "L", experts=cfg.experts > 0)
@@ -84,7 +87,19 @@ def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
         tree["head"] = Spec("DV")
     if "value" in heads:
         tree["value"] = Spec("D", "zeros")  # V = 0 before the first update
+    if cfg.vision:
+        tree |= declared(soft.PARAMETERS)
+    if cfg.vision and "vision" in heads:
+        tree["vision"] = declared(siglip.PARAMETERS)
     return lora.specs(tree, cfg.lora) if cfg.lora else tree
+
+
+def declared(table: dict) -> dict:
+    """Returns the Specs of a table of (letters, what a fresh one is), nested or not."""
+    return {
+        name: declared(row) if isinstance(row, dict) else Spec(*row)
+        for name, row in table.items()
+    }
 
 
 def stack(cfg: ModelConfig, letter: str, *, experts: bool) -> dict[str, Spec]:
@@ -225,10 +240,19 @@ def frequencies(cfg: ModelConfig):
 def embed(params: Params, tokens_BT, cfg: ModelConfig):
     """Returns the input embeddings x_BTD in the computing dtype.
 
-    Their gradient is summed in f32: in a noised batch the mask token alone has thousands
-    of addends, and a sum in bfloat16 soon stops to grow.
+    Ids from `cfg.vocab` on name rows of params["soft"] [M, D], where there is one: images'
+    parts (soft.rows). Nothing else in a model knows of them.
+
+    Gradients are summed in f32: in a noised batch the mask token alone has thousands of
+    addends, and a sum in bfloat16 soon stops to grow.
     """
-    return embedding.lookup_summed_in_f32(params["embed"], tokens_BT, cfg.dtype)
+    if "soft" not in params:
+        return embedding.lookup_summed_in_f32(params["embed"], tokens_BT, cfg.dtype)
+    word_BT = jnp.minimum(tokens_BT, cfg.vocab - 1)
+    x_BTD = embedding.lookup_summed_in_f32(params["embed"], word_BT, cfg.dtype)
+    row_BT = jnp.clip(tokens_BT - cfg.vocab, 0, len(params["soft"]) - 1)
+    soft_BTD = embedding.lookup_summed_in_f32(params["soft"], row_BT, cfg.dtype)
+    return jnp.where((tokens_BT >= cfg.vocab)[..., None], soft_BTD, x_BTD)
 
 
 # ---- The tower -------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What models see with: towers whose features are soft tokens, and a tokenizer of images."""
+"""What images become: a tower's features, or codes of a vocabulary."""

@@ -1,0 +1,98 @@
+"""A tiny LLaDA-V folder with random weights, and pictures to show it."""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+import transformers
+from PIL import Image
+
+from dllm_jax.models import families, hf
+
+SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>"]
+SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<unk>"]
+CHARS = [chr(c) for c in range(32, 127)] + ["\n"]
+# LLaDA's: contents are trimmed, and the assistant's turn is opened whatever is asked.
+CHAT = (
+    "<|startoftext|>{% for m in messages %}<|start_header_id|>{{ m.role }}"
+    "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+SIDE = 12  # pixels of a tile: 3 x 3 patches of 4
+CONFIG = {
+    "model_type": "llava_llada",
+    "vocab_size": 112,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "mask_token_id": 2,
+    "tie_word_embeddings": False,
+    "image_aspect_ratio": "anyres_max_2",
+    "image_grid_pinpoints": [[SIDE * i, SIDE * j] for i in (1, 2) for j in (1, 2)],
+    "mm_patch_merge_type": "spatial_unpad",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_vision_tower": "tiny-siglip",
+    "vision_tower_config": {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 4,
+    },
+}
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters with LLaDA's special tokens."""
+    vocab = {token: i for i, token in enumerate(SPECIAL + CHARS)}
+    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
+    tok = tokenizers.Tokenizer(model)
+    tok.decoder = tokenizers.decoders.Fuse()
+    tok.add_special_tokens(SPECIAL[:-1])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok,
+        eos_token=SPECIAL[0],
+        pad_token=SPECIAL[0],
+        mask_token=SPECIAL[2],
+        unk_token="<unk>",
+        chat_template=CHAT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def folder(path: pathlib.Path, **changes) -> pathlib.Path:
+    """Writes a checkpoint that is sure of some answers; returns its folder.
+
+    changes: of CONFIG.
+    """
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    tokenizer().save_pretrained(path)
+    cfg, rng = families.read_config(path), np.random.default_rng(0)
+    weights = {}
+    for _, spec, stored in hf.parameters(cfg, ("lm", "vision")):
+        for index, place in stored.items():
+            x = 0.3 * rng.normal(size=hf.tensor_shape(spec, cfg, len(index)))
+            x = 1 + 0.2 * x if spec.init == "ones" else x
+            weights[place.name] = x.astype(np.float32)
+    # Stored with every release, and not computed with.
+    weights[families.LLAVA_TOWER + "post_layernorm.weight"] = np.ones(16, np.float32)
+    safetensors.numpy.save_file(weights, path / "model.safetensors")
+    return path
+
+
+def picture(file: pathlib.Path, size=(20, 16), seed=0) -> pathlib.Path:
+    """Writes a picture of (width, height) pixels of noise; returns where it is."""
+    rng = np.random.default_rng(seed)
+    rgb = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(rgb).save(file)
+    return file
