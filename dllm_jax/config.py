@@ -305,6 +305,8 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
         "the noise is not the trace as it is": not traced,
+        "noise.guided=False trains another distribution": not drawn.guided
+        and sampler.guidance > 0,
         "rl.value='head' is scored with them": cfg.rl.value == "head",
         f"weights are rounded for sampling ({model.dtype})": model.dtype != "float32",
         "temperature, top_k or top_p change what is drawn from": filters,

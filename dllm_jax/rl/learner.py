@@ -103,13 +103,16 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     )
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
+    if "value" in heads:
+        out["value"] = transformer.value(params, x_BUD)
+    if batch.guidance is not None:  # the gradient reaches both canvases
+        blank_BUD = jnp.take_along_axis(x_BTD, batch.beside_BU[..., None], axis=1)
+        x_BUD = transformer.guided(x_BUD, blank_BUD, batch.guidance)
     if "lm" in heads:
         asked_BU = jnp.where(batch.weight_BU > 0, batch.target_BU, -1)  # not of filling
         out["logp"], out["entropy"] = transformer.token_logprob(
             params, x_BUD, asked_BU, model
         )
-    if "value" in heads:
-        out["value"] = transformer.value(params, x_BUD)
     return out
 
 

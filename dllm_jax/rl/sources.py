@@ -206,7 +206,8 @@ class RL:
                 noised=noise.noised(
                     rollouts.trace, settings.noise, settings.layout, rng
                 ),
-                as_sampled=settings.noise.kind == "trace",
+                as_sampled=settings.noise.kind == "trace"
+                and settings.layout.guidance == settings.sampler.guidance,
                 objective=settings.objective,
                 params=weights.scoring(),
                 pack=self.pack,

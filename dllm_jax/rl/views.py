@@ -42,6 +42,10 @@ class TrainBatch:
     where_BU: np.ndarray  # slot of each supervised token
     target_BU: np.ndarray  # the token to predict there
     weight_BU: np.ndarray  # its share of the loss; 0: filling
+    # With guidance: the slot of its position behind the blank prompt, and how far hidden
+    # states are led from it (transformer.guided).
+    beside_BU: np.ndarray | None = None
+    guidance: np.ndarray | None = None  # f32 scalar
     adv_BU: np.ndarray | None = None
     old_logp_BU: np.ndarray | None = None
     ref_logp_BU: np.ndarray | None = None
@@ -130,7 +134,8 @@ def pack(
     )
     weight_BU = np.where(supervised.real_BU, AGGREGATES[aggregate](supervised), 0.0)
     used = -(-len(rows) // cfg.rows)
-    return packed.stacked(weight_BU.astype(np.float32), used, most)
+    weight_BU = weight_BU.astype(np.float32)
+    return packed.stacked(weight_BU, used, most, layout.guidance)
 
 
 def pieces_of(
@@ -148,7 +153,7 @@ def pieces_of(
         views = views_of(
             range(i, i + copies), prompt_len, length, noise, supervised_nT, layout
         )
-        pieces += cut(views, layout, cfg)
+        pieces += cut(views, prompt_len, layout, cfg)
     return pieces
 
 
@@ -184,11 +189,14 @@ class Rows:
     group_BT: np.ndarray
     where_BU: np.ndarray
     target_BU: np.ndarray
+    beside_BU: np.ndarray
     row_BU: np.ndarray  # as in Source
     at_BU: np.ndarray
     size_BU: np.ndarray  # supervised tokens of its view
 
-    def stacked(self, weight_BU, used: int, most: int) -> tuple[TrainBatch, Source]:
+    def stacked(
+        self, weight_BU, used: int, most: int, guidance: float
+    ) -> tuple[TrainBatch, Source]:
         """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
 
         def stack(x):
@@ -204,6 +212,8 @@ class Rows:
             where_BU=stack(self.where_BU),
             target_BU=stack(self.target_BU),
             weight_BU=stack(weight_BU),
+            beside_BU=stack(self.beside_BU) if guidance else None,
+            guidance=np.float32(guidance) if guidance else None,
         )
         return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
 
@@ -226,6 +236,7 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
         group_BT=filled(slots, -1),
         where_BU=filled(seats),
         target_BU=filled(seats),
+        beside_BU=filled(seats),
         row_BU=filled(seats, -1),
         at_BU=filled(seats),
         size_BU=filled(seats, 1),
@@ -239,14 +250,19 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     slot is counted from the row's in Rows.
     """
     slots = slice(slot, slot + len(shown.pos_T))
-    rows.tokens_BT[b, slots] = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
+    shown_T = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
+    if shown.given_T is not None:
+        shown_T = np.where(shown.given_T >= 0, shown.given_T, shown_T)
+    rows.tokens_BT[b, slots] = shown_T
     rows.pos_BT[b, slots] = shown.pos_T
-    rows.begin_BT[b, slots] = slot
+    rows.begin_BT[b, slots] = slot + (0 if shown.begin_T is None else shown.begin_T)
     rows.end_BT[b, slots] = slot + shown.end_T
     rows.group_BT[b, slots] = np.where(shown.group_T >= 0, slot + shown.group_T, -1)
     seats = slice(seat, seat + len(shown.pos_U))
     rows.where_BU[b, seats] = slot + shown.slot_U
     rows.target_BU[b, seats] = tokens_T[shown.pos_U]
+    if shown.beside_U is not None:
+        rows.beside_BU[b, seats] = slot + shown.beside_U
     rows.row_BU[b, seats] = shown.draw_U
     rows.at_BU[b, seats] = shown.pos_U
     rows.size_BU[b, seats] = shown.size_U
