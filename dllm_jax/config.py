@@ -21,6 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
+from dllm_jax.models.vision import codes
 from dllm_jax.rl import layout, noise
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -59,6 +60,12 @@ class ModelArgs:
     lora_alpha: float = 32.0  # they are added with weight alpha / rank
     # Such as ("wq", "wv"); (): every projection, but for those of routed experts.
     lora_targets: tuple[str, ...] = ()
+    # Of a model that reads and draws images as codes (MMaDA): the folder of its MAGVIT-v2;
+    # "": one inside of the model's.
+    vq: str = ""
+    image_size: int = 0  # pixels a side; 0: what the vq's config.json says, or 512
+    # An image that is no square: on white, or its middle as MMaDA trained.
+    image_fit: str = "pad"
 
     @property
     def lora(self) -> Lora | None:
@@ -85,6 +92,8 @@ class ModelArgs:
     def __post_init__(self):
         checks.fields(
             self,
+            image_size=">= 0, <= 4096",
+            image_fit=codes.FITS,
             dtype=("bfloat16", "float32"),
             remat=("auto", *REMAT),
             kernels=pallas_kernels.CHOICES,
@@ -256,6 +265,40 @@ def completed(cfg: Config):
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
+
+
+def drawing(
+    model: ModelConfig, sampler: SamplerConfig, made: codes.Format
+) -> tuple[ModelConfig, SamplerConfig]:
+    """Returns a model and a sampler whose answers are images of this format.
+
+    An image is one block, of which a step unmasks a code at least. Raises ValueError for a
+    model that cannot.
+    """
+    count, tokens = made.count, made.tokens
+    sampler = dataclasses.replace(
+        sampler,
+        block=count,
+        max_new=count,
+        steps_per_block=min(sampler.steps_per_block, count),
+        stop_ids=(),
+        blank=tuple(tokens.drawing([])),
+        tail=(tokens.eoi,),
+    )
+    policy.choose(sampler, model.attention)
+    return dataclasses.replace(model, block=count, drawn=tokens.drawn), sampler
+
+
+def format_of(args: ModelArgs, path, model: ModelConfig, tok) -> codes.Format:
+    """Returns the format of a model's images; raises ValueError for one that has none.
+
+    path: the model's folder; tok: its tokenizer, or None.
+    """
+    if tok is None:
+        raise ValueError(
+            f"{str(path)!r} has no tokenizer, whose length tells images' ids"
+        )
+    return codes.format_of(path, tok, model.vocab, vq=args.vq, size=args.image_size)
 
 
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:

@@ -2,6 +2,7 @@
 
     python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
+    python -m dllm_jax.generate --model=DIR --image-out=FILE.png "A red circle"
 
 A prompt on the command line is shown while it is unmasked, where the output is a
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
@@ -28,8 +29,9 @@ from tqdm import tqdm
 from dllm_jax import command_line, config, data, exits, folder, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.mask import FAR
+from dllm_jax.models.vision import codes
 from dllm_jax.sampling import answers, placement, state
-from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.config import DRAWING, SamplerConfig
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
 SHORT = {
@@ -44,9 +46,13 @@ SHORT = {
     "rows": ("sampler.rows", "prompts sampled together"),
     "seed": ("seed", "of all that is drawn"),
     "dtype": ("model.dtype", "of computation: bfloat16 or float32"),
+    "vq": ("model.vq", "the folder of MAGVIT-v2, of a model that draws or reads codes"),
+    "image-size": ("model.image_size", "pixels a side; 0: the vq's, or 512"),
+    "guidance": ("sampler.guidance", "towards the caption, of --image-out"),
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
 OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
+DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
 # A flag of former times: the key that took its place.
 MOVED = {
@@ -83,7 +89,7 @@ def help_text() -> str:
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
     options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
-    options["--config=FILE[:PRESET]"] = CONFIG
+    options |= {"--image-out=FILE.png": DRAWN, "--config=FILE[:PRESET]": CONFIG}
     used = {
         key: value
         for key, value in leaves.items()
@@ -129,12 +135,25 @@ def parsed(argv: list[str]):
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
+    flags.DEFINE_string("image_out", None, DRAWN, flag_values=values)
     tree = command_line.of_file(file) if file else defaults()
+    words = [word.replace("--image-out", "--image_out", 1) for word in words]
+    if not file and any(word.startswith("--image_out") for word in words):
+        tree.sampler.update(DRAWING)
     _, prompts = command_line.parse(words, tree, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
     if prompts and values.out:
         raise ValueError("--out=FILE goes with --prompts=FILE.jsonl")
+    if prompts and bool(values.image_out) != (tree.sampler.answers == "image"):
+        raise ValueError(
+            "a prompt whose answer is an image needs --image-out=FILE.png, and no other does: "
+            f"config.sampler.answers={tree.sampler.answers!r}"
+        )
+    if values.image_out and not prompts:
+        raise ValueError(
+            "--image-out=FILE.png goes with one prompt, an image's caption"
+        )
     return (prompts[0] if prompts else None), values
 
 
@@ -213,6 +232,22 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
         f"{answer.len / answer.forwards:.2f} tokens per forward]",
         file=sys.stderr,
     )
+
+
+def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
+    """Writes the image that a prompt describes; the arguments are those of `show`.
+
+    out: a PNG file.
+    """
+    ended = list(answers.checked(stream([prompt], stop=stop), 1))
+    if not ended:
+        raise exits.Stopped("stopped by a signal, before the image was whole")
+    ((_, answer),) = ended
+    first = len(prompt)
+    (picture,) = codec.pictures([answer.tokens_T[first : first + answer.len]])
+    with exits.room(out, picture.nbytes):
+        codes.write(out, picture)
+    print(f"[{out}: {answer.len} codes, {answer.forwards} steps]", file=sys.stderr)
 
 
 def again(out: str | None) -> bool:
@@ -331,7 +366,8 @@ def settings(tree: ml_collections.ConfigDict) -> Settings:
 
 
 def opened(path: pathlib.Path, given: Settings):
-    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler).
+    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler,
+    the codes.Format of the images that are its answers, or None).
 
     Raises ValueError for what does not go together.
     """
@@ -339,7 +375,11 @@ def opened(path: pathlib.Path, given: Settings):
     tok, block = load_tokenizer(path), given.sampler.block or model.block
     stops = config.stops_of(given.sampler, model, tok)
     cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
-    return dataclasses.replace(model, block=block, lora=None), tok, cfg
+    model, made = dataclasses.replace(model, block=block, lora=None), None
+    if cfg.answers == "image":
+        made = config.format_of(given.model, path, model, tok)
+        model, cfg = config.drawing(model, cfg, made)
+    return model, tok, cfg, made
 
 
 def main(argv: list[str] | None = None):
@@ -365,7 +405,7 @@ def answer(prompt: str | None, options, stop):
 
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
     path = hf.find(given.model.path)
-    model, tok, cfg = opened(path, given)
+    model, tok, cfg, made = opened(path, given)
     if again(options.out):
         job = job_of(options.config, path)
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
@@ -375,6 +415,8 @@ def answer(prompt: str | None, options, stop):
         prompts, rows = read(options.prompts, tok, model.vocab)
     elif tok is None:
         raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
+    elif made:
+        prompts = [made.tokens.drawing(data.ids_of(tok, prompt))]
     else:
         prompts = [turn(tok, prompt)]
 
@@ -383,9 +425,12 @@ def answer(prompt: str | None, options, stop):
     mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)
     longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
+    grid = (
+        1 if made else cfg.block
+    )  # a prompt that is followed by one block is no block's
     cfg = dataclasses.replace(
         cfg,
-        max_prompt=-(-longest // cfg.block) * cfg.block,
+        max_prompt=-(-longest // grid) * grid,
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
@@ -404,7 +449,9 @@ def answer(prompt: str | None, options, stop):
         answerer.stream, params, key=key, temperature=cfg.temperature
     )
     if prompt is None:
-        write(stream, prompts, rows, sink, tok, stop)
+        write(stream, prompts, rows, sink, None if made else tok, stop)
+    elif made:
+        draw(stream, prompts[0], codes.Codec(made), options.image_out, stop)
     else:
         show(stream, prompts[0], cfg, tok, stop)
 

@@ -358,16 +358,21 @@ def autoencoder_of(folder: pathlib.Path):
     return AUTOENCODERS.get(kind) if isinstance(kind, str) else None
 
 
+def read_autoencoder(folder: pathlib.Path, module):
+    """Returns what the config.json of a folder of AUTOENCODERS says."""
+    file = folder / "config.json"
+    try:
+        return module.read(read_json(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
 def load_autoencoder(folder: pathlib.Path, module, dtype=None):
     """Returns (its config, params) of a folder of AUTOENCODERS, on the default device.
 
     params: the tensors by name, cut at the dots. Raises ValueError as `load` does.
     """
-    file = folder / "config.json"
-    try:
-        cfg = module.read(read_json(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+    cfg = read_autoencoder(folder, module)
     tensors, shapes = Tensors(folder), module.shapes(cfg)
     faults = [f"missing {name}" for name in shapes if name not in tensors.file_of]
     for name in tensors.file_of:

@@ -13,7 +13,18 @@ IN_NATS = (
     "neg_entropy",
 )  # keys of TARGETS whose scores are 0 at most
 
+DRAWING = {  # of MMaDA's images; what of it differs is said on the command line
+    "answers": "image",
+    "steps_per_block": 18,
+    "unmasking": "cosine",
+    "strategy": "static",
+    "target": "log_confidence",
+    "rank_temperature": 1.0,
+    "rank_cooling": True,
+    "guidance": 3.5,
+}
 LIMITS = {  # of the fields of SamplerConfig: see checks.fields
+    "answers": ("text", "image"),
     "block": ">= 0",
     "steps_per_block": ">= 0",
     "rank_temperature": ">= 0",
@@ -41,6 +52,9 @@ LIMITS = {  # of the fields of SamplerConfig: see checks.fields
 class SamplerConfig:
     """Static facts of a sampler. Temperatures and limits are arrays, one per row."""
 
+    # What an answer is: "text", or the codes of an "image" that the prompt describes. Then
+    # block, max_new, blank, tail and stop_ids follow from the model (config.drawing).
+    answers: str = "text"
     # Q: positions denoised together, on the absolute grid pos // Q. 0: the block of the
     # checkpoint, which a run puts here (config.completed).
     block: int = 4
@@ -89,10 +103,10 @@ class SamplerConfig:
                 "sampler.rank_cooling=True cools sampler.rank_temperature, which is 0: set it, "
                 "to 1.0 for example"
             )
-        if self.guidance and not self.blank:
+        if self.guidance and not self.blank and self.answers == "text":
             raise ValueError(
                 f"sampler.guidance={self.guidance} leads away from what sampler.blank, the "
-                "prompt that asks for nothing, gives: there is none"
+                "prompt that asks for nothing, gives: set it, or sampler.answers='image'"
             )
         if self.horizon and self.cache != "prefix":
             raise ValueError(

@@ -164,8 +164,8 @@ def format_of(model_path, tok, vocab: int, *, vq: str, size: int) -> Format:
     Raises ValueError for what does not go together.
     """
     folder = find(model_path, vq)
-    cfg, stated = hf.read_autoencoder(folder)
-    size = size or (cfg.encoder.resolution if stated.get("encoder") else SIZE)
+    cfg = hf.read_autoencoder(folder, magvit)
+    size = size or cfg.told_size or SIZE
     if size % cfg.factor:
         raise ValueError(
             f"model.image_size={size}: {folder} makes a code of {cfg.factor} x {cfg.factor} "

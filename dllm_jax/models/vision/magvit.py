@@ -77,6 +77,7 @@ class MagvitConfig:
 
     encoder: Tower = ENCODER
     decoder: Tower = DECODER
+    told_size: int = 0  # pixels a side that config.json tells of; 0: it does not
 
     @property
     def bits(self) -> int:
@@ -110,7 +111,8 @@ def read(raw: dict) -> MagvitConfig:
             towers[name] = dataclasses.replace(assumed, **sizes)
         except checks.Refused as error:
             raise ValueError(f"{name}.{error}") from None
-    cfg = MagvitConfig(**towers)
+    told = "resolution" in raw.get("encoder", {})
+    cfg = MagvitConfig(**towers, told_size=towers["encoder"].resolution * told)
     quantiser = raw.get("quantize", {})
     told = quantiser.get("codebook_dim", cfg.bits) if isinstance(quantiser, dict) else 0
     if not told == cfg.bits == cfg.decoder.z_channels:
