@@ -22,6 +22,7 @@ from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.models.vision import codes
+from dllm_jax.models.vision import prompts
 from dllm_jax.rl import layout, noise
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -66,6 +67,12 @@ class ModelArgs:
     image_size: int = 0  # pixels a side; 0: what the vq's config.json says, or 512
     # An image that is no square: on white, or its middle as MMaDA trained.
     image_fit: str = "pad"
+    # Tiles of the images that are looked at together, such as a step's: a table's size. Of
+    # a model with a vision tower; an image of 640 x 480 pixels has five. 0: no images.
+    tiles: int = 40
+    tower: bool = False  # trains the vision tower, too; its projector always is
+    # Of a text's newline behind an image. False: dropped, as LLaDA-V's own sampler does.
+    keep_newline: bool = True
 
     @property
     def lora(self) -> Lora | None:
@@ -87,6 +94,8 @@ class ModelArgs:
             remat="none" if self.remat == "auto" else self.remat,  # train.py chooses
             kernels=self.kernels,
             lora=self.lora,
+            tiles=self.tiles if model.vision else 0,
+            train_tower=bool(model.vision) and self.tower,
         )
 
     def __post_init__(self):
@@ -94,6 +103,7 @@ class ModelArgs:
             self,
             image_size=">= 0, <= 4096",
             image_fit=codes.FITS,
+            tiles=">= 0, <= 100000",
             dtype=("bfloat16", "float32"),
             remat=("auto", *REMAT),
             kernels=pallas_kernels.CHOICES,
@@ -102,6 +112,11 @@ class ModelArgs:
             lora_alpha="> 0",
         )
         self.lora  # noqa: B018  (refuses what is wrong)
+        if self.tower and (self.lora_rank or not self.tiles):
+            raise ValueError(
+                "model.tower=True trains all of a vision tower: it needs model.lora_rank=0 "
+                "and model.tiles above 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +269,8 @@ def completed(cfg: Config):
     path = hf.find(cfg.model.path)
     stored = hf.read_config(path)
     model = cfg.model.adapted(stored)
+    if cfg.model.tower and not model.vision:
+        raise ValueError(f"model.tower=True: {path} has no vision tower")
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(
@@ -264,6 +281,9 @@ def completed(cfg: Config):
     stops = stops_of(cfg.sampler, model, tok)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
+    if sampler.answers == "image":
+        made = format_of(cfg.model, path, model, tok)
+        model, sampler = drawing(model, sampler, made)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
 
 
@@ -294,11 +314,42 @@ def format_of(args: ModelArgs, path, model: ModelConfig, tok) -> codes.Format:
 
     path: the model's folder; tok: its tokenizer, or None.
     """
+    if not model.codebook:
+        raise ValueError(
+            f"{str(path)!r} draws and reads no images as codes: its config.json has no "
+            "codebook_size"
+        )
     if tok is None:
         raise ValueError(
             f"{str(path)!r} has no tokenizer, whose length tells images' ids"
         )
-    return codes.format_of(path, tok, model.vocab, vq=args.vq, size=args.image_size)
+    return codes.format_of(
+        path, tok, model.vocab, model.codebook, vq=args.vq, size=args.image_size
+    )
+
+
+def reader(
+    args: ModelArgs, sampler: SamplerConfig, model: ModelConfig, tok, learns=False
+):
+    """Returns what makes prompts of records with images, or of captions; None for others.
+
+    model: what the checkpoint becomes; tok: its tokenizer, or None. learns: captions come
+    with the image that is to be drawn. See models.vision.prompts.Reader.
+    """
+    if model.soft:
+        return prompts.Reader(model, keep_newline=args.keep_newline)
+    if not model.codebook:
+        return None
+    path = hf.find(args.path)
+
+    @functools.cache  # for who asks for an image, and nobody else
+    def codec():
+        return codes.Codec(format_of(args, path, model, tok), args.image_fit)
+
+    if sampler.answers == "text":
+        return codes.Reader(codec)
+    tokens = format_of(args, path, model, tok).tokens
+    return codes.Captions(codec if learns else None, tokens)
 
 
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:

@@ -37,6 +37,10 @@ class DataConfig:
     answer: str = "answer"  # field with the gold answer
     response: str = "response"  # SFT: field with the text to learn
     template: str = "{question}"  # the user's turn; {question} is replaced
+    image: str = (
+        "image"  # field with an image's path, or several; of a model that looks
+    )
+    image_root: str = ""  # the folder that images must not leave; "": the dataset's
     # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
     # sampler meets whenever an answer ends inside one; none if the answer has a trace.
     post_num: int = -1
@@ -59,6 +63,10 @@ class Problem:
     record: dict = dataclasses.field(default_factory=dict)  # all that the file says
 
 
+class Unreadable(ValueError):
+    """An image that cannot be read: its record is left out, and said to be."""
+
+
 class BadGold(ValueError):
     """A gold answer that nobody can judge by."""
 
@@ -68,6 +76,8 @@ def of_record(path: str, number: int):
     """Names the record in a ValueError that is raised inside."""
     try:
         yield
+    except Unreadable:  # said with its record by whoever leaves it out
+        raise
     except ValueError as error:
         raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
 
@@ -168,13 +178,27 @@ def content(given) -> str:
     return "".join(part["text"] for part in given)
 
 
-def render(tok, messages: list[dict]) -> list[int]:
+def render(tok, messages: list[dict], shown=None) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
+    shown: models.vision.prompts.Shown of its images, for a model that looks, or another with
+    its members; one that is `plain` knows no conversations, but the text of the last turn.
     Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
     are no messages.
     """
     messages = conversation(messages)
+    if shown is not None:
+        messages = shown.messages(messages)
+    plain = shown is not None and shown.plain
+    written = messages[-1]["content"] if plain else by_template(tok, messages)
+    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
+    if tok.unk_token_id is not None and tok.unk_token_id in ids:
+        warn_unknown(tok, written)
+    return ids
+
+
+def by_template(tok, messages: list[dict]) -> str:
+    """Returns a conversation as the tokenizer's chat template writes it; see `render`."""
     name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
         raise ValueError(f"{name} has no chat template")
@@ -190,10 +214,7 @@ def render(tok, messages: list[dict]) -> list[int]:
     except Exception as error:  # noqa: BLE001 (whatever its author wrote)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name}: its chat template fails: {reason}") from None
-    ids = ids_of(tok, written)
-    if tok.unk_token_id is not None and tok.unk_token_id in ids:
-        warn_unknown(tok, written)
-    return ids
+    return written
 
 
 def warn_unknown(tok, text: str) -> None:
@@ -221,26 +242,68 @@ def ids_of(tok, text: str) -> list[int]:
     return tok(text, add_special_tokens=False)["input_ids"]
 
 
-def ask(tok, cfg: DataConfig, question: str) -> list[int]:
-    """Returns the prompt ids of one question."""
+def ask(tok, cfg: DataConfig, question: str, shown=None) -> list[int]:
+    """Returns the prompt ids of one question; shown: see `render`."""
     if not question.strip():
         raise ValueError("the question is empty")
     content = cfg.template.replace("{question}", question)
-    return render(tok, [{"role": "user", "content": content}])
+    return render(tok, [{"role": "user", "content": content}], shown)
 
 
-def problems(path: str, tok, cfg: DataConfig, grader) -> list[Problem]:
+class Looker:
+    """Shows the images of one dataset's records, and leaves out those that it cannot.
+
+    Without a reader nothing is shown, and what records say of images is nobody's affair.
+    """
+
+    def __init__(self, reader, path: str, cfg: DataConfig):
+        """reader: models.vision.prompts.Reader, or None for a model that does not look."""
+        self.reader, self.path, self.cfg = reader, path, cfg
+        self.root = cfg.image_root or os.path.dirname(path) or "."
+        self.skipped, self.count = [], 0
+
+    def rows(self):
+        """Yields (a record's number, the record, its images) of those that can be shown."""
+        for number, row in enumerate(records(self.path), 1):
+            self.count = number
+            shown = None
+            try:
+                if self.reader is not None:
+                    with of_record(self.path, number):
+                        shown = self.reader.shown(row, self.cfg.image, self.root)
+            except Unreadable as error:
+                self.skipped.append(f"record {number}: {error}")
+                continue
+            yield number, row, shown
+        self.report()
+
+    def report(self):
+        """Says which records were left out; raises ValueError where all were."""
+        if not self.skipped:
+            return
+        more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
+        line = (
+            f"dataset {self.path!r}: {len(self.skipped)} of {self.count} records are "
+            f"skipped, as an image cannot be read: {'; '.join(self.skipped[:8])}{more}"
+        )
+        if len(self.skipped) == self.count:
+            raise ValueError(line)
+        warn(line)
+
+
+def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
     grader: the Grader that they are for (rl.rewards); it refuses problems that it cannot
-    judge by. None is graded here: a run may begin with thousands of problems.
+    judge by. None is graded here: a run may begin with thousands of problems. reader: see
+    Looker.
     """
     out = []
-    for number, row in enumerate(records(path), 1):
+    for number, row, shown in Looker(reader, path, cfg).rows():
         with of_record(path, number):
             question = text(row, cfg.question)
             answer = text(row, cfg.answer) if grader.gold else ""
-            problem = Problem(ask(tok, cfg, question), question, answer, row)
+            problem = Problem(ask(tok, cfg, question, shown), question, answer, row)
             try:
                 grader.check(problem)
             except BadGold as error:
@@ -257,6 +320,8 @@ class Examples:
     step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
     len_B: np.ndarray  # of the answers
+    # As they were read: of a model that looks they know their images.
+    prompts: tuple = flax.struct.field(pytree_node=False, default=())
 
 
 class Example(NamedTuple):
@@ -267,12 +332,13 @@ class Example(NamedTuple):
     step: list[int]
 
 
-def supervised(row: dict, tok, cfg: DataConfig):
+def supervised(row: dict, tok, cfg: DataConfig, shown=None):
     """Returns (prompt ids, [its answer, text or ids]) of an SFT record.
 
     It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
     of question and response; or dLLM-RL's `prompt` and `response`, which are tokenised as
-    they are, chat tokens and all.
+    they are, chat tokens and all, unless the model looks: then they are what the user says.
+    shown: see `render`.
     """
     if "response_ids" in row:
         prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
@@ -281,11 +347,15 @@ def supervised(row: dict, tok, cfg: DataConfig):
         *before, last = conversation(row["messages"])
         if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
-        return render(tok, before), [last["content"]]
-    if "prompt" in row and cfg.question not in row:
+        return render(tok, before, shown), [last["content"]]
+    if "prompt" not in row or cfg.question in row:
+        prompt = ask(tok, cfg, text(row, cfg.question), shown)
+    elif shown is None:
         prompt = ids_of(tok, text(row, "prompt"))
     else:
-        prompt = ask(tok, cfg, text(row, cfg.question))
+        prompt = ask(tok, cfg, text(row, "prompt"), shown)
+    if shown is not None and shown.plain:  # a caption, which an image answers
+        return prompt, [list(shown.answer)]
     return prompt, [text(row, cfg.response)]
 
 
@@ -323,7 +393,7 @@ def steps_of(row: dict, answer: list[int]) -> list[int]:
     return [step - min(steps) + 1 for step in steps]
 
 
-def preference(row: dict, tok, cfg: DataConfig):
+def preference(row: dict, tok, cfg: DataConfig, shown=None):
     """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
 
     `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
@@ -347,8 +417,8 @@ def preference(row: dict, tok, cfg: DataConfig):
     if answers[0] == answers[1]:
         raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
     if isinstance(prompt, list):
-        return render(tok, prompt), answers
-    return ask(tok, cfg, text(row, "prompt")), answers
+        return render(tok, prompt, shown), answers
+    return ask(tok, cfg, text(row, "prompt"), shown), answers
 
 
 def examples(
@@ -364,6 +434,9 @@ def examples(
     mask: int = -1,
     pairs: bool = False,
     traced: bool = False,
+    reader=None,
+    drawn: tuple[int, ...] = (),
+    tail: tuple[int, ...] = (),
 ):
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
@@ -373,18 +446,26 @@ def examples(
     block: positions of a block,
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
+    reader: see Looker. drawn: of images, which are whole blocks, the first id and that behind
+    the last; tail: the ids that stand behind them.
     """
     read = preference if pairs else supervised
     kept, dropped = [], 0
-    for number, row in enumerate(records(path), 1):
+    slots -= len(tail)
+    for number, row, shown in Looker(reader, path, cfg).rows():
         candidates = []
         with of_record(path, number):
-            prompt, answers = read(row, tok, cfg)
+            prompt, answers = read(row, tok, cfg, shown)
             for answer in answers:
                 example = example_of(row, prompt, answer, tok, end=end, traced=traced)
                 free = slots - length(example)
-                count = pads_after(example, cfg.post_num, block, free, traced=traced)
-                example = padded(example, count, pad=pad, traced=traced)
+                if drawn:
+                    refuse_undrawn(example, drawn, block)
+                else:
+                    count = pads_after(
+                        example, cfg.post_num, block, free, traced=traced
+                    )
+                    example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
         if candidates and max(map(length, candidates)) <= slots:
@@ -393,7 +474,7 @@ def examples(
             dropped += 1
     if not kept:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
-    return stacked(kept, pad, slots), dropped
+    return stacked(kept, pad, slots, tail), dropped
 
 
 def length(example: Example) -> int:
@@ -436,26 +517,44 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         raise ValueError(
             f"its answer has the mask token, {mask}, which stands for none"
         )
-    if max(example.prompt + example.answer) >= vocab:
+    images = sum(x.rows for x in getattr(example.prompt, "pictures", ()))
+    if max(example.prompt) >= vocab + images or max(example.answer, default=0) >= vocab:
         raise ValueError(
             f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
             "another model's trace or tokenizer?"
         )
 
 
-def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
-    """Returns examples as rows of `slots` positions, filled up with pads."""
-    tokens_BT = np.full((len(examples), slots), pad, np.int32)
-    step_BT = np.zeros((len(examples), slots), np.int32)
+def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:
+    """Raises ValueError for an answer that is no image of so many ids in this range."""
+    first, end = drawn
+    if len(example.answer) != count:
+        raise ValueError(
+            f"its image has {len(example.answer)} codes; model.image_size asks for {count}"
+        )
+    for token in example.answer:
+        if not first <= token < end:
+            raise ValueError(
+                f"its image has the id {token}; those of codes are {first}..{end - 1}"
+            )
+
+
+def stacked(
+    examples: list[Example], pad: int, slots: int, tail: tuple[int, ...] = ()
+) -> Examples:
+    """Returns examples as rows of `slots` positions and the tail's, filled up with pads."""
+    shape = len(examples), slots + len(tail)
+    tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
-        tokens_BT[i, :end] = example.prompt + example.answer
+        tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
         step_BT[i, first:end] = example.step
     return Examples(
         tokens_BT=tokens_BT,
         step_BT=step_BT,
         prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
         len_B=np.array([len(x.answer) for x in examples], np.int32),
+        prompts=tuple(x.prompt for x in examples),
     )
 
 

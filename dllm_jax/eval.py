@@ -52,7 +52,9 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
     grader = rewards.grader(cfg.rl.reward, cfg.reward)
-    asked = asked_of(cfg, tok, say, grader)
+    asked = asked_of(
+        cfg, tok, say, grader, config.reader(cfg.model, cfg.sampler, model, tok)
+    )
     check_same(sink, asked)
     for line in grader.begin():
         say(line)
@@ -107,14 +109,14 @@ def leave(scores: dict[str, float], file: pathlib.Path):
         print(f"{name:24s} {value:.4g}")
 
 
-def asked_of(cfg: config.Config, tok, say, grader) -> list[data.Problem]:
+def asked_of(cfg: config.Config, tok, say, grader, reader) -> list[data.Problem]:
     """Returns the problem of each answer; says how many of them are too long.
 
     Raises ValueError where there are none.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader)
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader)
     problems = problems[: cfg.eval.problems or None]
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     return [problem for problem in problems for _ in range(cfg.eval.answers)]

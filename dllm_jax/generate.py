@@ -1,12 +1,14 @@
 """Answers prompts with a diffusion language model.
 
     python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
+    python -m dllm_jax.generate --model=DIR --image=FILE "What is this?"
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
     python -m dllm_jax.generate --model=DIR --image-out=FILE.png "A red circle"
 
 A prompt on the command line is shown while it is unmasked, where the output is a
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
-turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed); the
+turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed), and
+for a model that looks `image`, a path below the file's folder, or several; the
 line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
 each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
 "length", or "nan" where the model met a number that is not finite) and text.
@@ -51,6 +53,7 @@ SHORT = {
     "guidance": ("sampler.guidance", "towards the caption, of --image-out"),
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
+IMAGE = "what the prompt is about, for a model that looks; may be given again"
 OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
 DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
@@ -70,7 +73,7 @@ MOVED = {
 }
 # How the keys begin that have an effect here, and those among them that have none.
 USED = ("seed", "model.", "sampler.", "mesh.", "run.compile_cache")
-UNUSED = ("model.remat", "model.lora", "sampler.max_prompt")
+UNUSED = ("model.remat", "model.lora", "model.tower", "sampler.max_prompt")
 
 
 def defaults() -> ml_collections.ConfigDict:
@@ -88,8 +91,9 @@ def help_text() -> str:
     for name, (key, text) in SHORT.items():
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
+    options |= {"--image=FILE": IMAGE, "--image-out=FILE.png": DRAWN}
     options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
-    options |= {"--image-out=FILE.png": DRAWN, "--config=FILE[:PRESET]": CONFIG}
+    options["--config=FILE[:PRESET]"] = CONFIG
     used = {
         key: value
         for key, value in leaves.items()
@@ -122,7 +126,7 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 
 def parsed(argv: list[str]):
-    """Returns (the prompt or None, absl's flags: prompts, out and config).
+    """Returns (the prompt or None, absl's flags: image, prompts, out and config).
 
     Raises ValueError as `command_line.of_file` and `parse` do, and for no or two sources
     of prompts.
@@ -132,6 +136,7 @@ def parsed(argv: list[str]):
         flags.FlagValues()
     )  # not absl's global ones: tests call this again and again
     values.set_gnu_getopt()  # flags may follow the prompt
+    flags.DEFINE_multi_string("image", [], IMAGE, flag_values=values)
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
@@ -143,6 +148,10 @@ def parsed(argv: list[str]):
     _, prompts = command_line.parse(words, tree, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
+    if values.image and not prompts:
+        raise ValueError(
+            "--image=FILE goes with one prompt; a file's lines name theirs"
+        )
     if prompts and values.out:
         raise ValueError("--out=FILE goes with --prompts=FILE.jsonl")
     if prompts and bool(values.image_out) != (tree.sampler.answers == "image"):
@@ -160,21 +169,27 @@ def parsed(argv: list[str]):
 # ---- Prompts in --------------------------------------------------------------------------
 
 
-def read(path: str, tok, vocab: int) -> tuple[list[list[int]], list[dict]]:
+def read(path: str, tok, vocab: int, reader=None) -> tuple[list[list[int]], list[dict]]:
     """Returns (prompt ids, the lines) of a prompts file.
 
-    Raises ValueError naming the record that has none of these fields, and the one
+    reader: models.vision.prompts.Reader of a model that looks. A line whose image cannot be
+    read is said, and has no prompt: it will be skipped. Raises ValueError naming the record that has none of these fields, and the one
     whose ids are not a list of ids below `vocab`.
     """
-    rows, prompts = data.records(path), []
-    for number, row in enumerate(rows, 1):
+    rows = data.records(path)
+    prompts = [[] for _ in rows]
+    looker = data.Looker(reader, path, data.DataConfig())
+    for number, row, shown in looker.rows():
         with data.of_record(path, number):
-            prompts.append(prompt_ids(row, tok, vocab))
+            prompts[number - 1] = prompt_ids(row, tok, vocab, shown)
     return prompts, rows
 
 
-def prompt_ids(row: dict, tok, vocab: int) -> list[int]:
-    """Returns the ids of a line's prompt; raises ValueError where there is none."""
+def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
+    """Returns the ids of a line's prompt; raises ValueError where there is none.
+
+    shown: see `data.render`.
+    """
     if "prompt_ids" in row:
         if not data.ids(row, "prompt_ids", vocab):
             raise ValueError(f"prompt_ids must be one or more ids in 0..{vocab - 1}")
@@ -182,17 +197,17 @@ def prompt_ids(row: dict, tok, vocab: int) -> list[int]:
     if tok is None:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
-        return data.render(tok, row["messages"])
+        return data.render(tok, row["messages"], shown)
     if asked := {"prompt", "question"} & row.keys():
-        return turn(tok, data.text(row, min(asked)))
+        return turn(tok, data.text(row, min(asked)), shown)
     raise ValueError(
         f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
     )
 
 
-def turn(tok, text: str) -> list[int]:
-    """Returns the ids of a conversation of one turn, the user's."""
-    return data.render(tok, [{"role": "user", "content": text}])
+def turn(tok, text: str, shown=None) -> list[int]:
+    """Returns the ids of a conversation of one turn, the user's; shown: see `data.render`."""
+    return data.render(tok, [{"role": "user", "content": text}], shown)
 
 
 def load_tokenizer(path: pathlib.Path):
@@ -411,14 +426,19 @@ def answer(prompt: str | None, options, stop):
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
     else:
         sink = Terminal(options.out)
+    reader = config.reader(given.model, given.sampler, model, tok)
+    if options.image and reader is None:
+        raise ValueError(
+            f"--image=FILE: {str(path)!r} is no model that looks at images"
+        )
+    if options.image and made:
+        raise ValueError("--image=FILE: what is drawn follows from its caption alone")
     if prompt is None:
-        prompts, rows = read(options.prompts, tok, model.vocab)
+        prompts, rows = read(options.prompts, tok, model.vocab, reader)
     elif tok is None:
         raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
-    elif made:
-        prompts = [made.tokens.drawing(data.ids_of(tok, prompt))]
     else:
-        prompts = [turn(tok, prompt)]
+        prompts = [turn(tok, prompt, reader and reader.of_files(options.image, None))]
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)

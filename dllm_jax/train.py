@@ -41,7 +41,7 @@ from dllm_jax.rl import (
     rollout,
     sources,
 )
-from dllm_jax.sampling import placement
+from dllm_jax.sampling import looking, placement
 from dllm_jax.viewer import leave
 
 RESUME = (
@@ -101,6 +101,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say=say,
         folder=folder,
         samples=cfg.run.samples if main else 0,
+        reader=config.reader(
+            cfg.model, cfg.sampler, model, tok, learns=cfg.method == "sft"
+        ),
     )
     problems = heldout.problems(settings, tools)
     source = method(settings, tools)
@@ -165,6 +168,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     )
     resolved = dataclasses.asdict(cfg)
     run.begin(resolved, defaults or dataclasses.asdict(config.Config()), mesh)
+    tools.eyes = networks.eyes(cfg.model.path, model, mesh)
+    if tools.eyes:
+        tools.answerer = looking.Looking(sampling.answerer, tools.eyes)
     reference = None
     if source.reference:
         reference = networks.reference(cfg.model.path, model, mesh, base)
@@ -226,9 +232,12 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
                 say(line)
         if step_batches.batches:
             with timer("update"):
-                updates = []
+                updates, table = [], step_batches.table
+                beside = networks.beside(base, table and table.seen)
                 for batch in step_batches.batches:
-                    states, update_metrics = update(states, batch, base, watch.limits())
+                    states, update_metrics = update(
+                        states, batch, beside, watch.limits()
+                    )
                     updates.append(update_metrics)
                 updates = sharding.fetch(updates)
                 row |= metrics.mean(updates)

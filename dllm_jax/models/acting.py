@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh
 from dllm_jax.models import lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
+from dllm_jax.models.vision import soft
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
 APART = ("cpu",)  # platforms on which each layer's weights are arrays of their own
@@ -64,7 +65,9 @@ def splits_all(model: ModelConfig, mesh: Mesh) -> bool:
 def specs(model: ModelConfig) -> Params:
     """Returns the Specs of all that samples, stacked: with adapters, beside their weights."""
     whole = transformer.specs(dataclasses.replace(model, lora=None))
-    return lora.join(whole, transformer.specs(model), model.lora)
+    tree = lora.join(whole, transformer.specs(model), model.lora)
+    # Of images it reads rows that are made of these.
+    return {name: spec for name, spec in tree.items() if name not in soft.PARAMETERS}
 
 
 def abstract(model: ModelConfig, mesh: Mesh) -> Params:
@@ -79,6 +82,8 @@ def abstract(model: ModelConfig, mesh: Mesh) -> Params:
         return dataclasses.replace(spec, dims=spec.dims[1:])
 
     tree = specs(model)
+    if model.soft:  # made anew for each table of images
+        tree["soft"] = transformer.Spec("MD")
     if mesh.devices.flat[0].platform not in APART:
         return jax.tree.map(struct, tree)
     for name, letter in (("first", "Y"), ("layers", "L")):
@@ -123,10 +128,14 @@ def fresh(params: Params, like: Params) -> Params:
 def walked(params: Params, like: Params, get) -> Params:
     """Returns the tree `like` with get(x, number, place) for each of its leaves, `place`.
 
+    But for the rows of images, which are no weights.
+
     x: that of `params`; number: which of the stack x is meant, or None for all of x.
     """
     out = {}
     for name, places in like.items():
+        if name == "soft":  # whoever looks at images adds it
+            continue
         if isinstance(places, tuple):
             stack, tree = jax.tree.flatten(params[name])
             columns = zip(*map(jax.tree.leaves, places), strict=True)

@@ -66,6 +66,7 @@ class ModelConfig:
     router_groups: int = 1  # of experts; only the best `router_best_groups` are open
     router_best_groups: int = 1
     block: int = 4  # positions denoised together, on the absolute grid pos // block
+    codebook: int = 0  # codes of images, behind the tokenizer's last token; 0: none
     mask_id: int = 151669
     # Of the ids that may be drawn the first, and the one behind the last; (): all but the
     # mask. Softmaxes of sampling and training are over these.
@@ -77,12 +78,13 @@ class ModelConfig:
     kernels: str = "auto"  # one of pallas_kernels.CHOICES
     lora: Lora | None = None  # then only its adapters (and value heads) are parameters
     vision: VisionConfig | None = None  # the tower beside this one: see vision/soft.py
-    soft: int = 0  # ids behind the vocabulary, which stand for parts of images
+    tiles: int = 0  # of images that are looked at together; 0: none are
+    train_tower: bool = False  # the vision tower, too; its projector always is
 
     def __post_init__(self):
         sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "block")
-        counts = ("ffw", "positions", "experts_per_token", "expert_ffw")
-        counts += ("shared_experts", "dense_layers", "eos_id", "pad_id", "soft")
+        counts = ("ffw", "codebook", "positions", "experts_per_token", "expert_ffw")
+        counts += ("shared_experts", "dense_layers", "eos_id", "pad_id", "tiles")
         checks.fields(
             self,
             **dict.fromkeys(sizes, ">= 1"),
@@ -117,6 +119,16 @@ class ModelConfig:
             "Y": tuple(i for i in range(self.layers) if i not in last_of_step),
             **(self.vision.layer_numbers if self.vision else {}),
         }
+
+    @property
+    def soft(self) -> int:
+        """How many ids behind the vocabulary stand for parts of images: see vision/soft.py.
+
+        A tile gives its patches, and with others beside it a newline for each row of them.
+        """
+        if not self.vision:
+            return 0
+        return self.tiles * (self.vision.patches + self.vision.across)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -72,10 +72,10 @@ def specs(tree: dict, cfg: Lora) -> dict:
 def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:
     """Returns the parameters of the whole tower, in which adapted weights are Adapted.
 
-    Without adapters (cfg None, and so no base) these are `trained`.
+    Without adapters (cfg None) these are `trained`, beside what else the base has: images.
     """
     if cfg is None:
-        return trained
+        return trained if base is None else base | trained
     joined = base | trained
     for name, pairs in trained.items():
         if isinstance(pairs, dict):

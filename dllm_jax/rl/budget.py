@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from dllm_jax import memory
 from dllm_jax.models import acting, lora, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import look
+from dllm_jax.rl import networks
 from dllm_jax.rl.learner import TrainState
 from dllm_jax.sampling.placement import Placement
 
@@ -50,6 +52,8 @@ def plan(
     Raises ValueError, with the settings to change, where a program does not even compile.
     """
     base = checkpoint(model, mesh) if model.lora else None
+    if model.soft:
+        base = networks.beside(base, look.abstract(model, mesh))
     always, phases = resident(states, model, mesh, reference=source.reference), {}
     if sampling is not None:
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
@@ -108,10 +112,12 @@ def resident(
     states: as `plan` takes them; reference: whether the policy of the start is scored.
     """
     frozen = checkpoint(model, mesh) if model.lora or reference else ()
+    images = look.abstract(model, mesh) if model.soft else ()
     return {
         "parameters": memory.array_bytes([state.params for state in states.values()]),
         "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
         "frozen": memory.array_bytes(frozen),
+        "images": memory.array_bytes(images),
     }
 
 

@@ -13,7 +13,9 @@ def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
     """Returns the problems of data.heldout to evaluate on; [] where it is empty."""
     if not settings.data.heldout:
         return []
-    every = data.problems(settings.data.heldout, tools.tok, settings.data, tools.grader)
+    every = data.problems(
+        settings.data.heldout, tools.tok, settings.data, tools.grader, tools.reader
+    )
     return every[: settings.heldout_problems or None]
 
 

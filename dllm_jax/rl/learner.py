@@ -15,6 +15,7 @@ import optax
 
 from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import soft
 from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl import objectives
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
@@ -94,6 +95,7 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     clean copies never touch a head. Experts add their `load`, a moe.Load.
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
+    params = soft.attach(params, model)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
     # A loop over layers copies what its backward pass reads of each: on CPU a gradient of
     # 3 layers of 128 took 1.1 times as long. Deep models would compile much longer.

@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from dllm_jax import exits, sharding
 from dllm_jax.models import acting, hf, lora, mask, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.look import Eyes
+from dllm_jax.models.vision.soft import Seen
 from dllm_jax.rl import learner
 from dllm_jax.rl.config import BatchConfig, OptimConfig
+from dllm_jax.sampling import looking
 
 
 def plans(
@@ -63,9 +66,31 @@ def scored(plans: dict[str, learner.Plan], reference: bool) -> dict[str, learner
     return plans | {"reference": policy_alone}
 
 
+def parts(model: ModelConfig, heads: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the heads of a network, and its vision tower where that is trained."""
+    return (*heads, "vision") if model.train_tower else heads
+
+
+def beside(base, seen: Seen | None):
+    """Returns the base with a step's images, which networks see beside what is trained."""
+    return base if seen is None else (base or {}) | {"seen": seen}
+
+
+def eyes(path: str, model: ModelConfig, mesh) -> Eyes | None:
+    """Returns what looks at images, with the checkpoint's tower unless that is trained."""
+    if not model.soft:
+        return None
+    tower = None
+    if not model.train_tower:
+        _, params = hf.load(path, mesh=mesh, dtype=model.dtype, only=("vision",))
+        tower = params["vision"]
+    return Eyes(tower, model, mesh)
+
+
 def abstract(model: ModelConfig, plan: learner.Plan, mesh) -> learner.TrainState:
     """Returns a network's state without its arrays: shapes, dtypes and shardings."""
-    params = transformer.abstract(model, mesh, jnp.float32, plan.heads)
+    heads = parts(model, plan.heads)
+    params = transformer.abstract(model, mesh, jnp.float32, heads)
     state = jax.eval_shape(functools.partial(learner.begin, plan=plan), params)
     state = state.replace(params=params)
     return jax.tree.map(
@@ -83,6 +108,7 @@ def frozen(path: str, model: ModelConfig, mesh):
     if model.lora is None:
         return None, None
     _, base = hf.load(path, mesh=mesh, dtype=model.dtype)
+    base.pop("vision", None)  # whoever looks at images has it
     return base, base.pop("value", None)
 
 
@@ -93,7 +119,8 @@ def reference(path: str, model: ModelConfig, mesh, base):
     """
     if base is not None:
         return base
-    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
+    heads = parts(model, ("lm",))
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=heads)
     return params
 
 
@@ -106,7 +133,8 @@ def initial(path: str, model: ModelConfig, plans, places, mesh, value, key) -> d
     states = {}
     for i, (name, plan) in enumerate(plans.items()):
         if model.lora is None:
-            _, params = hf.load(path, mesh=mesh, dtype=jnp.float32, heads=plan.heads)
+            heads = parts(model, plan.heads)
+            _, params = hf.load(path, mesh=mesh, dtype=jnp.float32, heads=heads)
         else:
             draw = jax.jit(
                 functools.partial(transformer.init, cfg=model, heads=plan.heads),
@@ -133,20 +161,30 @@ class Weights:
     reference: transformer.Params | None
     model: ModelConfig
     like: transformer.Params  # what samples, as shapes: see models/acting.py
+    seen: Seen | None = None  # the images of what is scored
+
+    def seeing(self, seen: Seen | None) -> "Weights":
+        """Returns the same weights, with other images."""
+        return dataclasses.replace(self, seen=seen)
 
     def acting(self) -> transformer.Params:
         """Returns the weights that sample, a copy for the most part: drop them soon."""
         policy = self.states["policy"].params
-        return acting.laid_out(lora.join(self.base, policy, self.model.lora), self.like)
+        joined = lora.join(self.base, policy, self.model.lora)
+        params = acting.laid_out(joined, self.like)
+        if self.model.soft:
+            params |= {looking.LOOK: looking.parts(joined)}
+        return params
 
     def scoring(self) -> dict[str, transformer.Params]:
-        """Returns the weights of every network of `scored`, by name."""
+        """Returns the weights of every network of `scored`, by name, and its images."""
+        base = beside(self.base, self.seen)
         weights = {
-            name: lora.join(self.base, state.params, self.model.lora)
+            name: lora.join(base, state.params, self.model.lora)
             for name, state in self.states.items()
         }
         if self.reference is not None:
-            weights["reference"] = self.reference
+            weights["reference"] = beside(self.reference, self.seen)
         return weights
 
 

@@ -9,7 +9,9 @@ import functools
 import jax
 import optax
 
-BIASES = ("bq", "bk", "bv", "router_bias")  # parameters of transformer.stack
+# Parameters of transformer.stack, of a vision tower and of its projector.
+BIASES = ("bq", "bk", "bv", "router_bias")
+BIASES += ("bo", "b_up", "b_down", "b_patch", "b_in", "b_out")
 
 
 def constant(cfg, updates: int) -> optax.Schedule:

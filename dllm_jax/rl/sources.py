@@ -35,6 +35,8 @@ import numpy as np
 from dllm_jax import data
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.look import Eyes, Table
+from dllm_jax.models.vision.prompts import Reader, pictures_of
 from dllm_jax.rl import batches, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
@@ -50,6 +52,7 @@ from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.looking import Looking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,13 @@ class Tools:
     folder: pathlib.Path
     samples: int  # rollouts of a step to write there
     # Where it samples is decided, and compiled, when all that it asks has been read.
-    answerer: answers.Batches | answers.Engine | None = None
+    answerer: answers.Batches | answers.Engine | Looking | None = None
+    reader: Reader | None = None  # of a model that looks at images
+    eyes: Eyes | None = None  # what looks, once there are weights
+
+    def look(self, prompts) -> Table | None:
+        """Returns the table of a step's images; None for a model that does not look."""
+        return self.eyes.look(prompts) if self.eyes else None
 
     def answered(
         self, params, problems, group_n, key, *, temperature: float, timer, stop=None
@@ -120,6 +129,7 @@ class StepBatches(NamedTuple):
     metrics: dict[str, float]
     batches: list[TrainBatch]  # on the mesh, one for each update; []: nothing to learn
     sampled: int | None = None  # tokens; None where a step samples nothing
+    table: Table | None = None  # of the images that the batches show
 
     def rates(self, seconds: dict[str, float]) -> dict[str, float]:
         """Returns the sampled tokens per second of each phase; {} without sampling.
@@ -155,8 +165,13 @@ class RL:
         self.objective = settings.objective
         self.reference = bool(settings.objective.reference_beta)
         self.problems = data.problems(
-            settings.data.train, tools.tok, settings.data, tools.grader
+            settings.data.train,
+            tools.tok,
+            settings.data,
+            tools.grader,
+            tools.reader,
         )
+        check_tiles([x.prompt_ids for x in self.problems], rl.prompts, settings, tools)
         rollout.report_long(
             self.problems, sampler.max_prompt, tools.say, settings.data.train
         )
@@ -179,7 +194,7 @@ class RL:
             tools.say,
             trajectories=-(-rl.prompts * rl.group // rl.updates),
             longest=sampler.max_new,
-            most_steps=sampler.max_new,
+            most_steps=sampler.most_steps,
         )
 
     def blank(self) -> TrainBatch:
@@ -197,7 +212,7 @@ class RL:
         metrics = rollout.summary(rollouts)
         if tools.stop():
             return None
-        told = []
+        told, table = [], tools.look([x.prompt_ids for x in problems])
         with tools.timer("score"):
             learned, complete = batches.of_rollouts(
                 rollouts,
@@ -209,7 +224,7 @@ class RL:
                 as_sampled=settings.noise.kind == "trace"
                 and settings.layout.guidance == settings.sampler.guidance,
                 objective=settings.objective,
-                params=weights.scoring(),
+                params=weights.seeing(table and table.seen).scoring(),
                 pack=self.pack,
                 score=score,
                 mesh=tools.mesh,
@@ -223,7 +238,7 @@ class RL:
         if not complete:
             reason = self.nothing_learned(sampled)
             tools.say(f"step {step}: {reason}, nothing to learn; the step is skipped")
-        return StepBatches(metrics | learned, complete, sampled)
+        return StepBatches(metrics | learned, complete, sampled, table)
 
     def asked(self, taken: int) -> list[data.Problem]:
         """Returns the problems of a step, each as often as its group has rollouts."""
@@ -291,8 +306,7 @@ class SFT:
         """Draws new noise for the examples that come next."""
         size = len(self.examples.len_B)
         chosen = in_order(self.settings, size, taken, self.taken_per_step)
-        examples = batches.take(self.examples, chosen)
-        return noised_batch(self, step, examples, score=None)
+        return noised_batch(self, step, chosen)
 
 
 class DPO:
@@ -330,9 +344,8 @@ class DPO:
         """Draws new noise for the pairs that come next; policy and reference score it."""
         size = len(self.examples.len_B) // 2
         chosen = in_order(self.settings, size, taken, self.taken_per_step)
-        examples = batches.take(self.examples, batches.rows_of(chosen, 2))
-        both = functools.partial(score, weights.scoring())
-        return noised_batch(self, step, examples, score=both)
+        rows = batches.rows_of(chosen, 2)
+        return noised_batch(self, step, rows, weights=weights, score=score)
 
 
 SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO}
@@ -358,7 +371,7 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Exam
         settings.data.train,
         tools.tok,
         settings.data,
-        end=settings.sampler.stop_ids[0],
+        end=(*settings.sampler.stop_ids, settings.model.eos_id)[0],
         pad=settings.model.pad_id,
         vocab=settings.model.vocab,
         mask=settings.model.mask_id,
@@ -366,11 +379,41 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Exam
         slots=settings.sampler.slots,
         pairs=pairs,
         traced=settings.noise.kind == "trace",
+        reader=tools.reader,
+        drawn=settings.model.drawn,
+        tail=settings.sampler.tail,
     )
+    count = settings.sft_examples * (2 if pairs else 1)
+    check_tiles(examples.prompts, count, settings, tools)
     tools.say(
         f"{len(examples.len_B)} examples, {dropped} empty or too long and left out"
     )
     return examples
+
+
+def check_tiles(prompts, count: int, settings: Settings, tools: Tools) -> None:
+    """Raises ValueError where the images of `count` prompts may not fit into a table."""
+    if tools.reader is None:
+        return
+    tiles = [sum(x.tiles for x in set(pictures_of(prompt))) for prompt in prompts]
+    most = sum(sorted(tiles)[-count:])
+    if most > settings.model.tiles:
+        raise ValueError(
+            f"model.tiles={settings.model.tiles}: the images of {count} prompts, a step's, "
+            f"may be cut into {most} tiles; set it to {most}"
+        )
+
+
+def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
+    """Returns the examples of these rows, with their images as rows of the table."""
+    some = batches.take(examples, row_n)
+    if table is None:
+        return some
+    tokens_BT = some.tokens_BT.copy()
+    for i, row in enumerate(row_n):
+        prompt = examples.prompts[row]
+        tokens_BT[i, : len(prompt)] = table.placed(prompt, vocab)
+    return some.replace(tokens_BT=tokens_BT)
 
 
 def most_steps(examples: data.Examples, settings: Settings) -> int:
@@ -435,13 +478,20 @@ def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
     )
 
 
-def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatches:
+def noised_batch(
+    source, step: int, row_n, weights: Weights | None = None, score=None
+) -> StepBatches:
     """Returns the batch of a source's examples with noise of this step's own.
 
-    score: learner.score, bound to the weights of policy and reference, where the examples
-    are pairs; None where they are not.
+    row_n: which of its examples. weights, score: of policy and reference, and
+    learner.score, where the examples are pairs; None where they are not.
     """
     settings = source.settings
+    table = source.tools.look([source.examples.prompts[row] for row in row_n])
+    examples = placed(source.examples, row_n, table, settings.model.vocab)
+    if weights is not None:
+        scoring = weights.seeing(table and table.seen).scoring()
+        score = functools.partial(score, scoring)
     rng = np.random.default_rng([settings.seed, step])
     metrics, complete = batches.of_examples(
         examples,
@@ -453,4 +503,4 @@ def noised_batch(source, step: int, examples: data.Examples, score) -> StepBatch
         score=score,
         mesh=source.tools.mesh,
     )
-    return StepBatches(metrics, complete)
+    return StepBatches(metrics, complete, table=table)

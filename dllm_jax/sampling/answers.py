@@ -30,6 +30,7 @@ import numpy as np
 
 from dllm_jax import exits, sharding
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -65,8 +66,12 @@ class Batches:
                 tokens_nT[i, : len(prompt)] = prompt
                 len_n[i] = len(prompt)
         for first in range(0, n, self.cfg.rows):
-            arrays = self.batch(tokens_nT, len_n, first, key, temperature)
             count = min(self.cfg.rows, n - first)  # fillers answer nothing
+            if not len_n[first : first + count].any():
+                for row in range(first, first + count):
+                    yield row, state.no_answer(self.cfg.slots)
+                continue
+            arrays = self.batch(tokens_nT, len_n, first, key, temperature)
             for live_B, start_B, s in self.turns(params, arrays, bool(watch)):
                 if watch:
                     trace = self.trace(s)
@@ -209,4 +214,18 @@ def record(answer: Answer, prompt: list[int]) -> dict:
         "confidence": [round(float(x), 6) for x in answer.conf_T[span]],
         "forwards": int(answer.forwards),
         "finished": finished,
+        **images_of(prompt),
     }
+
+
+def images_of(prompt) -> dict:
+    """Returns a prompt's images as a record has them: {} where there are none.
+
+    first_row: the id in the prompt with which an image begins, counted from the
+    vocabulary's end.
+    """
+    images, row = [], 0
+    for picture in pictures_of(prompt):
+        images.append({"file": picture.file, "mark": picture.mark, "first_row": row})
+        row += picture.rows
+    return {"images": images} if images else {}

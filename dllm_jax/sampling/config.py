@@ -70,6 +70,9 @@ class SamplerConfig:
     rank_cooling: bool = False  # times 1 - t / T at every step t of T, cumulatively
     pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
     entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
+    # Once a block has a stop token, only positions before the first are unmasked: so does
+    # LLaDA-V. False: all of the block, as the others do.
+    before_stop: bool = False
     cache: str = "auto"  # a key of POLICIES; "auto": the exact one of the family
     horizon: int = 0  # "prefix": positions after the block that a step re-runs, too
     temperature: float = 1.0  # 0 takes the arg-max
@@ -148,6 +151,11 @@ class SamplerConfig:
     def steps(self) -> int:
         """Steps of a block, at most."""
         return self.steps_per_block or self.block
+
+    @property
+    def most_steps(self) -> int:
+        """The most steps that an answer takes; an image is one block."""
+        return self.steps if self.answers == "image" else self.max_new
 
     @property
     def rank_temperatures(self) -> tuple[float, ...]:

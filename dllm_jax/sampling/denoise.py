@@ -254,13 +254,17 @@ def unmask(
     whatever the strategy says.
     """
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
+    may_BW = masked_BW
+    if cfg.before_stop:
+        stop_B = first_stop(s, pos_BW, tokens_BW, masked_BW, cfg.stop_ids)
+        may_BW = masked_BW & (pos_BW < stop_B[:, None])
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
     drawn = draw(
         params,
         x_BWD,
         key_B,
         s.temperature_B,
-        wanted_BW=masked_BW & now_B[:, None],
+        wanted_BW=may_BW & now_B[:, None],
         model=model,
         cfg=cfg,
     )
@@ -269,11 +273,11 @@ def unmask(
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)
     ]
-    take_BW = STRATEGIES[cfg.strategy].take(drawn, masked_BW, quota_B, cfg)
+    take_BW = STRATEGIES[cfg.strategy].take(drawn, may_BW, quota_B, cfg)
     if must_BW is not None:
-        take_BW |= must_BW & masked_BW
+        take_BW |= must_BW & may_BW
     drawn_BW = drawn.logp_BW + drawn.conf_BW + drawn.entropy_BW
-    bad_B = now_B & (masked_BW & ~jnp.isfinite(drawn_BW)).any(axis=1)
+    bad_B = now_B & (may_BW & ~jnp.isfinite(drawn_BW)).any(axis=1)
     take_BW &= (now_B & ~bad_B)[:, None]
     count_B = s.steps_B + now_B
     tokens_BW = jnp.where(take_BW, drawn.token_BW, tokens_BW)
@@ -309,12 +313,17 @@ def ended(s: SamplingState, pos_BW, tokens_BW, masked_BW, stop_ids: tuple[int, .
     A row ends when nothing is masked up to its first stop id, or to its limit. A stop
     id counts in the answer only.
     """
-    answer_BW = (pos_BW >= s.prompt_len_B[:, None]) & ~masked_BW
-    stops_BW = answer_BW & state.isin(tokens_BW, stop_ids)
-    stop_B = jnp.min(jnp.where(stops_BW, pos_BW, FAR), axis=1)
+    stop_B = first_stop(s, pos_BW, tokens_BW, masked_BW, stop_ids)
     end_B = jnp.minimum(stop_B + 1, s.limit_B)
     open_B = (masked_BW & (pos_BW < end_B[:, None])).any(axis=1)
     return s.live_B & ~open_B & (end_B <= pos_BW[:, -1] + 1), end_B
+
+
+def first_stop(s: SamplingState, pos_BW, tokens_BW, masked_BW, stop_ids):
+    """Returns the position of each answer's first stop id [B], FAR where it has none."""
+    answer_BW = (pos_BW >= s.prompt_len_B[:, None]) & ~masked_BW
+    stops_BW = answer_BW & state.isin(tokens_BW, stop_ids)
+    return jnp.min(jnp.where(stops_BW, pos_BW, FAR), axis=1)
 
 
 def move(s: SamplingState, moves_B, Q: int) -> SamplingState:

@@ -83,12 +83,13 @@ class Pages:
         self.idle.clear()
 
 
-def page_names(tokens, size: int) -> list[bytes]:
+def page_names(tokens, size: int, images: tuple[str, ...] = ()) -> list[bytes]:
     """Returns the name of each page of `size` positions; the last may be ragged.
 
-    Equal names, equal tokens: from position 0 to the page's end.
+    Equal names, equal tokens: from position 0 to the page's end. images: marks of what the
+    ids behind the vocabulary stand for, which is another image in another table.
     """
-    names, digest = [], hashlib.blake2b(digest_size=16)
+    names, digest = [], hashlib.blake2b("".join(images).encode(), digest_size=16)
     for first in range(0, len(tokens), size):
         digest.update(np.asarray(tokens[first : first + size], np.int32).tobytes())
         names.append(digest.copy().digest())

@@ -13,7 +13,8 @@ import jax
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting, hf, transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import answers
+from dllm_jax.models.vision import look
+from dllm_jax.sampling import answers, looking
 from dllm_jax.sampling.config import SamplerConfig
 
 ROLLOUTS = ("auto", "replicated", "model")
@@ -78,10 +79,17 @@ def loaded(path, *, model: ModelConfig, cfg: SamplerConfig, mesh, rollout: str, 
         rollout=rollout,
         limit=memory.device_bytes(),
     )
-    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=("lm",))
+    heads = ("lm", "vision") if model.soft else ("lm",)
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=heads)
     if placement.note:
         say(placement.note)
-    return placement.answerer, acting.taken(params, placement.weights)
+    answerer, made_of = placement.answerer, looking.parts(params)
+    tower = made_of.pop("vision", None)
+    params = acting.taken(params, placement.weights)
+    if not model.soft:
+        return answerer, params
+    answerer = looking.Looking(answerer, look.Eyes(tower, model, mesh))
+    return answerer, params | {looking.LOOK: made_of}
 
 
 def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:

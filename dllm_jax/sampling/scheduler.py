@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.pages import Pages, page_names
 from dllm_jax.sampling.rows import Changes
@@ -103,13 +104,17 @@ class Scheduler:
                 limit=len(prompt) + new,
                 temperature=temperature,
                 prefix=prefix,
-                page_names=page_names(prompt[:prefix], self.cfg.page_slots),
+                page_names=page_names(
+                    prompt[:prefix],
+                    self.cfg.page_slots,
+                    tuple(picture.mark for picture in pictures_of(prompt)),
+                ),
             )
         )
 
     def check(self, prompt: list[int], index: int, temperature: float, new: int):
         """Raises ValueError for what is wrong with a request."""
-        vocab, needed = self.model.vocab, None
+        vocab, needed = self.model.vocab + self.model.soft, None
         if new < 1:
             needed = f"new={new}: at least 1 token of answer"
         elif not temperature >= 0:  # not a number, too

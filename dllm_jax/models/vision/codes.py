@@ -18,6 +18,7 @@ Letters: w columns of pixels.
 import dataclasses
 import os
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
@@ -158,13 +159,20 @@ class Format:
         return (self.size // self.factor) ** 2
 
 
-def format_of(model_path, tok, vocab: int, *, vq: str, size: int) -> Format:
+def format_of(
+    model_path, tok, vocab: int, codebook: int, *, vq: str, size: int
+) -> Format:
     """Returns a model's Format; vq, size: model.vq and model.image_size.
 
-    Raises ValueError for what does not go together.
+    codebook: how many codes the model knows. Raises ValueError for what does not go together.
     """
     folder = find(model_path, vq)
     cfg = hf.read_autoencoder(folder, magvit)
+    if 2**cfg.bits != codebook:
+        raise ValueError(
+            f"{folder} has {2**cfg.bits} codes, and {str(model_path)!r} knows {codebook} "
+            "(codebook_size)"
+        )
     size = size or cfg.told_size or SIZE
     if size % cfg.factor:
         raise ValueError(
@@ -239,28 +247,31 @@ def write(path, rgb: np.ndarray) -> None:
 class Reader:
     """What makes prompts about images, for a model that reads codes: see prompts.Reader."""
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Callable[[], Codec]):
+        """codec: returns the Codec, when the first image is read."""
         self.codec = codec
         self.known: dict[str, list[int]] = {}  # ids by file
 
-    def shown(self, row: dict, field: str, root) -> "Shown":
-        """Returns what `data.render` takes to show a record's image.
+    def shown(self, row: dict, field: str, root) -> "Shown | None":
+        """Returns what `data.render` takes to show a record's image; None: it has none.
 
         field: with its path. A record of dLLM-RL may have its ids instead. root: the folder
         that files must not leave. Raises data.Unreadable for an image that cannot be read.
         """
-        tokens = self.codec.format.tokens
         if row.get("image_token_ids") is not None:
+            tokens = self.codec().format.tokens
             return Shown(tokens, (tokens.codes(data.ids(row, "image_token_ids")),))
         names = [name for name in (field, *FIELDS) if row.get(name) is not None]
         given = row[names[0]] if names else []
         return self.of_files(given if isinstance(given, list) else [given], root)
 
-    def of_files(self, paths: list, root) -> "Shown":
+    def of_files(self, paths: list, root) -> "Shown | None":
         """Returns what `data.render` takes to show these image files: see `shown`."""
         if len(paths) > 1:
             raise ValueError(f"it has {len(paths)} images, and the model reads one")
-        tokens = self.codec.format.tokens
+        if not paths:
+            return None
+        tokens = self.codec().format.tokens
         return Shown(
             tokens, tuple(tokens.codes(self.read(path, root)) for path in paths)
         )
@@ -270,7 +281,7 @@ class Reader:
         try:
             file = os.fspath(images.inside(path, root))
             if file not in self.known:
-                self.known[file] = self.codec.ids(images.read(path, root=root))
+                self.known[file] = self.codec().ids(images.read(path, root=root))
         except ValueError as error:
             raise data.Unreadable(str(error)) from None
         return self.known[file]
@@ -278,10 +289,11 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The image of one conversation, if it has one, and how it gets into it."""
+    """The image of one conversation, and how it gets into it."""
 
     tokens: ImageTokens
     codes: tuple[list[int], ...]
+    plain = False  # a chat template writes the conversation
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns a conversation without marks; raises ValueError where there are too many."""
@@ -300,6 +312,43 @@ class Shown:
     def ids(self, tok, written: str) -> list[int]:
         """Returns the ids of a written conversation."""
         conversation = list(data.ids_of(tok, written))
-        if not self.codes:
-            return conversation
         return self.tokens.looking(self.codes[0], conversation)
+
+
+class Captions:
+    """What makes prompts of captions, for a model that draws: see prompts.Reader."""
+
+    def __init__(self, codec: Callable[[], Codec] | None, tokens: ImageTokens):
+        """codec: where records have the image to be drawn, which is learned; see Reader."""
+        self.reader = None if codec is None else Reader(codec)
+        self.tokens = tokens
+
+    def shown(self, row: dict, field: str, root) -> "Caption":
+        """Returns what `data.render` takes for a record; see Reader.shown."""
+        if self.reader is None or "response_ids" in row:
+            return Caption(self.tokens)
+        shown = self.reader.shown(row, field, root)
+        if shown is None:
+            raise ValueError(f"it has no {field!r}, the image that is to be drawn")
+        return Caption(self.tokens, tuple(self.tokens.ids(shown.codes[0])))
+
+    def of_files(self, paths: list, root) -> "Caption":
+        """Returns what `data.render` takes for a prompt without a record."""
+        return Caption(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Caption:
+    """How a caption becomes a prompt, and the image that answers it."""
+
+    tokens: ImageTokens
+    answer: tuple[int, ...] = ()  # the ids to learn; (): none are told
+    plain = True  # no conversation
+
+    def messages(self, messages: list[dict]) -> list[dict]:
+        """Returns the messages as they are."""
+        return messages
+
+    def ids(self, tok, written: str) -> list[int]:
+        """Returns the prompt of a caption."""
+        return self.tokens.drawing(list(data.ids_of(tok, written)))

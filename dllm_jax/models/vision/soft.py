@@ -135,14 +135,6 @@ def tile_count(size: tuple[int, int], cfg: VisionConfig) -> int:
     return 1 + (width // cfg.side) * (height // cfg.side)
 
 
-def most_rows(tiles: int, cfg: VisionConfig) -> int:
-    """Returns how many rows images of so many tiles have at most: see `arrangement`.
-
-    A tile gives its patches, and with others beside it a newline for each of their rows.
-    """
-    return tiles * (cfg.patches + cfg.across)
-
-
 # ---- The table: device side ----------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax.models import families, hf
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import siglip, soft
 from tests.models.vision import common
 
@@ -83,7 +84,8 @@ def test_the_number_of_tokens_of_llada_v():
     found = {size: len(soft.arrangement(size, cfg)) for size in COUNTS}
     assert found == COUNTS
     for size, count in found.items():
-        assert count <= soft.most_rows(soft.tile_count(size, cfg), cfg)
+        tiles = soft.tile_count(size, cfg)
+        assert count <= ModelConfig(vision=cfg, tiles=tiles).soft
 
 
 def test_interpolation_is_that_of_images_of_real_numbers():

@@ -1,0 +1,148 @@
+"""Prompts with images: a mark in a text becomes the ids of an image's rows.
+
+A record's images are named by its field `data.image`, one path or several. Where its text
+has a MARK for each, they stand there; where it has none they come first, a line each. The
+checkpoint's chat template writes the conversation, and each piece of text between images is
+tokenised by itself.
+
+A Prompt counts the rows of its own images from the vocabulary's end on; which rows of a
+table they are is decided when one is made (look.py).
+"""
+
+import dataclasses
+import os
+
+from dllm_jax import data, images
+from dllm_jax.checks import shown
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import soft
+
+MARK = "<image>"
+# What LLaVA-NeXT, and so LLaDA-V, begins conversations with.
+SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual "
+    "content that the user provides, and assist the user with a variety of tasks using "
+    "natural language."
+)
+OTHER_FIELDS = ("image_abs_path", "image_path")  # that dLLM-RL's records have, too
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An image file, as far as a prompt needs it: its pixels are read again when looked at."""
+
+    file: str
+    mark: str  # of its pixels: images.mark
+    size: tuple[int, int]  # width, height
+    tiles: int
+    rows: int  # of the table
+
+
+class Prompt(list):
+    """Token ids that know their images, whose rows they count from the vocabulary's end."""
+
+    def __init__(self, ids, pictures: tuple[Picture, ...] = ()):
+        super().__init__(ids)
+        self.pictures = pictures
+
+
+def pictures_of(prompt) -> tuple[Picture, ...]:
+    """Returns the images of a prompt, which may be a plain list of ids."""
+    return getattr(prompt, "pictures", ())
+
+
+class Reader:
+    """What makes Prompts for one model."""
+
+    def __init__(self, model: ModelConfig, *, keep_newline: bool = True):
+        """keep_newline: see ModelArgs."""
+        self.model, self.keep_newline = model, keep_newline
+        self.known: dict[str, Picture] = {}  # by file
+
+    def shown(self, row: dict, field: str, root) -> "Shown":
+        """Returns what `data.render` takes to show a record's images.
+
+        field: with their paths. root: the folder that files must not leave. Raises
+        data.Unreadable for an image that cannot be read.
+        """
+        names = [name for name in (field, *OTHER_FIELDS) if row.get(name) is not None]
+        given = row[names[0]] if names else []
+        paths = given if isinstance(given, list) else [given]
+        return self.of_files(paths, root)
+
+    def of_files(self, paths: list, root) -> "Shown":
+        """Returns what `data.render` takes to show these image files: see `shown`."""
+        pictures = tuple(self.picture(path, root) for path in paths)
+        tiles = sum(one.tiles for one in {x.mark: x for x in pictures}.values())
+        if tiles > self.model.tiles:
+            raise ValueError(
+                f"its images are cut into {tiles} tiles, more than model.tiles="
+                f"{self.model.tiles}"
+            )
+        return Shown(self, pictures)
+
+    def picture(self, path, root) -> Picture:
+        """Returns the Picture of a file; raises data.Unreadable."""
+        try:
+            file = os.fspath(images.inside(path, root))
+            if file not in self.known:
+                rgb = images.read(path, root=root)
+                size = rgb.shape[1], rgb.shape[0]
+                cfg = self.model.vision
+                self.known[file] = Picture(
+                    file=file,
+                    mark=images.mark(rgb),
+                    size=size,
+                    tiles=soft.tile_count(size, cfg),
+                    rows=len(soft.arrangement(size, cfg)),
+                )
+        except ValueError as error:
+            raise data.Unreadable(str(error)) from None
+        return self.known[file]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """The images of one conversation, and how they get into it."""
+
+    reader: Reader
+    pictures: tuple[Picture, ...]
+    plain = False  # a chat template writes the conversation
+
+    def messages(self, messages: list[dict]) -> list[dict]:
+        """Returns a conversation with the system's message, and with marks for its images.
+
+        Raises ValueError where there are more marks than images, or fewer.
+        """
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": SYSTEM}, *messages]
+        marks = sum(message["content"].count(MARK) for message in messages)
+        if marks == 0 and self.pictures:
+            users = [i for i, x in enumerate(messages) if x["role"] == "user"]
+            if not users:
+                raise ValueError("an image needs a message of the user's")
+            first = messages[users[0]]
+            lines = f"{MARK}\n" * len(self.pictures)
+            first = first | {"content": lines + first["content"]}
+            return messages[: users[0]] + [first] + messages[users[0] + 1 :]
+        if marks != len(self.pictures):
+            raise ValueError(
+                f"it has {marks} times {MARK} for {len(self.pictures)} image(s)"
+            )
+        return messages
+
+    def ids(self, tok, written: str) -> Prompt:
+        """Returns the ids of a written conversation."""
+        pieces = written.split(MARK)
+        if len(pieces) - 1 != len(self.pictures):
+            raise ValueError(
+                f"the chat template made {len(pieces) - 1} of {len(self.pictures)} marks "
+                f"{MARK} in {shown(written)}"
+            )
+        ids, row = list(data.ids_of(tok, pieces[0])), self.reader.model.vocab
+        skip = 0 if self.reader.keep_newline else 1
+        for picture, piece in zip(self.pictures, pieces[1:], strict=True):
+            ids += range(row, row + picture.rows)
+            ids += data.ids_of(tok, piece)[skip:]
+            row += picture.rows
+        return Prompt(ids, self.pictures)
