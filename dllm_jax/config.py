@@ -21,8 +21,7 @@ from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
-from dllm_jax.models.vision import codes
-from dllm_jax.models.vision import prompts
+from dllm_jax.models.vision import codes, prompts
 from dllm_jax.rl import layout, noise
 from dllm_jax.rl.config import (
     BatchConfig,
