@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from dllm_jax import command_line, config, data, exits, folder, sharding
 from dllm_jax.models import hf
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import codes
 from dllm_jax.sampling import answers, placement, state
@@ -159,9 +160,13 @@ def parsed(argv: list[str]):
             "a prompt whose answer is an image needs --image-out=FILE.png, and no other does: "
             f"config.sampler.answers={tree.sampler.answers!r}"
         )
-    if values.image_out and not prompts:
+    if values.image_out and (not prompts or values.image):
         raise ValueError(
-            "--image-out=FILE.png goes with one prompt, an image's caption"
+            "--image-out=FILE.png goes with one prompt, an image's caption, and no --image"
+        )
+    if values.image_out and not values.image_out.lower().endswith(".png"):
+        raise ValueError(
+            f"--image-out={values.image_out}: name a file that ends in .png"
         )
     return (prompts[0] if prompts else None), values
 
@@ -270,7 +275,7 @@ def again(out: str | None) -> bool:
     return bool(out) and (os.path.isfile(out) or not os.path.exists(out))
 
 
-def check_out(out: str, prompts: str | None):
+def check_out(out: str, prompts: str | None, flag: str = "--out"):
     """Raises ValueError where answers cannot go to `out`, or would replace the prompts."""
     for file in (out, folder.note_of(out)):
         there = prompts and os.path.exists(prompts) and os.path.exists(file)
@@ -280,7 +285,7 @@ def check_out(out: str, prompts: str | None):
     try:
         open(out, "a").close()
     except OSError as error:
-        raise ValueError(f"--out={out}: {error.strerror}") from None
+        raise ValueError(f"{flag}={out}: {error.strerror}") from None
     if not there:
         os.unlink(out)
 
@@ -403,10 +408,40 @@ def main(argv: list[str] | None = None):
     with contextlib.ExitStack() as stack:
         if options.out:
             check_out(options.out, options.prompts)
+        if options.image_out:
+            check_out(options.image_out, None, "--image-out")
         if again(options.out):
             lock = folder.Lock(pathlib.Path(f"{options.out}.lock"), of=options.out)
             stack.enter_context(contextlib.closing(lock))
         answer(prompt, options, exits.StopSignal())
+
+
+def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
+    """Returns (prompt ids, their lines) of the prompt, which has none, or of the file.
+
+    reader: models.vision.prompts.Reader of a model that looks; path: the model's folder.
+    """
+    if options.image and reader is None:
+        raise ValueError(
+            f"--image=FILE: {str(path)!r} is no model that looks at images"
+        )
+    if prompt is None:
+        return read(options.prompts, tok, model.vocab, reader)
+    if tok is None:
+        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
+    return [turn(tok, prompt, reader and reader.of_files(options.image, None))], []
+
+
+def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:
+    """Returns a sampler as wide as its prompts need, with rows that `share` devices share."""
+    grid = (
+        1 if cfg.answers == "image" else cfg.block
+    )  # an image begins where its prompt ends
+    return dataclasses.replace(
+        cfg,
+        max_prompt=-(-max(map(len, prompts)) // grid) * grid,
+        rows=-(-min(cfg.rows, len(prompts)) // share) * share,
+    )
 
 
 def answer(prompt: str | None, options, stop):
@@ -427,32 +462,14 @@ def answer(prompt: str | None, options, stop):
     else:
         sink = Terminal(options.out)
     reader = config.reader(given.model, given.sampler, model, tok)
-    if options.image and reader is None:
-        raise ValueError(
-            f"--image=FILE: {str(path)!r} is no model that looks at images"
-        )
-    if options.image and made:
-        raise ValueError("--image=FILE: what is drawn follows from its caption alone")
-    if prompt is None:
-        prompts, rows = read(options.prompts, tok, model.vocab, reader)
-    elif tok is None:
-        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
-    else:
-        prompts = [turn(tok, prompt, reader and reader.of_files(options.image, None))]
+    prompts, rows = asked(prompt, options, reader, path, model, tok)
+    codec = codes.Codec(made) if options.image_out else None
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)
     mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)
-    longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
-    grid = (
-        1 if made else cfg.block
-    )  # a prompt that is followed by one block is no block's
-    cfg = dataclasses.replace(
-        cfg,
-        max_prompt=-(-longest // grid) * grid,
-        rows=-(-min(cfg.rows, len(prompts)) // share) * share,
-    )
+    cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
     for line in (*config.too_long(cfg.slots, model), *checked):
         print(line, file=sys.stderr)
@@ -470,8 +487,8 @@ def answer(prompt: str | None, options, stop):
     )
     if prompt is None:
         write(stream, prompts, rows, sink, None if made else tok, stop)
-    elif made:
-        draw(stream, prompts[0], codes.Codec(made), options.image_out, stop)
+    elif codec:
+        draw(stream, prompts[0], codec, options.image_out, stop)
     else:
         show(stream, prompts[0], cfg, tok, stop)
 

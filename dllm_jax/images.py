@@ -2,8 +2,7 @@
 
 Pillow decodes; no JAX. A file is opened by its content, not by its ending, and only as one
 of FORMATS: Pillow's other decoders start programs or are rarely tested against damage.
-
-Letters: w the width in pixels, h the height.
+Arrays of pixels are [height, width, 3], of tiles [tiles, 3, height, width].
 """
 
 import hashlib
@@ -49,7 +48,7 @@ def named(path) -> str:
 
 
 def read(path, *, root=None) -> np.ndarray:
-    """Returns an image file's pixels [h, w, 3], uint8 RGB.
+    """Returns an image file's pixels [height, width, 3], uint8 RGB.
 
     root: see `inside`. Of an animation it is the first frame; 16-bit grey keeps its upper
     eight bits; an opacity is dropped, as dLLM-RL does, and a camera's note of how it was
@@ -93,7 +92,7 @@ def refuse_large(size: tuple[int, int]) -> None:
 
 
 def pixels(image: Image.Image) -> np.ndarray:
-    """Returns an opened image's pixels [h, w, 3], uint8 RGB; raises as decoders do."""
+    """Returns an opened image's pixels [height, width, 3], uint8 RGB; raises as decoders do."""
     if image.mode == "F":
         raise ValueError("its pixels are fractions, whose range nothing tells")
     if image.mode in SIXTEEN_BITS:  # Pillow would cut off what is above 255
@@ -103,7 +102,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 def mark(rgb: np.ndarray) -> str:
-    """Returns what is the same for the same pixels [h, w, 3], and for no others."""
+    """Returns what is the same for the same pixels, and for no others."""
     digest = hashlib.sha256(repr(rgb.shape).encode())
     digest.update(np.ascontiguousarray(rgb))
     return digest.hexdigest()[:32]

@@ -254,10 +254,7 @@ def unmask(
     whatever the strategy says.
     """
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), open_positions(s, pos_BW, model)
-    may_BW = masked_BW
-    if cfg.before_stop:
-        stop_B = first_stop(s, pos_BW, tokens_BW, masked_BW, cfg.stop_ids)
-        may_BW = masked_BW & (pos_BW < stop_B[:, None])
+    may_BW = choices(s, pos_BW, tokens_BW, masked_BW, cfg)
     key_B = jax.vmap(jax.random.fold_in)(s.key_B, s.steps_B)
     drawn = draw(
         params,
@@ -294,6 +291,14 @@ def unmask(
         live_B=s.live_B & ~done_B & ~bad_B,
         bad_B=s.bad_B | bad_B,
     )
+
+
+def choices(s: SamplingState, pos_BW, tokens_BW, masked_BW, cfg: SamplerConfig):
+    """Returns which masked positions may be unmasked: see SamplerConfig.before_stop."""
+    if not cfg.before_stop:
+        return masked_BW
+    stop_B = first_stop(s, pos_BW, tokens_BW, masked_BW, cfg.stop_ids)
+    return masked_BW & (pos_BW < stop_B[:, None])
 
 
 def open_positions(s: SamplingState, pos_BW, model: ModelConfig):

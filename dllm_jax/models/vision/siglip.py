@@ -5,11 +5,11 @@ uses them: a ViT with pre-norm layers and learned positions, no class token. The
 are those of the second last layer: the last one is not run, and no norm follows. Norms and
 softmax are computed in f32, all else in the parameters' dtype.
 
-Letters: w pixels of a row, p patches, e the tower's width, l its layers, a all its heads
-side by side, f inner width, c colours, y a patch's height in pixels, x its width, i rows of
+Letters: w pixels of a row, p patches, e the tower's width, f inner width, i rows of
 patches, j patches of a row, b heads, d a head's dimension, q patches that look.
 
-In `pixels_BChw` B are tiles, C colours, h and w height and width.
+In `pixels_BChw` B are tiles, C colours, h and w height and width. Parameters have besides l
+layers, a all heads side by side, and c colours, y and x pixels down and across a patch.
 """
 
 import jax
