@@ -1,45 +1,18 @@
 """MAGVIT-v2: the original's codes and images, a definition in numpy, and bad folders."""
 
 import functools
-import json
 
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from dllm_jax.models import hf
 from dllm_jax.models.vision import magvit
 from tests.goldens import reader
+from tests.models.vision import drawers
 
-RAW = {
-    "_class_name": "MAGVITv2",
-    "encoder": {"ch": 32, "ch_mult": [1, 2], "num_res_blocks": [1, 2]},
-    "decoder": {"ch": 32, "ch_mult": [2, 1], "num_res_blocks": [2, 1]},
-    "quantize": {"codebook_dim": 5},
-}
-for tower in ("encoder", "decoder"):
-    RAW[tower] |= {"z_channels": 5, "resolution": 8}
-
-
-def tensors(raw: dict) -> dict[str, np.ndarray]:
-    """Returns random tensors of a config.json, in which biases are not zero either."""
-    rng, out = np.random.default_rng(3), {}
-    for name, shape in magvit.shapes(magvit.read(raw)).items():
-        x = rng.normal(size=shape) * (
-            2 / np.sqrt(np.prod(shape[1:])) if shape[1:] else 0.1
-        )
-        scales = len(shape) == 1 and name.endswith(".weight")  # of a norm
-        out[name] = (x + scales).astype(np.float32)
-    return out
-
-
-def write(folder, raw: dict, stored: dict, name: str = "model.safetensors"):
-    """Writes a checkpoint folder; returns it."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw))
-    safetensors.numpy.save_file(stored, folder / name)
-    return folder
+RAW, tensors = drawers.VQ, drawers.vq_tensors
+write = drawers.vq_folder
 
 
 # ---- A definition: one image, in numpy, tensor by tensor -----------------------------
@@ -163,7 +136,7 @@ def test_codes_and_images_are_the_originals():
 def test_codes_and_images_are_those_of_the_definition(tmp_path, name):
     stored = tensors(RAW)
     extra = {"quantize.power_vals": 2 ** np.arange(5)}  # of whole numbers, and not read
-    folder = write(tmp_path / "vq", RAW, stored | extra, f"{name}.safetensors")
+    folder = write(tmp_path / "vq", RAW, stored | extra, name)
     cfg, params = hf.load(folder)
     assert (cfg.bits, cfg.factor) == (5, 2)
     pixels_BChw = (
