@@ -235,7 +235,7 @@ def of_prompts(cell, run, program, body: str, mesh, rows: int) -> dict:
     """Returns the figures of a forward of the most prompt chunks of a shard."""
     cfg = run.cfg.sampler
     first = len(cfg.window_counts(rows))  # of its programs those of prompts come last
-    many = cfg.chunk_counts(rows)[1]
+    many = cfg.chunk_counts(rows)[-1]
     facts = roofline.facts(
         run.model,
         mesh.shape["model"],
@@ -299,10 +299,8 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         one = hlo.count(program, body, devices=run.mesh.size)
         whole.add(one, work.microbatches - 1)
     counted = roofline.with_kernels(whole, facts)
-    seconds, useful = (
-        roofline.seconds(counted, cell.topology),
-        work.useful / run.mesh.size,
-    )
+    seconds = roofline.seconds(counted, cell.topology)
+    useful = work.useful / run.mesh.size
     busy = seconds * chips.chip(cell.topology).flops
     figures = {
         "microbatches": work.microbatches,

@@ -14,9 +14,8 @@ GIB = 2**30
 class Chip(NamedTuple):
     """One JAX device."""
 
-    kinds: tuple[
-        str, ...
-    ]  # its device_kind, as JAX says it; the first is the plain one
+    # Its device_kind, as JAX says it; the first is the plain one.
+    kinds: tuple[str, ...]
     memory: int  # bytes; a TPU's as libtpu states it when it refuses a program
     bandwidth: float  # of its memory, bytes/s
     flops: float  # bf16 FLOP/s

@@ -38,7 +38,7 @@ from dllm_jax import sharding
 from dllm_jax.models import acting, hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
-from dllm_jax.rl import learner, noise, views
+from dllm_jax.rl import learner, noise
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers
 from dllm_jax.sampling.config import SamplerConfig
@@ -282,22 +282,8 @@ def update(side: Side):
         layout = layouts.Layout(block=model.block, longest=args.max_answer)
         width = side.args.tokens or layout.width(shape[1], rounds)
         cfg = BatchConfig(rows=side.args.micro, tokens=width)
-        batch, source = views.pack(
-            trace,
-            noise.of_steps(trace.step_BT),
-            mask_id=model.mask_id,
-            layout=layout,
-            cfg=cfg,
-            most=layouts.microbatches(
-                trajectories=n,
-                slots=shape[1],
-                answer=args.max_answer,
-                rounds=rounds,
-                copies=1,
-                layout=layout,
-                cfg=cfg,
-            ),
-            aggregate="token",
+        batch, source = train_step.packed_rows(
+            trace, noise.of_steps(trace.step_BT), rounds, model, layout, cfg
         )
         split, split_source = train_step.one_row_per_round(
             trace, trace.step_BT, mask_id=model.mask_id, block=model.block, rows=1

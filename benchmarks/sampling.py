@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, train_step
 from benchmarks.decode import SHAPES, timed
 from dllm_jax import sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.rl import layout as layouts
-from dllm_jax.rl import learner, noise, views
+from dllm_jax.rl import learner, noise
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
@@ -51,24 +51,10 @@ def gap(params, trace, *, model, cfg):
         longest=cfg.max_new,
     )
     batch = BatchConfig(rows=8, tokens=2 * cfg.slots)
-    n, kind = len(trace.len_B), NoiseConfig()
+    kind = NoiseConfig()
     rounds = noise.rounds(kind, layout, cfg.max_new)
-    packed, source = views.pack(
-        trace,
-        noise.noised(trace, kind, layout),
-        mask_id=model.mask_id,
-        layout=layout,
-        cfg=batch,
-        most=layouts.microbatches(
-            trajectories=n,
-            slots=cfg.slots,
-            answer=cfg.max_new,
-            rounds=rounds,
-            copies=1,
-            layout=layout,
-            cfg=batch,
-        ),
-        aggregate="token",
+    packed, source = train_step.packed_rows(
+        trace, noise.noised(trace, kind, layout), rounds, model, layout, batch
     )
     plans = {"policy": learner.Plan(("policy",), OptimConfig(), 1)}
     score = jax.jit(functools.partial(learner.score, model=model, plans=plans))

@@ -102,6 +102,33 @@ def one_row_per_round(trace, step_nT, *, mask_id: int, block: int, rows: int):
     return batch, source
 
 
+def packed_rows(trace, noised, rounds: int, model: ModelConfig, layout, cfg):
+    """Returns views.pack's of every trajectory of a trace, by tokens.
+
+    rounds: the most that an answer's tokens are masked in; layout: a Layout; cfg: a
+    BatchConfig.
+    """
+    trajectories, slots = trace.tokens_BT.shape
+    most = layouts.microbatches(
+        trajectories=trajectories,
+        slots=slots,
+        answer=layout.longest,
+        rounds=rounds,
+        copies=1,
+        layout=layout,
+        cfg=cfg,
+    )
+    return views.pack(
+        trace,
+        noised,
+        mask_id=model.mask_id,
+        layout=layout,
+        cfg=cfg,
+        most=most,
+        aggregate="token",
+    )
+
+
 def trajectories(args, rng: np.random.Generator):
     """Returns a host Trace of random answers, every whole block in as many steps."""
     n, Q = args.trajectories, args.block
@@ -191,22 +218,8 @@ def main():
     shape = trace.tokens_BT.shape
     cfg = BatchConfig(rows=args.rows, tokens=args.tokens)
     layout = layouts.Layout(block=args.block, longest=args.max_answer)
-    packed, source = views.pack(
-        trace,
-        noise.of_steps(trace.step_BT),
-        mask_id=model.mask_id,
-        layout=layout,
-        cfg=cfg,
-        most=layouts.microbatches(
-            trajectories=shape[0],
-            slots=shape[1],
-            answer=args.max_answer,
-            rounds=args.steps_per_block,
-            copies=1,
-            layout=layout,
-            cfg=cfg,
-        ),
-        aggregate="token",
+    packed, source = packed_rows(
+        trace, noise.of_steps(trace.step_BT), args.steps_per_block, model, layout, cfg
     )
     weight_nT = source.scatter(packed.weight_BU, shape)
     split = functools.partial(

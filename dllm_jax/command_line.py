@@ -156,16 +156,17 @@ def of_file(named: str) -> ml_collections.ConfigDict:
         if type(made) is not ml_collections.ConfigDict:
             raise ValueError(f"get_config returns {made!r:.40}, which is no ConfigDict")
         for name, value in made.items():
-            kinds = [
-                isinstance(x, ml_collections.ConfigDict)
-                for x in (tree.get(name), value)
-            ]
-            if kinds == [True, False]:
+            if is_section(tree.get(name)) and not is_section(value):
                 raise ValueError(f"{name}={value!r:.40}: {name} is a section of keys")
         tree.update(made)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever its author wrote)
         raise ValueError(f"--config={path}{place_and_reason(error, path)}") from None
     return tree
+
+
+def is_section(x) -> bool:
+    """Returns whether a value in a tree has keys of its own."""
+    return isinstance(x, ml_collections.ConfigDict)
 
 
 def place_and_reason(error: BaseException, path: str) -> str:
@@ -205,6 +206,26 @@ def parse(
             f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
         )
     return holder.value, words
+
+
+def page_arguments(argv: list[str], named: str, out: str, **texts: str):
+    """Parses the arguments of a command that writes a page of one path or of two.
+
+    named: what the paths are. out: the help of --out, or -o; texts: the defaults and helps
+    of further flags. Returns (the flags' values, the paths).
+    """
+    values = flags.FlagValues()
+    values.set_gnu_getopt()  # flags may follow the paths
+    flags.DEFINE_string("out", None, out, short_name="o", flag_values=values)
+    for name, text in texts.items():
+        flags.DEFINE_string(name, "", text, flag_values=values)
+    try:
+        _, *paths = values(argv)
+    except flags.Error as error:
+        raise ValueError(str(error).splitlines()[-1]) from None
+    if len(paths) not in (1, 2):
+        raise ValueError(f"name one or two {named}, not {len(paths)}")
+    return values, paths
 
 
 def check_overrides(argv: list[str]):

@@ -351,6 +351,17 @@ def reader(
     return codes.Captions(codec if learns else None, tokens)
 
 
+def pictures(cfg: Config, model: ModelConfig, tok):
+    """Returns what makes the pictures of a Trace, where answers are images, or None.
+
+    cfg, model, tok: of `completed`.
+    """
+    if cfg.sampler.answers != "image":
+        return None
+    made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
+    return codes.Codec(made, cfg.model.image_fit).drawn
+
+
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     """Returns (cfg with values for what the program is to choose, a line for each choice).
 

@@ -51,7 +51,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, cfg.sampler.answers)
     asked = asked_of(
         cfg, tok, say, grader, config.reader(cfg.model, cfg.sampler, model, tok)
     )
@@ -70,7 +70,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         graded,
         grader=grader,
         truncated_wrong=cfg.rl.truncated_wrong,
-        tok=tok,
+        decode=config.pictures(cfg, model, tok)
+        or functools.partial(answers.decode, tok=tok),
     )
     each = cfg.eval.answers
     with timer("eval"):
@@ -188,17 +189,18 @@ def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool
 
 
 def graded(
-    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, tok
+    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, decode
 ) -> list[dict]:
     """Returns the records of answers from the number `first` on, graded.
 
-    The further arguments are those of `missing` and `rollout.graded`.
+    decode: of a Trace, its answers as graders take them. The further arguments are those of
+    `missing` and `rollout.graded`.
     """
     numbers = np.arange(first, first + len(trace.len_B))
     problems = [asked[i] for i in numbers]
     rollouts = rollout.graded(
         trace,
-        answers.decode(trace, tok),
+        decode(trace),
         problems,
         numbers // each,
         grader,

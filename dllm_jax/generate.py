@@ -369,6 +369,17 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
         )
 
 
+def rounded(longest: int, block: int) -> int:
+    """Returns for how long prompts the sampler is made: whole blocks that hold `longest`.
+
+    Up to 32, 64, 128 ... 512 positions or a multiple of 512, so that what is compiled for
+    one prompt serves the next.
+    """
+    size = max(longest, 32)
+    unit = min(1 << (size - 1).bit_length(), 512)
+    return -(-(-(-size // unit) * unit) // block) * block
+
+
 class Settings(NamedTuple):
     """The groups of the configuration that have an effect here."""
 
@@ -439,7 +450,7 @@ def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:
     )  # an image begins where its prompt ends
     return dataclasses.replace(
         cfg,
-        max_prompt=-(-max(map(len, prompts)) // grid) * grid,
+        max_prompt=rounded(max(map(len, prompts)), grid),
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
 
@@ -471,7 +482,8 @@ def answer(prompt: str | None, options, stop):
     jax.set_mesh(mesh)
     cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
-    for line in (*config.too_long(cfg.slots, model), *checked):
+    longest = max(map(len, prompts)) + cfg.max_new
+    for line in (*config.too_long(longest, model), *checked):
         print(line, file=sys.stderr)
     answerer, params = placement.loaded(
         path,

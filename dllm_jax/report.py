@@ -10,8 +10,6 @@ what happened on the way, and how its configuration differs from the defaults, o
 import pathlib
 import sys
 
-from absl import flags
-
 from dllm_jax import command_line, folder
 from dllm_jax.viewer import compare, page, runs, traces
 
@@ -23,11 +21,9 @@ def content(paths: list[str]) -> dict:
 
     Raises ValueError for a folder that is none of a run.
     """
-    told, folders = (
-        [runs.told(path) for path in paths],
-        [pathlib.Path(x) for x in paths],
-    )
-    return {"runs": told, "samples": None, "summary": None} | samples(folders)
+    told = [runs.told(path) for path in paths]
+    shown = samples([pathlib.Path(path) for path in paths])
+    return {"runs": told, "samples": None, "summary": None} | shown
 
 
 def samples(folders: list[pathlib.Path]) -> dict:
@@ -59,15 +55,7 @@ def samples(folders: list[pathlib.Path]) -> dict:
 
 def main():
     """Parses the command line and writes the page."""
-    values = flags.FlagValues()
-    values.set_gnu_getopt()  # flags may follow the folders
-    flags.DEFINE_string("out", None, OUT, short_name="o", flag_values=values)
-    try:
-        _, *paths = values(sys.argv)
-    except flags.Error as error:
-        raise ValueError(str(error).splitlines()[-1]) from None
-    if len(paths) not in (1, 2):
-        raise ValueError(f"name one or two folders of runs, not {len(paths)}")
+    values, paths = command_line.page_arguments(sys.argv, "folders of runs", OUT)
     made = content(paths)
     out = pathlib.Path(values.out or pathlib.Path(paths[0]) / "report.html")
     title = " and ".join(run["name"] for run in made["runs"])

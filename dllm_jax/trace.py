@@ -11,8 +11,6 @@ same, and who is ahead by how much.
 import pathlib
 import sys
 
-from absl import flags
-
 from dllm_jax import command_line, folder
 from dllm_jax.models import hf
 from dllm_jax.viewer import compare, page, table, traces
@@ -67,16 +65,9 @@ def block_of(model: str) -> int:
 
 def main():
     """Parses the command line, writes the page, and prints a table of the first answers."""
-    values = flags.FlagValues()
-    values.set_gnu_getopt()  # flags may follow the files
-    flags.DEFINE_string("out", None, OUT, short_name="o", flag_values=values)
-    flags.DEFINE_string("model", "", MODEL, flag_values=values)
-    try:
-        _, *paths = values(sys.argv)
-    except flags.Error as error:
-        raise ValueError(str(error).splitlines()[-1]) from None
-    if len(paths) not in (1, 2):
-        raise ValueError(f"name one or two files of answers, not {len(paths)}")
+    values, paths = command_line.page_arguments(
+        sys.argv, "files of answers", OUT, model=MODEL
+    )
     files = [traces.read(path) for path in paths]
     made = content(files, values.model)
     out = pathlib.Path(values.out or files[0].path.with_suffix(".html"))

@@ -88,7 +88,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What it learns from, and what it is evaluated on ----------------------------
     samples = method.samples or bool(cfg.data.heldout)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward)
+    judged = cfg.sampler.answers if samples else "text"
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, judged)
     for line in grader.begin() if samples else ():
         say(line)
     tools = sources.Tools(
@@ -104,6 +105,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         reader=config.reader(
             cfg.model, cfg.sampler, model, tok, learns=cfg.method == "sft"
         ),
+        pictures=config.pictures(cfg, model, tok) if samples else None,
     )
     problems = heldout.problems(settings, tools)
     source = method(settings, tools)
@@ -155,7 +157,6 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
     if remat != model.remat:
         say(f"model.remat={remat!r}: what keeps more does not fit a device")
-    budget.check(needs, limit)
     say(budget.table(needs))
 
     # ---- How far it has come, and its weights -----------------------------------------

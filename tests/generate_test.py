@@ -494,3 +494,10 @@ def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, caps
         ask(f"--model={tmp_path}")
         told = "the model was made for 16 (max_position_embeddings)"
         assert (told in capsys.readouterr().err) == warned
+
+
+def test_prompts_of_like_lengths_are_sampled_by_one_program():
+    """Whole blocks of 32, 64 ... 512 positions, or of a multiple of 512."""
+    sizes = {1: 32, 32: 32, 33: 64, 300: 512, 513: 1024, 1100: 1536}
+    assert {size: generate.rounded(size, 4) for size in sizes} == sizes
+    assert generate.rounded(30, 5) == 35

@@ -338,6 +338,7 @@ def loop_layers(layer, carry, layers: list[Params]):
 
     The loop is Python's: every layer is compiled. See acting.py for what that gains.
     """
+    layer = jax.jit(layer)  # traced for the first, and called by all of the same shapes
     fresh, loads = [], []
     for number, p in enumerate(layers):
         carry, (fresh_of_layer, load) = layer(carry, (p, jnp.int32(number)))

@@ -13,8 +13,12 @@ from dllm_jax.pallas_kernels import reference
 
 
 def widths(A: int) -> list[int]:
-    """Returns the widths that a table of A pages is cut to: 1, 2, 4, ... and A."""
-    return [1 << n for n in range((A - 1).bit_length())] + [A]
+    """Returns the widths that a table of A pages is cut to: 1, 2, 4, ... and A.
+
+    Each is a program to compile, so one that is hardly narrower than A is left out.
+    """
+    powers = [1 << n for n in range((A - 1).bit_length())]
+    return [width for width in powers if 4 * width <= 3 * A] + [A]
 
 
 def over_held(run, needed, table_BA, *arrays):

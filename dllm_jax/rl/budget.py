@@ -76,19 +76,22 @@ def plan(
 
 
 def first_that_fits(remats: tuple[str, ...], planned, limit: int | None):
-    """Returns (remat, update, Budget) of the first that fits a device, or of the last.
+    """Returns (remat, update, Budget) of the first that fits a device.
 
     remats: keys of transformer.REMAT, the fastest first; planned: of one of them, the
-    jitted update and its Budget, or ValueError; limit: as in `check`.
+    jitted update and its Budget, or ValueError; limit: as in `check`. Raises the last
+    one's ValueError where none fits.
     """
-    for remat in remats[:-1]:
+    for remat in remats:
         try:
             update, needs = planned(remat)
             check(needs, limit)
         except ValueError:
+            if remat == remats[-1]:
+                raise
             continue
         return remat, update, needs
-    return remats[-1], *planned(remats[-1])
+    raise ValueError("no remat to choose from")
 
 
 def remats(model: ModelConfig, slots: int, mesh, limit: int | None) -> tuple[str, ...]:

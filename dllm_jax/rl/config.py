@@ -222,9 +222,8 @@ class RLConfig:
 class RewardConfig:
     """How programs are run that rl.reward="code" grades."""
 
-    seconds: float = (
-        4.0  # of a processor, of a test; where a record has none of its own
-    )
+    # Of a processor, of a test; where a record has none of its own.
+    seconds: float = 4.0
     memory_mb: int = 512  # of a program, likewise
     workers: int = 0  # programs at once; 0: one less than there are cores
     all_cases: bool = True  # False: a program's first failure ends its tests

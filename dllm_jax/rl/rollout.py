@@ -29,7 +29,7 @@ class Rollouts:
 
     trace: Trace  # numpy, first dimension n
     group_n: np.ndarray
-    text: list[str]  # decoded once, for graders and people
+    text: list  # decoded once, for graders and people: texts, or pictures [h, w, 3]
     reward_n: np.ndarray
     late_n: np.ndarray  # whether it earns 0 since nobody found out what it is worth
     # What several graders said, by name, before weights; the first says what is right.
@@ -61,18 +61,19 @@ def graded(
     )
     if grades.reward_nT is not None:
         raise ValueError("rl.reward: rewards of tokens are not learned from yet")
-    every = {"": grades.reward_n} | grades.parts
-    for name, own_n in every.items():
+
+    def settled(own_n):
         reward_n = np.zeros(len(texts), np.float32)
         reward_n[share] = own_n
         reward_n = sharding.gathered(reward_n)
         reward_n[trace.len_B == 0] = 0
         if truncated_wrong:
             reward_n[~trace.stopped_B] = 0
-        every[name] = reward_n
-    reward_n = every.pop("")
+        return reward_n
+
+    reward_n = settled(grades.reward_n)
     late_n = np.isnan(reward_n)
-    parts = {name: np.nan_to_num(x_n) for name, x_n in every.items()}
+    parts = {name: np.nan_to_num(settled(x_n)) for name, x_n in grades.parts.items()}
     return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts)
 
 
@@ -84,7 +85,7 @@ def answered(
     key,
     *,
     temperature: float,
-    tok,
+    decode,
     timer,
     grader: Grader,
     truncated_wrong: bool,
@@ -96,8 +97,8 @@ def answered(
     answer is made of finite numbers.
 
     answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n
-    problems are one and the same. key: of all draws; problem i has fold_in(key, i). tok:
-    decodes. timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see
+    problems are one and the same. key: of all draws; problem i has fold_in(key, i). decode:
+    of a Trace, its answers as graders take them: texts, or pictures. timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see
     `graded`.
     """
     prompts = [problem.prompt_ids for problem in problems]
@@ -108,7 +109,7 @@ def answered(
     with timer("reward"):
         return graded(
             trace,
-            answers.decode(trace, tok),
+            decode(trace),
             problems,
             group_n,
             grader,
@@ -174,11 +175,11 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     trace = rollouts.trace
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
+    judged_n = ~rollouts.late_n
 
     def judged(value_n) -> float:
-        return float(value_n[~rollouts.late_n].mean()) if answers_judged else 0.0
+        return float(value_n[judged_n].mean()) if judged_n.any() else 0.0
 
-    answers_judged = not rollouts.late_n.all()
     return {
         "reward": judged(rollouts.reward_n),
         "accuracy": judged(rollouts.solved_n),
@@ -240,7 +241,7 @@ def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
     return [
         {
             **answers.record(state.answer(rollouts.trace, i), problem.prompt_ids),
-            "text": rollouts.text[i],
+            "text": x if isinstance(x := rollouts.text[i], str) else "",
             "reward": float(rollouts.reward_n[i]),
             "group": int(rollouts.group_n[i]),
             "question": problem.text,

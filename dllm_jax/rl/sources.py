@@ -89,9 +89,8 @@ class Tools:
     grader: Grader
     truncated_wrong: bool  # an answer cut at its limit earns nothing
     timer: Timer
-    stop: Callable[
-        [], bool
-    ]  # whether a signal came; every process asks it equally often
+    # Whether a signal came; every process asks it equally often.
+    stop: Callable[[], bool]
     say: Callable[[str], None]
     folder: pathlib.Path
     samples: int  # rollouts of a step to write there
@@ -99,6 +98,8 @@ class Tools:
     answerer: answers.Batches | answers.Engine | Looking | None = None
     reader: Reader | None = None  # of a model that looks at images
     eyes: Eyes | None = None  # what looks, once there are weights
+    # Of a Trace, the pictures that its answers are; None: they are texts.
+    pictures: Callable | None = None
 
     def look(self, prompts) -> Table | None:
         """Returns the table of a step's images; None for a model that does not look."""
@@ -115,7 +116,7 @@ class Tools:
             group_n,
             key,
             temperature=temperature,
-            tok=self.tok,
+            decode=self.pictures or functools.partial(answers.decode, tok=self.tok),
             timer=timer,
             grader=self.grader,
             truncated_wrong=self.truncated_wrong,

@@ -54,8 +54,8 @@ def forward(
     prefilled = cfg.max_prompt >= 2 * cfg.block  # or none has more than one whole block
     if prefilled:
         prompts = (blocks_due(rows, cfg.block) > 1).any()
-        few_do, prefills = prefillers(params, rows, **static)
-        fits = jnp.where(prompts, len(branches) + jnp.where(few_do, 0, 1), fits)
+        which, prefills = prefillers(params, rows, **static)
+        fits = jnp.where(prompts, len(branches) + which, fits)
         branches += prefills
     ran = jax.lax.switch(fits, branches, rows)
     written = (ran.filled_B - rows.filled_B).sum() // cfg.block
@@ -215,14 +215,14 @@ class Chunks(NamedTuple):
 def prefillers(
     params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
 ):
-    """Returns (whether the first program will do, two programs: of few chunks, of many).
+    """Returns (which program will do, the programs: of few chunks, and of more if many).
 
     A program takes the rows and runs chunks of those that wait for two blocks or more.
     """
     due_B = blocks_due(rows, cfg.block)
     due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
     due_db = by_shard(due_B, shards)
-    few, many = cfg.chunk_counts(due_db.shape[1])
+    counts = cfg.chunk_counts(due_db.shape[1])
 
     def prefill(rows, count: int):
         chunks = chunks_of(rows, due_db, count, model, cfg)
@@ -235,8 +235,9 @@ def prefillers(
         return Ran(constrain(x_BWD, "BWD"), last_BD, filled_B, cache)
 
     # More than half of the many in one forward rather than by few after few.
-    few_do = 2 * due_db.sum(axis=1).max() <= many
-    return few_do, [functools.partial(prefill, count=count) for count in (few, many)]
+    few_do = 2 * due_db.sum(axis=1).max() <= counts[-1]
+    which = jnp.where(few_do, 0, len(counts) - 1)
+    return which, [functools.partial(prefill, count=count) for count in counts]
 
 
 def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chunks:
@@ -352,6 +353,12 @@ def of_positions(x_bT, row_w, pos_wW):
 # ---- The loop ------------------------------------------------------------------------
 
 
+jitted = functools.partial(
+    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
+)
+
+
+@jitted
 def advance(
     params,
     rows: Rows,
@@ -383,17 +390,13 @@ def advance(
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
 
-jitted = functools.partial(
-    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
-)
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
 # where they are, and only those that are not joined.
 advance_on_gpu = jitted(
-    advance,
+    advance.__wrapped__,
     compiler_options={
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
     },
 )
-advance = jitted(advance)

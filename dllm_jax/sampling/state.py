@@ -146,14 +146,19 @@ def begin(
     )
 
 
-def trace(state: SamplingState, stop_ids: tuple[int, ...]) -> Trace:
-    """Returns what the finished rows hand up; the cache stays behind."""
+def trace(
+    state: SamplingState, stop_ids: tuple[int, ...], whole: bool = False
+) -> Trace:
+    """Returns what the finished rows hand up; the cache stays behind.
+
+    whole: all answers have one length, such as images: none is cut there.
+    """
     end_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
     last_B1 = jnp.take_along_axis(state.tokens_BT, jnp.maximum(end_B1, 0), axis=1)
     shared = {f.name for f in dataclasses.fields(Trace)} - {"stopped_B"}
     return Trace(
         **{name: getattr(state, name) for name in shared},
-        stopped_B=isin(last_B1[:, 0], stop_ids) & (state.len_B > 0),
+        stopped_B=(isin(last_B1[:, 0], stop_ids) | whole) & (state.len_B > 0),
     )
 
 

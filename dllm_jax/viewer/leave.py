@@ -11,17 +11,17 @@ def after_run(run: pathlib.Path, tok, say) -> None:
     """Writes trace.html, the newest samples replayed, and says a table of them.
 
     run: its folder, which may have no samples: then there is nothing to show. tok: its
-    tokenizer. A file of samples that is damaged is said, as it costs nothing else.
+    tokenizer. Whatever goes wrong is said and costs nothing else: the export comes after.
     """
     if not any((run / "samples").glob("step_*.jsonl")):
         return
     try:
         file = traces.read(str(run))
-    except ValueError as error:
+        shown = {"files": [traces.packed(file, tok)], "pairs": None, "summary": None}
+        made = page.page(f"Trace of {file.name}", page.TRACE, shown)
+        folder.write(run / "trace.html", made)
+    except Exception as error:  # noqa: BLE001 (as a tokenizer may raise anything)
         warn(f"no page of samples: {error}")
         return
-    shown = {"files": [traces.packed(file, tok)], "pairs": None, "summary": None}
-    made = page.page(f"Trace of {file.name}", page.TRACE, shown)
-    folder.write(run / "trace.html", made)
     say(table.of_rows(file.rows[:8], width=100))
     say(f"how they were written: {run / 'trace.html'}")

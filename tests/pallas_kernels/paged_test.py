@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import mask
-from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels import held_pages, reference
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
@@ -79,13 +79,23 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+def test_a_table_is_cut_to_few_widths():
+    """Powers of two, but none of more than three quarters of the whole."""
+    assert held_pages.widths(1) == [1]
+    assert held_pages.widths(5) == [1, 2, 5]
+    assert held_pages.widths(6) == [1, 2, 4, 6]
+    assert held_pages.widths(18) == [1, 2, 4, 8, 18]
+    assert held_pages.widths(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
 @pytest.mark.parametrize("width", range(A + 1))
 def test_no_more_pages_are_read_than_rows_hold(width):
-    """Behind them, up to a power of two, may be NaN; nothing else differs."""
+    """Behind them, from the next of a few widths on, may be NaN; nothing else differs."""
     q, pages, layer, table_BA, start_B, k, v = case(4, 3, 4, 2, 24)
     at = layer, table_BA, jnp.minimum(start_B, width * O).at[2].set(width * O)
     want = SPECIFIED(q, pages, *at, k, v)
-    behind_BA = jnp.arange(A)[None] >= max(1, 1 << max(width - 1, 0).bit_length())
+    cut = min(x for x in held_pages.widths(A) if x >= width)
+    behind_BA = jnp.arange(A)[None] >= cut
     page = jnp.where(behind_BA, table_BA, len(pages[0][0]))
     spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
     run = functools.partial(pallas_kernels.paged_attention, implementation="any")

@@ -158,8 +158,10 @@ def test_the_fastest_recomputation_that_fits_is_taken():
         return budget.first_that_fits(tuple(sizes), planned, limit)[:2]
 
     assert taken(5 * GIB) == ("attention", "update attention")
-    assert taken(4 * GIB) == taken(GIB) == ("full", "update full")
+    assert taken(4 * GIB) == ("full", "update full")
     assert seen == ["none", "attention", "full"]
+    with pytest.raises(ValueError, match=r"update needs 3\.50 GiB"):
+        taken(GIB)
 
 
 def test_keeping_all_is_not_tried_where_it_cannot_fit():

@@ -125,8 +125,8 @@ class Device:
         on_shard = collections.Counter()
         for number, count in due.items():
             on_shard[number // self.count] += count
-        few, many = self.cfg.chunk_counts(self.count)
-        count = few if 2 * max(on_shard.values()) <= many else many
+        counts = self.cfg.chunk_counts(self.count)
+        count = counts[0 if 2 * max(on_shard.values()) <= counts[-1] else -1]
         left, filled = dict.fromkeys(on_shard, count), {}
         for number in sorted(due, key=lambda number: (due[number], number)):
             row, shard = live[number], number // self.count

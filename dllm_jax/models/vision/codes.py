@@ -37,6 +37,7 @@ NUMBERS = {
 SIZE = (
     512  # pixels a side, of MMaDA's images; the released tokenizer says nothing of it
 )
+TOGETHER = 8  # images that are decoded by one program
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
 MARK = "<image>"  # where an image stands in a text; here all come first
 FIELDS = (
@@ -200,6 +201,21 @@ class Codec:
         """Returns the images [n, h, w, 3], uint8, of the ids of each; raises ValueError."""
         codes = np.array([self.format.tokens.codes(one) for one in ids], np.int32)
         return shown(np.asarray(magvit.decode(self.params, codes)))
+
+    def drawn(self, trace) -> list[np.ndarray]:
+        """Returns the picture of each row of a host Trace; one without an answer is black."""
+        side, count = self.format.size, self.format.count
+        out = [np.zeros((side, side, 3), np.uint8) for _ in trace.len_B]
+        rows = np.flatnonzero(trace.len_B == count)
+        ids = [
+            trace.tokens_BT[i, trace.prompt_len_B[i] :][:count] for i in rows.tolist()
+        ]
+        for first in range(0, len(rows), TOGETHER):
+            some = ids[first : first + TOGETHER]
+            filled = some + some[:1] * (TOGETHER - len(some))  # one program for all
+            for i, picture in zip(rows[first:], self.pictures(filled), strict=False):
+                out[i] = picture
+        return out
 
 
 def prepared(rgb: np.ndarray, size: int, fit: str) -> np.ndarray:

@@ -184,7 +184,8 @@ def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
     """Runs a kernel over (row, key head, tile of one side, visited tiles of the other).
 
     inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. schedule:
-    of `plan`, for this side. tile: how much of a letter is a tile, the letter whose tiles are visited being last.
+    of `plan`, for this side. tile: how much of a letter is a tile, the letter whose tiles
+    are visited being last.
     """
     major, minor = tile
     visit_Bij, count_Bi = schedule

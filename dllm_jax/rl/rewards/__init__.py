@@ -24,7 +24,7 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, math
+from dllm_jax.rl.rewards import choice, code, math, scenes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,11 @@ class Grader:
     check: Callable[[Problem], None]
     gold: bool = True
     begin: Callable[[], list[str]] = list
+    judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
 
 
-def by_gold(module: ModuleType) -> Grader:
-    """Returns a module's Grader that compares texts with gold answers.
+def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:
+    """Returns a module's Grader that compares texts, or images, with gold answers.
 
     It has grade(texts, golds) and check(gold).
     """
@@ -76,7 +77,7 @@ def by_gold(module: ModuleType) -> Grader:
         golds = [problem.answer for problem in problems]
         return Grades(np.array(module.grade(texts, golds), np.float32))
 
-    return Grader(grade, check)
+    return Grader(grade, check, judges=judges)
 
 
 def by_tests(cfg) -> Grader:
@@ -105,6 +106,11 @@ def form(texts, problems, trace) -> Grades:
     return Grades(np.array([*found], np.float32))
 
 
+def compact(pictures, problems, trace) -> Grades:
+    """Returns how few bytes each picture's JPEG has: 1 less its share of the pixels' own."""
+    return Grades(np.array([scenes.compactness(x) for x in pictures], np.float32))
+
+
 def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
@@ -114,7 +120,11 @@ GRADERS: dict[str, Callable[[object], Grader]] = {
     "math": lambda cfg: by_gold(math),
     "choice": lambda cfg: by_gold(choice),
     "code": by_tests,
-    "length": lambda cfg: Grader(shortness, anything, gold=False),
+    "length": lambda cfg: Grader(
+        shortness, anything, gold=False, judges=("text", "image")
+    ),
+    "scene": lambda cfg: by_gold(scenes, judges=("image",)),
+    "jpeg": lambda cfg: Grader(compact, anything, gold=False, judges=("image",)),
     "format": lambda cfg: Grader(form, anything, gold=False),
 }
 
@@ -157,13 +167,21 @@ def weight(entry: str, given: list[str]) -> float:
     return number
 
 
-def grader(spec: str, cfg) -> Grader:
+def grader(spec: str, cfg, answers: str = "text") -> Grader:
     """Returns the one Grader that `rl.reward` says. cfg: rl.config.RewardConfig.
 
-    Raises ValueError for what `weights` refuses, and for a function that is not there.
+    answers: what they are, SamplerConfig.answers. Raises ValueError for what `weights`
+    refuses, for a function that is not there, and for a judge of something else.
     """
     weighed = weights(spec)
     made = {x: GRADERS[x](cfg) if x in GRADERS else loaded(x) for x in weighed}
+    for name, one in made.items():
+        if answers not in one.judges:
+            fit = [x for x, row in GRADERS.items() if answers in row(cfg).judges]
+            raise ValueError(
+                f"rl.reward={name!r} judges no {answers}, which answers are "
+                f"(sampler.answers); choose from {', '.join(fit)}, or your own"
+            )
     if len(made) == 1 and [*weighed.values()] == [1.0]:
         return next(iter(made.values()))
 
@@ -221,7 +239,8 @@ def loaded(name: str) -> Grader:
             )
         return grades
 
-    return Grader(grade, getattr(own, "check", anything), gold=False)
+    check = getattr(own, "check", anything)
+    return Grader(grade, check, gold=False, judges=("text", "image"))
 
 
 def array(name: str, given) -> np.ndarray:
