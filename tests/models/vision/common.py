@@ -18,7 +18,7 @@ CHARS = [chr(c) for c in range(32, 127)] + ["\n"]
 CHAT = (
     "<|startoftext|>{% for m in messages %}<|start_header_id|>{{ m.role }}"
     "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
 SIDE = 12  # pixels of a tile: 3 x 3 patches of 4
 CONFIG = {
@@ -96,3 +96,9 @@ def picture(file: pathlib.Path, size=(20, 16), seed=0) -> pathlib.Path:
     rgb = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(rgb).save(file)
     return file
+
+
+def variety(texts, problems, trace):
+    """Returns a reward in which an untrained model's answers differ: what their ids add to."""
+    spans = zip(trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True)
+    return [int(row[first:][:count].sum()) % 10 / 10 for row, first, count in spans]

@@ -1,0 +1,239 @@
+"""Prompts with images, the tables that they are put into, and answers to them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import config, data, sharding
+from dllm_jax.models import hf
+from dllm_jax.models.vision import look, prompts, soft
+from dllm_jax.sampling import answers, looking, pages
+from dllm_jax.sampling.config import SamplerConfig
+from tests.models.vision import common
+
+SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model and pictures 0.png, 1.png ..."""
+    folder = tmp_path_factory.mktemp("place")
+    common.folder(folder / "model")
+    for i, size in enumerate(SIZES):
+        common.picture(folder / f"{i}.png", size, seed=i)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(place):
+    """(ModelConfig, params, tokenizer), in f32, for tables of 12 tiles."""
+    cfg, params = hf.load(place / "model")
+    cfg = dataclasses.replace(cfg, tiles=12, block=8)
+    return cfg, params, data.tokenizer(place / "model")
+
+
+def one_device():
+    """Returns the mesh of the device that holds the parameters."""
+    return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+def asked(loaded, place, text, *names, keep_newline=True):
+    """Returns the Prompt of a question about these pictures."""
+    cfg, _, tok = loaded
+    reader = prompts.Reader(cfg, keep_newline=keep_newline)
+    shown = reader.of_files(list(names), place)
+    return data.render(tok, [{"role": "user", "content": text}], shown)
+
+
+def test_a_mark_becomes_the_rows_of_its_image(loaded, place):
+    cfg, _, tok = loaded
+    first = asked(loaded, place, "What?", "0.png")
+    assert first == asked(loaded, place, "<image>\nWhat?", "0.png")
+    (picture,) = first.pictures
+    assert picture.rows == len(soft.arrangement(SIZES[0], cfg.vision))
+    rows = [i for i in first if i >= cfg.vocab]
+    assert rows == list(range(cfg.vocab, cfg.vocab + picture.rows))
+    at = first.index(rows[0])
+    said = tok.decode(first[:at]) + "<image>" + tok.decode(first[at + len(rows) :])
+    assert said == (
+        f"<|startoftext|><|start_header_id|>system<|end_header_id|>\n\n{prompts.SYSTEM}"
+        "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n<image>\nWhat?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    # As LLaDA-V samples: what begins a piece behind an image is lost.
+    dropped = asked(loaded, place, "What?", "0.png", keep_newline=False)
+    assert dropped == first[: at + len(rows)] + first[at + len(rows) + 1 :]
+    two = asked(loaded, place, "Is <image> like <image>?", "0.png", "1.png")
+    counts = [picture.rows for picture in two.pictures]
+    rows = [i for i in two if i >= cfg.vocab]
+    assert rows == list(range(cfg.vocab, cfg.vocab + sum(counts)))
+    plain = asked(loaded, place, "No picture?")
+    assert max(plain) < cfg.vocab and tok.decode(plain).count(prompts.SYSTEM) == 1
+
+
+@pytest.mark.parametrize(
+    "text, names, message",
+    [
+        ("<image> <image>?", ["0.png"], "2 times <image> for 1 image"),
+        ("<image>?", [], "1 times <image> for 0 image"),
+        ("<image>?", ["0.png", "1.png"], "1 times <image> for 2 image"),
+        ("What?", ["4.png"], "'4.png': No such file"),
+        ("What?", ["../4.png"], "outside of the image root"),
+        ("What?", [7], "must be a file's path"),
+        ("What?", ["0.png", "1.png", "2.png", "3.png"], "more than model.tiles=12"),
+    ],
+)
+def test_prompts_that_cannot_be_made(loaded, place, text, names, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        asked(loaded, place, text, *names)
+    assert "\n" not in str(caught.value)
+
+
+def test_records_without_their_image_are_left_out_and_named(loaded, place, capsys):
+    cfg, _, tok = loaded
+    (place / "half.png").write_bytes((place / "0.png").read_bytes()[:200])
+    rows = [
+        {"question": "Which?", "response": "A", "image": "0.png"},
+        {"question": "Which?", "response": "A", "image": "half.png"},
+        {"question": "Which?", "response": "A", "image_path": "gone.png"},
+        {"prompt": "<image>\nWhich?", "response": "A", "image": ["1.png"]},
+        {"question": "And now?", "response": "B"},
+    ]
+    file = place / "rows.jsonl"
+
+    def examples(rows):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return data.examples(
+            str(file),
+            tok,
+            data.DataConfig(),
+            end=3,
+            pad=0,
+            vocab=cfg.vocab,
+            block=8,
+            slots=400,
+            reader=prompts.Reader(cfg),
+        )
+
+    found, dropped = examples(rows)
+    assert [len(x.pictures) for x in found.prompts] == [1, 1, 0] and dropped == 0
+    told = capsys.readouterr().err
+    assert "2 of 5 records are skipped" in told
+    assert "record 2: image 'half.png' cannot" in told
+    assert "record 3: image 'gone.png': No such file" in told
+    with pytest.raises(ValueError, match="2 of 2 records are skipped"):
+        examples(rows[1:3])
+    with pytest.raises(ValueError, match="record 1: it has 2 times <image> for 1"):
+        examples([rows[0] | {"question": "<image><image>"}])
+
+
+def test_an_image_is_seen_once(loaded, place, tmp_path):
+    cfg, params, _ = loaded
+    eyes = look.Eyes(params["vision"], cfg, one_device())
+    some = [asked(loaded, place, "A?", "0.png"), asked(loaded, place, "B?", "1.png")]
+    table = eyes.look(some * 4)
+    passes = eyes.passes
+    assert passes == 1
+    (tmp_path / "same.png").write_bytes((place / "0.png").read_bytes())
+    again = asked(loaded, tmp_path, "C?", "same.png")
+    other = eyes.look([again, some[1]])
+    assert other is table and eyes.look([some[1]]) is not table
+    assert eyes.passes == passes
+    rows = [i - cfg.vocab for i in table.placed(some[1], cfg.vocab) if i >= cfg.vocab]
+    first = some[0].pictures[0].rows
+    assert rows == list(range(first, first + some[1].pictures[0].rows))
+    common.picture(tmp_path / "same.png", SIZES[0], seed=9)
+    eyes.features_of.clear()
+    with pytest.raises(ValueError, match=r"same\.png' has changed"):
+        eyes.look([again])
+    assert eyes.chunks([*some, asked(loaded, place, "D?", "3.png", "2.png")]) == [
+        [0, 1],
+        [2],
+    ]
+
+
+def test_pages_bear_the_images_names():
+    ids = list(range(100, 116))
+    plain = pages.page_names(ids, 8)
+    one, two = (pages.page_names(ids, 8, (mark,)) for mark in ("a", "b"))
+    assert len({*plain, *one, *two}) == 6
+    assert one == pages.page_names(ids, 8, ("a",))
+
+
+def answered(loaded, asked_for, tiles, cache="auto"):
+    """Returns the answers to these prompts, with tables of so many tiles."""
+    cfg, params, _ = loaded
+    cfg = dataclasses.replace(cfg, tiles=tiles)
+    mesh = one_device()
+    sampler = SamplerConfig(
+        block=8,
+        rows=4,
+        max_prompt=max(map(len, asked_for)),
+        max_new=16,
+        cache=cache,
+        threshold=0.3,
+    )
+    inner = answers.Batches(model=cfg, cfg=sampler, mesh=mesh)
+    eyes = look.Eyes(params["vision"], cfg, mesh)
+    outer = looking.Looking(inner, eyes)
+    shown = params | {looking.LOOK: looking.parts(params)}
+    stream = outer.stream(shown, asked_for, jax.random.key(0), temperature=1.0)
+    found = dict(stream)
+    return [answers.record(found[i], asked_for[i]) for i in range(len(asked_for))], eyes
+
+
+def test_tables_of_any_size_give_the_same_answers(loaded, place):
+    some = [
+        asked(loaded, place, "A?", "0.png"),
+        asked(loaded, place, "B?"),
+        asked(loaded, place, "A?", "1.png"),
+        asked(loaded, place, "A?", "0.png"),
+        asked(loaded, place, "A?", "3.png"),
+    ]
+    whole, _ = answered(loaded, some, 13)
+    parts, eyes = answered(loaded, some, 10)
+    assert len(eyes.chunks(some)) > 1
+    for one, two in zip(whole, parts, strict=True):
+        assert one["response_ids"] == two["response_ids"]
+        assert one["step_map"] == two["step_map"]
+        assert one.get("images") == two.get("images")
+    assert (
+        len({tuple(x["response_ids"]) for x in whole}) == 5
+    )  # the images are looked at
+    stale, _ = answered(loaded, some[:3], 10, cache="dual")
+    assert [x["finished"] for x in stale] == ["length"] * 3
+
+
+def test_a_gradient_reaches_projector_newline_and_tower(loaded, place):
+    cfg, params, _ = loaded
+    mesh = one_device()
+    asked_for = [asked(loaded, place, "A?", "0.png", "1.png")]
+    frozen, trained = (
+        look.Eyes(tower, cfg, mesh).look(asked_for).seen
+        for tower in (params["vision"], None)
+    )
+    made = jax.jit(soft.rows, static_argnames="cfg")
+    np.testing.assert_allclose(
+        made(params, frozen, cfg=cfg), made(params, trained, cfg=cfg), atol=1e-5
+    )
+
+    def total(params, seen):
+        return jnp.sum(jnp.sin(soft.rows(params, seen, cfg)))
+
+    gradient = jax.jit(jax.grad(total))
+    for seen, parts in ((frozen, soft.PARAMETERS), (trained, ("vision", "newline"))):
+        grads = gradient(params, seen)
+        for name in parts:
+            assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(grads[name]))
+    assert not any(x.any() for x in jax.tree.leaves(gradient(params, frozen)["vision"]))
+
+
+def test_settings_that_do_not_go_together():
+    with pytest.raises(ValueError, match="model.tower=True"):
+        config.ModelArgs(tower=True, lora_rank=4)
+    with pytest.raises(ValueError, match="tiles=-1"):
+        config.ModelArgs(tiles=-1)
