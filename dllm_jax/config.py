@@ -249,7 +249,9 @@ class Config:
                 f"noise.kind={self.noise.kind!r} and noise.grid={self.noise.grid!r}; set "
                 "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
             )
-        room = self.sampler.slots + self.sampler.block
+        guided = self.sampler.guidance and self.noise.guided
+        beside = self.sampler.slots_beside if guided else 0
+        room = self.sampler.slots + max(self.sampler.block, beside)
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
             raise ValueError(

@@ -143,6 +143,11 @@ class SamplerConfig:
         return -(-(self.max_prompt + self.max_new) // Q) * Q
 
     @property
+    def slots_beside(self) -> int:
+        """Positions of the canvas that guidance needs beside each."""
+        return len(self.blank) + self.max_new + len(self.tail)
+
+    @property
     def schedule(self) -> tuple[int, ...]:
         """Tokens that each step of a block unmasks at least; their sum is the block."""
         return schedules.counts(self.unmasking, self.block, self.steps)

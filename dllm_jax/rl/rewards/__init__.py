@@ -107,7 +107,7 @@ def form(texts, problems, trace) -> Grades:
 
 
 def compact(pictures, problems, trace) -> Grades:
-    """Returns how few bytes each picture's JPEG has: 1 less its share of the pixels' own."""
+    """Returns how few bytes each picture's JPEG has: see scenes.compactness."""
     return Grades(np.array([scenes.compactness(x) for x in pictures], np.float32))
 
 

@@ -155,7 +155,16 @@ def check(gold: str) -> None:
 
 
 def compactness(rgb: np.ndarray) -> float:
-    """Returns 1 less the share that a picture's JPEG has of its pixels' bytes, at least 0."""
+    """Returns 1 less what a picture's JPEG takes of its pixels' bytes, 0..1.
+
+    What a white picture of its size takes is left out: of a small one that is nearly all.
+    """
+    taken = jpeg_bytes(rgb) - jpeg_bytes(np.full_like(rgb, 255))
+    return float(np.clip(1 - taken / rgb.size, 0, 1))
+
+
+def jpeg_bytes(rgb: np.ndarray) -> int:
+    """Returns the bytes of a picture's JPEG."""
     file = io.BytesIO()
     Image.fromarray(rgb).save(file, format="JPEG", quality=95)
-    return max(1 - file.tell() / rgb.size, 0.0)
+    return file.tell()

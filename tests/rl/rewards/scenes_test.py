@@ -53,7 +53,9 @@ def test_what_is_no_scene_is_wrong():
 def test_jpeg_pays_for_plain_pictures():
     plain = np.full((64, 64, 3), 200, np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, plain.shape, dtype=np.uint8)
-    assert 0 <= scenes.compactness(noise) < 0.7 < scenes.compactness(plain) < 1
+    assert 0 <= scenes.compactness(noise) < 0.8 < scenes.compactness(plain) <= 1
+    small = scenes.compactness(noise[:8, :8])
+    assert 0 < small < scenes.compactness(plain[:8, :8])
     problems = [Problem([1], "a", "")] * 2
     more = rewards.grader("jpeg", None, "image").grade([plain, noise], problems, None)
     less = rewards.grader("jpeg:-1", None, "image").grade(
