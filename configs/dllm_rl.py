@@ -66,7 +66,16 @@ TEMPLATES = {
     "dream": BOXED,
     "llada": BOXED,
     "mmada": BOXED,
+    "lladav": BOXED,
 }
+# What LLaDA-V's prompts take besides words: an image has up to 3,800 positions.
+WITH_IMAGES = 4608
+
+CODE = (
+    "{question}\nPut the whole program into one ```python block; it reads with input() "
+    "and writes with print()."
+)
+REWARDS = {"math": "math", "code": "code", "option": "choice"}
 
 
 def counterpart(table: dict, value, key: str):
@@ -99,6 +108,73 @@ def attends_fully(raw: dict) -> bool:
     return bool({"rollout.steps", "training.mask_times_per_sample"} & raw.keys())
 
 
+def base_of(raw: dict):
+    """Returns the kind of model that a file names, None where it names none."""
+    return raw.get("model.model_base", raw.get("model_base"))
+
+
+def looks(raw: dict) -> bool:
+    """Returns whether a file is of questions about images."""
+    return raw.get("dataset.data_type") == "mmu"
+
+
+def model_base(value, key, raw) -> Row:
+    """Returns how a model is asked, and what else its kind decides."""
+    leaves = dict(template(value, key, raw).leaves)
+    boxed = raw.get("reward.answer_must_in_box", raw.get("answer_must_in_box", True))
+    if looks(raw) and not boxed:
+        leaves["data.template"] = "{question}"
+    if value == "lladav":
+        leaves |= {"sampler.before_stop": True, "sampler.max_prompt": WITH_IMAGES}
+    return Row(leaves=leaves)
+
+
+def images_type(value, key, raw) -> Row:
+    """Returns what grades answers about images, and the groups that are learned from."""
+    if value != "mmu":
+        return data_type(value, key, raw)
+    leaves = {"rl.reward": "choice"}
+    if "rollout.num_task_per_step" in raw:
+        leaves |= {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
+    why = "answers are letters of options; theirs are compared as mathematics"
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def of_lladav(usual: Row, why: str) -> Row:
+    """Returns the row of a key that LLaDA-V's scripts do not read: `why` is said of them."""
+
+    def make(value, key, raw):
+        if base_of(raw) == "lladav":
+            return Row(why=why)
+        return usual.make(value, key, raw) if usual.make else usual
+
+    return Row(make=make)
+
+
+def of_codes(value, key, raw) -> Row:
+    """Returns the row of a key of MMaDA's image tokenizer."""
+    if value is None or base_of(raw) == "lladav":
+        return Row(why="LLaDA-V's images are features, not codes")
+    return Row(
+        why="model.* says how MMaDA reads images (docs/multimodal.md)", same=False
+    )
+
+
+def heldout(value, key, raw) -> Row:
+    """Returns the held-out file, where a run evaluates."""
+    if not raw.get("evaluation.if_eval", True):
+        return Row(why="evaluation.if_eval is off")
+    return dataset("data.heldout").make(value, key, raw)
+
+
+def method(value, key, raw) -> Row:
+    """Returns the noise of a method; with a value model on images it is the trace."""
+    if looks(raw) and raw.get("model.value_base_model") is not None:
+        why = "with a value model their scripts for images train on traces, whatever it says"
+        return Row(leaves={"noise.kind": "trace"}, why=why)
+    return pick("noise.kind", METHODS).make(value, key, raw)
+
+
 def project(value, key, raw) -> Row:
     """Returns the row of the project's name, which names the run's folder."""
     return Row(leaves={"run.folder": f"runs/{value}"})
@@ -124,8 +200,8 @@ def strategy(value, key, raw) -> Row:
     leaves = {"sampler.strategy": counterpart(STRATEGIES, value, key)}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     bent = any(raw.get(f"rollout.{k}") not in (None, x) for k, x in plain.items())
-    base = raw.get("model.model_base", raw.get("model_base"))
-    if bent and base not in ("llada", "mmada") and "dynamic" in value:
+    theirs = ("llada", "mmada", "lladav")
+    if bent and base_of(raw) not in theirs and "dynamic" in value:
         leaves["sampler.tempered_threshold"] = True
     return Row(leaves=leaves)
 
@@ -153,7 +229,7 @@ def steps(value, key, raw) -> Row:
             f"{block} in rollout.max_gen_length={new}; set it to a multiple of their number"
         )
     leaves = {"sampler.steps_per_block": each}
-    if raw.get("model.model_base", raw.get("model_base")) != "dream":
+    if base_of(raw) != "dream":
         return Row(leaves=leaves)
     why = (
         "their Dream unmasks a block's first token alone and shares the others out by a "
@@ -166,6 +242,66 @@ def as_trained(value, key, raw) -> Row:
     """Compares a key of evaluation with the rollout's; a list is several evaluations."""
     usual = raw.get(key.replace("evaluation.", "rollout."))
     return Row(why=AS_TRAINED, same=value in (None, usual, [usual]))
+
+
+def template(value, key, raw) -> Row:
+    """Returns the template of a family's prompts, or that of programs."""
+    chosen = counterpart(TEMPLATES, value, key)
+    code = raw.get("dataset.data_type") == "code"
+    return Row(leaves={"data.template": CODE if code else chosen})
+
+
+def data_type(value, key, raw) -> Row:
+    """Returns the grader; programs' rewards are shares of tests, and none is penalised."""
+    leaves = {"rl.reward": counterpart(REWARDS, value, key)}
+    if value != "code":
+        return Row(leaves=leaves)
+    leaves["rl.truncated_wrong"] = False
+    if "training.method" in raw:
+        leaves["rl.filter"] = "varied"
+    why = (
+        "prompts ask for a program that reads and prints; where records ask for functions, "
+        "set data.template"
+    )
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def judge(value, key, raw) -> Row:
+    """Returns the judge of chunks, whose verdicts alone are learned from, as there."""
+    if value is None:
+        return Row(why="there is no judge: answers have their outcome alone")
+    leaves = {
+        "reward.judge.at": value,
+        "reward.split": "tokens",
+        "reward.tail": raw["rollout.block_size"],
+        "rl.outcome": 0.0,
+    }
+    why = (
+        "the engine samples the judge beside the policy, in one process; where it is "
+        "served, reward.judge.at is its URL. It is asked the same in other words"
+    )
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def judged(leaf: str) -> Row:
+    """Returns the row of a key that says how the judge is asked."""
+
+    def make(value, key, raw) -> Row:
+        if raw.get("model.process_reward_model") is None:
+            return Row(why="there is no judge")
+        return Row(ours=(leaf,))
+
+    return Row(make=make)
+
+
+def judge_prompt(value, key, raw) -> Row:
+    """Returns the longest question to a judge: what its longest answer leaves of all."""
+    if raw.get("model.process_reward_model") is None:
+        return Row(why="there is no judge")
+    room = int(value) - int(raw["rollout.reward_model.max_generation_token"])
+    if room < 1:
+        raise ValueError(f"{key}={value} leaves no room beside max_generation_token")
+    return Row(leaves={"reward.judge.prompt": room})
 
 
 def kl_weight(value, key, raw) -> Row:
@@ -193,6 +329,8 @@ def train_block(value, key, raw) -> Row:
 
 def draws(value, key, raw) -> Row:
     """Returns the draws of noise, where the method draws more than one."""
+    if looks(raw) and raw.get("model.value_base_model") is not None:
+        return Row(why="the noise of a trace is not drawn")
     if raw["training.method"] in ("random_masking", "coupled"):
         return Row(leaves={"noise.draws": value, "noise.rate": "scope"})
     return Row(why="the noise of this method is not drawn, or once for each example")
@@ -218,9 +356,10 @@ AS_TRAINED = (
 ONE_RUN = Row(why="one process samples, grades, trains and evaluates")
 LAUNCH = Row(why="launch/ starts the processes; mesh.* says how devices are used")
 FIXED = Row(why="the run folder has fixed names: checkpoints/ and export/")
-NO_JUDGE = "rewards come from graders; there is no process reward"
-JUDGE = Row(why=NO_JUDGE)
 THEIRS_TOO = Row(why="the rollout's is used, there as here")
+BOX = Row(why="data.template asks for it")
+NO_CACHE = "LLaDA-V's rollouts have no cache; sampler.cache can"
+HOOKS = Row(why="their rollouts do not change with it")
 CHAT = "prompts are rendered by the checkpoint's chat template"
 HOST = Row(why="the environment's, where launch/ starts the processes")
 BOARD = Row(why="metrics go to metrics.jsonl and TensorBoard in the run folder")
@@ -252,20 +391,45 @@ COMMON = {
     "experiment.function": ONE_RUN,
     **all_of("experiment", LAUNCH, "num_node", "node_index", "deepspeed_file"),
     "model.pretrained_model": Row(ours=("model.path",)),
-    "model.model_base": pick("data.template", TEMPLATES),
-    "model_base": pick("data.template", TEMPLATES),
+    "model.model_base": Row(make=model_base),
+    "model_base": Row(make=model_base),
     **all_of("model", FIXED, "optimized_name", "optimized_value_name"),
-    "dataset.data_type": only("math", why="answers are graded as rl.reward says, math"),
-    "execute.num_chunk": Row(why="no code is executed"),
+    "dataset.data_type": Row(make=images_type),
+    "dataset.image_root": Row(ours=("data.image_root",)),
+    "dataset.add_think_prompt": only(False, None, why=CHAT),
+    **all_of("reward", BOX, "answer_must_in_box"),
+    "answer_must_in_box": BOX,
+    "reward.strict_len_check": Row(ours=("rl.truncated_wrong",)),
+    **all_of("model", Row(make=of_codes), "vq_model_path", "image_resolution"),
+    **dict.fromkeys(("vq_model_path", "image_resolution"), Row(make=of_codes)),
+    "model.process_reward_chunk_size": Row(
+        why="reward.* says how answers are split for a judge", same=False
+    ),
+    "model.clip_model_path": Row(why="captions are not scored by CLIP", same=False),
+    **all_of("rollout", HOOKS, "use_fast_dllm", "use_dllm_cache", "transfer_ratio"),
+    **all_of("rollout", HOOKS, "prompt_interval_steps", "gen_interval_steps"),
+    "execute.num_chunk": Row(
+        why="reward.workers is how many programs run at once; by default one less than "
+        "there are cores"
+    ),
     **all_of("wandb", BOARD, "entity", "resume", "run_id"),
     **all_of(
-        "system", HOST, "HTTP_PROXY", "HF_HOME", "env_name", "envs_dir", "base_dir"
+        "system",
+        HOST,
+        "HTTP_PROXY",
+        "HF_HOME",
+        "env_name",
+        "reward_env_name",
+        "envs_dir",
+        "base_dir",
     ),
 }
 SAMPLING = {
     "tensor_parallel_size": Row(ours=("mesh.model",)),
     "max_active": Row(ours=("sampler.rows",)),
-    "batch_size": Row(ours=("sampler.rows",)),
+    "batch_size": of_lladav(
+        Row(ours=("sampler.rows",)), "sampler.rows prompts are sampled together"
+    ),
     "num_task_per_step": Row(ours=("rl.prompts",)),
     "num_response_per_task": Row(ours=("rl.group",)),
     "temperature": Row(ours=("sampler.temperature",)),
@@ -287,8 +451,10 @@ SAMPLING = {
     "target": pick("sampler.target", TARGETS),
     "alg_temp": Row(ours=("sampler.rank_temperature",)),
     "pad_target_penalty": Row(make=pad_penalty),
-    "further_horizon": Row(make=horizon),
-    "use_cache": pick("sampler.cache", {True: "prefix", False: "none"}),
+    "further_horizon": of_lladav(Row(make=horizon), NO_CACHE),
+    "use_cache": of_lladav(
+        pick("sampler.cache", {True: "prefix", False: "none"}), NO_CACHE
+    ),
 }
 TRAINING = {
     "gradient_checkpointing_enable": pick("model.remat", {True: "full", False: "none"}),
@@ -299,11 +465,13 @@ TRAINING = {
     "max_grad_norm": Row(
         ours=("policy_optim.max_grad_norm", "value_optim.max_grad_norm")
     ),
-    "method": pick("noise.kind", METHODS),
+    "method": Row(make=method),
     "block_size": Row(make=train_block),
     "shrink": Row(ours=("noise.shrink",)),
     "post_num": only(0, why="an answer ends with its stop token; pads are not trained"),
-    "max_prompt_len": Row(ours=("sampler.max_prompt",)),
+    "max_prompt_len": of_lladav(
+        Row(ours=("sampler.max_prompt",)), "it bounds words; sampler.max_prompt all"
+    ),
     "lower_p": Row(ours=("noise.lower",)),
     "upper_p": Row(ours=("noise.upper",)),
     "mask_times_per_sample": Row(make=draws),
@@ -348,7 +516,7 @@ RL = (
         "experiment.train_value_every": only(1, why="the value model always trains"),
         "experiment.checkpoints_total_limit": Row(ours=("run.keep",)),
         "model.value_base_model": Row(why="the value model starts from model.path"),
-        "model.process_reward_model": only(None, why=NO_JUDGE),
+        "model.process_reward_model": Row(make=judge),
         "dataset.train_dataset": dataset("data.train"),
         "dataset.optimization_data": Row(why="rollouts do not pass through a file"),
         "training.max_gen_length": Row(make=cut_short),
@@ -369,15 +537,20 @@ RL = (
         "evaluation.data_type": Row(
             why="held-out problems have training's grader, rl.reward"
         ),
-        "evaluation.eval_dataset": dataset("data.heldout"),
+        "evaluation.eval_dataset": Row(make=heldout),
+        "evaluation.if_eval": Row(why="without data.heldout nothing is evaluated"),
         "evaluation.temperature": Row(ours=("eval.temperature",)),
         "evaluation.num_response_per_task": only(1, why=AS_TRAINED),
     }
-    | all_of(
+    | under(
         "rollout.reward_model",
-        JUDGE,
-        *("reward_chunk_length", "k_sample", "max_model_len", "max_generation_token"),
-        "temperature",
+        {
+            "reward_chunk_length": judged("reward.chunk"),
+            "k_sample": judged("reward.judge.votes"),
+            "max_model_len": Row(make=judge_prompt),
+            "max_generation_token": judged("reward.judge.tokens"),
+            "temperature": judged("reward.judge.temperature"),
+        },
     )
 )
 SFT = (

@@ -1,39 +1,88 @@
-"""Evaluation: accuracy, pass@k and tokens per forward of a checkpoint.
+"""Evaluation: accuracy, pass@k and tokens per forward of a checkpoint, with intervals.
 
     python -m dllm_jax.eval --config=configs/eval.py
-    python -m dllm_jax.eval --config=configs/eval.py:trado-4b --config.model.path=DIR \\
-        --config.data.heldout=MATH500.json
+    python -m dllm_jax.data get math500
+    python -m dllm_jax.eval --config=configs/eval.py:math500 --config.model.path=DIR
+    python -m dllm_jax.eval --config=configs/eval.py:llada-8b/gsm8k
 
-Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
-dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b: three answers to each problem, at
-the temperature, and by the sampler, with which dLLM-RL evaluates. An answer that was cut at
-its limit is graded as any other.
+Models: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b,
+trado-8b-thinking, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b: three answers to
+each problem, at the temperature, and by the sampler, with which dLLM-RL evaluates. An answer
+that was cut at its limit is graded as any other.
 
-TraDo-8B-Thinking has no preset: dLLM-RL's prompt opens a think tag in the answer's turn,
-which only a checkpoint's chat template can do. With such a template, it is trado-8b with
-
-    --config.model.path=Gen-Verse/TraDo-8B-Thinking --config.eval.answers=1 \\
-        --config.sampler.max_new=30000 --config.batch.tokens=32768
+Benchmarks: math500, gsm8k, aime24 (20 answers to each, as in the paper), humaneval, mbpp,
+livecodebench, livebench, countdown, sudoku: the set that `python -m dllm_jax.data get` keeps,
+its grader, and the prompt that dLLM-RL gives the model's family. Alone they are asked of
+trado-4b; MODEL/BENCHMARK names another. A code benchmark runs programs in the jail.
 
 Result to expect. arithmetic, in half a minute on a CPU: accuracy (pass@1) 0.621, pass@2
 0.793, pass@3 0.875, 2.28 tokens per forward (256 problems, three answers to each; twelve to
 each say 0.605). The other presets are unrun.
 """
 
-from configs import tracerl
-from dllm_jax import config
+from configs import released, tracerl
+from dllm_jax import checks, config
+from dllm_jax.data import sets
+from dllm_jax.data.templates import TEMPLATES
 
-PRESETS = tracerl.PRESETS
+
+def thinking(c):
+    """TraDo-8B-Thinking: a long answer to each problem."""
+    tracerl.PRESETS["trado-8b"](c)
+    c.model.path = "Gen-Verse/TraDo-8B-Thinking"
+    c.data.update(template=TEMPLATES["think", "math"], raw=True)
+    c.sampler.max_new = 30000
+    c.batch.tokens = 0
+    c.run.folder = "runs/TraDo-8B-Thinking/tracerl"
+
+
+PRESETS = tracerl.PRESETS | {"trado-8b-thinking": thinking}
+# Name: (the set, its task of TEMPLATES; "" is the question alone as the user's turn).
+BENCHMARKS = {
+    "math500": ("math500", "math"),
+    "gsm8k": ("gsm8k", "math"),
+    "aime24": ("aime24", "math"),
+    "humaneval": ("humaneval", "function"),
+    "mbpp": ("mbpp", "function"),
+    "livecodebench": ("livecodebench", "stdio"),
+    "livebench": ("livebench", "stdio"),
+    "countdown": ("countdown_d1", ""),
+    "sudoku": ("sudoku_d1", ""),
+}
+PROMPTS = {"math": 784, "function": 1024, "stdio": 2048, "": 512}  # tokens, at most
+
+
+def benchmark(c, model: str, name: str):
+    """Sets a benchmark for a model, both by name."""
+    known, task = BENCHMARKS[name]
+    family = released.MODELS.get(model, ("", "block"))[1]
+    family = "think" if model == "trado-8b-thinking" else family
+    c.data.update(heldout=str(sets.place(known)), answer="answer", train="")
+    c.data.update(template=TEMPLATES.get((family, task), "{question}"), raw=bool(task))
+    c.rl.reward = sets.SETS[known].reward
+    c.sampler.max_prompt = PROMPTS[task]
+    c.batch.tokens = 0  # which training alone needs
+    if name == "aime24":
+        c.eval.answers = 20
+    c.run.folder = f"{c.run.folder}/{name}"
 
 
 def get_config(preset: str = "arithmetic"):
-    """Returns the configuration of a preset."""
-    c = config.preset(PRESETS, preset)
-    c.eval.update(problems=0, answers=3)
+    """Returns the configuration of MODEL, BENCHMARK or MODEL/BENCHMARK."""
+    model, _, name = preset.partition("/")
+    if model in BENCHMARKS and not name:
+        model, name = "trado-4b", model
+    if preset == model:
+        checks.one_of("preset", model, (*PRESETS, *BENCHMARKS))
+    c = config.preset(PRESETS, model)
+    c.eval.update(problems=0, answers=1 if model == "trado-8b-thinking" else 3)
     c.rl.truncated_wrong = False
     if c.sampler.cache == "prefix":  # full attention
         c.sampler.update(max_new=1024, horizon=128)
         dream = {"top_k": 40, "top_p": 0.95}
         c.sampler.update(dream if c.sampler.top_k else {"strategy": "dynamic"})
     c.run.folder = c.run.folder.replace("tracerl", "eval")
+    if name:
+        checks.one_of("preset", name, tuple(BENCHMARKS))
+        benchmark(c, model, name)
     return c

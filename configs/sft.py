@@ -15,7 +15,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
         --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
     python -m dllm_jax.train --config=configs/sft.py:trace
 
-Presets: arithmetic (default), smollm2, trace, adapt; for released models, with data of your
+Presets: arithmetic (default), functions, smollm2, trace, adapt; for released models, with data of your
 own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
 llada-1.5-8b, mmada-8b; and vrpo, which learns from pairs of answers (dpo: on the bundled
 model, with data.train of your own):
@@ -51,6 +51,17 @@ def arithmetic(c):
     c.policy_optim.horizon = 700  # stops at 600, while there is something left to learn
     c.eval.update(every=100, temperature=1.0)
     c.run.update(folder="runs/arithmetic/sft", save_every=100)
+
+
+def functions(c):
+    """A blank model of characters learns to write functions; see examples/functions."""
+    arithmetic(c)
+    c.data.train = "runs/functions/train.jsonl"
+    c.data.heldout = "runs/functions/heldout.jsonl"
+    c.sampler.update(max_prompt=64, max_new=80, rows=64)
+    c.batch.update(rows=16, tokens=320)
+    c.rl.reward = "code"
+    c.run.folder = "runs/functions/sft"
 
 
 def smollm2(c):
@@ -154,6 +165,7 @@ def vrpo(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "functions": functions,
     "smollm2": smollm2,
     "trace": trace,
     "adapt": adapt,

@@ -9,7 +9,7 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
+Presets: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
 with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
@@ -49,6 +49,26 @@ def arithmetic(c):
     c.value_optim.lr = 3e-4
     c.eval.update(every=5, temperature=1.0)
     c.run.folder = "runs/arithmetic/tracerl"
+
+
+def process(c):
+    """The same sums with a reward for each worked step, from a judge that needs no server."""
+    arithmetic(c)
+    c.reward.update(split="marks", mark=",")
+    c.reward.judge.at = "examples.arithmetic.verdicts:verdicts"
+    c.run.folder = "runs/arithmetic/process"
+
+
+def code(c):
+    """Functions of twenty families, run in the sandbox; see examples/functions/make.py."""
+    arithmetic(c)
+    c.model.path = "runs/functions/sft/export"
+    c.data.train = "runs/functions/train.jsonl"
+    c.data.heldout = "runs/functions/heldout.jsonl"
+    c.sampler.update(max_prompt=64, max_new=80, rows=64)
+    c.batch.update(rows=4, tokens=512)
+    c.rl.update(reward="code", filter="varied", prompts=16)
+    c.run.folder = "runs/functions/tracerl"
 
 
 def smollm2(c):
@@ -139,6 +159,8 @@ def llada(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "process": process,
+    "code": code,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }

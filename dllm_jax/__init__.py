@@ -43,13 +43,13 @@ The floors. A room imports from its own and from lower floors; an entry also imp
 `config`, which assembles the configurations that the floors below declare, and
 `command_line`, which reads it:
 
-    6  config, command_line, train, eval, generate, convert, trace, report
+    6  config, command_line, train, eval, generate, convert, trace, report, harness
     5  rl
     4  sampling
     3  models
     2  pallas_kernels, viewer
     1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
-    0  checks, limits, records, exits, images
+    0  checks, limits, records, exits, statistics, images
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 
@@ -86,6 +86,11 @@ and for who wants to know how it is fast, or what surrounds it:
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
     models/vision/magvit.py      images to codes, and back
+    models/vision/soft.py        what a model reads of an image: rows of a table
+    models/vision/siglip.py      the tower that makes features of it
+    models/vision/look.py        a step's images, each seen once
+    sampling/looking.py          an answerer of prompts with images, before another
+    images.py                    image files to pixels, with bounded memory
     models/selfcheck.py          kernels against their specification, before a run
     rl/rollout.py                answers decoded, graded and written
     rl/rewards/__init__.py       what judges answers, by name and weight
@@ -93,6 +98,11 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/rewards/jail.py           what confines them
     rl/rewards/trial.py          a judge who asks a candidate, each in a jail
     rl/rewards/code.py           from records of many formats to a share of tests
+    statistics.py                intervals, pass@k, maj@k, AUP: plain numpy
+    rl/scores.py                 what an evaluation found, with its intervals
+    data/sets.py                 published sets of problems, by checksum
+    data/templates.py            prompts as dLLM-RL writes them
+    rl/rewards/puzzles.py        puzzles judged by their rules
     rl/networks.py               the states that a run trains, from a folder
     rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts

@@ -22,7 +22,7 @@ from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.models.vision import codes, prompts
-from dllm_jax.rl import layout, noise
+from dllm_jax.rl import layout, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -35,9 +35,17 @@ from dllm_jax.rl.noise import KINDS
 from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.placement import ROLLOUTS
+from dllm_jax.sampling.strategy import STRATEGIES
 
 # Nats. In f32 the sampler and training differ by 2e-5 where kernels sum in other orders.
 TRUSTED_GAP = 1e-3
+# Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
+RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
+
+
+# Keys that a sweep of `python -m dllm_jax.eval` may name: programs take their values as
+# arrays, so that none is compiled anew.
+SWEPT = ("sampler.threshold", "sampler.entropy_bound", "eval.temperature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +144,48 @@ class EvalConfig:
     every: int = 10  # steps; the first and the last step always evaluate
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
-    answers: int = 1  # to each problem, of `python -m dllm_jax.eval`: pass@k up to it
+    # The rest is of `python -m dllm_jax.eval` alone.
+    answers: int = 1  # to each problem: pass@k up to it
+    # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
+    sweep: str = ""
+    # The best accuracy of all that is compared by AUP, %; 0: of this sweep.
+    best: float = 0.0
+    by: str = ""  # a field of the problems: accuracy for each of its values, too
 
     def __post_init__(self):
         checks.fields(
-            self, every=">= 1", problems=">= 0", temperature=">= 0", answers=">= 1"
+            self,
+            every=">= 1",
+            problems=">= 0",
+            temperature=">= 0",
+            answers=">= 1",
+            best=">= 0, <= 100",
         )
+        self.swept  # noqa: B018  (refuses what is wrong)
+
+    @property
+    def swept(self) -> tuple[str, tuple[float, ...]]:
+        """The key that `sweep` names, and its values; ("", ()) for none."""
+        key, _, given = self.sweep.partition("=")
+        if not self.sweep:
+            return "", ()
+        if key not in SWEPT:
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: programs are compiled for each value of "
+                f"{checks.shown(key)}, or it is no key; sweep {', '.join(SWEPT)}, as in "
+                f"{SWEPT[0]}=0.6,0.9",
+            )
+        try:
+            values = tuple(float(x) for x in given.split(","))
+        except ValueError:
+            values = ()
+        if not values or len(set(values)) < len(values):
+            raise checks.Refused(
+                "sweep",
+                f"={checks.shown(self.sweep)}: {key} needs different numbers with commas",
+            )
+        return key, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +245,8 @@ class RunConfig:
 class Config:
     """Everything that a run depends on."""
 
-    method: str = "rl"  # "rl", "sft", or "dpo": SFT's loop on pairs of answers
+    # rl, sft; dpo: SFT's loop on pairs of answers; reward: a reward model, on pairs, too.
+    method: str = "rl"
     seed: int = 0
     model: ModelArgs = dataclasses.field(default_factory=ModelArgs)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -223,19 +268,15 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        checks.fields(self, method=("rl", "sft", "dpo"), seed=">= 0")
-        spg = self.method == "rl" and self.objective.loss == "spg"
-        bounds = self.noise.kind == "subset" and self.objective.aggregate == "elbo"
-        if (spg or self.method == "dpo") and not bounds:
-            raise ValueError(
-                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
-                "objective.aggregate='elbo'"
-            )
+        checks.fields(self, method=("rl", "sft", "dpo", "reward"), seed=">= 0")
+        self.check_bounds()
+        self.check_reward()
         if self.rl.trusted_gap > 0 and self.noise.kind != "trace":
             raise ValueError(
                 f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
                 f"{self.noise.kind!r}; set it to 0"
             )
+        self.check_likelihood()
         if self.method == "dpo" and not self.objective.reference_beta > 0:
             raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
         kind = KINDS[self.noise.kind]
@@ -259,6 +300,103 @@ class Config:
                 f"{self.sampler.slots} tokens (sampler.max_prompt + sampler.max_new) and "
                 f"a noised block; set it to {room} or more"
             )
+
+    def check_reward(self):
+        """Raises ValueError for what a reward model, or a judge, makes no sense with."""
+        if (self.method == "reward") != (self.noise.kind == "end"):
+            raise ValueError(
+                "a reward model judges an answer at its end: method='reward' and "
+                "noise.kind='end' go together"
+            )
+        if self.method == "reward" and self.objective.aggregate != "token":
+            raise ValueError(
+                f"objective.aggregate={self.objective.aggregate!r}: pairs of a reward "
+                "model count alike; set it to 'token'"
+            )
+        if self.method == "reward" and self.data.heldout:
+            raise ValueError(
+                f"data.heldout={self.data.heldout!r}: a reward model answers nothing; "
+                "leave it empty"
+            )
+        if self.method != "rl" and self.reward.split != "none":
+            raise ValueError(
+                f"reward.split={self.reward.split!r}: only method='rl' learns from the "
+                f"rewards of chunks, not {self.method!r}"
+            )
+
+    def check_bounds(self):
+        """Raises ValueError where a loss does not get what it is a loss of."""
+        loss, aggregate = self.objective.loss, self.objective.aggregate
+        bounds = KINDS[self.noise.kind].bounds
+        spg = self.method == "rl" and loss == "spg"
+        if (spg or self.method == "dpo") and not (bounds and aggregate == "elbo"):
+            raise ValueError(
+                "spg and dpo train evidence bounds: they need noise.kind='subset' and "
+                "objective.aggregate='elbo'"
+            )
+        if self.method != "rl" or loss not in ("stable", "sequence"):
+            return
+        if loss == "stable" and not (bounds and aggregate == "elbo_answer"):
+            raise ValueError(
+                "objective.loss='stable' weighs answers by their evidence bounds: it needs "
+                "noise.kind='subset' and objective.aggregate='elbo_answer'"
+            )
+        if loss == "sequence" and aggregate not in RATIOS[bounds]:
+            raise ValueError(
+                f"objective.loss='sequence' with noise.kind={self.noise.kind!r}: ratios of "
+                f"answers need objective.aggregate={' or '.join(map(repr, RATIOS[bounds]))}"
+            )
+        if self.rl.value != "none":
+            raise ValueError(
+                f"objective.loss={loss!r} has one advantage for each answer; set "
+                "rl.value='none'"
+            )
+
+    def check_likelihood(self):
+        """Raises ValueError for likelihoods that nothing records."""
+        exact = self.objective.likelihood == "selection"
+        traced = (self.noise.kind, self.noise.shrink, self.noise.grid)
+        as_sampled = traced == ("trace", 1, "absolute")
+        if not (exact or self.objective.importance_cap):
+            return
+        key = "likelihood='selection'" if exact else "importance_cap"
+        if self.method != "rl" or not as_sampled:
+            raise ValueError(
+                f"objective.{key} is of what was sampled: it needs method='rl', "
+                "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
+            )
+        if exact and self.rl.trusted_gap > 0:
+            raise ValueError(
+                f"objective.{key}: the sampler does not record the probability of its "
+                "steps; set rl.trusted_gap=0"
+            )
+
+
+def settings(cfg: Config) -> list[tuple[str, Config]]:
+    """Returns (its name, its Config) of each setting that eval.sweep names; one, "", of none.
+
+    Raises ValueError for a value that its key cannot have, and for a key that the sampler
+    does not read.
+    """
+    key, values = cfg.eval.swept
+    if not key:
+        return [("", cfg)]
+    reads = {
+        "sampler.threshold": STRATEGIES[cfg.sampler.strategy].reads_sure,
+        "sampler.entropy_bound": cfg.sampler.strategy == "entropy_bounded",
+    }
+    if not reads.get(key, True):
+        raise ValueError(
+            f"eval.sweep: {key} changes nothing with sampler.strategy="
+            f"{cfg.sampler.strategy!r}"
+        )
+    section, name = key.split(".")
+    tree = dataclasses.asdict(cfg)
+    out = []
+    for value in values:
+        tree[section][name] = value
+        out.append((f"{name}={value:g}", freeze(tree)))
+    return out
 
 
 def completed(cfg: Config):
@@ -370,8 +508,11 @@ def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     cfg, model: of `completed`. Raises ValueError where the noise does not suit the model.
     """
     rl, batch, lines = cfg.rl, cfg.batch, []
-    shown = layout.of(model, cfg.sampler, cfg.noise)
+    shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
     noise.check(cfg.noise, shown)
+    reason = selection.refused(cfg.sampler, model.attention)
+    if shown.selection and reason:
+        raise ValueError(f"objective.likelihood='selection': {reason}")
     if cfg.method == "rl" and rl.trusted_gap < 0:
         reason = scored_anew(cfg, model)
         rl = dataclasses.replace(rl, trusted_gap=0.0 if reason else TRUSTED_GAP)
@@ -413,6 +554,8 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
         "the noise is not the trace as it is": not traced,
         "noise.guided=False trains another distribution": not drawn.guided
         and sampler.guidance > 0,
+        "nothing recorded the probability of steps": cfg.objective.likelihood
+        == "selection",
         "rl.value='head' is scored with them": cfg.rl.value == "head",
         f"weights are rounded for sampling ({model.dtype})": model.dtype != "float32",
         "temperature, top_k or top_p change what is drawn from": filters,

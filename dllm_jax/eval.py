@@ -1,11 +1,18 @@
 """Evaluates a checkpoint on problems with known answers: accuracy, pass@k, speed.
 
     python -m dllm_jax.eval --config=configs/eval.py [--config.a.b=value ...]
+    python -m dllm_jax.eval compare RUN RUN2
 
 It answers data.heldout (the first eval.problems of it) eval.answers times and grades the
-answers as training does. In run.folder it leaves eval.json, what it prints, and
-eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
+answers as training does. In run.folder it leaves eval.json, what it prints; card.json, every
+score with its 95 % interval and all that it depends on; card.md, the same as a row of a table;
+and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
 there as soon as it is graded; started again, it goes on behind the last.
+
+With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated, in a folder of its own,
+and sweep.json, .md and .png have accuracy over tokens per forward, and AUP.
+
+`compare` tells how far the second of two evaluations is ahead on their common problems.
 """
 
 import dataclasses
@@ -13,6 +20,7 @@ import functools
 import json
 import pathlib
 import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,14 +29,24 @@ from absl import flags
 from dllm_jax import command_line, config, data, exits, metrics, processes, sharding
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
-from dllm_jax.rl import rewards, rollout
-from dllm_jax.sampling import answers, placement, state
+from dllm_jax.rl import rewards, rollout, scores
+from dllm_jax.sampling import answers, looking, placement, state
+from dllm_jax.viewer import compare, traces
 
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
 
+class Setting(NamedTuple):
+    """What is evaluated at once: all, or a value of a sweep's key."""
+
+    name: str
+    cfg: config.Config  # completed
+    folder: pathlib.Path
+    sink: Answers
+
+
 def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
-    """Returns the metrics by name, and writes them and the answers.
+    """Returns the metrics by name, of a sweep its AUP's; writes them and the answers.
 
     run: the folder `cfg.run.folder`. overwrite: what is there is not to stay. Raises
     ValueError when there are no problems, or the folder holds another evaluation, and
@@ -39,11 +57,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     processes.watch(timer, cfg.run.stuck_after)
     stop = exits.StopSignal(timer.moving(sharding.anywhere))
     cfg, model, tok = config.completed(cfg)
-    sink = Answers(
-        run.path / "eval.jsonl",
-        job_of(cfg, hf.marks(hf.find(cfg.model.path))),
-        overwrite=overwrite,
-    )
+    marks = hf.marks(hf.find(cfg.model.path))
+    settings = settings_of(cfg, run.path, marks, overwrite)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
@@ -51,21 +66,20 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward, cfg.sampler.answers)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, cfg.sampler.answers)
     asked = asked_of(
         cfg, tok, say, grader, config.reader(cfg.model, cfg.sampler, model, tok)
     )
-    check_same(sink, asked)
+    for setting in settings:
+        check_same(setting.sink, asked)
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    stream = stream_of(cfg, model, mesh, say)
+    streams = streams_of(cfg, model, mesh, say)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
     run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
-    if run.writes:
-        sink.begin(len(asked))
     grade = functools.partial(
         graded,
         grader=grader,
@@ -73,20 +87,44 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         decode=config.pictures(cfg, model, tok)
         or functools.partial(answers.decode, tok=tok),
     )
-    each = cfg.eval.answers
-    with timer("eval"):
-        groups = missing(stream, asked, len(sink.lines), each, stop)
-        records = grown(groups, sink, asked, each, grade, timer, writes=run.writes)
+    told, swept = {}, []
+    for setting in settings:
+        if run.writes:
+            setting.folder.mkdir(exist_ok=True)
+            setting.sink.begin(len(asked))
+        stream = streams(setting.cfg)
+        with timer("eval"):
+            records = answered(
+                setting, stream, asked, grade, timer, stop, writes=run.writes
+            )
+        found = scores.of_records(records, cfg.eval.answers, grader.vote)
+        told = told_of(records, cfg.eval.answers, found) | timer.pop()
+        if run.writes:
+            leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
+        swept.append(records)
+    return told if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 
-    # ---- What came out -----------------------------------------------------------------
-    scores = scores_of(records, each) | timer.pop()
-    if run.writes:
-        leave(scores, run.path / "eval.json")
-    return scores
+
+def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool):
+    """Returns the Settings of an evaluation. marks: of the checkpoint's files."""
+    return [
+        Setting(
+            name,
+            own,
+            folder / name,
+            Answers(
+                folder / name / "eval.jsonl", job_of(own, marks), overwrite=overwrite
+            ),
+        )
+        for name, own in config.settings(cfg)
+    ]
 
 
-def stream_of(cfg: config.Config, model, mesh, say):
-    """Returns the `stream` of an answerer with the checkpoint's weights, but for prompts."""
+def streams_of(cfg: config.Config, model, mesh, say):
+    """Returns a function from a setting's Config to its `stream`, but for prompts.
+
+    All have the same weights, and the same programs: what settings differ in are arrays.
+    """
     answerer, params = placement.loaded(
         cfg.model.path,
         model=model,
@@ -95,19 +133,62 @@ def stream_of(cfg: config.Config, model, mesh, say):
         rollout=cfg.mesh.rollout,
         say=say,
     )
-    return functools.partial(
-        answerer.stream,
-        params,
-        key=jax.random.key(cfg.seed),
-        temperature=cfg.eval.temperature,
-    )
+
+    def stream(own: config.Config):
+        made = answers.answerer(model=model, cfg=own.sampler, mesh=answerer.mesh)
+        if isinstance(answerer, looking.Looking):
+            made = looking.Looking(made, answerer.eyes)
+        return functools.partial(
+            made.stream,
+            params,
+            key=jax.random.key(cfg.seed),
+            temperature=own.eval.temperature,
+        )
+
+    return stream
 
 
-def leave(scores: dict[str, float], file: pathlib.Path):
-    """Writes what came out, and prints it."""
-    write(file, json.dumps(scores, indent=2) + "\n")
-    for name, value in scores.items():
+def answered(setting: Setting, stream, asked, grade, timer, stop, *, writes: bool):
+    """Returns the records of all answers of a setting: see `missing` and `grown`."""
+    each, done = setting.cfg.eval.answers, len(setting.sink.lines)
+    groups = missing(stream, asked, done, each, stop)
+    return grown(groups, setting.sink, asked, each, grade, timer, writes=writes)
+
+
+def leave(told: dict[str, float], card: dict, setting: Setting):
+    """Writes what came out of a setting, and prints it."""
+    text = scores.table([card])
+    if card["groups"]:
+        text = f"{scores.table_of_groups(card)}\n\n{text}"
+    write(setting.folder / "eval.json", json.dumps(told, indent=2) + "\n")
+    write(setting.folder / "card.json", json.dumps(card, indent=2) + "\n")
+    write(setting.folder / "card.md", text + "\n")
+    if setting.name:
+        print(f"\n{setting.name}")
+    for name, value in told.items():
         print(f"{name:24s} {value:.4g}")
+    print("\n" + text)
+
+
+def leave_sweep(
+    cfg: config.Config, run: Folder, settings: list[Setting], swept
+) -> dict:
+    """Returns a sweep's points and AUP; writes and prints them."""
+    key, values = cfg.eval.swept
+    pairs = zip(values, swept, strict=True)
+    points = [scores.setting(x, records, cfg.eval.answers) for x, records in pairs]
+    told = scores.sweep(key, points, cfg.eval.best)
+    if run.writes:
+        cards = [
+            json.loads((setting.folder / "card.json").read_text())
+            for setting in settings
+        ]
+        text = f"{scores.table(cards)}\n\n{scores.sentence(told)}"
+        write(run.path / "sweep.json", json.dumps(told, indent=2) + "\n")
+        write(run.path / "sweep.md", text + "\n")
+        scores.picture(told, run.path / "sweep.png")
+        print("\n" + text)
+    return told
 
 
 def asked_of(cfg: config.Config, tok, say, grader, reader) -> list[data.Problem]:
@@ -119,21 +200,30 @@ def asked_of(cfg: config.Config, tok, say, grader, reader) -> list[data.Problem]
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader)
     problems = problems[: cfg.eval.problems or None]
+    for number, problem in enumerate(problems if cfg.eval.by else (), 1):
+        with data.of_record(cfg.data.heldout, number):
+            data.text(problem.record, cfg.eval.by)
     rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
     return [problem for problem in problems for _ in range(cfg.eval.answers)]
 
 
-def scores_of(records: list[dict], each: int) -> dict[str, float]:
-    """Returns what all answers say, `each` of them to a problem."""
+def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
+    """Returns what all answers say, `each` of them to a problem; found: their Scores."""
     rollouts = rollout.of_records(records)
-    scores = rollout.summary(rollouts) | rollout.passed(rollouts, each)
-    return scores | {"problems": len(records) // each, "answers": each}
+    told = rollout.summary(rollouts) | rollout.passed(rollouts, each)
+    told |= {name: x.value for name, x in found.items() if name not in told}
+    return told | {"problems": len(records) // each, "answers": each}
 
 
 def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
     idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
+    idle += (
+        "eval.sweep",
+        "eval.best",
+        "eval.by",
+    )  # a setting is what it is in any sweep
     return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
 
 
@@ -209,8 +299,50 @@ def graded(
     return rollout.as_records(rollouts, problems)
 
 
+# ---- Two evaluations ---------------------------------------------------------------------
+
+
+def versus(paths: list[str]) -> str:
+    """Returns what the second evaluation has ahead of the first, as a Markdown table.
+
+    paths: their folders, or files of answers. Raises ValueError for two without a common
+    problem.
+    """
+    if len(paths) != 2:
+        raise ValueError(f"compare needs two evaluations, and not {len(paths)}")
+    files = [traces.read(str(evaluated(path))) for path in paths]
+    shared = compare.common(files[0].rows, files[1].rows)
+    if not shared:
+        raise ValueError(
+            f"{files[0].path} and {files[1].path} have no problem in common: nothing to "
+            "compare"
+        )
+    told = compare.summary(files[0].rows, files[1].rows, shared)
+    lines = [scores.line(["", *paths, "difference, 95 %"]), scores.line(["---"] * 4)]
+    for name, first, second, gain, low, high in told["measures"]:
+        ends = "" if low is None else f" [{low:+.4g}, {high:+.4g}]"
+        cells = [f"{first:.4g}", f"{second:.4g}", f"{gain:+.4g}{ends}"]
+        lines.append(scores.line([name, *cells]))
+    lines += ["", f"{told['problems']} problems in common"]
+    if told["wins"]:
+        lines[-1] += "; better on {} of them, and on {}".format(*told["wins"])
+    return "\n".join(lines)
+
+
+def evaluated(path: str) -> pathlib.Path:
+    """Returns the answers of an evaluation: a file, or that of a folder."""
+    folder = pathlib.Path(path)
+    file = folder / "eval.jsonl"
+    if folder.is_dir() and not file.is_file():
+        raise ValueError(f"{path}: no evaluation's folder: it has no eval.jsonl")
+    return file if folder.is_dir() else folder
+
+
 def main():
-    """Parses the command line and evaluates."""
+    """Parses the command line and evaluates, or compares."""
+    if sys.argv[1:2] == ["compare"]:
+        print(versus(sys.argv[2:]))
+        return
     overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
     cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
     with Folder(
@@ -221,4 +353,5 @@ def main():
 
 if __name__ == "__main__":
     options = command_line.OPTIONS | {"--overwrite": OVERWRITE}
+    options["compare RUN RUN2"] = "two folders of evaluations, or files of answers"
     command_line.entry(main, command_line.usage(__doc__, options))

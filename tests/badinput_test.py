@@ -93,6 +93,8 @@ VALUES = """
     model.mask_id 112 -2 2147483648
     model.lora_rank -1 99999999999
     model.lora_alpha nan inf 0 -1
+    model.tiles -1 2147483648
+    model.tower True
     data.template none
     data.post_num -2 2147483648
     data.seed -1 2147483648
@@ -168,6 +170,8 @@ VALUES = """
     eval.problems -1
     eval.temperature nan inf -1
     eval.answers 0
+    eval.best nan inf -1 101
+    eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2
     mesh.model 0 -2 3

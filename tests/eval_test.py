@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import signal
 import time
@@ -10,8 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import exits
-from dllm_jax.rl import rollout
+from dllm_jax import config, exits
 from tests import served
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
@@ -20,13 +20,6 @@ MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 def run(*args, program="eval"):
     """Returns the finished command."""
     return served.run(f"dllm_jax.{program}", [*args])
-
-
-def test_pass_at_k_by_hand():
-    solved = np.array([[True, False, False], [False, False, False], [True, True, True]])
-    assert rollout.pass_at(solved, 1) == pytest.approx((1 / 3 + 0 + 1) / 3)
-    assert rollout.pass_at(solved, 2) == pytest.approx((1 - 1 / 3 + 0 + 1) / 3)
-    assert rollout.pass_at(solved, 3) == pytest.approx(2 / 3)
 
 
 def test_the_bundled_model(tmp_path):
@@ -53,6 +46,17 @@ def test_the_bundled_model(tmp_path):
     assert f"accuracy {told['accuracy']:>19.4g}".split() in [
         x.split() for x in done.stdout.splitlines()
     ]
+
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert (card["problems"], card["answers"], card["seed"]) == (8, 2, 0)
+    assert len(card["checkpoint"]["hash"]) == 64 and card["sampler"]["block"] == 4
+    names = {"accuracy", "pass@1", "pass@2", "truncated", "response_length"}
+    assert card["scores"].keys() == names | {"forwards", "tokens_per_forward"}
+    for name, score in card["scores"].items():
+        assert score["value"] == pytest.approx(told[name])
+        assert score["low"] <= score["value"] <= score["high"], name
+    row = (tmp_path / "card.md").read_text().splitlines()[-1]
+    assert row in done.stdout and f"{100 * told['accuracy']:.1f} % [" in row
 
 
 SMALL = (
@@ -96,13 +100,100 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert other.returncode == 2
     assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
     assert len(file.read_bytes().splitlines()) == 8
-    fewer = evaluated(tmp_path, "--overwrite", "--config.eval.problems=2")
+    lacking = evaluated(tmp_path, "--overwrite", "--config.eval.by=level")
+    assert lacking.returncode == 2
+    assert "record 1: no field 'level', it has ['answer', 'q" in lacking.stderr
+    keys = "--config.eval.problems=2", "--config.eval.by=answer"
+    fewer = evaluated(tmp_path, "--overwrite", *keys)
     assert fewer.returncode == 0, fewer.stderr
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert [x["problems"] for x in card["groups"].values()] == [1, 1]
     assert scores(tmp_path)["problems"] == 2
     assert len(file.read_bytes().splitlines()) == 4
     told = json.loads((tmp_path / "run.json").read_text())["attempts"]
     assert [x["ended"][:7] for x in told] == ["done"] * 4
     assert not (tmp_path / "lock").exists()
+
+
+def answers_in(folder) -> list[tuple]:
+    """Returns what an evaluation's answers are: ids and steps."""
+    lines = (folder / "eval.jsonl").read_text().splitlines()
+    return [(x["response_ids"], x["step_map"]) for x in map(json.loads, lines)]
+
+
+def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
+    """A sweep goes on where it was stopped, and compares with what it is compared with."""
+    folder, alone = tmp_path / "sweep", tmp_path / "alone"
+    swept = "--config.eval.sweep=sampler.threshold=0.99,0.3"
+    done = evaluated(folder, swept, "--config.eval.best=95.5")
+    assert done.returncode == 0, done.stderr
+    told = json.loads((folder / "sweep.json").read_text())
+    assert [x["value"] for x in told["points"]] == [0.99, 0.3]
+    assert told["best"] == 95.5 and (folder / "sweep.png").stat().st_size
+    slow, fast = (x["tokens_per_forward"] for x in told["points"])
+    assert slow < fast
+    for point in told["points"]:
+        inside = folder / f"threshold={point['value']:g}"
+        assert scores(inside)["tokens_per_forward"] == point["tokens_per_forward"]
+        assert 100 * scores(inside)["accuracy"] == point["accuracy"]
+    assert (folder / "sweep.md").read_text().splitlines()[-1] in done.stdout
+
+    # The same setting alone, in batches of another size.
+    keys = "--config.sampler.threshold=0.3", "--config.sampler.rows=3"
+    done = evaluated(alone, *keys)
+    assert done.returncode == 0, done.stderr
+    assert answers_in(alone) == answers_in(folder / "threshold=0.3")
+    assert scores(alone) == scores(folder / "threshold=0.3")
+
+    done = run("compare", str(alone), str(folder / "threshold=0.3"))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert [row[3].strip(" |") for row in rows[2:5]] == ["+0 [+0, +0]"] * 3
+    assert rows[-1] == ["4 problems in common; better on 0 of them, and on 0"]
+    done = run("compare", str(alone), str(folder / "threshold=0.99"))
+    gain = scores(folder / "threshold=0.99")["response_length"]
+    assert f"{gain - scores(alone)['response_length']:+.4g} [" in done.stdout
+
+    other = tmp_path / "other.jsonl"
+    lines = (alone / "eval.jsonl").read_text().splitlines()
+    other.write_text(json.dumps(json.loads(lines[0]) | {"prompt_ids": [1]}) + "\n")
+    refusals = {
+        (str(alone), str(other)): "no problem in common: nothing to compare",
+        (str(alone),): "compare needs two evaluations, and not 1",
+        (str(alone), str(tmp_path)): "no evaluation's folder: it has no eval.jsonl",
+    }
+    for arguments, says in refusals.items():
+        done = run("compare", *arguments)
+        assert done.returncode == 2 and says in done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+SWEEPS = {
+    "sampler.block=2,4": "programs are compiled for each value of 'sampler.block'",
+    "threshold=0.5": "sweep sampler.threshold, sampler.entropy_bound, eval.temperature",
+    "sampler.threshold": "sampler.threshold needs different numbers with commas",
+    "sampler.threshold=0.5,high": "needs different numbers",
+    "sampler.threshold=0.5,0.50": "needs different numbers",
+    "sampler.threshold=nan": "sampler.threshold=nan: must be a number",
+    "eval.temperature=-1": "eval.temperature=-1.0: must be",
+    "sampler.entropy_bound=0.1,0.2": "changes nothing with sampler.strategy='dynamic'",
+}
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_a_sweep_that_makes_no_sense_is_refused(sweep):
+    with pytest.raises(ValueError, match=re.escape(SWEEPS[sweep])) as refused:
+        cfg = config.Config(eval=config.EvalConfig(sweep=sweep))
+        config.settings(cfg)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_of_a_sweep():
+    made = config.EvalConfig(sweep="eval.temperature=0,0.5", answers=3)
+    named = dict(config.settings(config.Config(eval=made)))
+    assert [*named] == ["temperature=0", "temperature=0.5"]
+    assert [x.eval.temperature for x in named.values()] == [0.0, 0.5]
+    assert named["temperature=0"].eval.answers == 3
 
 
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):

@@ -29,8 +29,9 @@ from dllm_jax.pallas_kernels import choice
 # How far a kernel may be from its specification, over the largest number there: rounding
 # to bfloat16, or products of float32 that a chip rounds.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
-# Of what may be off by more: draws in which two tokens all but tie.
-LOOSE = {"token_draw": 0.05}
+# Of what may be off by more: draws in which two tokens all but tie, or borders that one
+# all but reaches.
+LOOSE = {"selection": 0.05, "token_draw": 0.05}
 HEADED = ("attention", "cache_update", "paged_attention")
 SLOTS, SEATS, ROWS, VOCAB = 320, 96, 4, 8192
 
@@ -233,6 +234,34 @@ def token_logprob(wide: Widths, rng):
     return run, (x, head, token, pulled)
 
 
+def selection(wide: Widths, rng):
+    """Tokens taken, or thrown away behind a border far from all, and the gradient."""
+    x, head = hidden_and_head(wide, rng)
+    token = jnp.asarray(rng.integers(0, wide.vocab - 1, x.shape[:2]), "int32")
+    border = rng.uniform(
+        -9, -5, token.shape
+    )  # a token that rounding moves is a small one
+    border = jnp.where(rng.random(token.shape) < 0.5, border, jnp.inf)
+    pulled = tuple(normal(rng, token.shape, "float32") for _ in range(2))
+
+    def run(implementation, x, head, token, border, pulled):
+        def done(x, head):
+            return pallas_kernels.selection(
+                x,
+                head,
+                token,
+                border,
+                rule=pallas_kernels.Rule(),
+                forbidden=wide.vocab - 1,
+                implementation=implementation,
+            )[:2]
+
+        out, pull = jax.vjp(done, x, head)
+        return out, pull(pulled)
+
+    return run, (x, head, token, border, pulled)
+
+
 def token_draw(wide: Widths, rng):
     """Draws at several temperatures, 0 among them."""
     x, head = hidden_and_head(wide, rng)
@@ -282,6 +311,7 @@ CHECKS = {
     "cache_update": cache_update,
     "grouped_matmul": grouped_matmul,
     "paged_attention": paged_attention,
+    "selection": selection,
     "token_draw": token_draw,
     "token_logprob": token_logprob,
 }

@@ -577,6 +577,20 @@ def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
 
 
 @jax.named_scope("head")
+def selection(params: Params, x_BUD, token_BU, border_BU, cfg: ModelConfig, rule):
+    """Returns what `pallas_kernels.selection` does, of positions' draws, by its Rule."""
+    return pallas_kernels.selection(
+        x_BUD,
+        head(params, cfg),
+        token_BU,
+        border_BU,
+        rule=rule,
+        forbidden=cfg.mask_id,
+        implementation=cfg.kernels,
+    )
+
+
+@jax.named_scope("head")
 def token_draw(
     params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig, wanted_BW=None
 ):

@@ -24,16 +24,19 @@ from dllm_jax.pallas_kernels.attend import (
 )
 from dllm_jax.pallas_kernels.choice import CHOICES
 from dllm_jax.pallas_kernels.experts import grouped_matmul
-from dllm_jax.pallas_kernels.head import token_draw, token_logprob
+from dllm_jax.pallas_kernels.head import selection, token_draw, token_logprob
+from dllm_jax.pallas_kernels.reference import Rule
 
 __all__ = [
     "CHOICES",
+    "Rule",
     "attention",
     "cache_update",
     "chunk_attention",
     "grouped_matmul",
     "paged_attention",
     "planned",
+    "selection",
     "token_draw",
     "token_logprob",
 ]

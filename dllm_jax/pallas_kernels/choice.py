@@ -27,11 +27,18 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         pick(x_RD, head_DV, token_R, offset, *, forbidden, interpret)
             -> (lse_R, mean_R, logit_R), f32: the log of the sum of exponentials, the mean
                logit under the softmax, and the token's logit
-        pick_gradient(x_RD, head_DV, token_R, offset, saved_4R, *, forbidden, interpret)
+        pick_gradient(x_RD, head_DV, token_R, offset, saved, *, forbidden, interpret)
             -> (dx_RD, dhead_DV), in the inputs' dtypes
         The head's V columns are some of the vocabulary, from the id `offset` on; tokens and
         `forbidden` are ids of all of it. The logit is 0 where the token is elsewhere. saved:
         lse and mean over the whole vocabulary, the gradients of log-prob and entropy.
+    selection
+        behind(x_RD, head_DV, limit_R, offset, *, forbidden, interpret)
+            -> (behind_R, ahead_R), f32: the log of the sum of exponentials of the logits that
+               are at most the limit, below every logit where none is, and how many are above
+        pick and pick_gradient as of `token_logprob`, but that `saved` goes on with the limit
+        and with `behind` over the whole vocabulary: a row's log-prob is then that of a token
+        (the limit below every logit) or of what lies behind (the token below 0).
     token_draw
         draw(x_RD, head_DV, words_R3, temperature_R, offset, *, wanted_R, width, forbidden,
              interpret)
@@ -64,6 +71,8 @@ KERNELS = {
     ("paged_attention", "any"): "held_pages",
     ("paged_attention", "gpu"): "gpu.paged_attention",
     ("paged_attention", "tpu"): "tpu.paged_attention",
+    ("selection", "gpu"): "gpu.token_logprob",
+    ("selection", "tpu"): "tpu.token_logprob",
     ("token_draw", "any"): "tiled_head",
     ("token_draw", "gpu"): "gpu.token_logprob",
     ("token_draw", "tpu"): "tpu.token_logprob",

@@ -1,10 +1,15 @@
-"""The head and what is asked of it: a token's log-prob and entropy, or a draw.
+"""The head and what is asked of it: a token's log-prob and entropy, a draw, or what of a
+draw was done.
 
 A part of the vocabulary, on each device along the mesh's axis `model`, gives the softmax's
 statistics over its own columns, and `join` makes of them those of all. With z the logits
 and p = softmax(z), a part's are lse = log sum exp z and mean = sum p z; then
 
-    log-prob of a token = z_token - lse,    entropy = lse - mean.
+    log-prob of a token = z_token - lse,    entropy = lse - mean,
+
+and of the tokens behind a border, all whose logit is at most a limit, the log of their
+probability is their own lse less that of all. The limit is known once lse is: a second walk
+over the vocabulary.
 
 Letters: u positions of one tile.
 """
@@ -17,7 +22,9 @@ import jax.numpy as jnp
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.choice import kernel
+from dllm_jax.pallas_kernels.reference import NEVER, Rule
 
+LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 HEAD_TILE = 512  # positions of a row whose logits are alive at once, at most
 # Where a row has more than these, a tile is a quarter of it: one of which no token is asked
 # is skipped. On CPU a third of 448 took 0.6 times as long, all of them 1.1 times.
@@ -40,34 +47,35 @@ def token_logprob(
     """
     module = kernel("token_logprob", implementation)
     if module is None:
-        return tiled_logprob(x_BUD, head_DV, token_BU, forbidden)
+        specified = functools.partial(reference.token_logprob, forbidden=forbidden)
+        return tiled(specified, 2, x_BUD, head_DV, token_BU)
     token_BU = jnp.maximum(token_BU, 0)
     return fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU)
 
 
-def tiled_logprob(x_BUD, head_DV, token_BU, forbidden: int):
-    """Returns the specification's answer, a tile of U at a time."""
+def tiled(specified, count: int, x_BUD, head_DV, token_BU, *seats):
+    """Returns a specification's answer, `count` arrays [B, U], a tile of U at a time.
+
+    specified: of (x_RD, head_DV, token_R, *seats of R); seats: further arrays [B, U].
+    """
     B, U, D = x_BUD.shape
     tile = min(HEAD_TILE, max(-(-U // 4), min(FEW, U)))
-    pad = -U % tile
-    x_BUD = jnp.pad(x_BUD, ((0, 0), (0, pad), (0, 0)))
-    token_BU = jnp.pad(token_BU, ((0, 0), (0, pad)), constant_values=-1)
+    pad = (0, 0), (0, -U % tile)
+    x_BUD = jnp.pad(x_BUD, (*pad, (0, 0)))
+    token_BU = jnp.pad(token_BU, pad, constant_values=-1)
+    seats = [jnp.pad(y_BU, pad) for y_BU in seats]
 
     @jax.checkpoint  # so that the gradient computes a tile's logits again
-    def logprob_of_tile(_, tile_inputs):
-        x_BuD, token_Bu = tile_inputs
+    def answer_of_tile(_, tile_inputs):
+        x_BuD, token_Bu, *seats = tile_inputs
 
         def compute(x_BuD, head_DV):
-            out = reference.token_logprob(
-                x_BuD.reshape(-1, D),
-                head_DV,
-                jnp.maximum(token_Bu, 0).reshape(-1),
-                forbidden,
-            )
+            rows = [y_Bu.reshape(-1) for y_Bu in (jnp.maximum(token_Bu, 0), *seats)]
+            out = specified(x_BuD.reshape(-1, D), head_DV, *rows)
             return tuple(y_R.reshape(B, -1) for y_R in out)
 
         def skip(x_BuD, head_DV):
-            return (jnp.zeros(token_Bu.shape, jnp.float32),) * 2
+            return (jnp.zeros(token_Bu.shape, jnp.float32),) * count
 
         if tile == U:
             return None, compute(x_BuD, head_DV)
@@ -77,7 +85,8 @@ def tiled_logprob(x_BUD, head_DV, token_BU, forbidden: int):
     def tiles(x):  # [B, U, ...] -> [U / tile, B, tile, ...]: rows stay where they are
         return jnp.moveaxis(x.reshape(B, -1, tile, *x.shape[2:]), 1, 0)
 
-    _, out = jax.lax.scan(logprob_of_tile, None, (tiles(x_BUD), tiles(token_BU)))
+    inputs = [tiles(x) for x in (x_BUD, token_BU, *seats)]
+    _, out = jax.lax.scan(answer_of_tile, None, inputs)
     return tuple(jnp.moveaxis(y, 0, 1).reshape(B, -1)[:, :U] for y in out)
 
 
@@ -112,16 +121,24 @@ def fused_forward(module, forbidden, interpret, x_BUD, head_DV, token_BU):
 
 
 def fused_backward(module, forbidden, interpret, saved, gradients):
-    B, V = saved[0].shape[0], saved[1].shape[1]
+    *inputs, lse_BU, mean_BU = saved
+    columns = lse_BU, mean_BU, *gradients
+    dx_BUD, dhead_DV = pulled(module, forbidden, interpret, *inputs, columns)
+    return dx_BUD, dhead_DV, None  # a token has none
 
-    def run(x_BUD, head_DV, token_BU, lse_BU, mean_BU, dlogp_BU, dentropy_BU):
+
+def pulled(module, forbidden, interpret, x_BUD, head_DV, token_BU, columns):
+    """Returns (dx_BUD, dhead_DV); columns: see choice.py, `saved`, each [B, U]."""
+    B, V = x_BUD.shape[0], head_DV.shape[1]
+
+    def run(x_BUD, head_DV, token_BU, *columns):
         axis, offset = vocabulary_part(head_DV, V)
         dx_RD, dhead_DV = module.pick_gradient(
             x_BUD.reshape(-1, x_BUD.shape[2]),
             head_DV,
             token_BU.reshape(-1),
             offset,
-            [y_BU.reshape(-1) for y_BU in (lse_BU, mean_BU, dlogp_BU, dentropy_BU)],
+            [y_BU.reshape(-1) for y_BU in columns],
             forbidden=forbidden,
             interpret=interpret,
         )
@@ -131,14 +148,100 @@ def fused_backward(module, forbidden, interpret, saved, gradients):
             dhead_DV = jax.lax.psum(dhead_DV, sharding.ACT["B"])
         return dx_RD.reshape(x_BUD.shape), dhead_DV
 
-    dims_in = ("BUD", "DV", *["BU"] * 5)
-    dx_BUD, dhead_DV = sharding.per_device(
-        run, dims_in, ("BUD", "DV"), *saved, *gradients
+    dims_in = ("BUD", "DV", *["BU"] * (1 + len(columns)))
+    return sharding.per_device(
+        run, dims_in, ("BUD", "DV"), x_BUD, head_DV, token_BU, *columns
     )
-    return dx_BUD, dhead_DV, None  # a token has none
 
 
 fused_logprob.defvjp(fused_forward, fused_backward)
+
+
+# ---- The log-prob of what a sampler did ----------------------------------------------
+
+
+def selection(
+    x_BUD,
+    head_DV,
+    token_BU,
+    border_BU,
+    *,
+    rule: Rule,
+    forbidden: int,
+    implementation="auto",
+    interpret=False,
+):
+    """Returns (log-prob of what was done, entropy, tokens ahead), each [B, U], f32.
+
+    See `reference.selection`; a token below 0 is not asked for. Kernels know rules that
+    draw from the model's own distribution: with a temperature, filters or a penalty it is
+    the specification on every platform. Memory, derivatives and meshes as `token_logprob`.
+    """
+    module = kernel("selection", implementation) if rule.plain else None
+    if module is None:
+        specified = functools.partial(
+            reference.selection, rule=rule, forbidden=forbidden
+        )
+        return tiled(specified, 3, x_BUD, head_DV, token_BU, border_BU)
+    token_BU = jnp.maximum(token_BU, 0)
+    static = module, rule.log_threshold, forbidden, interpret
+    return fused_selection(static, x_BUD, head_DV, token_BU, border_BU)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_selection(static, x_BUD, head_DV, token_BU, border_BU):
+    """Returns what `selection` does; static: module, threshold's log, forbidden, interpret."""
+    return selection_forward(static, x_BUD, head_DV, token_BU, border_BU)[0]
+
+
+def selection_forward(static, x_BUD, head_DV, token_BU, border_BU):
+    module, log_threshold, forbidden, interpret = static
+    (picked_BU, entropy_BU), saved = fused_forward(
+        module, forbidden, interpret, x_BUD, head_DV, token_BU
+    )
+    lse_BU, mean_BU = saved[3:]
+    taken_BU, V = jnp.isinf(border_BU), head_DV.shape[1]
+    # What lies behind the border, as logits: of a taken token nothing does.
+    limit_BU = lse_BU + jnp.minimum(border_BU, log_threshold)
+    limit_BU = jnp.where(taken_BU, LOWEST, limit_BU)
+
+    def run(x_BUD, head_DV, limit_BU):
+        axis, offset = vocabulary_part(head_DV, V)
+        behind_R, ahead_R = module.behind(
+            x_BUD.reshape(-1, x_BUD.shape[2]),
+            head_DV,
+            limit_BU.reshape(-1),
+            offset,
+            forbidden=forbidden,
+            interpret=interpret,
+        )
+        behind_R, _ = join(behind_R, behind_R, axis)
+        ahead_R = ahead_R if axis is None else jax.lax.psum(ahead_R, axis)
+        return behind_R.reshape(limit_BU.shape), ahead_R.reshape(limit_BU.shape)
+
+    behind_BU, ahead_BU = sharding.per_device(
+        run, ("BUD", "DV", "BU"), ("BU",) * 2, x_BUD, head_DV, limit_BU
+    )
+    logp_BU = jnp.where(taken_BU, picked_BU, behind_BU - lse_BU)
+    lost_BU = logp_BU < reference.LEAST
+    ahead_BU = jnp.where(taken_BU, picked_BU > log_threshold, ahead_BU)
+    out = jnp.where(lost_BU, reference.LEAST, logp_BU), entropy_BU, ahead_BU
+    token_BU = jnp.where(taken_BU, token_BU, -1)
+    saved = x_BUD, head_DV, token_BU, lse_BU, mean_BU, limit_BU, behind_BU, lost_BU
+    return out, saved
+
+
+def selection_backward(static, saved, gradients):
+    module, _, forbidden, interpret = static
+    *inputs, lse_BU, mean_BU, limit_BU, behind_BU, lost_BU = saved
+    dlogp_BU, dentropy_BU, _ = gradients
+    dlogp_BU = jnp.where(lost_BU, 0.0, dlogp_BU)
+    columns = lse_BU, mean_BU, dlogp_BU, dentropy_BU, limit_BU, behind_BU
+    dx_BUD, dhead_DV = pulled(module, forbidden, interpret, *inputs, columns)
+    return dx_BUD, dhead_DV, None, None
+
+
+fused_selection.defvjp(selection_forward, selection_backward)
 
 
 # ---- The draw of a token -------------------------------------------------------------

@@ -2,13 +2,19 @@
 
 Kernels are tested against these; these are tested against independent formulas.
 
-Letters: f queries that share one key head, folded into one dimension.
+Letters: f queries that share one key head, folded into one dimension; k the most probable
+tokens.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 NEVER = -1e30  # finite, so that a query that sees nothing gives a mean and not NaN
+TIE = 1e-5  # of a score's logarithm: nearer ones are taken for equal, as rounding hides it
+LEAST = -87.0  # the log of the smallest probability that is told: that of f32's numbers
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, mask, *, cached=None):
@@ -113,6 +119,99 @@ def token_logprob(x_RD, head_DV, token_R, forbidden: int):
     logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
     logp_R = jnp.take_along_axis(logp_RV, token_R[:, None], axis=-1)[:, 0]
     return logp_R, -jnp.sum(jnp.exp(logp_RV) * logp_RV, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a sampler draws from, and which draws it throws away; hashable.
+
+    A draw x has a score, its probability in the distribution drawn from, and a sureness,
+    its probability in the model's own distribution, or where `tempered` the score. Those
+    of `pad_id` are divided by `pad_penalty`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # as in `keep`
+    top_p: float = 1.0
+    threshold: float = math.inf  # what is surer is taken; inf: no sureness is enough
+    tempered: bool = False
+    pad_id: int = -1
+    pad_penalty: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it draws from the model's own distribution and weighs all tokens alike."""
+        filters = (self.temperature, self.top_k, self.top_p, self.pad_penalty)
+        return filters == (1.0, 0, 1.0, 1.0)
+
+    @property
+    def log_threshold(self) -> float:
+        """The log of the largest sureness that is not enough."""
+        return math.log(self.threshold) + TIE if self.threshold > 0 else -math.inf
+
+
+def selection(x_RD, head_DV, token_R, border_R, rule: Rule, forbidden: int):
+    """Returns (log-prob of what was done, entropy, tokens ahead), each [R], f32, nats.
+
+    A row is a masked position of which a token was drawn. Where it was taken, border is
+    inf, and done was this token. Where it was thrown away, it was one of those that are
+    not sure enough and whose score's log is at most `border`, whichever: done was one of
+    them, and the probability is their sum. Of probabilities below exp(LEAST) that is told,
+    without a gradient.
+
+    The entropy is that of the distribution drawn from. Ahead is the number of tokens that
+    would have been taken, or of a taken one whether it is sure enough: where it changes,
+    a token has crossed the border.
+    """
+    logits_RV = jnp.einsum("RD,DV->RV", x_RD, head_DV).astype(jnp.float32)
+    logits_RV = logits_RV.at[:, forbidden].set(NEVER)
+    kept_RV = jax.nn.log_softmax(
+        keep(logits_RV / rule.temperature, top_k=rule.top_k, top_p=rule.top_p), axis=-1
+    )
+    own_RV = kept_RV if rule.tempered else jax.nn.log_softmax(logits_RV, axis=-1)
+    is_pad_1V = (jnp.arange(logits_RV.shape[1]) == rule.pad_id)[None]
+    lower_1V = jnp.where(is_pad_1V, math.log(rule.pad_penalty), 0.0)
+    sure_RV = own_RV - lower_1V > rule.log_threshold
+    behind_RV = ~sure_RV & (kept_RV - lower_1V <= border_R[:, None])
+    prob_RV = jnp.exp(kept_RV)
+    mass_R = jnp.sum(jnp.where(behind_RV, prob_RV, 0.0), axis=-1)
+    mass_R = jnp.log(jnp.maximum(mass_R, math.exp(LEAST)))
+
+    taken_R, token_R1 = jnp.isinf(border_R), token_R[:, None]
+    token_logp_R = jnp.take_along_axis(kept_RV, token_R1, axis=-1)[:, 0]
+    logp_R = jnp.where(taken_R, jnp.maximum(token_logp_R, LEAST), mass_R)
+    sure_R = jnp.take_along_axis(sure_RV, token_R1, axis=-1)[:, 0]
+    ahead_R = jnp.where(taken_R, sure_R, jnp.sum(~behind_RV, axis=-1))
+    held_RV = jnp.where(prob_RV > 0, kept_RV, 0.0)  # what was cut adds nothing
+    return logp_R, -jnp.sum(prob_RV * held_RV, axis=-1), ahead_R.astype(jnp.float32)
+
+
+def keep(logits_V, *, top_k: int, top_p: float):
+    """Returns logits, in their last dimension, with all but the kept tokens at -inf.
+
+    top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
+    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
+    stay in; of those that tie at the border of p, the fewest do, from the left.
+    """
+    if top_k:
+        best_k, _ = jax.lax.top_k(logits_V, min(top_k, logits_V.shape[-1]))
+        kth_1 = best_k[..., -1:]
+        logits_V = jnp.where(logits_V >= kth_1, logits_V, -jnp.inf)
+    if top_p < 1:
+        sorted_V = -jnp.sort(-logits_V, axis=-1)
+        prob_V = jax.nn.softmax(sorted_V, axis=-1)
+        # A token stays while the mass before it has not reached p: never none.
+        inside_V = jnp.cumsum(prob_V, axis=-1) - prob_V < top_p
+        least_1 = jnp.min(
+            jnp.where(inside_V, sorted_V, jnp.inf), axis=-1, keepdims=True
+        )
+        above_V, tied_V = logits_V > least_1, logits_V == least_1
+        room_1 = jnp.sum(inside_V, axis=-1, keepdims=True) - jnp.sum(
+            above_V, axis=-1, keepdims=True
+        )
+        kept_V = above_V | (tied_V & (jnp.cumsum(tied_V, axis=-1) <= room_1))
+        logits_V = jnp.where(kept_V, logits_V, -jnp.inf)
+    return logits_V
 
 
 def token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden: int):

@@ -24,7 +24,23 @@ def loo(reward_n):
     return reward_n - (reward_n.sum() - reward_n) / others
 
 
-BASELINES = {"zscore": zscore, "center": center, "loo": loo}  # of one group's rewards
+def wd1(reward_n):
+    """softmax(r) - softmax(-r): wd1 (arXiv 2507.08838), with objective.loss "dipo".
+
+    Its loss is sum_i (softmax(-A)_i - softmax(A)_i) log pi_i, A = r - mean, which a softmax
+    does not see.
+    """
+    weights = [np.exp(x_n - x_n.max()) for x_n in (reward_n, -reward_n)]
+    up_n, down_n = (w_n / w_n.sum() for w_n in weights)
+    return up_n - down_n
+
+
+BASELINES = {
+    "zscore": zscore,
+    "center": center,
+    "loo": loo,
+    "wd1": wd1,
+}  # of one group's rewards
 
 
 def relative(reward_n, group_n, kind: str):

@@ -15,7 +15,9 @@ Examples are packed as they are; pairs of them are scored and attach one array.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +26,13 @@ from dllm_jax import sharding
 from dllm_jax.rl import advantage, bounds, noise, rollout
 from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.rl.noise import Noise
-from dllm_jax.rl.objectives import OBJECTIVES
+from dllm_jax.rl.objectives import LIMIT, OBJECTIVES
+from dllm_jax.rl.rewards import process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
 
-# The optional fields of a TrainBatch that RL attaches, and that DPO does.
+# The optional fields of a TrainBatch that RL attaches, at least, and that DPO does.
 RL_FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")
 PAIR_FIELDS = ("adv_BU",)
 
@@ -67,7 +70,7 @@ def of_rollouts(
         return metrics, []
     # Rewards are compared before anything is dealt out: a group's rollouts may end up
     # in several updates.
-    relative_n = relative_rewards(rollouts, keep_n, rl)
+    earned = earnings(rollouts, keep_n, rl)
 
     # From here on every array has a place for each row of noise.
     copies = len(noised.step_nT) // len(keep_n)
@@ -79,35 +82,37 @@ def of_rollouts(
     scores = scored(
         deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
     )
-    answer_nT = noise.answers(trace) & keep_n[trajectory_n][:, None]
+    answer_nT = noise.taught(trace, objective.likelihood == "selection")
+    answer_nT &= keep_n[trajectory_n][:, None]
     adv_nT, ret_nT, adv_metrics = advantages(
-        relative_n[trajectory_n], answer_nT, noised, scores.value_nT, rl
+        take(earned, trajectory_n), answer_nT, noised, scores.value_nT, rl
     )
     if note is not None:
         note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
-    fields = {
-        "adv_BU": factors(
-            adv_nT, scores.logp_nT, answer_nT, noised, objective, draws=copies
-        ),
-        "old_logp_BU": scores.logp_nT,
-        "ref_logp_BU": scores.ref_nT,
-        "ret_BU": ret_nT,
-        "old_value_BU": scores.value_nT,
-    }
+    solved_n = rollouts.solved_n[trajectory_n]
+    learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
+    fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics["packed_fill"] = float(np.mean([dealt.batch.fill for dealt in deals]))
-    metrics |= gap_metrics(scores, rl, as_sampled=as_sampled) | adv_metrics
-    return metrics, [attached(dealt, fields, mesh) for dealt in deals]
+    metrics |= gap_metrics(scores, rl, as_sampled=as_sampled)
+    metrics |= adv_metrics | cap_metrics
+    of_deals = zip(deals, scores.ahead, strict=True)
+    return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
 
 
 # ---- The stages ----------------------------------------------------------------------
 
 
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
-    """Returns which rollouts [n] have an answer, in a group that passes rl.filter."""
-    keep_n = advantage.kept(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
+    """Returns which rollouts [n] have an answer, in a group that passes rl.filter.
+
+    An answer that nobody could judge teaches nothing, and its group is the others.
+    """
+    judged_n = ~rollouts.late_n
+    keep_n = np.zeros(len(judged_n), bool)
+    keep_n[judged_n] = advantage.kept(
+        rollouts.reward_n[judged_n],
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
         rl.filter,
         rl.min_solved,
         rl.max_solved,
@@ -116,15 +121,60 @@ def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
 
 
 def relative_rewards(rollouts: Rollouts, keep_n, rl: RLConfig) -> np.ndarray:
-    """Returns each rollout's reward [n], relative to those of its group."""
-    return advantage.combined(
-        rollouts.reward_n,
-        rollout.speed(rollouts.trace),
-        rollouts.group_n,
-        keep_n,
+    """Returns each rollout's reward [n], relative to those of its group that were judged.
+
+    0 for the others.
+    """
+    judged_n = ~rollouts.late_n
+    out_n = np.zeros(len(judged_n), np.float32)
+    out_n[judged_n] = advantage.combined(
+        rollouts.reward_n[judged_n],
+        rollout.speed(rollouts.trace)[judged_n],
+        rollouts.group_n[judged_n],
+        keep_n[judged_n],
         rl.advantage,
         speed=rl.speed,
     )
+    return out_n
+
+
+@flax.struct.dataclass
+class Earned:
+    """What n answers earn, and their tokens."""
+
+    reward_n: np.ndarray  # relative to their groups
+    token_nT: np.ndarray | None  # by position; None: the answers alone earn
+    step_nT: np.ndarray  # of sampling
+
+    def by_token(self, step_nT, answer_nT, outcome: float):
+        """Returns all of it as rewards [n, T] of tokens: an answer's is its last step's.
+
+        outcome: the weight of these, where tokens earn, too.
+        """
+        last_nT = advantage.outcome(self.reward_n, step_nT, answer_nT)
+        if self.token_nT is None:
+            return last_nT
+        return outcome * last_nT + np.where(answer_nT, self.token_nT, 0.0)
+
+
+def earnings(rollouts: Rollouts, keep_n, rl: RLConfig) -> Earned:
+    """Returns what rollouts earn; keep_n: which of them are learned from."""
+    return Earned(
+        reward_n=relative_rewards(rollouts, keep_n, rl),
+        token_nT=token_rewards(rollouts, rl),
+        step_nT=rollouts.trace.step_BT,
+    )
+
+
+def token_rewards(rollouts: Rollouts, rl: RLConfig) -> np.ndarray | None:
+    """Returns the rewards [n, T] of tokens, by position; None where only answers have some.
+
+    Those that graders give count as they are, those of chunks relative to their group's.
+    """
+    tokens = [] if rollouts.reward_nT is None else [rollouts.reward_nT]
+    if rollouts.chunks is not None:
+        tokens.append(process.relative(rollouts.chunks, rollouts.group_n, rl.advantage))
+    return sum(tokens) if tokens else None
 
 
 def dealt_rows(
@@ -148,10 +198,16 @@ class Deal:
     source: Source  # where its tokens come from: rows are counted within the deal
     recorded_mBU: np.ndarray  # log-probs of the tokens when they were sampled, nats
 
-    def gap(self, logp_mBU, microbatches: int | None = None) -> np.ndarray:
-        """Returns |log-prob - recorded| of each token of the first microbatches."""
+    def told(self, policy: dict, microbatches: int | None = None) -> list[np.ndarray]:
+        """Returns [|log-prob - recorded|, log-prob + entropy] of each token, in nats.
+
+        policy: its outputs; microbatches: the first ones, of which it was asked.
+        """
         real_mBU = self.source.row_mBU[:microbatches] >= 0
-        return np.abs(logp_mBU - self.recorded_mBU)[:microbatches][real_mBU]
+        logp_mBU = policy.get("token_logp", policy["logp"])
+        entropy_mBU = policy.get("token_entropy", policy["entropy"])
+        off_mBU, surplus_mBU = logp_mBU - self.recorded_mBU, logp_mBU + entropy_mBU
+        return [x[:microbatches][real_mBU] for x in (np.abs(off_mBU), surplus_mBU)]
 
     def scatter(self, x_mBU, T: int) -> np.ndarray:
         """Returns the batch's values in their places, [rows of the deal, T]."""
@@ -162,7 +218,15 @@ def deal(row_n, trace: Trace, noised: Noise, group_n, pack: Callable) -> Deal:
     """Returns these rows of noise, packed."""
     dealt_trace, dealt_noise = take((trace, noised), row_n)
     batch, source = pack(dealt_trace, dealt_noise, group_n=group_n[row_n])
-    return Deal(row_n, batch, source, source.gather(dealt_trace.logp_BT))
+    # Steps are scored by what was drawn from, tokens by the model's own distribution.
+    of_steps = batch.unit_BU is not None
+    recorded_nT = drawn_logp(dealt_trace) if of_steps else dealt_trace.logp_BT
+    return Deal(row_n, batch, source, source.gather(recorded_nT))
+
+
+def drawn_logp(trace: Trace) -> np.ndarray:
+    """Returns the log-probs [n, T] of tokens in the distribution they were drawn from."""
+    return np.log(np.maximum(trace.conf_BT, np.finfo(np.float32).tiny))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +239,9 @@ class Scores:
     logp_nT: np.ndarray  # of the policy, nats
     value_nT: np.ndarray
     ref_nT: np.ndarray  # log-probs of the reference, nats
-    gaps: list[np.ndarray]  # |policy - recorded| of tokens, nats: see old_log_probs
+    told: list[list[np.ndarray]]  # of each deal, of the tokens asked of: Deal.told
     trusted_n: np.ndarray  # of each deal: the record stands for the policy
+    ahead: list[np.ndarray | None]  # of each deal, [m, B, U]: see reference.selection
 
 
 def scored(
@@ -193,14 +258,15 @@ def scored(
     params, score: see of_rollouts.
     """
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
-    gaps, trusted = [], []
+    told, trusted, ahead = [], [], []
     outputs = functools.partial(network_outputs, params, score)
     for dealt in deals:
         # One batch at a time lies on the mesh beside the networks.
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)
-        policy, gap, stands = old_log_probs(dealt, placed, outputs, rl.trusted_gap)
-        gaps.append(gap)
+        policy, of_deal, stands = old_log_probs(dealt, placed, outputs, rl.trusted_gap)
+        told.append(of_deal)
         trusted.append(stands)
+        ahead.append(policy.get("ahead"))
         logp_nT[dealt.row_n] = dealt.scatter(policy["logp"], shape[1])
         if rl.value != "none":
             network = policy if rl.value == "head" else outputs("value", placed)
@@ -208,7 +274,7 @@ def scored(
         if "reference" in params:
             reference = outputs("reference", placed)
             ref_nT[dealt.row_n] = dealt.scatter(reference["logp"], shape[1])
-    return Scores(logp_nT, value_nT, ref_nT, gaps, np.array(trusted))
+    return Scores(logp_nT, value_nT, ref_nT, told, np.array(trusted), ahead)
 
 
 def network_outputs(params: dict, score: Callable, name: str, batch: TrainBatch):
@@ -218,8 +284,8 @@ def network_outputs(params: dict, score: Callable, name: str, batch: TrainBatch)
 
 def old_log_probs(
     dealt: Deal, placed: TrainBatch, outputs: Callable, trusted_gap: float
-) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
-    """Returns (the policy's outputs, its gaps to the record, whether the record stands).
+) -> tuple[dict[str, np.ndarray], list[np.ndarray], bool]:
+    """Returns (the policy's outputs, Deal.told of them, whether the record stands).
 
     outputs: network_outputs, bound. With a trusted gap the first microbatch is scored;
     if none of its tokens is off by more, what the sampler recorded stands for the
@@ -227,49 +293,127 @@ def old_log_probs(
     """
     if trusted_gap > 0:
         first = placed.replace(used=jnp.minimum(placed.used, 1))
-        gap = dealt.gap(outputs("policy", first)["logp"], microbatches=1)
-        if gap.max() <= trusted_gap:
-            return {"logp": dealt.recorded_mBU}, gap, True
+        told = dealt.told(outputs("policy", first), microbatches=1)
+        if told[0].max() <= trusted_gap:
+            return {"logp": dealt.recorded_mBU}, told, True
     policy = outputs("policy", placed)
-    return policy, dealt.gap(policy["logp"]), False
+    return policy, dealt.told(policy), False
 
 
 def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, float]:
-    """Returns how far the sampler's log-probs are from those that training sees."""
+    """Returns how far the sampler's log-probs are from those that training sees.
+
+    And from those of draws: selection_bias is the mean of log p + entropy over the tokens
+    that were kept, whose expectation is 0 where they are draws of p.
+    """
     metrics = {}
     if as_sampled:
-        gap = np.concatenate(scores.gaps)
+        gap, surplus = (np.concatenate(x) for x in zip(*scores.told, strict=True))
         metrics["logprob_gap_mean"] = float(gap.mean())
         metrics["logprob_gap_max"] = float(gap.max())
+        metrics["selection_bias"] = float(surplus.mean())
     if rl.trusted_gap > 0:
         metrics["updates_trusted"] = float(scores.trusted_n.mean())
     return metrics
 
 
-def advantages(reward_n, answer_nT, noised: Noise, value_nT, rl: RLConfig):
+def advantages(earned: Earned, answer_nT, noised: Noise, value_nT, rl: RLConfig):
     """Returns (adv_nT, ret_nT, metrics) of relative rewards.
 
-    reward_n, value_nT: of each row of noise; answer_nT: the kept rollouts' answers.
-    Without a value model the advantage of a token is its answer's reward; with one it
-    follows from GAE over the steps of the noise.
+    earned, value_nT: of each row of noise; answer_nT: the kept rollouts' answers.
+    Without a value model the advantage of a token is its answer's reward, or where tokens
+    have some what its step of sampling and later ones earn, by GAE with values of 0; with
+    one it follows from GAE over the steps of the noise.
     """
     seen_nT = answer_nT & (noised.share_nT > 0)
     metrics = {}
-    if rl.value == "none":
-        ret_nT = adv_nT = np.where(answer_nT, reward_n[:, None], 0.0)
+    if rl.value == "none" and earned.token_nT is None:
+        ret_nT = adv_nT = np.where(answer_nT, earned.reward_n[:, None], 0.0)
     else:
+        # Without values nothing hangs on the noise: what it leaves out earns, too.
+        over = noised.step_nT, seen_nT
+        if rl.value == "none":
+            over = earned.step_nT, answer_nT
         ret_nT, adv_nT = advantage.gae(
-            advantage.outcome(reward_n, noised.step_nT, seen_nT),
+            earned.by_token(*over, rl.outcome),
             value_nT,
-            noised.step_nT,
-            seen_nT,
+            *over,
             gamma=rl.gamma,
             lam=rl.lam,
         )
+    if rl.value != "none":
         explained = advantage.explained_variance(value_nT, ret_nT, seen_nT)
         metrics["explained_variance"] = explained
     metrics["advantage_std"] = float(adv_nT[seen_nT].std())
     return adv_nT, ret_nT, metrics
+
+
+class Learned(NamedTuple):
+    """A step's rows of noise, n in all."""
+
+    trace: Trace
+    noised: Noise
+    answer_nT: np.ndarray  # what is supervised, where noise says so
+    solved_n: np.ndarray  # of right answers
+    rows: list[np.ndarray]  # those of each update
+    copies: int  # of a trajectory, one after the other
+
+
+def fields_of(
+    adv_nT, ret_nT, scores: Scores, learned: Learned, objective: ObjectiveConfig
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Returns (the fields of `asked` of all rows of noise, metrics)."""
+    drawn_nT, answer_nT = drawn_logp(learned.trace), learned.answer_nT
+    weight_nT, metrics = importance(
+        scores.logp_nT, drawn_nT, answer_nT, objective.importance_cap
+    )
+    number_nT, right_nT = np.zeros((2, *adv_nT.shape), np.float32)
+    for row_n in learned.rows:
+        number_nT[row_n] = (np.arange(len(row_n)) // learned.copies)[:, None]
+    right_nT[learned.solved_n] = 1
+    fields = {
+        "adv_BU": factors(
+            weight_nT * adv_nT,
+            scores.logp_nT,
+            answer_nT,
+            learned.noised,
+            objective,
+            draws=learned.copies,
+        ),
+        "old_logp_BU": scores.logp_nT,
+        "ref_logp_BU": scores.ref_nT,
+        "ret_BU": ret_nT,
+        "old_value_BU": scores.value_nT,
+        "right_BU": right_nT,
+        "answer_BU": number_nT,
+    }
+    return {name: x for name, x in fields.items() if name in asked(objective)}, metrics
+
+
+def asked(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Returns the fields that an RL objective asks for, of tokens by their place."""
+    more = {
+        "right_BU": objective.nll_weight,
+        "answer_BU": OBJECTIVES[objective.loss].answers,
+    }
+    return RL_FIELDS + tuple(name for name, wanted in more.items() if wanted)
+
+
+def importance(logp_nT, drawn_nT, answer_nT, cap: float):
+    """Returns (truncated importance weights [n, T], metrics) of tokens.
+
+    min(pi_old / q, cap), pi_old the policy as the trainer scores it and q what the token
+    was drawn from: truncated importance sampling (Ionides 2008) between sampler and
+    trainer. It is a factor of the token's advantage. cap 0: all are 1.
+    """
+    if not cap:
+        return 1.0, {}
+    ratio_nT = np.exp(np.clip(logp_nT - drawn_nT, -LIMIT, LIMIT))
+    metrics = {
+        "importance": float(ratio_nT[answer_nT].mean()),
+        "importance_capped": float((ratio_nT[answer_nT] > cap).mean()),
+    }
+    return np.where(answer_nT, np.minimum(ratio_nT, cap), 1.0), metrics
 
 
 def factors(
@@ -298,12 +442,15 @@ def factors(
     )
 
 
-def attached(dealt: Deal, fields: dict[str, np.ndarray], mesh) -> TrainBatch:
+def attached(
+    dealt: Deal, fields: dict[str, np.ndarray], mesh, ahead_mBU=None
+) -> TrainBatch:
     """Returns a deal's batch on the mesh, with [n, T] arrays as fields by name."""
     gathered = {
         name: dealt.source.gather(x_nT[dealt.row_n]) for name, x_nT in fields.items()
     }
-    return sharding.place_rows(dealt.batch.replace(**gathered), mesh, axis=1)
+    batch = dealt.batch.replace(**gathered, ahead_BU=ahead_mBU)
+    return sharding.place_rows(batch, mesh, axis=1)
 
 
 # ---- Examples, and pairs of them -----------------------------------------------------
@@ -314,39 +461,31 @@ def of_examples(
     *,
     noised: Noise,
     copies: int,
-    draws: int,
-    beta: float,
     pack: Callable,
-    score: Callable | None,
     mesh,
+    score: Callable | None = None,
+    compare: Callable | None = None,
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs.
 
     examples: a host Trace, or data.Examples; row 2i is the better one of pair i.
-    noised: noise.noised of them, `copies` rows of each, of `draws` draws.
+    noised: noise.noised of them, `copies` rows of each.
     pack: views.pack, bound but for trace and noise.
-    score: learner.score, bound but for the batch, for pairs, which are compared with a
-    reference (VRPO, see bounds.preference, with `beta`); None for examples.
+    score: learner.score, bound but for the batch, for pairs, whose answers are compared:
+    compare(outputs, share_nT, len_n) returns (metrics, factors [n, T]) of what the
+    networks say, name -> {output: [n, T]}. None for examples.
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
     metrics = {"packed_fill": batch.fill}
     if score is not None:
-        # The same noise for both models and both answers: see bounds.preference.
+        # The same noise for all networks and both answers: see bounds.preference.
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))
-        policy_nT, reference_nT = (
-            source.scatter(outputs[name]["logp"], noised.step_nT.shape)
-            for name in ("policy", "reference")
+        outputs = jax.tree.map(
+            lambda x_mBU: source.scatter(x_mBU, noised.step_nT.shape), outputs
         )
-        preference_metrics, factor_nT = bounds.preference_factors(
-            policy_nT,
-            reference_nT,
-            noised.share_nT,
-            trace.len_B,
-            draws=draws,
-            beta=beta,
-        )
-        metrics |= preference_metrics
+        told, factor_nT = compare(outputs, noised.share_nT, trace.len_B)
+        metrics |= told
         batch = batch.replace(adv_BU=source.gather(factor_nT))
     return metrics, [sharding.place_rows(batch, mesh, axis=1)]
 

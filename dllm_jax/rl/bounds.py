@@ -91,16 +91,35 @@ def preference_factors(
     policy_nT, reference_nT: log-probs of both models on the same noise, which has
     `draws` rows for each answer; share_nT: the noise's; len_n: the answers' lengths.
     """
-    loss, factor_i, margins = preference(
+    told = preference(
         lower_bound(policy_nT, share_nT, draws),
         lower_bound(reference_nT, share_nT, draws),
         beta,
     )
-    metrics = {
+    # The weights divide by all rows' tokens; a bound is a mean over its draws' rows.
+    factor_n = np.repeat(told[1], draws) * (len_n.sum() / draws)
+    return preference_metrics(*told), np.broadcast_to(factor_n[:, None], share_nT.shape)
+
+
+def ranking_factors(score_nT, share_nT):
+    """Returns (metrics, factors [n, T] in the place of advantages) of pairs of answers.
+
+    The loss of a reward model (Bradley and Terry 1952; InstructGPT, arXiv 2203.02155,
+    Eq. 1): the mean over pairs of -log sigmoid(score of the chosen - of the rejected). It
+    is `preference`'s with scores for bounds. score_nT: where share_nT is not 0, the one
+    score of answer n.
+    """
+    score_i = np.where(share_nT > 0, score_nT, 0.0).sum(axis=1)
+    told = preference(score_i, np.zeros_like(score_i), 1.0)
+    # The weights divide by all answers.
+    factor_n = told[1] * len(score_i)
+    return preference_metrics(*told), np.broadcast_to(factor_n[:, None], share_nT.shape)
+
+
+def preference_metrics(loss: float, factor_i, margins) -> dict[str, float]:
+    """Returns the metrics of pairs, of what `preference` returns."""
+    return {
         "preference_loss": loss,
         "preference_margin": float(margins.mean()),
         "preference_accuracy": float((margins > 0).mean()),
     }
-    # The weights divide by all rows' tokens; a bound is a mean over its draws' rows.
-    factor_n = np.repeat(factor_i, draws) * (len_n.sum() / draws)
-    return metrics, np.broadcast_to(factor_n[:, None], share_nT.shape)

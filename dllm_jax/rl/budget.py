@@ -59,8 +59,11 @@ def plan(
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
         always["rows and pages"] = memory.array_bytes(between_calls)
         stacked = lora.join(base, states["policy"].params, model.lora)
+        shown = sampling.weights.get("soft", ())  # a table, made for sampling
         phases["rollout"] = {
-            "weights": memory.array_bytes(acting.fresh(stacked, sampling.weights)),
+            "weights": memory.array_bytes(
+                (acting.fresh(stacked, sampling.weights), shown)
+            ),
             "activations": program_bytes(lowered, "rollout"),
         }
     batch = source.blank()
@@ -115,12 +118,17 @@ def resident(
     states: as `plan` takes them; reference: whether the policy of the start is scored.
     """
     frozen = checkpoint(model, mesh) if model.lora or reference else ()
-    images = look.abstract(model, mesh) if model.soft else ()
+    images = {}
+    if model.soft:
+        plain = dataclasses.replace(model, lora=None)
+        parts = transformer.abstract(plain, mesh, model.dtype, ("vision",))
+        tower = () if model.train_tower else parts["vision"]
+        images["images"] = memory.array_bytes((look.abstract(model, mesh), tower))
     return {
         "parameters": memory.array_bytes([state.params for state in states.values()]),
         "optimizer": memory.array_bytes([state.opt_state for state in states.values()]),
         "frozen": memory.array_bytes(frozen),
-        "images": memory.array_bytes(images),
+        **images,
     }
 
 

@@ -1,12 +1,14 @@
 """How to train; every field is documented here and nowhere else."""
 
 import dataclasses
+import re
 
 from dllm_jax import checks
 from dllm_jax.rl import advantage, rewards
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import KL_ESTIMATORS, RL_LOSSES
 from dllm_jax.rl.optim import SCHEDULES
+from dllm_jax.rl.rewards import endpoint, process
 from dllm_jax.rl.views import AGGREGATES
 
 VALUES = ("none", "own", "head")
@@ -19,9 +21,11 @@ class NoiseConfig:
     # A key of noise.KINDS. trace: the steps of sampling. bernoulli: at random.
     # complement: at random, and then what that left out (coupled RL). semi_ar: at
     # random in one block, with all later ones masked. subset: of each scope's answer
-    # tokens so many, at random, as a uniform draw from 1 to all of them says. ar:
-    # nothing; each token is predicted from those before it. A *scope* is a block, or
-    # the whole answer where the model's attention is full.
+    # tokens so many, at random, as a uniform draw from 1 to all of them says. quadrature:
+    # as many as the levels of a quadrature of `draws` points over the mask rate say. end:
+    # an answer's last token, for reward models. ar: nothing; each token is predicted
+    # from those before it. A *scope* is a block, or the whole answer where the model's
+    # attention is full.
     kind: str = "trace"
     draws: int = 1  # of random kinds, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
@@ -60,6 +64,11 @@ class NoiseConfig:
         """Rows of noise that a trajectory of an update has."""
         return self.draws * KINDS[self.kind].rows
 
+    @property
+    def whole(self) -> bool:
+        """Whether the canvas of an answer ends with it."""
+        return KINDS[self.kind].whole
+
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
@@ -67,7 +76,8 @@ class ObjectiveConfig:
 
     # RL's, a key of objectives.OBJECTIVES. policy: ratios to the policy that sampled,
     # clipped. dipo: the gradient of log pi itself. spg: of bounds of log pi, an upper
-    # one where the advantage is negative.
+    # one where the advantage is negative. sequence: ratios of whole answers, clipped
+    # (objectives.clipped_answers). stable: spg, with weights of answers.
     loss: str = "policy"
     clip: float = 0.2  # epsilon of the clipped surrogate and of the clipped value
     clip_high: float = 0.0  # the surrogate's above 1 (clip-higher); 0: the same
@@ -76,15 +86,23 @@ class ObjectiveConfig:
     reference_beta: float = 0.0
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
-    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d) or "k1" (d)
+    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d), "k2" (d^2 / 2) or "k1" (d)
+    nll_weight: float = 0.0  # of -log p of right answers, beside RL's loss; 0: off
     # What a token's loss is divided by, a key of views.AGGREGATES. token: all
     # supervised tokens of the update. sequence: its answer's length, then answers.
     # step: its step's size, then answers. constant: the longest possible answer, then
     # answers. group: the steps of all answers of its group, then groups. elbo: all
     # answers' tokens, each divided by the probability that the noise masked it (1/p;
-    # subset: n of l).
+    # subset: n of l). elbo_sequence: so divided, then by its answer's length, then answers.
+    # elbo_answer: so divided, then answers.
     aggregate: str = "token"
     value_weight: float = 1.0  # of the value loss, where it shares the policy's trunk
+    # What ratio, clip and aggregate are of. tokens: the log-prob of each. selection: the
+    # probability of each step of the sampler, with all the draws that it threw away.
+    likelihood: str = "tokens"
+    # Largest weight of a token for how much likelier the trainer finds it than what it was
+    # drawn from: temperature, filters, rounding, stale keys; 0: no weight, else >= 1.
+    importance_cap: float = 0.0
 
     def __post_init__(self):
         checks.fields(
@@ -97,9 +115,23 @@ class ObjectiveConfig:
             upper_weight=">= 0, <= 1",
             upper_power=">= 1",
             kl=tuple(KL_ESTIMATORS),
+            nll_weight=">= 0",
             aggregate=tuple(AGGREGATES),
             value_weight=">= 0",
+            likelihood=("tokens", "selection"),
+            importance_cap=">= 0",
         )
+        if 0 < self.importance_cap < 1:
+            raise checks.Refused(
+                "importance_cap",
+                f"={self.importance_cap}: the largest weight of a token, at least 1, such "
+                "as 2; or 0, which is off",
+            )
+        if self.importance_cap and self.likelihood == "selection":
+            raise ValueError(
+                f"objective.importance_cap={self.importance_cap}: the sampler records no "
+                "probability of its steps; set it to 0, or objective.likelihood='tokens'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +189,9 @@ class RLConfig:
     value: str = "own"  # value model: "none", "own" network, or "head" on the policy
     gamma: float = 1.0  # discount per denoising step
     lam: float = 1.0  # GAE lambda per denoising step
+    # Weight of an answer's own reward, on the tokens of its last step, where its tokens
+    # have rewards, too (reward.split, or a grader's own); 0: theirs alone, as dLLM-RL.
+    outcome: float = 1.0
     # Rewards within their group. zscore: GRPO. center: less the mean. loo: less the
     # mean of the others. none: as graded.
     advantage: str = "zscore"
@@ -182,6 +217,7 @@ class RLConfig:
             value=VALUES,
             gamma=">= 0, <= 1",
             lam=">= 0, <= 1",
+            outcome=">= 0",
             advantage=(*advantage.BASELINES, "none"),
             speed=">= 0",
             filter=tuple(advantage.FILTERS),
@@ -219,8 +255,53 @@ class RLConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class JudgeConfig:
+    """Who judges answers, or chunks of them, and how it is asked (docs/rewards.md)."""
+
+    # http://HOST/v1: an endpoint of OpenAI's chat completions. module:function: one's own.
+    # Else a checkpoint, sampled by the engine. "": nobody.
+    at: str = ""
+    model: str = ""  # the endpoint's name for the model
+    key: str = ""  # the environment variable with the endpoint's key; "": it needs none
+    votes: int = 3  # answers of a model to each question
+    temperature: float = 0.6
+    tokens: int = 1024  # of an answer, at most
+    prompt: int = (
+        4096  # a checkpoint's: tokens of a question; longer ones are not asked
+    )
+    rows: int = 16  # a checkpoint's: questions answered together
+    seconds: float = 120.0  # an endpoint's: for a question, each time that it is asked
+    tries: int = 4  # an endpoint's: how often a question is asked that gets no answer
+    parallel: int = 16  # an endpoint's: questions at once
+
+    def __post_init__(self):
+        checks.fields(
+            self,
+            votes=">= 1, <= 64",
+            temperature=">= 0",
+            tokens=">= 1",
+            prompt=">= 1",
+            rows=">= 1",
+            seconds="> 0, <= 3600",
+            tries=">= 1, <= 100",
+            parallel=">= 1, <= 1024",
+        )
+        if "://" in self.at:
+            try:
+                endpoint.parsed(self.at)
+            except ValueError as error:  # which might repeat a password
+                raise checks.Refused("at", f": {error}") from None
+        elif self.key:
+            raise checks.Refused("key", ": only an endpoint, a URL, has a key")
+        if self.key and not re.fullmatch("[A-Z][A-Z0-9_]*", self.key):
+            raise checks.Refused(  # it may be the key itself, which is not to be told
+                "key", ": the NAME of an environment variable that holds the key"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """How programs are run that rl.reward="code" grades."""
+    """How programs are run that rl.reward="code" grades, and how answers are split."""
 
     # Of a processor, of a test; where a record has none of its own.
     seconds: float = 4.0
@@ -230,14 +311,42 @@ class RewardConfig:
     # Run them also where neither Landlock nor namespaces confine them: they can then do
     # what the user can who trains.
     allow_unsafe: bool = False
+    model: str = ""  # rl.reward="reward_model": its checkpoint (configs/rlhf.py:reward)
+    # Process rewards: an answer's chunks are judged, beside its outcome. none: they are
+    # not. tokens: `chunk` tokens each. steps: what `chunk` denoising steps unmasked.
+    # marks: up to a token with `mark` in its text.
+    split: str = "none"
+    chunk: int = 200
+    mark: str = "\n"
+    # A chunk's reward is borne by what was unmasked last of all its tokens, or of this
+    # many before its end.
+    tail: int = 0
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
 
     def __post_init__(self):
         checks.fields(
             self,
+            split=("none", *process.SPLITTERS),
+            chunk=">= 1",
+            tail=">= 0",
             seconds="> 0, <= 3600",
             memory_mb=">= 16, <= 1048576",
             workers=">= 0, <= 1024",
         )
+        if not self.mark:
+            raise checks.Refused(
+                "mark", "='': a text that ends a chunk, such as a comma"
+            )
+        if self.split == "steps" and self.tail:
+            raise checks.Refused(
+                "tail", f"={self.tail}: chunks of steps end nowhere; set it to 0"
+            )
+        if self.split != "none" and not self.judge.at:
+            raise checks.Refused(
+                "judge.at",
+                f"='': reward.split={self.split!r} needs a judge: a URL, a "
+                "module:function or a checkpoint's folder",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

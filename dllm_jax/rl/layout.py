@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_jax.models.mask import FAR
+from dllm_jax.rl import selection
+from dllm_jax.rl.selection import Selection
 
 # The round of a view that supervises the tokens of all steps. It is later than every
 # step, so that nothing is masked.
@@ -50,11 +52,13 @@ class Layout:
     shift: int = 0  # ModelConfig.shift: position i - shift answers for position i
     block: int = 4  # Q
     grid: str = "absolute"  # NoiseConfig.grid
-    longest: int = 512  # tokens of an answer's canvas, whatever its length
+    longest: int = 512  # tokens of an answer's canvas, at least
     tail: int = 0  # tokens that stand behind it, given: SamplerConfig.tail
     # With guidance each canvas has one beside it, whose prompt is `blank`.
     guidance: float = 0.0  # SamplerConfig.guidance; 0: none has
     blank: tuple[int, ...] = ()
+    # objective.likelihood="selection": what was thrown away has seats, too.
+    selection: Selection | None = None
 
     @property
     def facts(self) -> Attention:
@@ -76,6 +80,15 @@ class Layout:
         if self.facts.by_block:
             return self.numbers(T, prompt_len)
         return np.zeros(T, int)
+
+    def turns(self, T: int, prompt_len: int) -> np.ndarray:
+        """Returns the sampler's block [T] of each position; those of prompts may be < 0.
+
+        With full attention blocks are counted from the answer's start.
+        """
+        if self.facts.by_block:
+            return np.arange(T) // self.block
+        return (np.arange(T) - prompt_len) // self.block
 
     def largest_scope(self, answer: int) -> int:
         """Returns the most tokens of an answer that one scope holds."""
@@ -119,22 +132,31 @@ class Layout:
     def seats(self, cfg) -> int:
         """Returns how many slots of a row can be supervised.
 
-        Noised blocks stand behind a clean copy; a canvas can be supervised everywhere.
+        Noised blocks stand behind a clean copy, of which each token is supervised once; a
+        canvas can be supervised everywhere, and all that a round masks has a seat where
+        what was thrown away counts.
         """
+        if self.selection and self.selection.skips:
+            return cfg.tokens
         return cfg.tokens // 2 if self.facts.by_block else cfg.tokens
 
 
-def of(model, sampler, noise) -> Layout:
-    """Returns the Layout of a ModelConfig, a SamplerConfig and a NoiseConfig."""
+def of(model, sampler, noise, objective=None) -> Layout:
+    """Returns the Layout of a ModelConfig, a SamplerConfig and a NoiseConfig.
+
+    objective: an ObjectiveConfig whose `likelihood` counts, where rollouts are learned from.
+    """
+    exact = objective is not None and objective.likelihood == "selection"
     return Layout(
         attention=model.attention,
         shift=model.shift,
         block=sampler.block,
         grid=noise.grid,
-        longest=sampler.max_new,
+        longest=1 if noise.whole else sampler.max_new,
         tail=len(sampler.tail),
         guidance=sampler.guidance if noise.guided else 0.0,
         blank=sampler.blank,
+        selection=selection.of(sampler, model) if exact else None,
     )
 
 
@@ -146,6 +168,12 @@ class View(NamedTuple):
     end: int
     round: int  # the step that it supervises, or EVERY
     supervised: int  # how many tokens that is
+    skipped: int = 0  # masked tokens whose draws were thrown away, where they count
+
+    @property
+    def seats(self) -> int:
+        """How many of its slots something is asked of."""
+        return self.supervised + self.skipped
 
 
 def views_of(
@@ -173,7 +201,24 @@ def views_of(
     if not layout.facts.by_block:
         ends = np.full_like(ends, layout.canvas_end(T, prompt_len, length))
     columns = np.stack([view_draws, firsts, ends, rounds, counts])
-    return [View(*column) for column in columns.T.tolist()]
+    views = [View(*column) for column in columns.T.tolist()]
+    if not (layout.selection and layout.selection.skips):
+        return views
+    turn_T = layout.turns(T, prompt_len)
+    return [
+        view._replace(skipped=int(passed_over(view, noise, turn_T).sum()))
+        for view in views
+    ]
+
+
+def passed_over(view: View, noise, turn_T) -> np.ndarray:
+    """Returns which of a view's positions drew a token that its round threw away.
+
+    All that its block had masked and did not take. turn_T: Layout.turns.
+    """
+    step_T = noise.step_nT[view.draw, view.first : view.end]
+    turn_T = turn_T[view.first : view.end]
+    return (step_T > view.round) & (turn_T == turn_T[np.argmax(step_T == view.round)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +242,7 @@ class Piece:
     @functools.cached_property
     def supervised(self) -> int:
         """Seats that it takes."""
-        return sum(view.supervised for view in self.views)
+        return sum(view.seats for view in self.views)
 
 
 def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
@@ -210,7 +255,7 @@ def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
     """
     seats = layout.seats(cfg)
     groups = []
-    cost = supervised = 0  # of the last group
+    cost = taken = 0  # slots and seats of the last group
     answer = views[0].end - prompt_len if views else 0
     beside = len(layout.blank) + answer if layout.guidance else 0
     for view in views:
@@ -218,11 +263,11 @@ def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
         if joins:
             # The clean copy grows up to where this view begins, and the view is added.
             cost += view.first - groups[-1][-1].first + view.end - view.first
-            supervised += view.supervised
-            joins = cost <= cfg.tokens and supervised <= seats
+            taken += view.seats
+            joins = cost <= cfg.tokens and taken <= seats
         if not joins:
-            cost, supervised = view.end + beside, view.supervised
-            if cost > cfg.tokens or supervised > seats:
+            cost, taken = view.end + beside, view.seats
+            if cost > cfg.tokens or taken > seats:
                 raise ValueError(
                     f"batch.tokens={cfg.tokens} is too small for a trajectory of "
                     f"{view.end} tokens and one noised view of {view.end - view.first}"
@@ -235,16 +280,21 @@ def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
 
 @dataclasses.dataclass
 class Shown:
-    """A piece in its slots, counted from its first one; seats are supervised tokens."""
+    """A piece in its slots, counted from its first one.
+
+    Seats are supervised tokens, and where they count draws that were thrown away.
+    """
 
     pos_T: np.ndarray
     masked_T: np.ndarray
     end_T: np.ndarray  # the slot before which it sees clean tokens
     group_T: np.ndarray  # of a noised block; -1: none
     slot_U: np.ndarray  # where the token is predicted
-    draw_U: np.ndarray  # its row of noise
+    draw_U: np.ndarray  # its row of noise; -1: thrown away
     pos_U: np.ndarray
     size_U: np.ndarray  # supervised tokens of its view
+    lead_U: np.ndarray  # the seat of its view's first supervised token
+    limit_U: np.ndarray  # selection.limits of what was thrown away; inf: supervised
     # With the canvas beside it, behind its own; else None.
     begin_T: np.ndarray | None = None  # the slot from which it sees clean tokens
     given_T: np.ndarray | None = None  # the blank prompt's tokens; -1: as in the trace
@@ -253,17 +303,17 @@ class Shown:
 
 def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout):
     """Returns what a piece looks like, a Shown; the arguments are those of views_of."""
-    draws, firsts, ends, rounds, counts = np.array(piece.views).T
+    draws, firsts, ends, rounds, counts = np.array(piece.views).T[:5]
     # The noised slots; those of the clean copy stand before them.
     view_T = np.repeat(np.arange(len(piece.views)), ends - firsts)
     pos_T = np.concatenate([np.arange(view.first, view.end) for view in piece.views])
-    draw_T, round_T = draws[view_T], rounds[view_T]
-    step_T = noise.step_nT[draw_T, pos_T]
-    taught_T = supervised_nT[draw_T, pos_T]
+    place_T, round_T = (draws[view_T], pos_T), rounds[view_T]
+    step_T, taught_T = noise.step_nT[place_T], supervised_nT[place_T]
     taught_T &= (step_T == round_T) | (round_T == EVERY)
 
-    slot_U = np.flatnonzero(taught_T)
-    pos_U, view_U = pos_T[slot_U], view_T[slot_U]
+    slot_U = np.flatnonzero(taught_T | skipped(piece, prompt_len, noise, layout))
+    pos_U, view_U, taken_U = pos_T[slot_U], view_T[slot_U], taught_T[slot_U]
+    lead_U = leads(view_U, taken_U)
     answering_U = pos_U - layout.shift  # the position that predicts it
     scope_T = layout.scope(supervised_nT.shape[1], prompt_len)
     end_T, group_T = sights(piece, view_T, pos_T, scope_T, layout)
@@ -279,9 +329,11 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
             answering_U,
             piece.clean + slot_U - layout.shift,
         ),
-        draw_U=draws[view_U],
+        draw_U=np.where(taken_U, draws[view_U], -1),
         pos_U=pos_U,
         size_U=counts[view_U],
+        lead_U=lead_U,
+        limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
     )
     return with_blank(shown, prompt_len, layout) if layout.guidance else shown
 
@@ -310,6 +362,30 @@ def with_blank(shown: Shown, prompt_len: int, layout: Layout) -> Shown:
         ),
         beside_U=slots + shown.slot_U - prompt_len + len(blank),
     )
+
+
+def skipped(piece: Piece, prompt_len: int, noise, layout: Layout):
+    """Returns which noised slots of a piece drew a token that was thrown away, and counts."""
+    if not (layout.selection and layout.selection.skips):
+        return False
+    turn_T = layout.turns(noise.step_nT.shape[1], prompt_len)
+    return np.concatenate([passed_over(view, noise, turn_T) for view in piece.views])
+
+
+def leads(view_U, taken_U):
+    """Returns the seat [U] of the first taken token of each seat's view."""
+    seats = np.flatnonzero(taken_U)
+    _, first = np.unique(view_U[seats], return_index=True)
+    return seats[first][view_U]
+
+
+def limits_of(noise, draw_U, pos_U, lead_U, taken_U):
+    """Returns the limits of what was thrown away in each seat; inf: it was taken."""
+    if noise.border_nT is None:
+        return np.full(len(pos_U), np.inf)
+    lead = draw_U, pos_U[lead_U]  # a step's tokens all know its border
+    limit_U = selection.limits(noise.border_nT[lead], noise.place_nT[lead], pos_U)
+    return np.where(taken_U, np.inf, limit_U)
 
 
 def sights(piece: Piece, view_T, pos_T, scope_T, layout: Layout):
@@ -361,7 +437,7 @@ def most_rows(
     # Every block is noised once for each of its rounds, and a row of noise supervises a
     # token once.
     noised = (-(-answer // layout.block) + 1) * layout.block * rounds
-    supervised = min(noised, answer * copies)
+    supervised = noised if layout.selection else min(noised, answer * copies)
     # A piece ends where the next block does not fit. With its clean copy, of less than
     # `slots`, it then fills the row, so it holds at least tokens - slots noised slots;
     # or it holds more than seats - block supervised tokens. Either happens so often:

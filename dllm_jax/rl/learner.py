@@ -16,8 +16,8 @@ import optax
 from dllm_jax.models import lora, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import soft
-from dllm_jax.pallas_kernels import choice
-from dllm_jax.rl import objectives
+from dllm_jax.pallas_kernels import Rule, choice
+from dllm_jax.rl import objectives, selection
 from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.rl.optim import optimizer, schedule
 from dllm_jax.rl.views import TrainBatch
@@ -43,12 +43,15 @@ class Plan:
     updates: int  # of the whole run: where the schedule ends
     # Learning rate of a value head divided by that of the policy's trunk, which it shares.
     head_rate: float = 1.0
+    # How tokens were drawn, where the log-probs are those of the sampler's steps; None: they
+    # are the tokens' own.
+    rule: Rule | None = None
 
     @property
     def heads(self) -> tuple[str, ...]:
         """The heads that the network needs: see transformer.specs."""
-        lm = ("lm",) if set(self.terms) - {"value"} else ()
-        return lm + (("value",) if "value" in self.terms else ())
+        needed = {objectives.OBJECTIVES[term].head for term in self.terms}
+        return tuple(head for head in ("lm", "value") if head in needed)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Returns the network's optimizer."""
@@ -88,11 +91,18 @@ def shardings(state: TrainState, plan: Plan, mesh):
     )
 
 
-def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...]):
+def outputs(
+    params,
+    batch: TrainBatch,
+    model: ModelConfig,
+    heads: tuple[str, ...],
+    rule: Rule | None = None,
+):
     """Runs one microbatch; returns what its heads say at the supervised slots, [B, U].
 
     `logp` and `entropy` are of the head "lm", in nats; `value` is of the head "value". The
-    clean copies never touch a head. Experts add their `load`, a moe.Load.
+    clean copies never touch a head. Experts add their `load`, a moe.Load. With a `rule`
+    they are of steps, and selection.outputs says what else is told.
     """
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     params = soft.attach(params, model)
@@ -110,7 +120,13 @@ def outputs(params, batch: TrainBatch, model: ModelConfig, heads: tuple[str, ...
     if batch.guidance is not None:  # the gradient reaches both canvases
         blank_BUD = jnp.take_along_axis(x_BTD, batch.beside_BU[..., None], axis=1)
         x_BUD = transformer.guided(x_BUD, blank_BUD, batch.guidance)
-    if "lm" in heads:
+    if "lm" in heads and rule is not None:
+        asked_BU = jnp.where(batch.unit_BU >= 0, batch.target_BU, -1)
+        done = transformer.selection(
+            params, x_BUD, asked_BU, batch.limit_BU, model, rule
+        )
+        out |= selection.outputs(*done, batch.unit_BU, batch.limit_BU)
+    elif "lm" in heads:
         asked_BU = jnp.where(batch.weight_BU > 0, batch.target_BU, -1)  # not of filling
         out["logp"], out["entropy"] = transformer.token_logprob(
             params, x_BUD, asked_BU, model
@@ -125,25 +141,29 @@ def score(params: dict, batch: TrainBatch, *, model: ModelConfig, plans: dict):
     same function of the same arrays as in the loss, without gradient.
     """
     zeros_mBU = jnp.zeros(batch.where_BU.shape, jnp.float32)
-    heads = {name: plan.heads for name, plan in plans.items() if name in params}
-    blank = {name: dict.fromkeys(outputs_of(heads[name]), zeros_mBU) for name in heads}
+    asked = {name: plan for name, plan in plans.items() if name in params}
+    blank = {
+        name: dict.fromkeys(outputs_of(plan.heads, plan.rule), zeros_mBU)
+        for name, plan in asked.items()
+    }
 
     def fill(i, scores):
         micro = microbatch(batch, i)
-        for name, network_heads in heads.items():
-            out = outputs(params[name], micro, model, network_heads)
+        for name, plan in asked.items():
+            out = outputs(params[name], micro, model, plan.heads, plan.rule)
             scores[name] = {
-                key: scores[name][key].at[i].set(out[key])
-                for key in outputs_of(network_heads)
+                key: scores[name][key].at[i].set(out[key]) for key in scores[name]
             }
         return scores
 
     return jax.lax.fori_loop(0, batch.used, fill, blank)
 
 
-def outputs_of(heads: tuple[str, ...]) -> tuple[str, ...]:
+def outputs_of(heads: tuple[str, ...], rule: Rule | None) -> tuple[str, ...]:
     """Returns the keys of `outputs` for these heads, but for the experts' load."""
     lm = ("logp", "entropy") if "lm" in heads else ()
+    if lm and rule is not None:
+        lm += ("token_logp", "token_entropy", "ahead")
     return lm + (("value",) if "value" in heads else ())
 
 
@@ -166,14 +186,59 @@ def loss(
     params: what is trained; base: see `update`. sums: see `objectives`, and with experts
     their `load`.
     """
-    out = outputs(lora.join(base, params, model.lora), batch, model, plan.heads)
+    joined = lora.join(base, params, model.lora)
+    out = outputs(joined, batch, model, plan.heads, plan.rule)
     total, sums = 0.0, {"load": out["load"]} if "load" in out else {}
+    units = batch
+    if "ahead" in out:
+        units = selection.by_unit(batch)
+        sums["borders_crossed"] = selection.crossed(out, batch)
     for term in plan.terms:
-        term_loss, term_sums = objectives.OBJECTIVES[term](out, batch, cfg)
+        of_term = batch if term == "value" else units  # values are of tokens
+        term_loss, term_sums = objectives.OBJECTIVES[term](out, of_term, cfg)
         shares_trunk = term == "value" and len(plan.terms) > 1
         total += term_loss * (cfg.value_weight if shares_trunk else 1.0)
         sums |= term_sums
     return total, sums
+
+
+def judged(
+    row,
+    params,
+    batch: TrainBatch,
+    *,
+    model: ModelConfig,
+    plan: Plan,
+    cfg: ObjectiveConfig,
+) -> tuple[TrainBatch, dict]:
+    """Returns (the batch with answers' factors in the place of advantages, metrics).
+
+    row: an Objective of whole answers, which are scored by these weights first. A log-ratio
+    is the sum over the answer's tokens by their weights, times the number of answers: with
+    1 / (n |o|) the mean.
+    """
+    out = score({"policy": params}, batch, model=model, plans={"policy": plan})
+    units = batch
+    if batch.unit_BU is not None:
+        units = selection.by_unit(batch)
+    weight, answer = units.weight_BU, batch.answer_BU.astype(jnp.int32)
+    real = weight > 0
+
+    def total(x):
+        placed = jnp.zeros(weight.size, jnp.float32)
+        return placed.at[answer].add(jnp.where(real, x, 0.0))
+
+    real_n = total(1.0) > 0
+    count, logp = jnp.sum(real_n), out["policy"]["logp"]
+    answers = objectives.Answers(
+        delta_n=count * total(weight * (logp - batch.old_logp_BU)),
+        ref_delta_n=count * total(weight * (logp - batch.ref_logp_BU)),
+        adv_n=total(weight * units.adv_BU) / jnp.where(real_n, total(weight), 1),
+        real_n=real_n,
+    )
+    factor_n, added_n, told = row.answers(answers, cfg)
+    adv = factor_n[answer] * batch.adv_BU + added_n[answer]
+    return batch.replace(adv_BU=adv), told
 
 
 def gradients(
@@ -187,11 +252,16 @@ def gradients(
 ):
     """Returns (gradients, sums), both summed in f32 over the used microbatches.
 
-    Their number is data and not shape, so that a run compiles the loop once.
+    Their number is data and not shape, so that a run compiles the loop once. Losses of whole
+    answers look at all of them beforehand: a forward more (`judged`).
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     # Once, and not in every microbatch, whose backward pass would gather f32 from `fsdp`.
-    rounded = transformer.rounded(params, model)
+    rounded, told = transformer.rounded(params, model), {}
+    for row in (objectives.OBJECTIVES[term] for term in plan.terms):
+        if row.answers:
+            joined = lora.join(base, rounded, model.lora)
+            batch, told = judged(row, joined, batch, model=model, plan=plan, cfg=cfg)
 
     def of_microbatch(i):
         (total, sums), grads = gradient(
@@ -206,7 +276,7 @@ def gradients(
         lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of_microbatch, 0)
     )
     sums, grads = jax.lax.fori_loop(0, batch.used, add, zeros)
-    return grads, sums
+    return grads, sums | told
 
 
 def update(
@@ -227,7 +297,7 @@ def update(
     adapters. limits: norms by network; 0, or None for all of them: there is none.
     """
     new_states, metrics = {}, {}
-    supervised = jnp.maximum(jnp.sum(batch.weight_BU > 0), 1)
+    supervised = jnp.maximum(supervised_units(batch), 1)
     for name, plan in plans.items():
         state = states[name]
         grads, sums = gradients(
@@ -258,10 +328,18 @@ def update(
     return new_states, metrics
 
 
+def supervised_units(batch: TrainBatch):
+    """Returns how many tokens of a batch are supervised, or how many steps."""
+    if batch.unit_BU is None:
+        return jnp.sum(batch.weight_BU > 0)
+    seat_U = jnp.arange(batch.unit_BU.shape[-1], dtype=batch.unit_BU.dtype)
+    return jnp.sum(batch.unit_BU == seat_U[None, None])
+
+
 def named(network: str, sums: dict, supervised, model: ModelConfig) -> dict:
     """Returns a network's metrics of an update, from the sums of `gradients`.
 
-    supervised: how many tokens were. Objectives name their metrics themselves, as none
+    supervised: how many tokens, or steps, were. Objectives name their metrics themselves, as none
     serves two networks; those of experts bear the network's name.
     """
     metrics = {}
@@ -270,7 +348,8 @@ def named(network: str, sums: dict, supervised, model: ModelConfig) -> dict:
         metrics |= prefixed(network, balance)
     for key, total in sums.items():
         if key not in ("total", "load"):
-            metrics[key] = total if key in objectives.SUMMED else total / supervised
+            whole = key in objectives.SUMMED or key.startswith("answer_")
+            metrics[key] = total if whole else total / supervised
     return metrics
 
 

@@ -163,7 +163,7 @@ class Weights:
     like: transformer.Params  # what samples, as shapes: see models/acting.py
     seen: Seen | None = None  # the images of what is scored
 
-    def seeing(self, seen: Seen | None) -> "Weights":
+    def seeing(self, seen: Seen) -> "Weights":
         """Returns the same weights, with other images."""
         return dataclasses.replace(self, seen=seen)
 
@@ -206,8 +206,11 @@ def forward_is_finite(params, tokens_BT, *, model: ModelConfig):
     seen = mask.clean(model.attention, pos_BT, len_B, model.block)
     x_BTD = transformer.embed(params, tokens_BT, model)
     x_BTD, _, _ = transformer.trunk(params, x_BTD, pos_BT, seen, model)
+    finite = jnp.isfinite(x_BTD).all()
+    if "head" not in params and not model.tied:  # of a network that has values alone
+        return finite
     _, entropy_BT = transformer.token_logprob(params, x_BTD, pos_BT, model)
-    return jnp.isfinite(x_BTD).all() & jnp.isfinite(entropy_BT).all()
+    return finite & jnp.isfinite(entropy_BT).all()
 
 
 def export(folder, policy, path: str, model: ModelConfig, mesh):

@@ -17,6 +17,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax.models.mask import FAR
+from dllm_jax.rl import selection
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling.state import GIVEN
 
@@ -29,6 +30,9 @@ class Noise:
     # How many tokens each one stands for: 1 / the probability that it is masked. 0: it
     # is not supervised.
     share_nT: np.ndarray
+    # Of the trace as it is, where what a step threw away counts: selection.borders.
+    border_nT: np.ndarray | None = None
+    place_nT: np.ndarray | None = None
 
 
 class StepMap(NamedTuple):
@@ -71,7 +75,7 @@ def shrink(step_T, scope_T, size: int):
     return out_T
 
 
-def traced(step_T, answer_T, scope_T, block_T, rng, cfg):
+def traced(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """The steps of sampling (TraceRL, arXiv 2509.06949, section 4.1), shrunk."""
     step_T = shrink(step_T, scope_T, cfg.shrink) if cfg.shrink > 1 else step_T
     return [as_it_is(step_T)]
@@ -99,12 +103,12 @@ def one_round(step_T, masked_T, rate_T) -> StepMap:
     )
 
 
-def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg):
+def bernoulli(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks at random what is not given (LLaDA, arXiv 2502.09992, Eq. 3)."""
     return [one_round(step_T, *coins(step_T, scope_T, rng, cfg))]
 
 
-def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
+def complement(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """A mask, and all that it leaves: coupled-GRPO (arXiv 2506.20639, section 4)."""
     masked_T, rate_T = coins(step_T, scope_T, rng, cfg)
     return [
@@ -113,7 +117,7 @@ def complement(step_T, answer_T, scope_T, block_T, rng, cfg):
     ]
 
 
-def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
+def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks at random in one block after the other, with all later blocks masked.
 
     Where the layout hides later blocks anyway, this is `bernoulli`.
@@ -126,25 +130,68 @@ def semi_ar(step_T, answer_T, scope_T, block_T, rng, cfg):
     return [StepMap(step_T, drawn.share_T)]
 
 
-def subset(step_T, answer_T, scope_T, block_T, rng, cfg):
+def subset(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Masks l of the n answer tokens of each scope, l uniform in 1 .. n, as step 1.
 
     With weight n / l for each (objective.aggregate "elbo") the log-probs sum to an
     unbiased estimate of the evidence lower bound (LLaDA, arXiv 2502.09992, Eq. 6), a
     scope after the other. What follows the answer stays masked.
     """
+    return [
+        masked_of_scopes(
+            step_T,
+            answer_T,
+            scope_T,
+            rng,
+            lambda size: (int(rng.integers(size)) + 1, 1.0),
+        )
+    ]
+
+
+def quadrature(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
+    """As `subset`, but l follows from the draw's node of a quadrature over the mask rate.
+
+    Gauss-Legendre's of `cfg.draws` points on (0, 1): GDPO's deterministic levels (arXiv
+    2510.08554), whose estimate has the variance of the masks alone. A node t masks
+    l = n t tokens, rounded at random so that its mean is n t (and 1 at least); they weigh
+    m w n / l, with m points and t's weight w.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(cfg.draws)
+    level, weight = (nodes[draw] + 1) / 2, weights[draw] / 2 * cfg.draws
+
+    def chosen(size: int):
+        count = int(np.floor(level * size + rng.random()))
+        return min(max(count, 1), size), weight
+
+    return [masked_of_scopes(step_T, answer_T, scope_T, rng, chosen)]
+
+
+def masked_of_scopes(step_T, answer_T, scope_T, rng, chosen) -> StepMap:
+    """Returns one round that masks, of each scope's n answer tokens, l at random.
+
+    chosen: n -> (l, weight); each stands for weight x n / l tokens.
+    """
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
     for scope in np.unique(scope_T[answer_T]):
         inside = rng.permutation(np.flatnonzero(answer_T & (scope_T == scope)))
-        chosen = inside[: rng.integers(len(inside)) + 1]
-        out_T[chosen], share_T[chosen] = 1, len(inside) / len(chosen)
-    return [StepMap(out_T, share_T)]
+        count, weight = chosen(len(inside))
+        out_T[inside[:count]], share_T[inside[:count]] = 1, weight * len(inside) / count
+    return StepMap(out_T, share_T)
 
 
-def next_token(step_T, answer_T, scope_T, block_T, rng, cfg):
+def next_token(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     """Nothing is masked, all is supervised: next-token prediction."""
     return [as_it_is(step_T)]
+
+
+def end(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
+    """Masks an answer's last token, and shows all before it: what a reward model judges."""
+    out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
+    share_T = np.zeros(step_T.shape, np.float32)
+    last = np.flatnonzero(answer_T)[-1:]  # none, where there is no answer
+    out_T[last], share_T[last] = 1, 1.0
+    return [StepMap(out_T, share_T)]
 
 
 # ---- How many rounds a scope has at most, in all rows of noise: see `rounds` ---------
@@ -176,16 +223,18 @@ def rounds_of_blocks(cfg, layout: Layout, answer: int, steps: int) -> int:
 class Kind:
     """A row of KINDS: how it draws its step maps, and facts that others read."""
 
-    # maps(step_T, answer_T, scope_T, block_T, rng, cfg) -> one draw: `rows` StepMaps.
+    # maps(step_T, answer_T, scope_T, block_T, rng, cfg, draw) -> a draw: `rows` StepMaps.
     #   step_T: of a canvas: GIVEN, the step that unmasked a token, FAR where none did
     #   answer_T: where its answer is; shares count there alone
     #   scope_T, block_T: Layout.scope, Layout.numbers
-    #   rng: a numpy Generator, if `random`
+    #   rng: a numpy Generator, if `random`; draw: which one it is, from 0
     maps: Callable
     rounds: Callable  # (cfg, layout, answer, steps) -> int: see the function `rounds`
     rows: int = 1  # StepMaps of a draw
     random: bool = True  # draws differ, so that a trajectory may have several
     masks: bool = True  # False: it hides nothing; only causal attention learns then
+    whole: bool = False  # the answer's length is no secret: its canvas ends with it
+    bounds: bool = False  # its shares make log-probs an estimate of the evidence bound
 
 
 KINDS = {
@@ -193,7 +242,9 @@ KINDS = {
     "bernoulli": Kind(bernoulli, round_of_row),
     "complement": Kind(complement, round_of_row, rows=2),
     "semi_ar": Kind(semi_ar, rounds_of_blocks),
-    "subset": Kind(subset, round_of_row),
+    "subset": Kind(subset, round_of_row, bounds=True),
+    "quadrature": Kind(quadrature, round_of_row, bounds=True),
+    "end": Kind(end, round_of_row, random=False, whole=True),
     "ar": Kind(next_token, round_of_row, random=False, masks=False),
 }
 
@@ -206,6 +257,16 @@ def answers(trace) -> np.ndarray:
     pos_1T = np.arange(trace.tokens_BT.shape[1])[None]
     first_n1 = trace.prompt_len_B[:, None]
     return (pos_1T >= first_n1) & (pos_1T < first_n1 + trace.len_B[:, None])
+
+
+def taught(trace, whole: bool) -> np.ndarray:
+    """Returns which tokens [n, T] noise may supervise: the answers'.
+
+    whole: or all that was unmasked, also behind the stop token, in rows with an answer.
+    """
+    if not whole:
+        return answers(trace)
+    return unmasked(trace.step_BT) & (trace.len_B > 0)[:, None]
 
 
 def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
@@ -224,12 +285,16 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
         after_T[first : first + layout.tail] = False
         step_T = np.where(after_T, FAR, step_T)
         scope_T, block_T = layout.scope(T, prompt_len), layout.numbers(T, prompt_len)
-        for _ in range(cfg.draws):
-            maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg)
-    return Noise(
+        for draw in range(cfg.draws):
+            maps += kind.maps(step_T, answer_T, scope_T, block_T, rng, cfg, draw)
+    noise = Noise(
         step_nT=np.stack([drawn.step_T for drawn in maps]),
         share_nT=np.stack([drawn.share_T for drawn in maps]),
     )
+    if layout.selection is None:
+        return noise
+    border_nT, place_nT = selection.borders(trace, layout)
+    return noise.replace(border_nT=border_nT, place_nT=place_nT)
 
 
 def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:

@@ -10,11 +10,13 @@ of the losses.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 LIMIT = 10.0  # log-ratios are clamped to +-10 before exp
+LOG_WEIGHT = 1.6094379  # log 5: StableDRL's largest log-ratio
 
 
 # ---- KL(new || old) from delta = log new - log old at sampled tokens, nats -----------
@@ -25,12 +27,17 @@ def k1(delta):
     return delta
 
 
+def k2(delta):
+    """d^2 / 2: biased, but its gradient d grad log new is that of the KL, on policy."""
+    return 0.5 * delta**2
+
+
 def k3(delta):
     """exp(-d) - 1 + d: unbiased and never negative. The exponent is clamped."""
     return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
 
 
-KL_ESTIMATORS = {"k1": k1, "k3": k3}
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl(delta, kind: str):
@@ -83,6 +90,12 @@ def policy(out, batch, cfg):
         to_reference_BU = kl(ref_delta_BU, cfg.kl)
         loss_BU += cfg.reference_beta * to_reference_BU
         sums["reference_kl"] = jnp.sum(to_reference_BU)
+    if (
+        cfg.nll_weight
+    ):  # LightningRL (arXiv 2603.13319): the likelihood of right answers
+        right_BU = jnp.where(real_BU, batch.right_BU * out["logp"], 0.0)
+        loss_BU -= cfg.nll_weight * right_BU
+        sums["right_nll"] = -jnp.sum(batch.weight_BU * right_BU)
     return jnp.sum(batch.weight_BU * loss_BU), sums
 
 
@@ -112,6 +125,89 @@ def value(out, batch, cfg):
     return loss, {"value_loss": loss}
 
 
+def ranking(out, batch, cfg):
+    """The gradient of Bradley and Terry's loss by the scores of answers.
+
+    Its factors are in adv_BU: see bounds.ranking_factors.
+    """
+    real_BU = batch.weight_BU > 0
+    score_BU = jnp.where(real_BU, out["value"], 0.0)
+    return -jnp.sum(batch.weight_BU * batch.adv_BU * score_BU), {}
+
+
+# ---- Losses of whole answers -----------------------------------------------------------
+#
+# exp of a sum over an answer's tokens cannot be cut into microbatches, but its gradient can:
+# the sums are scored first, at the weights of the update itself, and what follows from them
+# is a factor of each answer. Letters: n answers of an update.
+
+
+class Answers(NamedTuple):
+    """An update's answers, [n]; what is not `real` holds none."""
+
+    delta_n: (
+        jax.Array
+    )  # the log-ratio to the policy that sampled, as the weights sum it
+    ref_delta_n: jax.Array  # to the reference
+    adv_n: jax.Array
+    real_n: jax.Array
+
+
+def clipped_answers(answers: Answers, cfg):
+    """Returns (factor of A, what is added to it, metrics) of ratios of whole answers.
+
+    The loss is 1/n sum_i -min(rho_i A_i, clip(rho_i, 1 - eps, 1 + eps') A_i)
+    + beta KL_i, with rho_i = exp(d_i) and, by objective.aggregate,
+
+        sequence       d_i = 1/|o_i| sum_t (log new - log old): GSPO's (arXiv 2507.18071,
+                       Eqs. 5 and 7), here of the trace's or its steps' own likelihood
+        elbo_sequence  d_i = 1/|o_i| (L_new - L_old), L the evidence bound: ESPO (arXiv
+                       2512.03759), and with a quadrature of levels GDPO (arXiv
+                       2510.08554) as Block-R1 has it
+        elbo_answer    d_i = L_new - L_old: EBPO (arXiv 2602.08676)
+
+    The KL is of d_i, too. The gradient is that of the linear loss whose factor is
+    -d loss / d d_i.
+    """
+    ratio_n = jnp.exp(jnp.clip(answers.delta_n, -LIMIT, LIMIT))
+    adv_n, high = answers.adv_n, 1 + (cfg.clip_high or cfg.clip)
+    clipped_n = jnp.clip(ratio_n, 1 - cfg.clip, high)
+    is_clipped_n = ratio_n * adv_n > clipped_n * adv_n
+    slope = jax.vmap(jax.grad(lambda delta: kl(delta, cfg.kl)))
+    pull_n = cfg.beta * slope(answers.delta_n)
+    count = jnp.maximum(jnp.sum(answers.real_n), 1)
+
+    def mean(x_n):
+        return jnp.sum(jnp.where(answers.real_n, x_n, 0.0)) / count
+
+    told = {
+        "policy_loss": -mean(jnp.minimum(ratio_n * adv_n, clipped_n * adv_n)),
+        "answer_kl": mean(k3(answers.delta_n)),
+        "answer_clip_fraction": mean(is_clipped_n),
+    }
+    if cfg.reference_beta:
+        pull_n += cfg.reference_beta * slope(answers.ref_delta_n)
+        told["answer_reference_kl"] = mean(kl(answers.ref_delta_n, cfg.kl))
+    return jnp.where(is_clipped_n, 0.0, ratio_n), -pull_n, told
+
+
+def self_normalised(answers: Answers, cfg):
+    """Returns (factor of A, 0, metrics): StableDRL's importance weights of SPG's bounds.
+
+    n softmax_i(min(L_new - L_old, log 5)) over an update's answers, without a gradient.
+    """
+    log_weight_n = jnp.minimum(answers.delta_n, LOG_WEIGHT)
+    weight_n = jax.nn.softmax(jnp.where(answers.real_n, log_weight_n, -jnp.inf))
+    weight_n = weight_n * jnp.sum(answers.real_n)
+    return weight_n, jnp.zeros_like(weight_n), {"answer_weight_max": weight_n.max()}
+
+
+def of_answers(out, batch, cfg):
+    """The linear loss of answers whose factors stand in A's place; see `Answers`."""
+    loss, sums = linear(out, batch, dataclasses.replace(cfg, reference_beta=0.0))
+    return loss, {key: x for key, x in sums.items() if key != "policy_loss"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A row of OBJECTIVES: called as its function is, with facts that others read."""
@@ -124,6 +220,9 @@ class Objective:
     function: Callable
     rl: bool = False  # objective.loss may name it
     bounds: bool = False  # adv_BU holds factors of evidence bounds: see bounds.py
+    head: str = "lm"  # which of the network's heads it trains: "lm" or "value"
+    # Of whole answers: (Answers, cfg) -> (factor of A [n], added to it [n], metrics).
+    answers: Callable | None = None
 
     def __call__(self, out, batch, cfg):
         """Returns (loss, sums)."""
@@ -134,11 +233,14 @@ OBJECTIVES = {
     "nll": Objective(nll),
     "policy": Objective(policy, rl=True),
     "dipo": Objective(linear, rl=True),
+    "sequence": Objective(of_answers, rl=True, answers=clipped_answers),
     "spg": Objective(linear, rl=True, bounds=True),
+    "stable": Objective(of_answers, rl=True, bounds=True, answers=self_normalised),
     "dpo": Objective(linear, bounds=True),
-    "value": Objective(value),
+    "value": Objective(value, head="value"),
+    "ranking": Objective(ranking, head="value"),
 }
 RL_LOSSES = tuple(name for name, row in OBJECTIVES.items() if row.rl)
 # Sums that are weighed already; the others are divided by the number of supervised
 # tokens.
-SUMMED = ("loss", "policy_loss", "value_loss")
+SUMMED = ("loss", "policy_loss", "value_loss", "right_nll")

@@ -9,16 +9,16 @@ Letters: s answers to one problem.
 import collections
 import dataclasses
 import json
-import math
 import pathlib
 
 import jax
 import numpy as np
 
-from dllm_jax import sharding
+from dllm_jax import sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
 from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards.process import Chunks, none_of
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.state import Trace
 
@@ -31,9 +31,11 @@ class Rollouts:
     group_n: np.ndarray
     text: list  # decoded once, for graders and people: texts, or pictures [h, w, 3]
     reward_n: np.ndarray
-    late_n: np.ndarray  # whether it earns 0 since nobody found out what it is worth
+    late_n: np.ndarray  # whether it says 0 since nobody found out what it is worth
     # What several graders said, by name, before weights; the first says what is right.
     parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    reward_nT: np.ndarray | None = None  # of tokens by position, as graders give them
+    chunks: Chunks | None = None  # what a judge says of pieces of answers
 
     @property
     def solved_n(self) -> np.ndarray:
@@ -59,22 +61,55 @@ def graded(
     grades = grader.grade(
         texts[share], problems[share], jax.tree.map(lambda x: x[share], trace)
     )
-    if grades.reward_nT is not None:
-        raise ValueError("rl.reward: rewards of tokens are not learned from yet")
+    earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 
-    def settled(own_n):
-        reward_n = np.zeros(len(texts), np.float32)
-        reward_n[share] = own_n
-        reward_n = sharding.gathered(reward_n)
-        reward_n[trace.len_B == 0] = 0
-        if truncated_wrong:
-            reward_n[~trace.stopped_B] = 0
-        return reward_n
+    def settled(own):
+        rewards = of_all(own, len(texts))
+        rewards[~earns_n] = 0
+        return rewards
 
     reward_n = settled(grades.reward_n)
-    late_n = np.isnan(reward_n)
+    late_n, reward_nT = np.isnan(reward_n), None
+    if grades.reward_nT is not None:
+        reward_nT = settled(grades.reward_nT)
+        late_n |= np.isnan(reward_nT).any(axis=1)
+        reward_nT = np.nan_to_num(reward_nT)
     parts = {name: np.nan_to_num(settled(x_n)) for name, x_n in grades.parts.items()}
-    return Rollouts(trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts)
+    return Rollouts(
+        trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts, reward_nT
+    )
+
+
+def of_all(own, count: int) -> np.ndarray:
+    """Returns what each process says of its share of `count` answers, in all of them."""
+    out = np.zeros((count, *np.shape(own)[1:]), np.float32)
+    out[sharding.dealt()] = own
+    return sharding.gathered(out)
+
+
+def split(rollouts: Rollouts, problems, grader: Grader, keep_n) -> Rollouts:
+    """Returns Rollouts with what the grader says of the chunks of those that are kept.
+
+    Each process asks of its share of the answers. The same where no grader splits them.
+    """
+    if grader.steps is None:
+        return rollouts
+    own = np.arange(len(keep_n))[sharding.dealt()]
+    asked = own[keep_n[own]]
+    said = grader.steps(
+        [rollouts.text[i] for i in asked],
+        [problems[i] for i in asked],
+        jax.tree.map(lambda x: x[asked], rollouts.trace),
+        rollouts.solved_n[asked],
+    )
+
+    def every(nothing, some):
+        nothing[keep_n[own]] = some
+        return of_all(nothing, len(keep_n))
+
+    nothing = none_of((len(own), rollouts.trace.tokens_BT.shape[1]))
+    chunks = jax.tree.map(every, nothing, said)
+    return dataclasses.replace(rollouts, chunks=chunks)
 
 
 def answered(
@@ -136,26 +171,18 @@ def report_long(problems: list[Problem], max_prompt: int, say, path: str):
         )
 
 
-def pass_at(solved_ns, k: int) -> float:
-    """Returns pass@k of n problems with s answers each, k <= s: is one of k right?
-
-    The unbiased estimate 1 - C(s - c, k) / C(s, k) with c right ones (Codex, arXiv
-    2107.03374, Eq. 1).
-    """
-    samples = solved_ns.shape[1]
-    wrong_n = (~solved_ns).sum(axis=1)
-    missed_n = [math.comb(wrong, k) / math.comb(samples, k) for wrong in wrong_n]
-    return float(np.mean([1 - missed for missed in missed_n]))
+def sizes(samples: int) -> list[int]:
+    """Returns for which k pass@k is told: 1, 2, 4 ... and all `samples` answers."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
 
 
 def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """Returns pass@k for k = 1, 2, 4 ... and all `samples` answers to a problem.
-
-    The answers to a problem follow each other.
-    """
+    """Returns pass@k of n problems with `samples` answers each, which follow each other."""
     solved_ns = rollouts.solved_n.reshape(-1, samples)
-    ks = {2**i for i in range(samples.bit_length())} | {samples}
-    return {f"pass@{k}": pass_at(solved_ns, k) for k in sorted(ks)}
+    return {
+        f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
+        for k in sizes(samples)
+    }
 
 
 def speed(trace: Trace) -> np.ndarray:

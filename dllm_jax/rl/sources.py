@@ -36,8 +36,8 @@ from dllm_jax import data
 from dllm_jax.metrics import Timer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision.look import Eyes, Table
-from dllm_jax.models.vision.prompts import Reader, pictures_of
-from dllm_jax.rl import batches, learner, networks, noise, rollout, views
+from dllm_jax.models.vision.prompts import Prompt, Reader, pictures_of
+from dllm_jax.rl import batches, bounds, learner, networks, noise, rollout, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -47,7 +47,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.rl.networks import Weights
-from dllm_jax.rl.rewards import Grader
+from dllm_jax.rl.rewards import Grader, process
 from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.rl.views import TrainBatch
 from dllm_jax.sampling import answers, state
@@ -77,7 +77,7 @@ class Settings:
     @property
     def layout(self) -> layouts.Layout:
         """How noised trajectories are shown to the model."""
-        return layouts.of(self.model, self.sampler, self.noise)
+        return layouts.of(self.model, self.sampler, self.noise, self.objective)
 
 
 @dataclasses.dataclass
@@ -151,13 +151,16 @@ class RL:
     @staticmethod
     def plans(settings: Settings) -> dict[str, learner.Plan]:
         """Returns the Plans of the policy and, unless it is a head, of a value network."""
-        return networks.plans(
+        plans = networks.plans(
             settings.objective.loss,
             settings.rl.value,
             settings.policy_optim,
             settings.value_optim,
             updates=settings.rl.steps * settings.rl.updates,
         )
+        if exact := settings.layout.selection:
+            plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
+        return plans
 
     def __init__(self, settings: Settings, tools: Tools):
         rl, sampler = settings.rl, settings.sampler
@@ -172,7 +175,8 @@ class RL:
             tools.grader,
             tools.reader,
         )
-        check_tiles([x.prompt_ids for x in self.problems], rl.prompts, settings, tools)
+        pictures = [pictures_of(problem.prompt_ids) for problem in self.problems]
+        check_tiles(pictures, rl.prompts, settings, tools)
         rollout.report_long(
             self.problems, sampler.max_prompt, tools.say, settings.data.train
         )
@@ -200,7 +204,9 @@ class RL:
 
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        return blank(self.settings, self.tools, self.pack, batches.RL_FIELDS)
+        fields = batches.asked(self.settings.objective)
+        fields += ("ahead_BU",) if self.settings.layout.selection else ()
+        return blank(self.settings, self.tools, self.pack, fields)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches | None:
         """Samples, grades, filters and weighs; leaves some answers in the run's folder."""
@@ -211,6 +217,11 @@ class RL:
         if rollouts is None:
             return None
         metrics = rollout.summary(rollouts)
+        if tools.grader.steps is not None:
+            with tools.timer("reward"):
+                keep_n = batches.teaching(rollouts, settings.rl)
+                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
+            metrics |= process.summary(rollouts.chunks)
         if tools.stop():
             return None
         told, table = [], tools.look([x.prompt_ids for x in problems])
@@ -225,7 +236,7 @@ class RL:
                 as_sampled=settings.noise.kind == "trace"
                 and settings.layout.guidance == settings.sampler.guidance,
                 objective=settings.objective,
-                params=weights.seeing(table and table.seen).scoring(),
+                params=seeing(weights, table).scoring(),
                 pack=self.pack,
                 score=score,
                 mesh=tools.mesh,
@@ -346,10 +357,41 @@ class DPO:
         size = len(self.examples.len_B) // 2
         chosen = in_order(self.settings, size, taken, self.taken_per_step)
         rows = batches.rows_of(chosen, 2)
-        return noised_batch(self, step, rows, weights=weights, score=score)
+        return noised_batch(self, step, rows, weights, score, self.compare)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.preference_factors of what policy and reference say."""
+        return bounds.preference_factors(
+            outputs["policy"]["logp"],
+            outputs["reference"]["logp"],
+            share_nT,
+            len_n,
+            draws=self.settings.noise.draws,
+            beta=self.settings.objective.reference_beta,
+        )
 
 
-SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO}
+class Ranking(DPO):
+    """A reward model: the same pairs, of which its value head tells the better answer."""
+
+    reference = False
+
+    @staticmethod
+    def plans(settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the Plan of the network, which has a value head alone."""
+        return plans_of_examples(settings, "ranking")
+
+    def __init__(self, settings: Settings, tools: Tools):
+        # An answer's end is where it is judged: nothing is learned after it.
+        pairs = dataclasses.replace(settings.data, post_num=0)
+        super().__init__(dataclasses.replace(settings, data=pairs), tools)
+
+    def compare(self, outputs, share_nT, len_n):
+        """Returns bounds.ranking_factors of the scores."""
+        return bounds.ranking_factors(outputs["policy"]["value"], share_nT)
+
+
+SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO, "reward": Ranking}
 
 
 # ---- What they share -----------------------------------------------------------------
@@ -385,18 +427,21 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool) -> data.Exam
         tail=settings.sampler.tail,
     )
     count = settings.sft_examples * (2 if pairs else 1)
-    check_tiles(examples.prompts, count, settings, tools)
+    check_tiles(examples.pictures, count, settings, tools)
     tools.say(
         f"{len(examples.len_B)} examples, {dropped} empty or too long and left out"
     )
     return examples
 
 
-def check_tiles(prompts, count: int, settings: Settings, tools: Tools) -> None:
-    """Raises ValueError where the images of `count` prompts may not fit into a table."""
+def check_tiles(pictures, count: int, settings: Settings, tools: Tools) -> None:
+    """Raises ValueError where the images of `count` prompts may not fit into a table.
+
+    pictures: those of each prompt.
+    """
     if tools.reader is None:
         return
-    tiles = [sum(x.tiles for x in set(pictures_of(prompt))) for prompt in prompts]
+    tiles = [sum(picture.tiles for picture in set(own)) for own in pictures]
     most = sum(sorted(tiles)[-count:])
     if most > settings.model.tiles:
         raise ValueError(
@@ -405,15 +450,20 @@ def check_tiles(prompts, count: int, settings: Settings, tools: Tools) -> None:
         )
 
 
+def seeing(weights: Weights, table: Table | None) -> Weights:
+    """Returns weights that see the images of a table, where there is one."""
+    return weights if table is None else weights.seeing(table.seen)
+
+
 def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
     """Returns the examples of these rows, with their images as rows of the table."""
-    some = batches.take(examples, row_n)
-    if table is None:
+    some = batches.take(examples, row_n).replace(pictures=())
+    if table is None or not examples.pictures:
         return some
     tokens_BT = some.tokens_BT.copy()
-    for i, row in enumerate(row_n):
-        prompt = examples.prompts[row]
-        tokens_BT[i, : len(prompt)] = table.placed(prompt, vocab)
+    for i, (row, count) in enumerate(zip(row_n, some.prompt_len_B, strict=True)):
+        prompt = Prompt(tokens_BT[i, :count].tolist(), examples.pictures[row])
+        tokens_BT[i, :count] = table.placed(prompt, vocab)
     return some.replace(tokens_BT=tokens_BT)
 
 
@@ -480,28 +530,33 @@ def blank(settings: Settings, tools: Tools, pack, fields: tuple[str, ...]):
 
 
 def noised_batch(
-    source, step: int, row_n, weights: Weights | None = None, score=None
+    source,
+    step: int,
+    row_n,
+    weights: Weights | None = None,
+    score=None,
+    compare=None,
 ) -> StepBatches:
     """Returns the batch of a source's examples with noise of this step's own.
 
-    row_n: which of its examples. weights, score: of policy and reference, and
-    learner.score, where the examples are pairs; None where they are not.
+    row_n: which of its examples. weights, score: the networks, and learner.score, where the
+    examples are pairs; compare: how these are told apart. See batches.of_examples.
     """
     settings = source.settings
-    table = source.tools.look([source.examples.prompts[row] for row in row_n])
+    pictures = source.examples.pictures
+    shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
+    table = source.tools.look(shown)
     examples = placed(source.examples, row_n, table, settings.model.vocab)
     if weights is not None:
-        scoring = weights.seeing(table and table.seen).scoring()
-        score = functools.partial(score, scoring)
+        score = functools.partial(score, seeing(weights, table).scoring())
     rng = np.random.default_rng([settings.seed, step])
     metrics, complete = batches.of_examples(
         examples,
         noised=noise.noised(examples, settings.noise, settings.layout, rng),
         copies=settings.noise.copies,
-        draws=settings.noise.draws,
-        beta=settings.objective.reference_beta,
         pack=source.pack,
-        score=score,
         mesh=source.tools.mesh,
+        score=score,
+        compare=compare,
     )
     return StepBatches(metrics, complete, table=table)

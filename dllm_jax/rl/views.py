@@ -21,7 +21,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
-from dllm_jax.rl.noise import Noise, answers
+from dllm_jax.rl.noise import Noise, taught
 from dllm_jax.sampling.state import Trace
 
 
@@ -51,6 +51,13 @@ class TrainBatch:
     ref_logp_BU: np.ndarray | None = None
     ret_BU: np.ndarray | None = None
     old_value_BU: np.ndarray | None = None
+    right_BU: np.ndarray | None = None  # 1: of a right answer
+    answer_BU: np.ndarray | None = None  # the number of its answer in the update
+    # Where the likelihood is that of steps (selection.py): the seat of the lead, -1 filling;
+    # the limit of what was thrown away, inf for tokens; and `ahead` when it was scored.
+    unit_BU: np.ndarray | None = None
+    limit_BU: np.ndarray | None = None
+    ahead_BU: np.ndarray | None = None
 
     @property
     def fill(self) -> float:
@@ -63,7 +70,7 @@ class TrainBatch:
 class Source:
     """Where each supervised seat comes from: a row of noise and a position in it."""
 
-    row_mBU: np.ndarray  # -1: filling
+    row_mBU: np.ndarray  # -1: filling, or a draw that was thrown away
     pos_mBU: np.ndarray
 
     def gather(self, x_nT) -> np.ndarray:
@@ -105,7 +112,7 @@ def pack(
     Raises ValueError where a view, or all of them together, do not fit.
     """
     n = len(noise.step_nT)
-    supervised_nT = answers(trace) & (noise.share_nT > 0)
+    supervised_nT = taught(trace, layout.selection is not None) & (noise.share_nT > 0)
     pieces = pieces_of(trace, noise, supervised_nT, layout, cfg, copies)
     rows = fit(pieces, cfg.tokens, layout.seats(cfg))
     if len(rows) > most * cfg.rows:
@@ -132,10 +139,13 @@ def pack(
         answers=n * draws / copies,
         longest=layout.longest,
     )
-    weight_BU = np.where(supervised.real_BU, AGGREGATES[aggregate](supervised), 0.0)
+    weight_BU = weights_of(AGGREGATES[aggregate], supervised, packed, layout)
     used = -(-len(rows) // cfg.rows)
     weight_BU = weight_BU.astype(np.float32)
-    return packed.stacked(weight_BU, used, most, layout.guidance)
+    batch, source = packed.stacked(weight_BU, used, most, layout.guidance)
+    if layout.selection is None:
+        batch = batch.replace(unit_BU=None, limit_BU=None)
+    return batch, source
 
 
 def pieces_of(
@@ -161,11 +171,11 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
     """Returns the pieces in rows of such a size: first fit, longest first."""
     rows, free_slots, free_seats = [], [], []
     for piece in sorted(pieces, key=lambda piece: -piece.cost):
-        cost, supervised = piece.cost, piece.supervised
+        cost, taken = piece.cost, piece.supervised
         roomy = (
             b
             for b in range(len(rows))
-            if cost <= free_slots[b] and supervised <= free_seats[b]
+            if cost <= free_slots[b] and taken <= free_seats[b]
         )
         b = next(roomy, len(rows))
         if b == len(rows):
@@ -174,13 +184,16 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
             free_seats.append(seats)
         rows[b].append(piece)
         free_slots[b] -= cost
-        free_seats[b] -= supervised
+        free_seats[b] -= taken
     return rows
 
 
 @dataclasses.dataclass
 class Rows:
-    """The rows of all microbatches in the making: int32, filled piece by piece."""
+    """The rows of all microbatches in the making, filled piece by piece.
+
+    int32, but for the limits, which are f32.
+    """
 
     tokens_BT: np.ndarray  # as in TrainBatch
     pos_BT: np.ndarray
@@ -193,6 +206,8 @@ class Rows:
     row_BU: np.ndarray  # as in Source
     at_BU: np.ndarray
     size_BU: np.ndarray  # supervised tokens of its view
+    unit_BU: np.ndarray  # as in TrainBatch
+    limit_BU: np.ndarray
 
     def stacked(
         self, weight_BU, used: int, most: int, guidance: float
@@ -214,6 +229,8 @@ class Rows:
             weight_BU=stack(weight_BU),
             beside_BU=stack(self.beside_BU) if guidance else None,
             guidance=np.float32(guidance) if guidance else None,
+            unit_BU=stack(self.unit_BU),
+            limit_BU=stack(self.limit_BU),
         )
         return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
 
@@ -240,6 +257,8 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
         row_BU=filled(seats, -1),
         at_BU=filled(seats),
         size_BU=filled(seats, 1),
+        unit_BU=filled(seats, -1),
+        limit_BU=np.full((rows, seats), np.inf, np.float32),
     )
 
 
@@ -258,7 +277,7 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     rows.begin_BT[b, slots] = slot + (0 if shown.begin_T is None else shown.begin_T)
     rows.end_BT[b, slots] = slot + shown.end_T
     rows.group_BT[b, slots] = np.where(shown.group_T >= 0, slot + shown.group_T, -1)
-    seats = slice(seat, seat + len(shown.pos_U))
+    first, seats = seat, slice(seat, seat + len(shown.pos_U))
     rows.where_BU[b, seats] = slot + shown.slot_U
     rows.target_BU[b, seats] = tokens_T[shown.pos_U]
     if shown.beside_U is not None:
@@ -266,6 +285,8 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     rows.row_BU[b, seats] = shown.draw_U
     rows.at_BU[b, seats] = shown.pos_U
     rows.size_BU[b, seats] = shown.size_U
+    rows.unit_BU[b, seats] = first + shown.lead_U
+    rows.limit_BU[b, seats] = shown.limit_U
 
 
 # ---- What a supervised token weighs --------------------------------------------------
@@ -331,6 +352,36 @@ def by_elbo(seats: Seats):
     return seats.share_BU / max(seats.len_n.sum(), 1)
 
 
+def weights_of(weigh, seats: Seats, rows: Rows, layout: Layout) -> np.ndarray:
+    """Returns what each token weighs; weigh: a row of AGGREGATES.
+
+    Where the likelihood is that of steps it counts steps for tokens, and the tokens of one
+    share what it weighs.
+    """
+    if layout.selection is None:
+        return np.where(seats.real_BU, weigh(seats), 0.0)
+    unit_BU = rows.unit_BU
+    lead_BU = unit_BU == np.arange(unit_BU.shape[1])[None]
+    steps_n = np.bincount(seats.row_BU[lead_BU], minlength=len(seats.len_n))
+    of_steps = dataclasses.replace(
+        seats,
+        size_BU=np.ones_like(seats.size_BU),
+        real_BU=lead_BU,
+        len_n=steps_n,
+    )
+    return np.where(seats.real_BU, weigh(of_steps) / seats.size_BU, 0.0)
+
+
+def by_elbo_sequence(seats: Seats):
+    """1/n sum_i 1/|o_i| sum_t share_it l_it: ESPO (arXiv 2512.03759)."""
+    return seats.share_BU * by_sequence(seats)
+
+
+def by_elbo_answer(seats: Seats):
+    """1/n sum_i sum_t share_it l_it: EBPO (arXiv 2602.08676)."""
+    return seats.share_BU / seats.answers
+
+
 AGGREGATES = {
     "token": by_token,
     "sequence": by_sequence,
@@ -338,4 +389,6 @@ AGGREGATES = {
     "constant": by_constant,
     "group": by_group,
     "elbo": by_elbo,
+    "elbo_sequence": by_elbo_sequence,
+    "elbo_answer": by_elbo_answer,
 }

@@ -92,7 +92,7 @@ class Batches:
         key = jax.random.key(0)
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
         arrays = self.batch(one_1T, one_1T[0, :1], 0, key, temperature=0.0)
-        static = {"model": self.model, "cfg": self.cfg}
+        static = {"model": self.model, "cfg": self.cfg.static}
         rows = sharding.laid_out(denoise.start.lower(params, **arrays, **static))
         return denoise.advance.lower(params, rows, denoise.TURN, **static), rows
 
@@ -102,7 +102,7 @@ class Batches:
         arrays: of `batch`. watched: a turn is one forward. The state is gone with the
         next turn. Raises RuntimeError where rows live longer than they can.
         """
-        static = {"model": self.model, "cfg": self.cfg}
+        static = {"model": self.model, "cfg": self.cfg.static}
         steps = 1 if watched else denoise.TURN
         with jax.set_mesh(self.mesh):  # the caller has its own between two turns
             s = denoise.start(params, **arrays, **static)
@@ -128,6 +128,10 @@ class Batches:
     def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:
         """Returns the arguments of `denoise.start` for prompts from `first` on."""
         n, rows = len(len_n), np.arange(first, first + self.cfg.rows)
+
+        def each(value):
+            return np.full(self.cfg.rows, value, np.float32)
+
         index = np.minimum(rows, n - 1)
         real = np.where(rows < n, len_n[index], 0)  # fillers never live
         arrays = sharding.place_rows(
@@ -135,7 +139,9 @@ class Batches:
                 "prompt_BT": tokens_nT[index],
                 "prompt_len_B": real,
                 "limit_B": real + self.cfg.max_new,
-                "temperature_B": np.full(self.cfg.rows, temperature, np.float32),
+                "temperature_B": each(temperature),
+                "threshold_B": each(self.cfg.threshold),
+                "entropy_bound_B": each(self.cfg.entropy_bound),
                 "index_B": index.astype(np.uint32),
             },
             self.mesh,

@@ -1,14 +1,17 @@
 """How sure a position is: the scores by which strategies rank and compare.
 
     confidence        p(token)             margin    p(1st) - p(2nd)
-    log_confidence    log p(token) <= 0    random    none: an order at random
-    neg_entropy       sum p log p <= 0
+    log_confidence    log p(token) <= 0    top       p(1st)
+    neg_entropy       sum p log p <= 0     random    none: an order at random
 
 A score belongs to a distribution p: the one drawn from, after temperature and filters,
 or the model's own. A cold temperature makes every score of the former high, so that a
 threshold on it lets whole blocks pass; thresholds act on the latter unless told
 otherwise.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +41,27 @@ def neg_entropy(logp_BWV, token_BW, key_B):
     )
 
 
+def top(logp_BWV, token_BW, key_B):
+    """Returns the probability of the most probable token, whichever was drawn."""
+    return jnp.exp(jnp.max(logp_BWV, axis=-1))
+
+
 def random(logp_BWV, token_BW, key_B):
     """Returns uniform numbers drawn from each row's key: an order at random."""
     return jax.vmap(lambda key: jax.random.uniform(key, token_BW.shape[1:]))(key_B)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A row of TARGETS: a score, and whether it looks at the token that was drawn.
+
+    Where it does, who is taken by it is taken for what it drew: unlikely draws are thrown
+    away, and the tokens that stay are no draws of p (objective.likelihood "selection").
+    Where it does not, they are ("tokens").
+    """
+
+    score: Callable
+    of_draw: bool = False
 
 
 # `sampler.target` names a row. A score is a function of
@@ -51,11 +72,12 @@ def random(logp_BWV, token_BW, key_B):
 # not look at each other. A score that the fused head does not know needs logits
 # (logits.fused).
 TARGETS = {
-    "confidence": confidence,
-    "log_confidence": log_confidence,
-    "margin": margin,
-    "neg_entropy": neg_entropy,
-    "random": random,
+    "confidence": Target(confidence, of_draw=True),
+    "log_confidence": Target(log_confidence, of_draw=True),
+    "margin": Target(margin),
+    "neg_entropy": Target(neg_entropy),
+    "random": Target(random),
+    "top": Target(top),
 }
 
 

@@ -46,6 +46,8 @@ LIMITS = {  # of the fields of SamplerConfig: see checks.fields
     "pages": ">= 0",
     "prefill": ">= 1",
 }
+# What programs take as an array, a number for each row: no value compiles anything anew.
+TRACED = ("threshold", "entropy_bound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,17 @@ class SamplerConfig:
                 f"{self.target!r}: {self.target} needs one below 0 (nats), random needs "
                 "strategy='static'"
             )
+
+    @property
+    def static(self):
+        """The same for programs: nothing in it tells what is TRACED."""
+        return dataclasses.replace(self, threshold=-1.0, entropy_bound=0.0)
+
+    @property
+    def filters_draws(self) -> bool:
+        """Whether tokens are taken for what was drawn: see confidence.Target."""
+        of_draw = TARGETS[self.target].of_draw or self.pad_penalty > 1
+        return STRATEGIES[self.strategy].ranks and of_draw
 
     @property
     def slots(self) -> int:

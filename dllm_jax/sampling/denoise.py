@@ -16,6 +16,7 @@ Letters: v positions of a window: a block, and what is run before and behind it.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from dllm_jax.models import mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import confidence, logits, policy, state
-from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.config import TRACED, SamplerConfig
 from dllm_jax.sampling.policy import CachePolicy
 from dllm_jax.sampling.state import SamplingState, Trace
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -270,7 +271,7 @@ def unmask(
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)
     ]
-    take_BW = STRATEGIES[cfg.strategy].take(drawn, may_BW, quota_B, cfg)
+    take_BW = STRATEGIES[cfg.strategy].take(drawn, may_BW, quota_B, of_rows(cfg, s))
     if must_BW is not None:
         take_BW |= must_BW & may_BW
     drawn_BW = drawn.logp_BW + drawn.conf_BW + drawn.entropy_BW
@@ -299,6 +300,16 @@ def choices(s: SamplingState, pos_BW, tokens_BW, masked_BW, cfg: SamplerConfig):
         return masked_BW
     stop_B = first_stop(s, pos_BW, tokens_BW, masked_BW, cfg.stop_ids)
     return masked_BW & (pos_BW < stop_B[:, None])
+
+
+def of_rows(cfg: SamplerConfig, s: SamplingState):
+    """Returns the config, its TRACED fields those of the rows where they have their own.
+
+    Then they are [B, 1].
+    """
+    own = {name: getattr(s, f"{name}_B") for name in TRACED}
+    own = {name: x_B[:, None] for name, x_B in own.items() if x_B is not None}
+    return types.SimpleNamespace(**vars(cfg) | own) if own else cfg
 
 
 def open_positions(s: SamplingState, pos_BW, model: ModelConfig):
@@ -350,6 +361,8 @@ def start(
     limit_B,
     temperature_B,
     key_B,
+    threshold_B=None,
+    entropy_bound_B=None,
     *,
     model: ModelConfig,
     cfg: SamplerConfig,
@@ -361,6 +374,7 @@ def start(
     limit_B: first position that no answer may reach, at most `cfg.slots`
     temperature_B: f32; 0 takes the arg-max
     key_B: a typed random key, which with the row's own content decides its draws
+    threshold_B, entropy_bound_B: f32; None: what `cfg` says
     """
     cache_policy = policy.choose(cfg, model.attention)
     slots = cfg.slots if cache_policy.cached else 0
@@ -374,6 +388,8 @@ def start(
         cache,
         cfg.slots,
         cfg.tail,
+        threshold_B=threshold_B,
+        entropy_bound_B=entropy_bound_B,
     )
     # Blocks of full attention are counted from the answer's start: its keys are never
     # shared, so there is no grid to keep to.

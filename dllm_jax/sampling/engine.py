@@ -128,7 +128,7 @@ class Engine:
             sharding.shapes_of_rows(self.scheduler.no_changes(), self.mesh),
             jax.eval_shape(jax.random.key, 0),
             model=self.model,
-            cfg=self.cfg,
+            cfg=self.cfg.static,
             pages=self.page_count,
         )
         rows = sharding.laid_out(begun)
@@ -139,7 +139,7 @@ class Engine:
             self.scheduler.row_count,
             shards=self.shards,
             model=self.model,
-            cfg=self.cfg,
+            cfg=self.cfg.static,
         )
         return lowered, rows
 
@@ -164,14 +164,15 @@ class Engine:
                 sharding.place_rows(self.scheduler.no_changes(), self.mesh),
                 key,
                 model=self.model,
-                cfg=self.cfg,
+                cfg=self.cfg.static,
                 pages=self.page_count,
             )
         changes = self.scheduler.admit()
         self.changed = changes is not None
         if self.changed:
             changes = sharding.place_rows(changes, self.mesh)
-            self.rows = admit(self.rows, changes, key, model=self.model, cfg=self.cfg)
+            static = {"model": self.model, "cfg": self.cfg.static}
+            self.rows = admit(self.rows, changes, key, **static)
         steps, enough = self.until(watched)
         self.rows = self.loop(
             params,
@@ -180,7 +181,7 @@ class Engine:
             enough,
             shards=self.shards,
             model=self.model,
-            cfg=self.cfg,
+            cfg=self.cfg.static,
         )
 
     def until(self, watched: bool) -> tuple[int, int]:

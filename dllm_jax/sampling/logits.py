@@ -1,7 +1,4 @@
-"""From logits to a token: temperature, top-k, top-p, the draw and what is recorded.
-
-Letters: k the most probable tokens.
-"""
+"""From logits to a token: temperature, top-k, top-p, the draw and what is recorded."""
 
 import flax.struct
 import jax
@@ -9,6 +6,7 @@ import jax.numpy as jnp
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels.reference import keep
 from dllm_jax.sampling.confidence import TARGETS, at_token, neg_entropy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES
@@ -77,34 +75,6 @@ def fused(cfg: SamplerConfig) -> bool:
     return cfg.target in targets and cfg.top_k == 0 and cfg.top_p == 1
 
 
-def keep(logits_BWV, *, top_k: int, top_p: float):
-    """Returns the logits with all but the kept tokens at -inf.
-
-    top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
-    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
-    stay in; of those that tie at the border of p, the fewest do, from the left.
-    """
-    if top_k:
-        best_BWk, _ = jax.lax.top_k(logits_BWV, min(top_k, logits_BWV.shape[-1]))
-        kth_BW1 = best_BWk[..., -1:]
-        logits_BWV = jnp.where(logits_BWV >= kth_BW1, logits_BWV, -jnp.inf)
-    if top_p < 1:
-        sorted_BWV = -jnp.sort(-logits_BWV, axis=-1)
-        prob_BWV = jax.nn.softmax(sorted_BWV, axis=-1)
-        # A token stays while the mass before it has not reached p: never none.
-        inside_BWV = jnp.cumsum(prob_BWV, axis=-1) - prob_BWV < top_p
-        least_BW1 = jnp.min(
-            jnp.where(inside_BWV, sorted_BWV, jnp.inf), axis=-1, keepdims=True
-        )
-        above_BWV, tied_BWV = logits_BWV > least_BW1, logits_BWV == least_BW1
-        room_BW1 = jnp.sum(inside_BWV, axis=-1, keepdims=True) - jnp.sum(
-            above_BWV, axis=-1, keepdims=True
-        )
-        kept_BWV = above_BWV | (tied_BWV & (jnp.cumsum(tied_BWV, axis=-1) <= room_BW1))
-        logits_BWV = jnp.where(kept_BWV, logits_BWV, -jnp.inf)
-    return logits_BWV
-
-
 def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     """Draws a token for every position; each row by its own key and temperature.
 
@@ -121,7 +91,7 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     noise_BWV = jnp.where(greedy_B11, 0.0, gumbel(key_B))  # the arg-max is a draw now
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
     other_B = apart(key_B, 0)
-    target = TARGETS[cfg.target]
+    target = TARGETS[cfg.target].score
     compared_BWV = kept_BWV if cfg.tempered_threshold else logp_BWV
     return Draw(
         token_BW=token_BW,

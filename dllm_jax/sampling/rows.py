@@ -37,12 +37,14 @@ class Changes:
 
     # Rows that leave: cancelled, sent back to the queue, or ended and harvested.
     gone_B: jax.Array
-    # Rows that begin, where `here`; the next six count there alone.
+    # Rows that begin, where `here`; the next eight count there alone.
     here_B: jax.Array
     prompt_BT: jax.Array
     prompt_len_B: jax.Array
     limit_B: jax.Array  # first position that the answer may not reach
     temperature_B: jax.Array
+    threshold_B: jax.Array
+    entropy_bound_B: jax.Array
     index_B: jax.Array  # with the run's key, what the row's random draws depend on
     filled_B: jax.Array  # positions whose keys are in its pages, those copied included
     # Where a new row goes on in a page that others hold, this is copied first.
@@ -112,6 +114,8 @@ def new_rows(changes: Changes, key, *, model: ModelConfig, cfg: SamplerConfig) -
         key_B,
         None,
         cfg.slots,
+        threshold_B=changes.threshold_B,
+        entropy_bound_B=changes.entropy_bound_B,
     )
     return Rows(
         s=s.replace(start_B=s.prompt_len_B // cfg.block * cfg.block),

@@ -290,6 +290,8 @@ class Scheduler:
             prompt_len_B=zeros(),
             limit_B=zeros(),
             temperature_B=zeros(dtype=np.float32),
+            threshold_B=zeros(dtype=np.float32),
+            entropy_bound_B=zeros(dtype=np.float32),
             index_B=zeros(),
             filled_B=zeros(),
             source_B=zeros(),
@@ -397,5 +399,7 @@ class Scheduler:
         changes.prompt_len_B[row] = len(request.prompt)
         changes.limit_B[row] = request.limit
         changes.temperature_B[row] = request.temperature
+        changes.threshold_B[row] = self.cfg.threshold
+        changes.entropy_bound_B[row] = self.cfg.entropy_bound
         changes.index_B[row] = request.index
         changes.filled_B[row] = request.filled

@@ -32,6 +32,10 @@ class SamplingState:
     live_B: jax.Array
     bad_B: jax.Array  # it met a number that is not finite, and ended there
     temperature_B: jax.Array
+    threshold_B: (
+        jax.Array | None
+    )  # these two: in place of SamplerConfig's; None: as it is
+    entropy_bound_B: jax.Array | None
     key_B: jax.Array
     cache: KVCache
 
@@ -108,6 +112,9 @@ def begin(
     cache,
     slots: int,
     tail: tuple[int, ...] = (),
+    *,
+    threshold_B,
+    entropy_bound_B,
 ):
     """Returns rows of `slots` positions whose prompt is given and whose rest is masked.
 
@@ -141,6 +148,8 @@ def begin(
         live_B=prompt_len_B > 0,
         bad_B=jnp.zeros_like(prompt_len_B, bool),
         temperature_B=temperature_B,
+        threshold_B=threshold_B,
+        entropy_bound_B=entropy_bound_B,
         key_B=key_B,
         cache=cache,
     )

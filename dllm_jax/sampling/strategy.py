@@ -12,6 +12,9 @@ class Strategy:
 
     take: Callable  # (draw, masked_BW, quota_B, cfg) -> take_BW: see below
     reads_sure: bool = False  # it compares `draw.sure_BW` with `cfg.threshold`
+    # It reads `draw.score_BW`. What a rule throws away has a likelihood of its own where the
+    # score is one of the token drawn (confidence.Target); else that of the tokens is exact.
+    ranks: bool = False
 
 
 def top_n(score_BW, masked_BW, count_B):
@@ -62,7 +65,7 @@ def entropy_bounded(draw, masked_BW, quota_B, cfg):
 # otherwise.
 STRATEGIES = {
     "sequential": Strategy(sequential),
-    "static": Strategy(static),
-    "dynamic": Strategy(dynamic, reads_sure=True),
+    "static": Strategy(static, ranks=True),
+    "dynamic": Strategy(dynamic, reads_sure=True, ranks=True),
     "entropy_bounded": Strategy(entropy_bounded),
 }

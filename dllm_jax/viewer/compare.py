@@ -9,8 +9,8 @@ import collections
 
 import numpy as np
 
-DRAWS, SEED = 10_000, 0
-CHUNK = 2_000_000  # numbers drawn at once
+from dllm_jax import statistics
+
 # What is compared: its name, and its value in a record, None where it has none.
 MEASURES = {
     "reward": lambda row: row.get("reward"),
@@ -61,9 +61,9 @@ def summary(first: list[dict], second: list[dict], shared) -> dict:
         gain_n = means_2n[1] - means_2n[0]
         if name == "reward":
             wins = [int((gain_n < 0).sum()), int((gain_n > 0).sum())]
-        low, high = interval(gain_n)
+        gain = statistics.paired(*means_2n)
         a, b = means_2n.mean(axis=1).tolist()
-        measures.append([name, a, b, float(gain_n.mean()), low, high])
+        measures.append([name, a, b, gain.value, gain.low, gain.high])
     if len(measures) > 1 and measures[0][1:3] == measures[1][1:3]:
         del measures[0]  # rewards of 0 and 1: their mean is the share of right answers
     return {"problems": len(shared), "wins": wins, "measures": measures}
@@ -78,17 +78,3 @@ def means_of(measure, first: list[dict], second: list[dict], shared):
             return None
         sides.append([float(np.mean(row)) for row in values])
     return np.array(sides)
-
-
-def interval(gain_n) -> tuple[float | None, float | None]:
-    """Returns the 95 % percentile interval of the mean of [n] differences."""
-    n = len(gain_n)
-    if n < 2:
-        return None, None
-    rng, size = np.random.default_rng(SEED), max(CHUNK // n, 1)
-    means = []
-    for first in range(0, DRAWS, size):
-        count = min(size, DRAWS - first)
-        means.append(gain_n[rng.integers(0, n, (count, n))].mean(axis=1))
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
-    return float(low), float(high)

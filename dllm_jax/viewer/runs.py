@@ -1,18 +1,16 @@
 """What a run's folder tells of the run, for its report."""
 
 import json
-import math
 import pathlib
 import re
 
-from dllm_jax import curves, metrics, records
+from dllm_jax import curves, metrics, records, statistics
 from dllm_jax.viewer import traces
 
 HAPPENED = re.compile(
     r"warning|skipp|resum|stays|taken over|stopped|cannot go on|error|refused|defect|Error"
 )
 LAST_EVENTS = 200
-Z = 1.96
 SUMS = {  # metrics of steps whose sum over the run says what went wrong
     "updates_skipped": "updates of the policy skipped",
     "value_updates_skipped": "updates of the value network skipped",
@@ -107,20 +105,13 @@ def evals(rows: list[dict], problems: int) -> list[list]:
     for row in rows:
         share = row.get("heldout_accuracy")
         if share is not None:
-            low, high = wilson(share, problems) if problems else (None, None)
+            low, high = None, None
+            if problems:
+                low, high = statistics.wilson(share, problems)
             names = ("tokens_per_forward", "response_length")
             more = [row.get(f"heldout_{name}") for name in names]
             out.append([row["step"], share, low, high, *more])
     return out
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of a share of n (JASA 22, 1927)."""
-    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = (
-        Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-    )
-    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def heldout_size(cfg: dict) -> int:
@@ -135,9 +126,20 @@ def heldout_size(cfg: dict) -> int:
 
 
 def scores(folder: pathlib.Path) -> list[list]:
-    """Returns (name, value) of eval.json; [] where there is none."""
+    """Returns (name, value, its interval's ends) of an evaluation; [] where there is none.
+
+    The ends are those of card.json, and None where it has none.
+    """
     found = traces.object_of(folder / "eval.json")
-    return [[name, x] for name, x in found.items() if traces.number(x)]
+    card = traces.group(traces.object_of(folder / "card.json"), "scores")
+    rows = []
+    for name, x in found.items():
+        ends = [traces.group(card, name).get(end) for end in ("low", "high")]
+        if not all(map(traces.number, ends)):
+            ends = [None, None]
+        if traces.number(x):
+            rows.append([name, x, *ends])
+    return rows
 
 
 def attempt_of(attempt: dict) -> list[str]:

@@ -9,6 +9,7 @@ import yaml
 
 from configs import from_yaml, tracerl
 from dllm_jax import config
+from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from tests import served
 
 
@@ -308,7 +309,37 @@ def test_rl_with_a_value_model(tmp_path):
     assert (cfg.policy_optim.lr, cfg.value_optim.lr) == (1e-6, 5e-6)
     _, unused = from_yaml.translate(from_yaml.read(path))
     assert unused["model.process_reward_model"].startswith("NOT THE SAME: ")
-    assert "rollout.reward_model.k_sample" in unused
+    assert "rollout.reward_model.k_sample" not in unused
+    assert (cfg.reward.split, cfg.reward.chunk, cfg.reward.tail) == ("tokens", 200, 4)
+    assert cfg.rl.outcome == 0
+    assert cfg.reward.judge == JudgeConfig(
+        at="/some/judge", votes=3, temperature=0.6, tokens=10000, prompt=5000
+    )
+    without = but(FILES["rl_trado_process_reward_rlhf_with_value"], "")
+    without["model"]["process_reward_model"] = None
+    path = written(tmp_path, "without", without)
+    assert frozen(from_yaml.ported(path)).reward == RewardConfig()
+    small = but(
+        FILES["rl_trado_process_reward_rlhf_with_value"],
+        "rollout.reward_model.max_model_len: 10000",
+    )
+    with pytest.raises(ValueError, match="max_model_len=10000 leaves no room"):
+        from_yaml.ported(written(tmp_path, "small", small))
+
+
+def test_rl_on_programs(tmp_path):
+    path = written(tmp_path, "rl_sdar_code")
+    cfg = frozen(from_yaml.ported(path))
+    assert (cfg.rl.reward, cfg.rl.filter) == ("code", "varied")
+    assert not cfg.rl.truncated_wrong and "print()" in cfg.data.template
+    trado = frozen(from_yaml.ported(written(tmp_path, "rl_trado")))
+    assert (trado.rl.reward, trado.rl.filter) == ("math", "solvable")
+    option = but(FILES["trado_eval"], "dataset.data_type: option")
+    cfg = frozen(from_yaml.ported(written(tmp_path, "option", option)))
+    assert cfg.rl.reward == "choice"
+    image = but(FILES["rl_trado"], "dataset.data_type: image")
+    with pytest.raises(ValueError, match="data_type='image': choose from math, code"):
+        from_yaml.ported(written(tmp_path, "image", image))
 
 
 def test_rl_on_a_full_attention_model(tmp_path):

@@ -19,6 +19,7 @@ FUNCTIONS = {  # of the contract
     "cache_update": ["update"],
     "grouped_matmul": ["multiply"],
     "paged_attention": ["attend"],
+    "selection": ["pick", "behind", "pick_gradient"],
     "token_draw": ["draw"],
     "token_logprob": ["pick", "pick_gradient"],
 }

@@ -83,6 +83,42 @@ def test_logprob_and_gradient_are_the_specification(implementation, sizes, vocab
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
+def done(op):
+    """Returns a function for `with_gradients` of seats taken, and behind borders."""
+    rng = np.random.default_rng(4)
+    border = rng.choice([np.inf, -3.0, -6.0, -9.0, 1e-5, -80.0], (B, U))
+
+    def f(x, head, token):
+        return op(x, head, token, jnp.asarray(border, jnp.float32))
+
+    return f
+
+
+def specified_selection(x, head, token, border):
+    """Returns the specification's answer for rows of positions."""
+    flat = x.reshape(-1, x.shape[2]), head, token.reshape(-1), border.reshape(-1)
+    out = reference.selection(*flat, RULE, FORBIDDEN)
+    return tuple(y.reshape(token.shape) for y in out)
+
+
+RULE = reference.Rule(threshold=0.02)
+SELECTIONS = *KINDS[::2], KINDS[-1], ("auto", {})
+
+
+@pytest.mark.parametrize("implementation, sizes", SELECTIONS)
+def test_selection_and_gradient_are_the_specification(implementation, sizes):
+    """Also where nothing lies behind a border, which has no gradient."""
+    weights = normal(B, U, seed=2), normal(B, U, seed=3), jnp.zeros((B, U))
+    args = *inputs(), weights
+    want = jax.jit(functools.partial(with_gradients, done(specified_selection)))(*args)
+    f = functools.partial(kernel(pallas_kernels.selection, implementation), rule=RULE)
+    with jax.set_mesh(mesh(sizes)):
+        found = jax.jit(functools.partial(with_gradients, done(f)))(*args)
+    assert (want[0][0] == reference.LEAST).any() and len(np.unique(want[0][2])) > 3
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_bfloat16_is_accumulated_in_f32(implementation):
     x, head, token = inputs()

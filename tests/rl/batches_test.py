@@ -60,7 +60,8 @@ def made(off, rl=RL, as_sampled=True):
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
         logp_mBU = source.gather(logp) + np.asarray(off, np.float32)
         logp_mBU[int(batch.used) :] = 0
-        return {name: {"logp": logp_mBU, "value": np.zeros_like(logp_mBU)}}
+        zeros = np.zeros_like(logp_mBU)
+        return {name: {"logp": logp_mBU, "entropy": zeros, "value": zeros}}
 
     metrics, out = batches.of_rollouts(
         sampled,
@@ -182,11 +183,17 @@ def test_pairs_get_the_factors_of_what_was_scored():
         examples,
         noised=noised,
         copies=2,
-        draws=2,
-        beta=0.3,
         pack=pack,
-        score=score,
         mesh=mesh(),
+        score=score,
+        compare=lambda outputs, share_nT, len_n: bounds.preference_factors(
+            outputs["policy"]["logp"],
+            outputs["reference"]["logp"],
+            share_nT,
+            len_n,
+            draws=2,
+            beta=0.3,
+        ),
     )
     expected, factor_nT = bounds.preference_factors(
         policy_nT, reference_nT, noised.share_nT, np.full(8, 8), draws=2, beta=0.3

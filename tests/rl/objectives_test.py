@@ -197,6 +197,6 @@ def test_filling_contributes_nothing(filling):
 
 
 def test_which_losses_rl_may_name_and_which_have_factors():
-    assert set(objectives.RL_LOSSES) == {"policy", "dipo", "spg"}
+    assert set(objectives.RL_LOSSES) == {"policy", "dipo", "sequence", "spg", "stable"}
     rows = objectives.OBJECTIVES.items()
-    assert {name for name, row in rows if row.bounds} == {"spg", "dpo"}
+    assert {name for name, row in rows if row.bounds} == {"spg", "stable", "dpo"}

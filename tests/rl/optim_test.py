@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.config import VisionConfig
 from dllm_jax.rl import optim
 from dllm_jax.rl.config import OptimConfig
 from tests.rl import dllm_rl
@@ -111,14 +112,19 @@ def test_without_decay_the_state_is_as_it_was():
 
 def test_every_bias_and_norm_of_a_tower_is_known_by_name():
     cfg = ModelConfig(
-        qkv_bias=True, qk_norm=True, experts=4, dense_layers=1, router_bias=True
+        qkv_bias=True,
+        qk_norm=True,
+        experts=4,
+        dense_layers=1,
+        router_bias=True,
+        vision=VisionConfig(),
     )
-    tree = transformer.specs(cfg, ("lm",))
+    tree = transformer.specs(cfg, ("lm", "vision"))
     names = {
         path[-1].key: spec.init
         for path, spec in jax.tree_util.tree_leaves_with_path(tree)
     }
-    assert {n for n, init in names.items() if init == "zeros"} == set(optim.BIASES)
-    assert {n for n, init in names.items() if init == "ones"} == {
-        n for n in names if "norm" in n
-    }
+    zeros = {n for n, init in names.items() if init == "zeros"}
+    norms = {n for n in names if "norm" in n}  # a layer norm has a bias, too
+    assert zeros - norms == set(optim.BIASES)
+    assert {n for n, init in names.items() if init == "ones"} == norms - zeros

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import data, exits, sharding
-from dllm_jax.rl import rollout, views
+from dllm_jax.rl import noise, rollout
 from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
@@ -134,7 +134,7 @@ def test_the_engine_and_batches_give_the_same_answers(tiny, mesh):
             for run in (batches, engine)
         )
     np.testing.assert_array_equal(got.len_B, want.len_B)
-    answer = views.answers(want)
+    answer = noise.answers(want)
     for name in ("tokens_BT", "step_BT"):
         found, wanted = getattr(got, name), getattr(want, name)
         np.testing.assert_array_equal(found[answer], wanted[answer], err_msg=name)

@@ -30,6 +30,13 @@ def settings(method: str, folder) -> sources.Settings:
             noise=NoiseConfig(kind="semi_ar"),
             data=dataclasses.replace(given.data, response="answer"),
         )
+    if method == "reward":
+        path = lent.write_pairs(folder / "pairs.jsonl")
+        return dataclasses.replace(
+            given,
+            noise=NoiseConfig(kind="end"),
+            data=dataclasses.replace(given.data, train=path),
+        )
     if method == "dpo":
         path = lent.write_pairs(folder / "pairs.jsonl")
         return dataclasses.replace(
@@ -96,7 +103,7 @@ def test_a_step_is_a_function_of_its_number_its_place_and_the_weights(source):
     assert once.metrics == again.metrics
     check_equal(fetched(once), fetched(again))
     further = fetched(step(2, 8 + source.taken_per_step, lent.Weights()))
-    assert (fetched(once)[0].target_BU != further[0].target_BU).any()
+    assert (fetched(once)[0].tokens_BT != further[0].tokens_BT).any()
 
 
 def test_the_data_come_round_again(source):

@@ -585,6 +585,8 @@ def test_weights_sum_to_their_definition(aggregate, problem, spare, share):
             "constant": 1 / (n * 100),
             "group": 1 / ((steps_g > 0).sum() * steps_g[group_n[i]]),
             "elbo": share_nT[i, inside_T] / answer_nT.sum(),
+            "elbo_sequence": share_nT[i, inside_T] / (n * inside_T.sum()),
+            "elbo_answer": share_nT[i, inside_T] / n,
         }[aggregate]
         expected = np.broadcast_to(expected, inside_T.sum())
         np.testing.assert_allclose(weight_nT[i, inside_T], expected, rtol=1e-6)

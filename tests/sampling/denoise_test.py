@@ -230,6 +230,7 @@ def step(params, s, f: Facts, *, model, block):
         rank_temperature=0,
         guidance=0,
         tail=(),
+        before_stop=False,
         pad_penalty=1,
         horizon=0,
         slots=s.tokens_BT.shape[1],

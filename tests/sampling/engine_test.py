@@ -191,6 +191,34 @@ def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
     answers_as(made, params, want)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "field", "values"),
+    [
+        ("dynamic", "threshold", (0.5, 0.05)),
+        ("entropy_bounded", "entropy_bound", (0.35, 9)),
+    ],
+)
+def test_other_thresholds_are_other_answers_of_the_same_program(
+    tiny, wanted, strategy, field, values
+):
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, strategy=strategy)
+    steps = []
+    for count, value in enumerate(values):
+        if count == 1:
+            compiled = engine.advance._cache_size()
+        own = dataclasses.replace(cfg, **{field: value})
+        made = Engine(model=model, cfg=own, mesh=ONE())
+        ask(made, ASKED)
+        got = {request.index: row for request, row in made.run(params, KEY)}
+        if own == cfg:
+            for index, row in wanted[strategy].items():
+                same(got[index], row)
+        steps.append(sum(int(row.steps) for row in got.values()))
+    assert steps[1] < steps[0]
+    assert engine.advance._cache_size() == compiled
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]

@@ -8,16 +8,6 @@ from dllm_jax.viewer import runs
 from tests.viewer.common import write
 
 
-def test_wilsons_interval():
-    low, high = runs.wilson(0.5, 10)
-    assert (low, high) == (
-        pytest.approx(0.2366, abs=1e-4),
-        pytest.approx(0.7634, abs=1e-4),
-    )
-    assert runs.wilson(0.0, 10)[0] == 0 and runs.wilson(1.0, 10)[1] == 1
-    assert runs.wilson(0.0, 10)[1] == pytest.approx(3.8415 / 13.8415, abs=1e-4)
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
@@ -58,3 +48,22 @@ def test_leaves_are_named_as_on_the_command_line():
         "a.b": '[1, "x"]',
         "c": "null",
     }
+
+
+def test_an_evaluation_is_told_with_its_intervals(tmp_path):
+    """As far as a card has them: a damaged one costs no more than they."""
+    told = {"accuracy": 0.5, "problems": 4, "odd": "x"}
+    (tmp_path / "eval.json").write_text(json.dumps(told))
+    bare = [["accuracy", 0.5, None, None], ["problems", 4, None, None]]
+    assert runs.scores(tmp_path) == bare
+    card = tmp_path / "card.json"
+    for damaged in (
+        "{",
+        "[]",
+        '{"scores": 3}',
+        '{"scores": {"accuracy": {"low": "x"}}}',
+    ):
+        card.write_text(damaged)
+        assert runs.scores(tmp_path) == bare
+    card.write_text('{"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}')
+    assert runs.scores(tmp_path) == [["accuracy", 0.5, 0.1, 0.9], bare[1]]

@@ -118,16 +118,6 @@ def test_a_file_compared_with_itself_gives_zero_and_no_width():
     assert all(row[3:] == [0.0, 0.0, 0.0] for row in told["measures"])
 
 
-def test_the_interval_is_that_of_the_mean_of_differences():
-    rng = np.random.default_rng(0)
-    gain_n = rng.normal(1.0, 2.0, 400)
-    low, high = compare.interval(gain_n)
-    half = 1.96 * gain_n.std() / 20  # the normal approximation, good for 400
-    assert low == pytest.approx(gain_n.mean() - half, abs=0.03)
-    assert high == pytest.approx(gain_n.mean() + half, abs=0.03)
-    assert compare.interval(gain_n[:1]) == (None, None)
-
-
 def test_what_is_not_graded_is_compared_by_length_and_speed():
     rows = [answer(prompt_ids=[i]) for i in range(3)]
     told = compare.summary(rows, rows, compare.common(rows, rows))

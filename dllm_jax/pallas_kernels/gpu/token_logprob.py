@@ -58,6 +58,25 @@ def pick_end(carry):
     return *softmax_result(carry[:3]), carry[3]
 
 
+def behind_step(carry, score_rv, id_rv, counts_rv, limit_r):
+    """Adds a tile to what lies behind the limit, and to the number of those before it."""
+    max_r, sum_r, ahead_r = carry
+    behind_rv = counts_rv & (score_rv <= wide(limit_r, 0, score_rv))
+    ahead_rv = jnp.where(counts_rv, 1.0, 0.0) - jnp.where(behind_rv, 1.0, 0.0)
+    score_rv = jnp.where(behind_rv, score_rv, LOWEST)
+    new_r = jnp.maximum(max_r, score_rv.max(axis=1))
+    prob_rv = jnp.exp(score_rv - wide(new_r, 0, score_rv))
+    prob_rv = jnp.where(behind_rv, prob_rv, 0.0)
+    sum_r = sum_r * jnp.exp(max_r - new_r) + prob_rv.sum(axis=1)
+    return new_r, sum_r, ahead_r + ahead_rv.sum(axis=1)
+
+
+def behind_end(carry):
+    """Returns (log of the sum behind the limit, tokens before it)."""
+    max_r, sum_r, ahead_r = carry
+    return max_r + jnp.log(jnp.where(sum_r > 0, sum_r, 1.0)), ahead_r
+
+
 def draw_step(
     carry,
     score_rv,
@@ -242,18 +261,35 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
     return *joined(lse_pR, mean_pR), logit_pR.sum(axis=0)
 
 
+def behind(x_RD, head_DV, limit_R, offset, *, forbidden: int, interpret=False):
+    """Returns (log of the sum of exponentials behind the limit, tokens before it), [R]."""
+    lse_pR, ahead_pR = launch(
+        "token_logprob",
+        behind_step,
+        behind_end,
+        (LOWEST, 0.0, 0.0),
+        (limit_R,),
+        x_RD,
+        head_DV,
+        offset,
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    return jax.nn.logsumexp(lse_pR, axis=0), ahead_pR.sum(axis=0)
+
+
 def pick_gradient(
-    x_RD, head_DV, token_R, offset, saved_4R, *, forbidden: int, interpret=False
+    x_RD, head_DV, token_R, offset, saved, *, forbidden: int, interpret=False
 ):
     """Returns (dx, dhead) of this part of the head, a tile of the vocabulary at a time.
 
-    saved: (log of the sum, mean logit, dlogp, dentropy) of each row. A sum of [r, D] over
+    saved: as in `tpu.token_logprob.logit_gradient`. A sum of [r, D] over
     the vocabulary fits no registers, so that a tile of the logits' gradient is stored in any
     case; then the library's three products a tile leave a kernel little to gain.
     """
     del interpret
     (R, _), V = x_RD.shape, head_DV.shape[1]
-    lse_R1, mean_R1, dlogp_R1, dentropy_R1 = (x_R[:, None] for x_R in saved_4R)
+    lse_R1, mean_R1, dlogp_R1, dentropy_R1, *limits = (x_R[:, None] for x_R in saved)
     tile = min(V, max(128, GRADIENT_BYTES // (2 * R) // 128 * 128))
 
     def add_tile(j, gradients):
@@ -266,6 +302,10 @@ def pick_gradient(
         is_token_Rv = at_1v + offset == token_R[:, None]
         grad_Rv = dlogp_R1 * (is_token_Rv - prob_Rv)
         grad_Rv -= dentropy_R1 * prob_Rv * (score_Rv - mean_R1)
+        if limits:
+            limit_R1, behind_R1 = limits
+            behind_Rv = jnp.where(score_Rv <= limit_R1, score_Rv - behind_R1, LOWEST)
+            grad_Rv += dlogp_R1 * jnp.exp(behind_Rv)
         counts_1v = (at_1v >= j * tile) & (at_1v + offset != forbidden)
         grad_Rv = jnp.where(counts_1v, grad_Rv, 0).astype(x_RD.dtype)
         dx_RD += jnp.dot(grad_Rv, head_Dv.T, preferred_element_type=jnp.float32)

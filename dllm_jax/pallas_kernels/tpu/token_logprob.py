@@ -98,6 +98,45 @@ def pick_kernel(
         out_ref[:, 2:3] = column(stats_ref, 3)
 
 
+def behind_kernel(
+    offset_ref,
+    x_ref,
+    head_ref,
+    limit_ref,
+    out_ref,
+    stats_ref,
+    *,
+    V: int,
+    forbidden: int,
+):
+    """Writes `behind`'s two columns; stats: maximum and sum behind, and how many are not."""
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _():
+        clear(stats_ref, 0)
+
+    score_rv, _, counts_rv = logits(
+        offset_ref, x_ref, head_ref, j, V=V, forbidden=forbidden
+    )
+    behind_rv = counts_rv & (score_rv <= limit_ref[...])
+    score_rv = jnp.where(behind_rv, score_rv, LOWEST)
+    old_r1 = column(stats_ref, 0)
+    max_r1 = jnp.maximum(old_r1, score_rv.max(axis=1, keepdims=True))
+    prob_rv = jnp.where(behind_rv, jnp.exp(score_rv - max_r1), 0.0)
+    faded_r1 = column(stats_ref, 1) * jnp.exp(old_r1 - max_r1)
+    ahead_rv = (counts_rv & ~behind_rv).astype(jnp.float32)
+    stats_ref[:, 0:1] = max_r1
+    stats_ref[:, 1:2] = faded_r1 + prob_rv.sum(axis=1, keepdims=True)
+    stats_ref[:, 2:3] += ahead_rv.sum(axis=1, keepdims=True)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        max_r1, sum_r1 = column(stats_ref, 0), column(stats_ref, 1)
+        lse_r1 = max_r1 + jnp.log(jnp.where(sum_r1 > 0, sum_r1, 1.0))
+        out_ref[:, 0:1], out_ref[:, 1:2] = lse_r1, column(stats_ref, 2)
+
+
 def draw_kernel(
     offset_ref,
     x_ref,
@@ -155,8 +194,10 @@ def logit_gradient(
 ):
     """Returns the gradient of a tile of logits, [r, v] f32.
 
-    Of the log-prob: 1(token) - p. Of the entropy: -p (score - mean score).
-    saved: (log of the sum, mean score, dlogp, dentropy) of each row.
+    Of the log-prob: 1(token) - p. Of the entropy: -p (score - mean score). Of the log of
+    what lies behind a limit: p / its sum there, - p.
+    saved: (log of the sum, mean score, dlogp, dentropy) of each row, and where a limit is
+    (limit, log of the sum behind it).
     """
     score_rv, id_rv, counts_rv = logits(
         offset_ref, x_ref, head_ref, tile, V=V, forbidden=forbidden
@@ -166,6 +207,10 @@ def logit_gradient(
     is_token_rv = (id_rv == token_ref[...]).astype(jnp.float32)
     grad_rv = dlogp_r1 * (is_token_rv - prob_rv)
     grad_rv -= dentropy_r1 * prob_rv * (score_rv - mean_r1)
+    if saved_ref.shape[1] > 4:
+        limit_r1, behind_r1 = column(saved_ref, 4), column(saved_ref, 5)
+        behind_rv = jnp.where(score_rv <= limit_r1, score_rv - behind_r1, LOWEST)
+        grad_rv += dlogp_r1 * jnp.exp(behind_rv)
     return jnp.where(counts_rv, grad_rv, 0.0)
 
 
@@ -326,16 +371,33 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
     return tuple(out_R3[:R].T)
 
 
+def behind(x_RD, head_DV, limit_R, offset, *, forbidden: int, interpret=False):
+    """Returns (log of the sum of exponentials behind the limit, tokens before it), [R]."""
+    R = len(x_RD)
+    x_RD, limit_R1 = filled(x_RD, limit_R[:, None])
+    (out_R2,) = launch(
+        "behind_kernel",
+        behind_kernel,
+        offset,
+        [("RD", x_RD), ("DV", head_DV), ("R1", limit_R1)],
+        outputs=[("R2", jnp.float32)],
+        scratch=["R3"],
+        major="R",
+        forbidden=forbidden,
+        interpret=interpret,
+    )
+    return tuple(out_R2[:R].T)
+
+
 def pick_gradient(
-    x_RD, head_DV, token_R, offset, saved_4R, *, forbidden: int, interpret=False
+    x_RD, head_DV, token_R, offset, saved, *, forbidden: int, interpret=False
 ):
     """Returns (dx, dhead) of this part of the head; saved: see `logit_gradient`."""
     R = len(x_RD)
-    x_RD, token_R1, saved_R4 = filled(
-        x_RD, token_R[:, None], jnp.stack(saved_4R, axis=1)
-    )
+    columns = f"R{len(saved)}"
+    x_RD, token_R1, saved = filled(x_RD, token_R[:, None], jnp.stack(saved, axis=1))
     run = functools.partial(launch, forbidden=forbidden, interpret=interpret)
-    of_logits = [("DV", head_DV), ("R1", token_R1), ("R4", saved_R4)]
+    of_logits = [("DV", head_DV), ("R1", token_R1), (columns, saved)]
     (dx_RD,) = run(
         "dx_kernel",
         dx_kernel,

@@ -16,7 +16,6 @@ for ever or crash belongs into a `Worker`, a program into the `sandbox`.
 
 import dataclasses
 import functools
-import importlib
 import math as numbers
 from collections.abc import Callable
 from types import ModuleType
@@ -24,7 +23,16 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, math, scenes
+from dllm_jax.rl.rewards import (
+    choice,
+    code,
+    judge,
+    math,
+    process,
+    puzzles,
+    ranking,
+    scenes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +40,9 @@ class Grades:
     """What n answers are worth."""
 
     reward_n: np.ndarray  # 1 is right, 0 wrong; NaN: not found out
-    reward_nT: np.ndarray | None = None  # of tokens, beside; None: of the answer alone
+    # Of tokens, by position on the canvas, beside; None: of the answer alone. NaN: the
+    # answer was not judged.
+    reward_nT: np.ndarray | None = None
     # What it is made of, by name, before weights; the first says what is right.
     parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -50,21 +60,31 @@ class Grader:
         data's fault. Called for every problem of a file before a run starts, so it must be
         cheap; what it lets through, `grade` does not refuse.
     gold: whether it needs the field that data.answer names.
+    vote(texts): a number for what each answer to one problem says, the same where they say
+        the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
         ValueError where it cannot judge here.
+    steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
+        learned from, a process.Chunks; None where nobody splits them. right_n: which
+        answers are right, as `grade` found.
+    aside: whether `grade` may be called in a thread beside sampling.
     """
 
     grade: Callable[[list[str], list[Problem], object], Grades]
     check: Callable[[Problem], None]
     gold: bool = True
+    vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
+    steps: Callable | None = None
+    aside: bool = True
     judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
 
 
 def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:
     """Returns a module's Grader that compares texts, or images, with gold answers.
 
-    It has grade(texts, golds) and check(gold).
+    It has grade(texts, golds) and check(gold), and where answers may be voted on
+    extract(text) and equal(answer, another).
     """
 
     def check(problem: Problem) -> None:
@@ -77,20 +97,58 @@ def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:
         golds = [problem.answer for problem in problems]
         return Grades(np.array(module.grade(texts, golds), np.float32))
 
-    return Grader(grade, check, judges=judges)
+    votes = hasattr(module, "extract") and hasattr(module, "equal")
+    vote = functools.partial(voted, module) if votes else None
+    return Grader(grade, check, judges=judges, vote=vote)
+
+
+def voted(module: ModuleType, texts: list[str]) -> list[int]:
+    """Returns which of the different answers each text gives, from 0; -1: none."""
+    different, numbers_n = [], []
+    for text in texts:
+        answer = module.extract(text)
+        if answer is None:
+            numbers_n.append(-1)
+            continue
+        known = (i for i, x in enumerate(different) if alike(module, answer, x))
+        number = next(known, len(different))
+        different += [answer] * (number == len(different))
+        numbers_n.append(number)
+    return numbers_n
+
+
+def alike(module: ModuleType, answer: str, another: str) -> bool:
+    """Returns whether two extracted answers are equal; one that is no gold is its text."""
+    try:
+        return answer == another or bool(module.equal(answer, another))
+    except ValueError:
+        return False
 
 
 def by_tests(cfg) -> Grader:
     """Returns the Grader of programs. cfg: rl.config.RewardConfig."""
 
     def grade(texts, problems, trace) -> Grades:
-        return Grades(np.array(code.grade(texts, problems, cfg), np.float32))
+        pairs = zip(problems, texts, strict=True)
+        whole = [problem.begun + text for problem, text in pairs]
+        return Grades(np.array(code.grade(whole, problems, cfg), np.float32))
 
     return Grader(
         grade,
         lambda problem: code.check(problem.record),
         gold=False,
         begin=functools.partial(code.begin, cfg),
+    )
+
+
+def by_rules(name: str) -> Grader:
+    """Returns the Grader of a puzzle, a key of puzzles.PUZZLES."""
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(np.array(puzzles.grade(name, texts, problems), np.float32))
+
+    return Grader(
+        grade, lambda problem: puzzles.check(name, problem.record), gold=False
     )
 
 
@@ -111,21 +169,67 @@ def compact(pictures, problems, trace) -> Grades:
     return Grades(np.array([scenes.compactness(x) for x in pictures], np.float32))
 
 
+def by_judge(cfg) -> Grader:
+    """Returns the Grader that asks a judge whether an answer is right.
+
+    The reward is the share of its votes that say so, of those that say anything. cfg:
+    rl.config.RewardConfig. Raises ValueError where no judge is named.
+    """
+    if not cfg.judge.at:
+        raise ValueError(
+            "rl.reward='judge' needs reward.judge.at: a URL, a module:function or a "
+            "checkpoint's folder"
+        )
+    asked = judge.judge(cfg.judge)
+
+    def grade(texts, problems, trace) -> Grades:
+        pairs = zip(texts, problems, strict=True)
+        questions = [judge.Question(p.text, p.answer, text) for text, p in pairs]
+        every = [[x for x in votes if x] for votes in asked.votes(questions)]
+        shares = [np.mean([x > 0 for x in v]) if v else np.nan for v in every]
+        return Grades(np.array(shares, np.float32))
+
+    return Grader(grade, anything, gold=False, begin=asked.begin, aside=asked.aside)
+
+
+def by_model(cfg, tok) -> Grader:
+    """Returns the Grader whose rewards are the scores of a reward model.
+
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer, None where none is to be
+    compared with the model's own. Raises ValueError where no model is named.
+    """
+    if not cfg.model:
+        raise ValueError(
+            "rl.reward='reward_model' needs reward.model, a checkpoint's folder"
+        )
+    ranker = ranking.Ranker(cfg.model, tok)
+
+    def grade(texts, problems, trace) -> Grades:
+        return Grades(ranker.grade(trace))
+
+    return Grader(grade, anything, gold=False, begin=ranker.begin, aside=False)
+
+
 def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
-# name: the Grader that a RewardConfig makes of it.
-GRADERS: dict[str, Callable[[object], Grader]] = {
-    "math": lambda cfg: by_gold(math),
-    "choice": lambda cfg: by_gold(choice),
-    "code": by_tests,
-    "length": lambda cfg: Grader(
+PICTURES = ("scene", "jpeg")  # keys of GRADERS that judge images alone
+# name: the Grader that a RewardConfig, and the policy's tokenizer, make of it.
+GRADERS: dict[str, Callable[[object, object], Grader]] = {
+    "math": lambda cfg, tok: by_gold(math),
+    "choice": lambda cfg, tok: by_gold(choice),
+    "code": lambda cfg, tok: by_tests(cfg),
+    "judge": lambda cfg, tok: by_judge(cfg),
+    "reward_model": by_model,
+    "countdown": lambda cfg, tok: by_rules("countdown"),
+    "sudoku": lambda cfg, tok: by_rules("sudoku"),
+    "length": lambda cfg, tok: Grader(
         shortness, anything, gold=False, judges=("text", "image")
     ),
-    "scene": lambda cfg: by_gold(scenes, judges=("image",)),
-    "jpeg": lambda cfg: Grader(compact, anything, gold=False, judges=("image",)),
-    "format": lambda cfg: Grader(form, anything, gold=False),
+    "scene": lambda cfg, tok: by_gold(scenes, judges=("image",)),
+    "jpeg": lambda cfg, tok: Grader(compact, anything, gold=False, judges=("image",)),
+    "format": lambda cfg, tok: Grader(form, anything, gold=False),
 }
 
 
@@ -167,17 +271,32 @@ def weight(entry: str, given: list[str]) -> float:
     return number
 
 
-def grader(spec: str, cfg, answers: str = "text") -> Grader:
-    """Returns the one Grader that `rl.reward` says. cfg: rl.config.RewardConfig.
+def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
+    """Returns the one Grader that `rl.reward` and `reward.split` say.
 
-    answers: what they are, SamplerConfig.answers. Raises ValueError for what `weights`
-    refuses, for a function that is not there, and for a judge of something else.
+    cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
+    split. answers: what they are, SamplerConfig.answers. Raises ValueError for what
+    `weights` refuses, for a function that is not there, and for a judge of something else.
     """
+    outcome = of_outcomes(spec, cfg, tok, answers)
+    if cfg.split == "none" or tok is None:
+        return outcome
+    asked = judge.judge(cfg.judge)
+    return dataclasses.replace(
+        outcome,
+        begin=lambda: [*outcome.begin(), *asked.begin()],
+        steps=process.steps(cfg, asked, tok),
+    )
+
+
+def of_outcomes(spec: str, cfg, tok, answers: str) -> Grader:
+    """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
-    made = {x: GRADERS[x](cfg) if x in GRADERS else loaded(x) for x in weighed}
+    made = {x: GRADERS[x](cfg, tok) if x in GRADERS else loaded(x) for x in weighed}
     for name, one in made.items():
         if answers not in one.judges:
-            fit = [x for x, row in GRADERS.items() if answers in row(cfg).judges]
+            fit = [x for x in GRADERS if x not in PICTURES]
+            fit = (*PICTURES, "length") if answers == "image" else fit
             raise ValueError(
                 f"rl.reward={name!r} judges no {answers}, which answers are "
                 f"(sampler.answers); choose from {', '.join(fit)}, or your own"
@@ -197,7 +316,9 @@ def grader(spec: str, cfg, answers: str = "text") -> Grader:
         grade,
         check,
         gold=any(one.gold for one in made.values()),
+        vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
+        aside=all(one.aside for one in made.values()),
     )
 
 
@@ -215,19 +336,7 @@ def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
 
 def loaded(name: str) -> Grader:
     """Returns the Grader of a `module:function`; raises ValueError where there is none."""
-    module, _, function = name.partition(":")
-    try:
-        own = getattr(importlib.import_module(module), function)
-    except ImportError as error:
-        raise ValueError(
-            f"rl.reward={name!r}: {error}; its folder must be the one the command is "
-            "started in, or on PYTHONPATH"
-        ) from None
-    except AttributeError:
-        raise ValueError(f"rl.reward={name!r}: {module} has no {function}") from None
-    called = callable(own)
-    if not called:
-        raise ValueError(f"rl.reward={name!r}: {function} is no function")
+    own = judge.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
         given = own(texts, problems, trace)
@@ -236,6 +345,11 @@ def loaded(name: str) -> Grader:
             raise ValueError(
                 f"rl.reward={name!r} returned grades of shape {np.shape(grades.reward_n)} "
                 f"for {len(texts)} answers"
+            )
+        if np.shape(grades.reward_nT) not in ((), trace.tokens_BT.shape):
+            raise ValueError(
+                f"rl.reward={name!r} returned rewards of tokens of shape "
+                f"{np.shape(grades.reward_nT)}; the canvases are {trace.tokens_BT.shape}"
             )
         return grades
 

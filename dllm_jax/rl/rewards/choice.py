@@ -16,6 +16,16 @@ def letter(text: str) -> str | None:
     return match[1].upper() if match else None
 
 
+def extract(text: str) -> str | None:
+    """Returns the letter that an answer gives; None where it gives none."""
+    return letter(math.extract(text) or "")
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Returns whether two letters are the same."""
+    return answer == gold
+
+
 def check(gold: str) -> None:
     """Raises ValueError for a gold that is no letter."""
     if letter(gold) is None:
@@ -26,5 +36,5 @@ def check(gold: str) -> None:
 
 def grade(texts: list[str], golds: list[str]) -> list[float]:
     """Returns 1.0 where an answer's letter is the gold's, else 0.0."""
-    answers = [letter(math.extract(text) or "") for text in texts]
+    answers = [extract(text) for text in texts]
     return [float(a == letter(g)) for a, g in zip(answers, golds, strict=True)]

@@ -110,7 +110,27 @@ def mbpp(record: dict) -> dict:
     )
     imports = texts(record.get("test_imports") or [])
     setup = "\n".join([*imports, str(record.get("test_setup_code") or "")])
+    if len(asserts) == 1 and (whole := called_check(asserts[0])):
+        return whole | {"prelude": setup}
     return {"kind": "asserts", "setup": setup, "asserts": asserts}
+
+
+def called_check(source: str) -> dict | None:
+    """Returns the shape of a test that is a function `check`, and its call with another.
+
+    So are the tests of dLLM-RL's MBPP and HumanEval. None: it is something else.
+    """
+    *before, last = parsed(source).body or [None]
+    match last:
+        case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(entry)], [])):
+            lines = source.splitlines(keepends=True)[: last.lineno - 1]
+            named = any(getattr(x, "name", None) == "check" for x in before)
+            return (
+                {"kind": "check", "entry": entry, "check": "".join(lines)}
+                if named
+                else None
+            )
+    return None
 
 
 def humaneval(record: dict) -> dict:

@@ -75,8 +75,9 @@ function showReport({ runs, samples, summary }) {
     el("dl", { class: "facts-list" }, run.facts.map(([name, x]) =>
       el("div", {}, el("dt", {}, name), el("dd", {}, x))))));
   const scores = runs.filter((run) => run.scores.length).map((run) =>
-    grid(["eval.json", named(runs, runs.indexOf(run)) ?? ""],
-      run.scores.map(([name, x]) => [name, short(x)]), "numbers"));
+    grid(["eval.json", named(runs, runs.indexOf(run)) ?? "", "95 %"],
+      run.scores.map(([name, x, low, high]) =>
+        [name, short(x), low === null ? "" : `${short(low)} \u2013 ${short(high)}`]), "numbers"));
   const time = runs.filter((run) => run.phases.steps.length).map((run) =>
     [two ? el("h3", {}, named(runs, runs.indexOf(run)), run.name) : null, timeChart(run.phases)]);
   main.append(...[el("header", { class: two ? "top halves" : "top" }, head),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import config, data, sharding
+from dllm_jax import config, data, generate, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import look, prompts, soft
 from dllm_jax.sampling import answers, looking, pages
@@ -120,7 +120,7 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
         )
 
     found, dropped = examples(rows)
-    assert [len(x.pictures) for x in found.prompts] == [1, 1, 0] and dropped == 0
+    assert [len(x) for x in found.pictures] == [1, 1, 0] and dropped == 0
     told = capsys.readouterr().err
     assert "2 of 5 records are skipped" in told
     assert "record 2: image 'half.png' cannot" in told
@@ -129,6 +129,24 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
         examples(rows[1:3])
     with pytest.raises(ValueError, match="record 1: it has 2 times <image> for 1"):
         examples([rows[0] | {"question": "<image><image>"}])
+
+
+def test_generate_names_what_it_cannot_show(loaded, place, capsys):
+    cfg, _, tok = loaded
+    flags = [f"--model={place / 'model'}", f"--image={place / '0.png'}"]
+    with pytest.raises(ValueError, match="is no model that looks at images"):
+        generate.main([*flags, "--config.model.tiles=0", "What?"])
+    with pytest.raises(ValueError, match="--image=FILE goes with one prompt"):
+        generate.main([*flags, "--prompts=rows.jsonl"])
+    with pytest.raises(ValueError, match=r"none\.png': No such file"):
+        generate.main([flags[0], f"--image={place / 'none.png'}", "What?"])
+    file = place / "asked.jsonl"
+    rows = [{"question": "A?", "image": name} for name in ("0.png", "none.png")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown, lines = generate.read(str(file), tok, cfg.vocab, prompts.Reader(cfg))
+    assert lines == rows and shown[1] == []  # it has a line, which says: skipped
+    assert shown[0] == asked(loaded, place, "A?", "0.png")
+    assert "record 2: image 'none.png'" in capsys.readouterr().err
 
 
 def test_an_image_is_seen_once(loaded, place, tmp_path):

@@ -450,3 +450,29 @@ def test_reference_solutions_of_mbpp_pass():
     """Every twentieth; benchmarks/jail.py takes all."""
     rows = [json.loads(line) for line in MBPP.read_text().splitlines()][::20]
     assert [row["task_id"] for row in rows if grade(row["code"], row) != 1.0] == []
+
+
+WHOLE = (  # as dLLM-RL's MBPP and HumanEval have them
+    (
+        "\n\ndef check(candidate):\n    assert twice(1) == 2\n    assert twice(2) == 4\n\n"
+        "check(twice)"
+    ),
+    (
+        "META = {}\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+        "    assert candidate(2) == 4\n\n\ncheck(twice)\n"
+    ),
+)
+
+
+@pytest.mark.parametrize("test", WHOLE)
+def test_a_whole_check_in_a_list_of_tests(test):
+    record = {"test_list": [test], "test_method": "function", "test_time_limit": 1}
+    right, half = "def twice(x):\n    return 2 * x\n", "def twice(x):\n    return 2\n"
+    assert code.grade_program(right, record) == 1
+    assert 0 < code.grade_program(half, record) < 1
+    assert code.grade_program("check = print\ntwice = 3\n", record) == 0
+
+
+def test_what_only_looks_like_a_whole_check_is_an_assertion():
+    for test in ("check(twice)", "assert check(twice)", "def check(f): pass\nprint(f)"):
+        assert code.called_check(test) is None

@@ -188,14 +188,6 @@ def test_what_was_not_judged_leaves_the_means(tmp_path):
     assert (told["reward"], told["accuracy"], told["graded_timeouts"]) == (0.5, 0.5, 1)
 
 
-def test_rewards_of_tokens_are_refused_as_long_as_nobody_reads_them():
-    grader = rewards.Grader(
-        lambda *_: Grades(np.ones(1), np.ones((1, 12))), rewards.anything
-    )
-    with pytest.raises(ValueError, match="rewards of tokens are not learned from yet"):
-        graded(grader, [5], truncated_wrong=False)
-
-
 # ---- One's own -----------------------------------------------------------------------
 
 OWN = """
@@ -220,6 +212,9 @@ def short(texts, problems, trace):
 
 def words(texts, problems, trace):
     return ["good"] * len(texts)
+
+def tokens(texts, problems, trace):
+    return Grades(np.ones(2), np.ones((2, 3)))
 
 number = 3
 """
@@ -264,6 +259,7 @@ def test_what_is_not_there_is_refused(mine, name, message):
     [
         ("short", "grades of shape \\(1,\\) for 2 answers"),
         ("words", "returned what is no list of numbers"),
+        ("tokens", "rewards of tokens of shape \\(2, 3\\); the canvases are \\(2, 12"),
     ],
 )
 def test_a_function_that_returns_nonsense_is_named(mine, name, message):
@@ -274,7 +270,10 @@ def test_a_function_that_returns_nonsense_is_named(mine, name, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("maths", "choose from math, choice, code, length, format, or name your own"),
+        (
+            "maths",
+            "choose from math, choice, code, judge, reward_model, .*or name your own",
+        ),
         ("", "choose from math"),
         ("math,", "'' is no grader"),
         ("math:x", "'math:x': a weight is one finite number"),

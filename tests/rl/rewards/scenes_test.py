@@ -57,8 +57,10 @@ def test_jpeg_pays_for_plain_pictures():
     small = scenes.compactness(noise[:8, :8])
     assert 0 < small < scenes.compactness(plain[:8, :8])
     problems = [Problem([1], "a", "")] * 2
-    more = rewards.grader("jpeg", None, "image").grade([plain, noise], problems, None)
-    less = rewards.grader("jpeg:-1", None, "image").grade(
+    more = rewards.grader("jpeg", None, answers="image").grade(
+        [plain, noise], problems, None
+    )
+    less = rewards.grader("jpeg:-1", None, answers="image").grade(
         [plain, noise], problems, None
     )
     assert more.reward_n[0] > more.reward_n[1]
@@ -67,11 +69,11 @@ def test_jpeg_pays_for_plain_pictures():
 
 def test_a_judge_of_texts_judges_no_image():
     with pytest.raises(ValueError, match="'math' judges no image, .* scene, jpeg"):
-        rewards.grader("math", None, "image")
+        rewards.grader("math", None, answers="image")
     with pytest.raises(ValueError, match="'scene' judges no text"):
         rewards.grader("scene", None)
     own = "tests.rl.rewards.scenes_test:bright"
-    judged = rewards.grader(f"{own},length:0.1", None, "image")
+    judged = rewards.grader(f"{own},length:0.1", None, answers="image")
     assert judged.gold is False
 
 

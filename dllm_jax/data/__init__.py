@@ -8,19 +8,23 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import re
 from typing import NamedTuple
 
 import flax.struct
 import numpy as np
 
 from dllm_jax import checks, limits
+from dllm_jax.data import sets
 from dllm_jax.exits import warn
 from dllm_jax.records import records
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 # How dLLM-RL asks problems of models that attend by blocks, and of the others.
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-BOXED = "Solve the problem and put your final answer within \\boxed{}.\n{question}"
+BOXED = (
+    "You need to put your final answer in \\boxed{}. This is the problem:\n{question}"
+)
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -37,6 +41,9 @@ class DataConfig:
     answer: str = "answer"  # field with the gold answer
     response: str = "response"  # SFT: field with the text to learn
     template: str = "{question}"  # the user's turn; {question} is replaced
+    # The template is all of the prompt, chat tokens too; {prefix} is a field of the record,
+    # with which the answer begins.
+    raw: bool = False
     image: str = (
         "image"  # field with an image's path, or several; of a model that looks
     )
@@ -51,6 +58,8 @@ class DataConfig:
         checks.fields(self, post_num=">= -1", seed=">= 0")
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
+        if "{prefix}" in self.template and not self.raw:
+            raise ValueError("data.template: {prefix} needs data.raw=True")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Problem:
     text: str
     answer: str  # the gold one; "" where its grader needs none
     record: dict = dataclasses.field(default_factory=dict)  # all that the file says
+    begun: str = ""  # how the answer begins, which the prompt says already
 
 
 class Unreadable(ValueError):
@@ -242,10 +252,17 @@ def ids_of(tok, text: str) -> list[int]:
     return tok(text, add_special_tokens=False)["input_ids"]
 
 
-def ask(tok, cfg: DataConfig, question: str, shown=None) -> list[int]:
-    """Returns the prompt ids of one question; shown: see `render`."""
+def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> list[int]:
+    """Returns the prompt ids of one question.
+
+    prefix: how its answer begins; shown: see `render`.
+    """
     if not question.strip():
         raise ValueError("the question is empty")
+    if cfg.raw:
+        known = {"{question}": question, "{prefix}": prefix}
+        parts = re.split(r"(\{question\}|\{prefix\})", cfg.template)
+        return ids_of(tok, "".join(known.get(part, part) for part in parts))
     content = cfg.template.replace("{question}", question)
     return render(tok, [{"role": "user", "content": content}], shown)
 
@@ -260,6 +277,8 @@ class Looker:
         """reader: models.vision.prompts.Reader, or None for a model that does not look."""
         self.reader, self.path, self.cfg = reader, path, cfg
         self.root = cfg.image_root or os.path.dirname(path) or "."
+        if reader is not None and not os.path.isdir(self.root):
+            raise ValueError(f"data.image_root={self.root!r} is no folder")
         self.skipped, self.count = [], 0
 
     def rows(self):
@@ -299,11 +318,14 @@ def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Probl
     Looker.
     """
     out = []
+    sets.check(path)
     for number, row, shown in Looker(reader, path, cfg).rows():
         with of_record(path, number):
             question = text(row, cfg.question)
             answer = text(row, cfg.answer) if grader.gold else ""
-            problem = Problem(ask(tok, cfg, question, shown), question, answer, row)
+            begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
+            prompt = ask(tok, cfg, question, begun, shown)
+            problem = Problem(prompt, question, answer, row, begun=begun)
             try:
                 grader.check(problem)
             except BadGold as error:
@@ -320,8 +342,8 @@ class Examples:
     step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
     len_B: np.ndarray  # of the answers
-    # As they were read: of a model that looks they know their images.
-    prompts: tuple = flax.struct.field(pytree_node=False, default=())
+    # Of each prompt, for a model that looks; (): none has any. Not dealt out with the rows.
+    pictures: tuple = flax.struct.field(pytree_node=False, default=())
 
 
 class Example(NamedTuple):
@@ -349,11 +371,11 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
             raise ValueError("the last message is not the assistant's")
         return render(tok, before, shown), [last["content"]]
     if "prompt" not in row or cfg.question in row:
-        prompt = ask(tok, cfg, text(row, cfg.question), shown)
+        prompt = ask(tok, cfg, text(row, cfg.question), shown=shown)
     elif shown is None:
         prompt = ids_of(tok, text(row, "prompt"))
     else:
-        prompt = ask(tok, cfg, text(row, "prompt"), shown)
+        prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
     if shown is not None and shown.plain:  # a caption, which an image answers
         return prompt, [list(shown.answer)]
     return prompt, [text(row, cfg.response)]
@@ -418,7 +440,7 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
         raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
     if isinstance(prompt, list):
         return render(tok, prompt, shown), answers
-    return ask(tok, cfg, text(row, "prompt"), shown), answers
+    return ask(tok, cfg, text(row, "prompt"), shown=shown), answers
 
 
 def examples(
@@ -452,6 +474,7 @@ def examples(
     read = preference if pairs else supervised
     kept, dropped = [], 0
     slots -= len(tail)
+    sets.check(path)
     for number, row, shown in Looker(reader, path, cfg).rows():
         candidates = []
         with of_record(path, number):
@@ -545,6 +568,7 @@ def stacked(
     """Returns examples as rows of `slots` positions and the tail's, filled up with pads."""
     shape = len(examples), slots + len(tail)
     tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
+    pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
         tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
@@ -554,7 +578,7 @@ def stacked(
         step_BT=step_BT,
         prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
         len_B=np.array([len(x.answer) for x in examples], np.int32),
-        prompts=tuple(x.prompt for x in examples),
+        pictures=pictures if any(pictures) else (),
     )
 
 

@@ -11,7 +11,7 @@ from tests import served
 from tests.models.vision import common
 
 SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
-FLAGS = f"{served.HASTY} --xla_force_host_platform_device_count=1"
+FLAGS = f"{served.HASTY} --xla_force_host_platform_device_count="
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, folder, *overrides) -> str:
+def run(place, folder, *overrides, devices=1) -> str:
     """Runs a training to its end; returns what it printed."""
     keys = [
         f"model.path={place / 'model'}",
@@ -49,7 +49,7 @@ def run(place, folder, *overrides) -> str:
             f"--config={served.ROOT / 'configs' / 'smoke.py'}",
             *(f"--config.{x}" for x in keys),
         ],
-        env={"XLA_FLAGS": FLAGS},
+        env={"XLA_FLAGS": f"{FLAGS}{devices}"},
     )
     told, _ = command.communicate(timeout=900)
     assert command.returncode == 0, told
@@ -114,9 +114,12 @@ def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
 
 
-def test_sft_trains_the_tower_where_it_is_asked(place, tmp_path):
+def test_sft_trains_the_tower_where_it_is_asked_on_any_devices(place, tmp_path):
     keys = ["method=sft", "sft.steps=1", "sft.examples=4", "data.heldout="]
-    keys += ["noise.kind=bernoulli", "model.tower=True"]
-    run(place, tmp_path / "sft", *keys)
-    assert "vision_tower" in moved(place, tmp_path / "sft")
-    assert "mm_projector" in moved(place, tmp_path / "sft")
+    keys += ["noise.kind=bernoulli", "model.tower=True", "batch.rows=8"]
+    for devices in (1, 8):
+        run(place, tmp_path / f"{devices}", *keys, devices=devices)
+        assert {"vision_tower", "mm_projector"} <= moved(place, tmp_path / f"{devices}")
+    one, many = (metrics(tmp_path / name)[0] for name in ("1", "8"))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert one[name] == pytest.approx(many[name], rel=1e-4), name

@@ -1,0 +1,84 @@
+"""RLHF: a reward model from pairs of answers, and a policy that learns from one or a judge.
+
+    python -m dllm_jax.eval --config=configs/eval.py \
+        --config.data.heldout=examples/arithmetic/train.jsonl --config.eval.problems=2000 \
+        --config.run.folder=runs/arithmetic/answers
+    python examples/arithmetic/pairs.py
+    python -m dllm_jax.train --config=configs/rlhf.py:reward
+    python -m dllm_jax.train --config=configs/rlhf.py
+
+trains, on sums, a reward model on pairs of the bundled model's own answers, a right one and a
+wrong one, and then the policy on its scores, never on what is right. With a judge instead of
+a reward model, behind any endpoint of OpenAI's chat completions:
+
+    python -m dllm_jax.train --config=configs/rlhf.py:judge \
+        --config.reward.judge.at=http://HOST:8000/v1 --config.reward.judge.model=NAME
+
+Presets: arithmetic (default), reward, judge; for released models dLLM-RL's process rewards,
+whose judge and data are yours: sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and, as the
+same judge serves any family, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
+
+Result to expect: see docs/rewards.md; the presets of released models are unrun.
+"""
+
+from configs import released, tracerl
+from dllm_jax import config
+
+
+def arithmetic(c):
+    """The bundled model learns from the scores of the reward model alone."""
+    tracerl.arithmetic(c)
+    c.rl.update(reward="reward_model", filter="varied", steps=40)
+    c.reward.model = "runs/arithmetic/reward/export"
+    c.run.folder = "runs/arithmetic/rlhf"
+
+
+def reward(c):
+    """A reward model of the bundled model's size, from which it starts."""
+    tracerl.arithmetic(c)
+    c.method = "reward"
+    c.noise.kind = "end"
+    c.data.train = "runs/arithmetic/pairs.jsonl"
+    c.data.heldout = ""
+    c.batch.update(rows=16, tokens=256)
+    c.sft.update(steps=150, examples=64)
+    c.policy_optim.update(lr=5e-4, schedule="cosine", warmup=10)
+    c.run.update(folder="runs/arithmetic/reward", save_every=50)
+
+
+def judge(c):
+    """The bundled model on the word of a judge, which says whether an answer is right."""
+    tracerl.arithmetic(c)
+    c.rl.update(reward="judge", filter="varied")
+    c.reward.judge.at = "http://localhost:8000/v1"
+    c.run.folder = "runs/arithmetic/judge"
+
+
+def process(recipe):
+    """Returns a recipe of configs/tracerl.py with dLLM-RL's process rewards."""
+
+    def change(c):
+        recipe(c)
+        c.reward.update(split="tokens", chunk=200, tail=c.sampler.block)
+        c.reward.judge.update(at="http://localhost:8000/v1", tokens=10_000)
+        c.rl.update(outcome=0.0, gamma=0.99, steps=100, prompts=32, group=16)
+
+    return change
+
+
+PRESETS = {
+    "arithmetic": arithmetic,
+    "reward": reward,
+    "judge": judge,
+    **released.presets(
+        "rlhf",
+        block=process(tracerl.published),
+        dream=process(tracerl.dream),
+        llada=process(tracerl.llada),
+    ),
+}
+
+
+def get_config(preset: str = "arithmetic"):
+    """Returns the configuration of a preset."""
+    return config.preset(PRESETS, preset)

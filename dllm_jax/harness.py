@@ -1,0 +1,252 @@
+"""Evaluates a checkpoint by the tasks of lm-evaluation-harness.
+
+    python -m dllm_jax.harness --config=configs/eval.py:llada-8b --tasks=arc_easy,gsm8k
+
+It answers and scores with the sampler and the weights that `python -m dllm_jax.eval` uses, and
+leaves run.folder/lm_eval.json. Likelihoods are evidence bounds (128 draws of noise) where a
+model is not autoregressive, so that they make sense for base models and not for those that were
+taught to follow instructions. Tasks that execute what a model writes are refused: eval runs
+code in a jail (configs/eval.py:humaneval). Needs pip install 'dllm-jax[lm-eval]'.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+from absl import flags
+
+from dllm_jax import command_line, config, data, sharding
+from dllm_jax.folder import Folder, write
+from dllm_jax.models import hf
+from dllm_jax.rl.likelihood import Likelihood
+from dllm_jax.sampling import answers, placement
+
+TASKS = "names of tasks, with commas"
+TASK_FOLDER = "a folder with the YAML files of further tasks"
+LIMIT = "documents of each task, from its start; default: all"
+DRAWS = "of noise, for likelihoods"
+CHAT = "write conversations by the checkpoint's chat template"
+
+
+class Model:
+    """What the harness asks of a language model; `adapted` makes it one of its own."""
+
+    def __init__(self, cfg: config.Config, draws: int, say=print):
+        """cfg: as the command line makes it. draws: of noise, for likelihoods."""
+        super().__init__()
+        self.cfg, model, self.tok = config.completed(cfg)
+        self.model = dataclasses.replace(model, lora=None)
+        self.draws, self.say = draws, say
+        self.mesh = sharding.make_mesh(**cfg.mesh.axes)
+
+    # Each is loaded when it is first asked for: many tasks need but one of them.
+
+    @functools.cached_property
+    def stream(self):
+        """The `stream` of an answerer, but for prompts and temperature."""
+        with jax.set_mesh(self.mesh):
+            answerer, params = placement.loaded(
+                self.cfg.model.path,
+                model=self.model,
+                cfg=self.cfg.sampler,
+                mesh=self.mesh,
+                rollout=self.cfg.mesh.rollout,
+                say=self.say,
+            )
+        key = jax.random.key(self.cfg.seed)
+        return functools.partial(answerer.stream, params, key=key)
+
+    @functools.cached_property
+    def likelihood(self) -> Likelihood:
+        """What scores given answers."""
+        path = hf.find(self.cfg.model.path)
+        _, params = hf.load(path, mesh=self.mesh, dtype=self.model.dtype, heads=("lm",))
+        return Likelihood(
+            params,
+            model=self.model,
+            cfg=self.cfg.sampler,
+            batch=self.cfg.batch,
+            draws=self.draws,
+            seed=self.cfg.seed,
+            mesh=self.mesh,
+        )
+
+    # ---- What the harness calls ----------------------------------------------------------
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer, for the harness's caches."""
+        return str(self.tok.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
+        """Returns a conversation as text."""
+        return self.tok.apply_chat_template(
+            data.conversation(chat_history),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def generate_until(self, requests) -> list[str]:
+        """Returns an answer to each request, cut before the first of its stop strings."""
+        prompts = [self.prompt_of(request.args[0]) for request in requests]
+        answered = self.sampled(prompts, self.cfg.eval.temperature)
+        texts = []
+        for request, tokens in zip(requests, answered, strict=True):
+            wanted = request.args[1]
+            most = wanted.get("max_gen_toks") or len(tokens)
+            text = self.tok.decode(tokens[:most], skip_special_tokens=True)
+            texts.append(until(text, wanted.get("until") or []))
+        return texts
+
+    def loglikelihood(self, requests) -> list[tuple[float, bool]]:
+        """Returns each continuation's log-likelihood, and whether greedy sampling says it."""
+        pairs = [self.pair_of(*request.args) for request in requests]
+        known = list(dict.fromkeys(tuple(prompt) for prompt, _ in pairs))
+        greedy = self.sampled([list(prompt) for prompt in known], 0.0)
+        said = dict(zip(known, greedy, strict=True))
+        return [
+            (
+                self.likelihood.of(prompt, answer),
+                said[tuple(prompt)][: len(answer)] == answer,
+            )
+            for prompt, answer in pairs
+        ]
+
+    def loglikelihood_rolling(self, requests) -> list[float]:
+        """Returns the log-likelihood of each whole text, a window of max_new at a time."""
+        found = []
+        for request in requests:
+            ids, total = data.ids_of(self.tok, request.args[0]), 0.0
+            width = self.cfg.sampler.max_new
+            for first in range(0, len(ids), width):
+                before = [self.first_token(), *ids[:first]]
+                prompt = before[-self.cfg.sampler.max_prompt :]
+                total += self.likelihood.of(prompt, ids[first : first + width])
+            found.append(total)
+        return found
+
+    # ---- Texts and tokens ----------------------------------------------------------------
+
+    def first_token(self) -> int:
+        """Returns the token that stands before a text without a context."""
+        begin = self.tok.bos_token_id
+        return self.tok.eos_token_id if begin is None else begin
+
+    def prompt_of(self, context: str) -> list[int]:
+        """Returns a context's tokens, the last of them where they are too many."""
+        ids = data.ids_of(self.tok, context) or [self.first_token()]
+        return ids[-self.cfg.sampler.max_prompt :]
+
+    def pair_of(self, context: str, answer: str) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a context and of its continuation, tokenised together.
+
+        Blanks that end the context are the continuation's, as tokens begin with blanks.
+        """
+        kept = context.rstrip(" ")
+        whole = data.ids_of(self.tok, context + answer)
+        first = len(data.ids_of(self.tok, kept)) if kept else 0
+        prompt = whole[:first] or [self.first_token()]
+        return prompt[-self.cfg.sampler.max_prompt :], whole[first:]
+
+    def sampled(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
+        """Returns the tokens of an answer to each prompt."""
+        stream = self.stream(prompts, temperature=temperature)
+        found = dict(answers.checked(stream, len(prompts)))
+        return [
+            answer.tokens_T[answer.prompt_len : answer.prompt_len + answer.len].tolist()
+            for _, answer in sorted(found.items())
+        ]
+
+
+def until(text: str, stops: list[str] | str) -> str:
+    """Returns a text up to the first of the strings that end it."""
+    stops = [stops] if isinstance(stops, str) else stops
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
+    return text[: min(ends)] if ends else text
+
+
+# ---- The harness -------------------------------------------------------------------------
+
+
+def adapted(cfg: config.Config, draws: int, say=print):
+    """Returns a Model that is a language model of the harness.
+
+    Raises ValueError where that is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ValueError(
+            "lm-evaluation-harness is missing: pip install 'dllm-jax[lm-eval]'"
+        ) from None
+    return type("Adapted", (Model, LM), {})(cfg, draws, say)
+
+
+def evaluate(model, tasks: list[str], folder: str = "", **options) -> dict:
+    """Returns what the harness finds: results by task, their versions, their settings.
+
+    folder: of further tasks; options: of lm_eval.simple_evaluate. Raises ValueError for an
+    unknown task, and for one that executes what the model writes.
+    """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=folder or None)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise ValueError(f"the harness has no task {', '.join(unknown)}")
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=tasks, task_manager=manager, **options
+        )
+    except ValueError as error:
+        if "unsafe" not in str(error):
+            raise
+        raise ValueError(
+            f"{', '.join(tasks)}: a task executes what the model writes, without a jail: "
+            "use configs/eval.py:humaneval or :mbpp of python -m dllm_jax.eval"
+        ) from None
+    names = ("results", "versions", "n-shot", "n-samples", "configs")
+    return {name: found[name] for name in names if name in found}
+
+
+def main():
+    """Parses the command line, evaluates, and prints the results."""
+    tasks = flags.DEFINE_list("tasks", [], TASKS)
+    folder = flags.DEFINE_string("task_folder", "", TASK_FOLDER)
+    limit = flags.DEFINE_integer("limit", None, LIMIT, lower_bound=1)
+    draws = flags.DEFINE_integer("draws", 128, DRAWS, lower_bound=1)
+    chat = flags.DEFINE_bool("chat", False, CHAT)
+    cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
+    if not tasks.value:
+        raise ValueError("--tasks=NAME,... is required, such as --tasks=arc_easy")
+    if jax.process_count() > 1:
+        raise ValueError("the harness asks one process: start it without --distributed")
+    with Folder(cfg.run.folder) as run:
+        sharding.keep_compiled(cfg.run.compile_cache)
+        model = adapted(cfg, draws.value)
+        defaults = dataclasses.asdict(config.Config())
+        run.begin(dataclasses.asdict(model.cfg), defaults, model.mesh)
+        found = evaluate(
+            model,
+            tasks.value,
+            folder.value,
+            limit=limit.value,
+            apply_chat_template=chat.value,
+            log_samples=False,
+        )
+        write(
+            run.path / "lm_eval.json", json.dumps(found, indent=2, default=str) + "\n"
+        )
+        for task, scores in found["results"].items():
+            for name, value in scores.items():
+                if isinstance(value, float):
+                    print(f"{task:24s} {name:32s} {value:.4g}")
+
+
+if __name__ == "__main__":
+    options = command_line.OPTIONS | {"--tasks=NAME,...": TASKS}
+    options |= {"--task_folder=DIR": TASK_FOLDER, "--limit=N": LIMIT}
+    options |= {"--draws=128": DRAWS, "--chat": CHAT}
+    command_line.entry(main, command_line.usage(__doc__, options))

@@ -1,0 +1,187 @@
+r"""Judges: what is asked of them, what their answers say, and the votes they give.
+
+`reward.judge.at` says who judges:
+
+    http://host:8000/v1     an endpoint of OpenAI's chat completions (endpoint.py)
+    module:function         a function of Questions that returns a number for each, or None
+    DIR                     a checkpoint, sampled by the engine (lent.py)
+
+A model is asked `reward.judge.votes` times and answers `\boxed{1}` or `\boxed{-1}`; a text
+without either is a vote of 0, an endpoint that says nothing is a vote of None. Nobody ends
+a run: what the judge cannot say is counted, and said in a line when its reason is new.
+"""
+
+import collections
+import dataclasses
+import importlib
+import math as numbers
+from collections.abc import Callable
+
+from dllm_jax.exits import warn
+from dllm_jax.rl.rewards import endpoint, lent, math
+
+SYSTEM = (
+    "You check solutions of problems. You reason briefly, and end every answer with "
+    r"\boxed{1} or \boxed{-1}."
+)
+STEP = r"""Problem:
+{problem}
+
+Its reference answer: {gold}
+
+A complete solution, whose final answer is {outcome}:
+{solution}
+
+The excerpt to judge, which ends where the solution was cut into pieces, perhaps in the middle of a line:
+{excerpt}
+
+Judge the excerpt alone: is what it says right, and does it lead to a right answer? That it breaks off is no error. End with \boxed{{1}} if it is good and \boxed{{-1}} if it is not."""
+WHOLE = r"""Problem:
+{problem}
+{reference}
+An answer to it:
+{solution}
+
+Is the answer right and complete? End with \boxed{{1}} if it is and \boxed{{-1}} if it is not."""
+VOTES = {"1": 1.0, "+1": 1.0, "-1": -1.0, "−1": -1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a judge is asked: of a chunk of an answer, or of all of it."""
+
+    problem: str
+    gold: str  # the reference answer; "" where there is none
+    solution: str  # the whole answer
+    right: bool | None = None  # its outcome; None: it is what the judge is asked
+    excerpt: str = ""  # what is there when the chunk ends, and
+    part: str = ""  # ... what the chunk adds
+
+    @property
+    def messages(self) -> list[dict]:
+        """The question as a conversation."""
+        if self.right is None:
+            reference = f"\nIts reference answer: {self.gold}\n" if self.gold else ""
+            given = {"problem": self.problem, "reference": reference}
+            text = WHOLE.format(**given, solution=self.solution)
+        else:
+            outcome = "correct" if self.right else "incorrect"
+            given = dataclasses.asdict(self) | {"outcome": outcome}
+            text = STEP.format(**given)
+        return [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": text},
+        ]
+
+
+def vote(text: str | None) -> float | None:
+    """Returns what a judge's answer says: 1, -1, or 0 for neither; None stays None."""
+    if text is None:
+        return None
+    return VOTES.get((math.extract(text) or "").replace(" ", ""), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Who judges, made by `judge`.
+
+    votes(questions): the votes on each: numbers, most often 1, 0 and -1, or None for none.
+    begin(): as Grader.begin.
+    aside: whether it may be asked in a thread beside sampling.
+    """
+
+    votes: Callable[[list[Question]], list[list[float | None]]]
+    begin: Callable[[], list[str]] = list
+    aside: bool = True
+
+
+def of_texts(cfg, answers: Callable, begin: Callable, *, aside: bool) -> Judge:
+    """Returns the Judge of a model.
+
+    answers(conversations) returns (a text or None for each, a Counter of the reasons for
+    None).
+    """
+    said = set()
+
+    def votes(questions) -> list[list[float | None]]:
+        conversations = [x.messages for x in questions for _ in range(cfg.votes)]
+        texts, reasons = answers(conversations)
+        tell(reasons, len(texts), said)
+        every = [vote(text) for text in texts]
+        return [every[i : i + cfg.votes] for i in range(0, len(every), cfg.votes)]
+
+    return Judge(votes, begin, aside)
+
+
+def tell(reasons: collections.Counter, count: int, said: set[str]) -> None:
+    """Says in a line for which reasons a judge said nothing, those that are new."""
+    if new := [reason for reason in reasons if reason not in said]:
+        said.update(new)
+        warn(
+            f"the judge: {sum(reasons.values())} of {count} questions got no answer "
+            f"({'; '.join(new)}); the run goes on, and counts them"
+        )
+
+
+def of_function(name: str, function: Callable) -> Judge:
+    """Returns the Judge of a function of Questions that returns a number for each."""
+
+    def votes(questions) -> list[list[float | None]]:
+        given = list(function(questions))
+        if len(given) != len(questions) or not all(map(is_vote, given)):
+            raise ValueError(
+                f"reward.judge.at={name!r} returned no list of {len(questions)} finite "
+                "numbers (None: it cannot tell)"
+            )
+        return [[None if x is None else float(x)] for x in given]
+
+    return Judge(votes)
+
+
+def is_vote(given) -> bool:
+    """Returns whether a function's verdict is one: a finite number, or None."""
+    try:
+        return given is None or numbers.isfinite(given)
+    except TypeError:
+        return False
+
+
+def function(key: str, name: str) -> Callable:
+    """Returns the function that a `module:function` names.
+
+    key: where it stands. Raises ValueError where there is none.
+    """
+    module, _, wanted = name.partition(":")
+    try:
+        own = getattr(importlib.import_module(module), wanted)
+    except ImportError as error:
+        raise ValueError(
+            f"{key}={name!r}: {error}; its folder must be the one the command is "
+            "started in, or on PYTHONPATH"
+        ) from None
+    except AttributeError:
+        raise ValueError(f"{key}={name!r}: {module} has no {wanted}") from None
+    called = callable(own)
+    if not called:
+        raise ValueError(f"{key}={name!r}: {wanted} is no function")
+    return own
+
+
+def judge(cfg) -> Judge:
+    """Returns the Judge that `reward.judge.at` names. cfg: rl.config.JudgeConfig.
+
+    Raises ValueError for a function that is not there.
+    """
+    module, colon, wanted = cfg.at.partition(":")
+    if "://" in cfg.at:
+        return at_endpoint(cfg)
+    if colon and all(x.isidentifier() for x in (*module.split("."), wanted)):
+        return of_function(cfg.at, function("reward.judge.at", cfg.at))
+    lender = lent.Lent(cfg)
+    return of_texts(cfg, lender.answers, lender.begin, aside=False)
+
+
+def at_endpoint(cfg) -> Judge:
+    """Returns the Judge behind a URL."""
+    asked = endpoint.Endpoint(cfg)
+    return of_texts(cfg, asked.answers, asked.begin, aside=True)

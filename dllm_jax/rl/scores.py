@@ -1,0 +1,299 @@
+"""What an evaluation found: scores with their intervals, a card, a row of a table.
+
+Letters: s answers to a problem.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+import numpy as np
+
+from dllm_jax import data, folder, statistics
+from dllm_jax.rl import rollout
+from dllm_jax.statistics import Score
+
+HEAD = ("checkpoint", "problems", "n x s", "sampler", "seed")
+# What a row of a table shows, as far as it is known: its unit, and how it is written.
+COLUMNS = {
+    "accuracy": ("%", 100, 1),
+    "pass@": ("%", 100, 1),
+    "maj@": ("%", 100, 1),
+    "truncated": ("%", 100, 1),
+    "response_length": ("", 1, 1),
+    "forwards": ("", 1, 1),
+    "tokens_per_forward": ("", 1, 2),
+}
+IDLE = ("rows", "pages", "page", "prefill")  # of the sampler: no answer depends on them
+
+
+def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
+    """Returns the scores of all answers, `each` of them to a problem, by name.
+
+    vote: of a Grader; without it there is no maj@k. Answers that nobody could judge count
+    in no accuracy; in pass@k and maj@k they are wrong.
+    """
+    rollouts = rollout.of_records(records)
+    right_ns = by_problem(rollouts.solved_n, each)
+    judged_ns = by_problem(~rollouts.late_n, each)
+    trace = rollouts.trace
+    tokens_n = by_problem(trace.len_B, each).sum(axis=1)
+    forwards_n = by_problem(trace.forwards_B, each).sum(axis=1)
+    given_ns = by_problem(trace.len_B > 0, each)
+    cut_ns = given_ns & ~by_problem(trace.stopped_B, each)
+    if judged_ns.all():
+        found = {"accuracy": statistics.share(right_ns.mean(axis=1), each)}
+    else:
+        sums = (right_ns & judged_ns).sum(axis=1), judged_ns.sum(axis=1)
+        found = {"accuracy": statistics.ratio(*sums)}
+    found |= of_sets(right_ns, classes_of(records, each, vote) if vote else None)
+    return found | {
+        "truncated": statistics.share(cut_ns.mean(axis=1), each),
+        "response_length": statistics.ratio(tokens_n, given_ns.sum(axis=1)),
+        "forwards": statistics.ratio(forwards_n, given_ns.sum(axis=1)),
+        "tokens_per_forward": statistics.ratio(tokens_n, forwards_n),
+    }
+
+
+def by_problem(x_n, each: int):
+    """Returns what is known of answers, [n, s]: those to a problem follow each other."""
+    return np.asarray(x_n).reshape(-1, each)
+
+
+def of_sets(right_ns, class_ns) -> dict[str, Score]:
+    """Returns pass@k for k = 1, 2, 4 ... and s, and maj@k from three answers on.
+
+    class_ns: what the answers say (statistics.majority_at), or None.
+    """
+    each = right_ns.shape[1]
+    found = {}
+    for k in rollout.sizes(each):
+        value_n = statistics.pass_at(right_ns, k)
+        if k in (1, each):  # a share: of all answers, or of the problems
+            found[f"pass@{k}"] = statistics.share(value_n, each if k == 1 else 1)
+        else:
+            found[f"pass@{k}"] = statistics.mean(value_n)
+    for k in rollout.sizes(each) if class_ns is not None else ():
+        if k > 2:
+            voted_n = statistics.majority_at(class_ns, right_ns, k)
+            found[f"maj@{k}"] = statistics.mean(voted_n)
+    return found
+
+
+def classes_of(records: list[dict], each: int, vote):
+    """Returns numbers of what the answers say, [n, s]: see `Grader.vote`."""
+    texts = [record["text"] for record in records]
+    rows = [vote(texts[i : i + each]) for i in range(0, len(texts), each)]
+    return np.array(rows)
+
+
+# ---- A card, and a row -------------------------------------------------------------------
+
+
+def card(cfg, records: list[dict], asked: list, scores: dict, marks: dict) -> dict:
+    """Returns what an evaluation found, and all that its numbers depend on; JSON-able.
+
+    cfg: the configuration, completed. asked: the data.Problem of each record. scores: of
+    `of_records`. marks: hf.marks of the checkpoint's files.
+    """
+    each = cfg.eval.answers
+    told = {name: x for name, x in vars(cfg.sampler).items() if name not in IDLE}
+    return {
+        "checkpoint": {"path": cfg.model.path, "hash": digest(marks)},
+        "data": {
+            "path": cfg.data.heldout,
+            "sha256": sha256(pathlib.Path(cfg.data.heldout)),
+            "template": cfg.data.template,
+        },
+        "problems": len(records) // each,
+        "answers": each,
+        "seed": cfg.seed,
+        "temperature": cfg.eval.temperature,
+        "sampler": told,
+        "reward": cfg.rl.reward,
+        "dtype": cfg.model.dtype,
+        "scores": {name: x._asdict() for name, x in scores.items()},
+        "by": cfg.eval.by,
+        "groups": groups(records, asked, each, cfg.eval.by) if cfg.eval.by else {},
+        "versions": folder.versions(),
+        "commit": folder.commit(),
+    }
+
+
+def groups(records: list[dict], asked: list, each: int, by: str) -> dict[str, dict]:
+    """Returns the accuracy of the problems with each value of a field."""
+    members = {}
+    for i in range(0, len(records), each):
+        value = data.text(asked[i].record, by)
+        members.setdefault(value, []).extend(records[i : i + each])
+    return {
+        value: {
+            "problems": len(rows) // each,
+            "accuracy": of_records(rows, each)["accuracy"]._asdict(),
+        }
+        for value, rows in sorted(members.items())
+    }
+
+
+def table_of_groups(made: dict) -> str:
+    """Returns a card's groups as a Markdown table."""
+    lines = [line([made["by"], "problems", "accuracy"]), line(["---"] * 3)]
+    for value, group in made["groups"].items():
+        cell = written("accuracy", group["accuracy"])
+        lines.append(line([value, str(group["problems"]), cell]))
+    return "\n".join(lines)
+
+
+def digest(marks: dict) -> str:
+    """Returns one number for a checkpoint: SHA-256 of its files' sizes and CRCs."""
+    return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(path: pathlib.Path) -> str:
+    """Returns a file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def in_words(made: dict) -> str:
+    """Returns a card's sampler in a few words."""
+    sampler, T = made["sampler"], made["temperature"]
+    words = [sampler["strategy"]]
+    if sampler["strategy"] == "dynamic":
+        words.append(f"{sampler['threshold']:g}")
+    if sampler["strategy"] == "entropy_bounded":
+        words.append(f"{sampler['entropy_bound']:g} nats")
+    words.append(f"block {sampler['block']}, T={T:g}, {sampler['max_new']} tokens")
+    return " ".join(words)
+
+
+def table(cards: list[dict]) -> str:
+    """Returns cards as a Markdown table, a row each; scores with their intervals."""
+    names = [
+        name
+        for kind in COLUMNS
+        for name in cards[0]["scores"]
+        if (name.startswith(kind) if kind.endswith("@") else name == kind)
+        and name != "pass@1"  # which is the accuracy
+        and all(name in made["scores"] for made in cards)
+    ]
+    lines = [line([*HEAD, *names]), line(["---"] * (len(HEAD) + len(names)))]
+    for made in cards:
+        size = f"{made['problems']} x {made['answers']}"
+        model, data = made["checkpoint"], made["data"]
+        first = f"{pathlib.Path(model['path']).name} {model['hash'][:8]}"
+        facts = [first, pathlib.Path(data["path"]).name, size, in_words(made)]
+        cells = [written(name, made["scores"][name]) for name in names]
+        lines.append(line([*facts, str(made["seed"]), *cells]))
+    return "\n".join(lines)
+
+
+def line(cells: list[str]) -> str:
+    """Returns a line of a Markdown table."""
+    return "| " + " | ".join(x.replace("|", "\\|") for x in cells) + " |"
+
+
+def written(name: str, score: dict) -> str:
+    """Returns a score as a table has it: 62.1 % [58.0, 66.1]."""
+    kind = next(x for x in COLUMNS if name.startswith(x))
+    unit, scale, digits = COLUMNS[kind]
+    value = f"{scale * score['value']:.{digits}f}{' ' * bool(unit)}{unit}"
+    if score["low"] is None:
+        return value
+    low, high = (f"{scale * score[end]:.{digits}f}" for end in ("low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+# ---- A sweep -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a sweep's AUP asks of one of its settings."""
+
+    value: float  # of the key that is swept
+    right_n: np.ndarray  # each problem's share of right answers
+    tokens_n: np.ndarray
+    forwards_n: np.ndarray
+
+
+def setting(value: float, records: list[dict], each: int) -> Setting:
+    """Returns a Setting of the records of its answers."""
+    rollouts = rollout.of_records(records)
+    return Setting(
+        value,
+        by_problem(rollouts.solved_n, each).mean(axis=1),
+        by_problem(rollouts.trace.len_B, each).sum(axis=1),
+        by_problem(rollouts.trace.forwards_B, each).sum(axis=1),
+    )
+
+
+def sweep(key: str, settings: list[Setting], best: float) -> dict:
+    """Returns the points of a sweep and AUP with its interval, JSON-able.
+
+    best: the best accuracy of any method compared, in %; 0: of this sweep. AUP is None,
+    and "why" says why, where it is refused (statistics.aup).
+    """
+    x_nc = [x for s in settings for x in (s.right_n, s.tokens_n, s.forwards_n)]
+    x_nc = np.stack(x_nc, axis=1).astype(float)
+
+    def points(mean_c) -> list[tuple[float, float]]:
+        triples = mean_c.reshape(-1, 3).tolist()
+        return [(tokens / max(n, 1e-9), 100 * right) for right, tokens, n in triples]
+
+    def areas(mean_dc):
+        sorted_d = (sorted(points(mean_c)) for mean_c in mean_dc)
+        return np.array([statistics.area(x, best or top(x)) for x in sorted_d])
+
+    measured = points(x_nc.mean(axis=0))
+    told = {
+        "key": key,
+        "points": [
+            {"value": s.value, "tokens_per_forward": rho, "accuracy": y}
+            for s, (rho, y) in zip(settings, measured, strict=True)
+        ],
+        "best": best or top(measured),
+    }
+    try:
+        value = statistics.aup(measured, told["best"])
+    except ValueError as error:
+        return told | {"aup": None, "why": str(error)}
+    low, high = statistics.bootstrap(areas, x_nc)
+    return told | {"aup": {"value": value, "low": low, "high": high}}
+
+
+def top(points: list[tuple[float, float]]) -> float:
+    """Returns the best accuracy of points, in %; 1 where nothing is right at all."""
+    return max(y for _, y in points) or 1.0
+
+
+def sentence(told: dict) -> str:
+    """Returns a sweep's AUP in a line, with what it must not be compared without."""
+    if told["aup"] is None:
+        return told["why"]
+    aup, ends = told["aup"], ""
+    if aup["low"] is not None:
+        ends = f" [{aup['low']:.1f}, {aup['high']:.1f}]"
+    return (
+        f"AUP {aup['value']:.1f}{ends}, with {told['best']:.2f} % as the best accuracy"
+    )
+
+
+def picture(told: dict, file: pathlib.Path) -> None:
+    """Draws a sweep's accuracy over tokens per forward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(told["points"], key=lambda row: row["tokens_per_forward"])
+    figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    rho, y = ([row[x] for row in rows] for x in ("tokens_per_forward", "accuracy"))
+    axis.plot(rho, y, marker="o")
+    for row in rows:
+        place = row["tokens_per_forward"], row["accuracy"]
+        axis.annotate(f"{row['value']:g}", place)
+    axis.set(xlabel="tokens per forward", ylabel="accuracy, %", title=told["key"])
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

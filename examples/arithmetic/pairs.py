@@ -1,0 +1,48 @@
+"""Makes pairs of answers, for a reward model or DPO, of what an evaluation left.
+
+    python -m dllm_jax.eval --config=configs/eval.py \
+        --config.data.heldout=examples/arithmetic/train.jsonl --config.eval.problems=2000 \
+        --config.run.folder=runs/arithmetic/answers
+    python examples/arithmetic/pairs.py
+
+answers problems three times each, and writes runs/arithmetic/pairs.jsonl: for each problem
+with a right answer and a wrong one, the first of either.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+
+
+def pairs(records: list[dict]) -> list[dict]:
+    """Returns a preference for each group of graded answers that has both."""
+    groups = collections.defaultdict(dict)
+    for record in records:
+        groups[record["group"]].setdefault(record["reward"] >= 1, record)
+    return [
+        {
+            "prompt": found[True]["question"],
+            "chosen": found[True]["text"],
+            "rejected": found[False]["text"],
+        }
+        for found in groups.values()
+        if len(found) == 2 and found[False]["text"].strip()
+    ]
+
+
+def main():
+    """Reads an evaluation's answers and writes the pairs."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--answers", default="runs/arithmetic/answers/eval.jsonl")
+    p.add_argument("--out", default="runs/arithmetic/pairs.jsonl")
+    args = p.parse_args()
+    with pathlib.Path(args.answers).open() as file:
+        found = pairs([json.loads(line) for line in file])
+    text = "".join(json.dumps(pair) + "\n" for pair in found)
+    pathlib.Path(args.out).write_text(text)
+    print(f"{len(found)} pairs in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""dLLM-RL's YAML files for LLaDA-V, written from the facts about them."""
+
+import types
+
+import pytest
+import yaml
+
+from configs import from_yaml
+from dllm_jax import config
+from tests.configs.from_yaml_test import but
+
+SAMPLED = """
+    {0}.num_response_per_task: 8
+    {0}.steps: 256
+    {0}.max_gen_length: 256
+    {0}.batch_size: 1
+    {0}.temperature: 0.8
+    {0}.remasking_strategy: low_confidence_dynamic
+    {0}.dynamic_threshold: 0.9
+    {0}.block_size: 32
+    {0}.target: confidence
+    {0}.further_horizon: 128
+    {0}.use_cache: True
+"""
+RL = but(
+    {},
+    SAMPLED.format("rollout")
+    + SAMPLED.format("evaluation")
+    + """
+    experiment.project: rl_lladav
+    experiment.total_step: 100
+    model.pretrained_model: LLaDA-V
+    model.model_base: lladav
+    model.image_resolution: 512
+    dataset.train_dataset: SEEDBench_IMG_32
+    dataset.data_type: mmu
+    dataset.image_root: /pictures
+    rollout.num_task_per_step: 128
+    reward.answer_must_in_box: True
+    reward.strict_len_check: False
+    execute.num_chunk: 128
+    training.method: random_masking
+    training.mask_times_per_sample: 2
+    training.lower_p: 0.1
+    training.upper_p: 0.9
+    training.shrink: 8
+    training.post_num: 1
+    training.max_prompt_len: 512
+    training.beta: 0.01
+    evaluation.if_eval: True
+    evaluation.eval_dataset: SEEDBench_IMG_32
+    evaluation.data_type: mmu
+    system.reward_env_name: judge
+""",
+)
+VALUE = but(
+    RL,
+    """
+    model.value_base_model: LLaDA-V-value
+    training.method: TraceRL
+    training.mask_times_per_sample: 35
+    training.shrink: 48
+    training.max_prompt_len: null
+    experiment.train_value_every: 1
+""",
+)
+EVAL = but(
+    {},
+    SAMPLED.format("rollout")
+    + """
+    experiment.project: lladav_eval
+    model: LLaDA-V
+    model_base: lladav
+    answer_must_in_box: True
+    dataset.eval_dataset: SEEDBench_IMG_32
+    dataset.data_type: mmu
+    dataset.image_root: /pictures
+""",
+)
+SFT = but(
+    {},
+    """
+    experiment.project: sft_lladav
+    model.pretrained_model: LLaDA-V
+    model.model_base: lladav
+    dataset.optimization_data: sft_test_v
+    dataset.data_type: mmu
+    dataset.image_root: /pictures
+    training.method: semi-ar
+    training.block_size: 16
+    training.mask_times_per_sample: 2
+    training.max_gen_length: 512
+    training.gradient_accumulation_steps: 2
+    training.batch_size_lm: 1
+""",
+)
+
+
+def translated(tree: dict, folder) -> config.Config:
+    """Returns the configuration that a file becomes."""
+    file = folder / "theirs.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    module = types.ModuleType("translated")
+    exec(from_yaml.ported(str(file)), module.__dict__)  # noqa: S102
+    return config.freeze(module.get_config())
+
+
+@pytest.mark.parametrize("tree, kind", [(RL, "bernoulli"), (VALUE, "trace")])
+def test_rl_of_lladav(tree, kind, tmp_path):
+    cfg = translated(tree, tmp_path)
+    assert cfg.noise.kind == kind
+    assert cfg.rl.value == ("own" if tree is VALUE else "none")
+    assert (cfg.rl.reward, cfg.rl.min_solved, cfg.rl.max_solved) == (
+        "choice",
+        0.05,
+        0.95,
+    )
+    assert cfg.sampler.before_stop and cfg.sampler.cache == "auto"
+    assert cfg.sampler.max_prompt > 3800
+    assert cfg.data.image_root == "/pictures"
+    assert cfg.data.heldout == "data/SEEDBench_IMG_32.json"
+    assert "boxed" in cfg.data.template and not cfg.rl.truncated_wrong
+    unread = translated(but(tree, "evaluation.if_eval: False"), tmp_path)
+    assert unread.data.heldout == ""
+
+
+def test_evaluation_and_sft_of_lladav(tmp_path):
+    cfg = translated(EVAL, tmp_path)
+    assert cfg.sampler.before_stop and cfg.eval.answers == 8
+    bare = translated(but(EVAL, "answer_must_in_box: False"), tmp_path)
+    assert bare.data.template == "{question}"
+    cfg = translated(SFT, tmp_path)
+    assert (cfg.method, cfg.noise.kind, cfg.sampler.block) == ("sft", "semi_ar", 16)
+    assert cfg.data.train == "data/sft_test_v.json"

@@ -1,0 +1,246 @@
+"""Published sets from a local mirror: whole, damaged, missing; and what becomes of records."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import threading
+
+import pytest
+
+from dllm_jax import data, records
+from dllm_jax.data import sets
+from dllm_jax.rl import rewards
+from dllm_jax.rl.config import RewardConfig
+from dllm_jax.rl.rewards import code
+from tests import served
+
+SHARED = pathlib.Path("/work/shared/data")
+REAL = {  # the real files, where there is a folder of them
+    "gsm8k": "gsm8k_test.jsonl",
+    "gsm8k_train": "gsm8k_train.jsonl",
+    "mbpp": "mbpp.jsonl",
+    "countdown_d1": "countdown_cd3_test.jsonl",
+    "sudoku_d1": "sudoku_4x4_test.csv",
+}
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """Returns a function that puts a file where a mirror has it; the cache is empty."""
+    monkeypatch.setenv(sets.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(sets.MIRROR, f"file://{tmp_path}/mirror/")
+
+    def put(url: str, content: bytes) -> pathlib.Path:
+        file = tmp_path / "mirror" / url.partition("://")[2]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        return file
+
+    return put
+
+
+def published(rows: list[dict]) -> bytes:
+    """Returns records as a .json file."""
+    return json.dumps(rows).encode()
+
+
+AIME = [{"question": f"What is {i}?", "ground_truth_answer": str(i)} for i in range(3)]
+
+
+def test_a_set_is_downloaded_once_and_its_checksum_is_noted(mirror):
+    url = sets.SETS["aime24"].url
+    assert url.endswith("Gen-Verse/AIME2024/resolve/main/test/AIME2024.json")
+    file = mirror(url, published(AIME))
+    kept, count = sets.get("aime24")
+    assert count == 3 and kept == sets.place("aime24")
+    assert records.records(str(kept))[1] == {"question": "What is 1?", "answer": "1"}
+    file.unlink()
+    assert sets.get("aime24") == (kept, 3)
+    with pytest.raises(
+        ValueError, match="is of a file with SHA-256 .*: remove it first"
+    ):
+        sets.get("aime24", "00")
+
+    # Gone from the cache, and another upstream: what was noted is what is asked for.
+    kept.unlink()
+    mirror(url, published(AIME[:2]))
+    with pytest.raises(ValueError, match="its SHA-256 is .*, and should be ") as error:
+        sets.get("aime24")
+    assert "\n" not in str(error.value) and not kept.exists()
+
+
+def test_a_wrong_checksum_is_refused_and_leaves_nothing(mirror, tmp_path):
+    mirror(sets.SETS["gsm8k"].url, b'{"question": "1+1", "answer": "#### 2"}\n')
+    with pytest.raises(ValueError, match="3730d312f6e3440559"):
+        sets.get("gsm8k")
+    left = [x for x in (tmp_path / "cache").rglob("*") if x.is_file()]
+    assert left == []
+
+
+def test_over_http_and_without_a_network(mirror, tmp_path, monkeypatch):
+    mirror(sets.SETS["aime24"].url, published(AIME))
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror")
+    )
+    handler.log_message = lambda *args: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv(sets.MIRROR, base)
+        assert sets.get("aime24")[1] == 3
+        with pytest.raises(
+            ValueError, match="cannot download .*: File not found; without a"
+        ):
+            sets.get("livebench")
+        server.shutdown()
+    with pytest.raises(ValueError, match="cannot download .*refused.*DLLM_DATA_MIRROR"):
+        sets.get("livebench")
+    monkeypatch.setenv(sets.MIRROR, "ftp://elsewhere")
+    with pytest.raises(
+        ValueError, match="DLLM_DATA_MIRROR=ftp://elsewhere: needs file"
+    ):
+        sets.get("livebench")
+
+
+def test_a_download_that_is_cut_off_is_none(mirror, monkeypatch):
+    class Cut(http.server.BaseHTTPRequestHandler):
+        """Promises more than it sends."""
+
+        def do_GET(self):
+            """Sends a part."""
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"[1, 2")
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(sets.MIRROR, f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ValueError, match="it ended after 5 of 100 bytes"):
+            sets.get("livebench")
+        server.shutdown()
+    assert not sets.place("livebench").exists()
+
+
+def test_records_that_are_none_are_named(mirror):
+    mirror(sets.SETS["livebench"].url, b"[1]")
+    with pytest.raises(ValueError, match="record 1 is not a JSON object"):
+        sets.get("livebench")
+    known = sets.Set("x", "", "math", sets.grade_school)
+    bad = mirror("https://x/x.jsonl", b'{"question": "1"}\n')
+    with pytest.raises(ValueError, match="record 1: no record of x: KeyError 'answer'"):
+        sets.kept_rows("x", known, bad)
+    with pytest.raises(ValueError, match="x: 1 records, and not 2"):
+        sets.kept_rows("x", sets.Set("x", "", "", count=2), bad)
+
+
+def test_files_of_the_hub_packed_or_parquet(mirror):
+    rows = [{"question": "1+1", "answer": "2"}]
+    packed = gzip.compress(json.dumps(rows[0]).encode())
+    mirror(sets.HUB.format("mine/sums", "data/one.jsonl.gz"), packed)
+    kept, count = sets.get("hub:mine/sums/data/one.jsonl.gz")
+    assert count == 1 and records.records(str(kept)) == rows
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = mirror(sets.HUB.format("mine/sums", "two.parquet"), b"")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    sha = hashlib.sha256(file.read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match=f"is {sha}, and should be 00"):
+        sets.get("hub:mine/sums/two.parquet", "00")
+    kept, count = sets.get("hub:mine/sums/two.parquet", sha)
+    assert kept != sets.get("hub:mine/sums/data/one.jsonl.gz")[0]
+    assert records.records(str(kept)) == rows
+
+
+@pytest.mark.parametrize("name", ["MATH", "hub:owner", "hub:owner/name", "hub:a//b"])
+def test_an_unknown_name_lists_what_there_is(name):
+    with pytest.raises(ValueError, match="choose from math500, math_train, gsm8k"):
+        sets.get(name)
+
+
+def test_what_was_not_downloaded_says_how_to_get_it(mirror):
+    with pytest.raises(ValueError, match="python -m dllm_jax.data get math500"):
+        data.problems(str(sets.place("math500")), None, data.DataConfig(), None)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_files_have_their_checksums_and_can_be_graded(mirror, name):
+    real = SHARED / REAL[name]
+    if not real.exists():
+        pytest.skip("the real file is not here")
+    known = sets.SETS[name]
+    mirror(known.url, real.read_bytes())
+    kept, count = sets.get(name)
+    assert count == known.count
+    grader = rewards.grader(known.reward, RewardConfig())
+    for row in records.records(str(kept))[:40]:
+        grader.check(data.Problem([], row["question"], str(row.get("answer", "")), row))
+
+
+def test_humaneval_as_it_is_asked():
+    prompt = 'def twice(x):\n    """ Doubles. """\n'
+    row = {"prompt": prompt, "entry_point": "twice", "test": "def check(c): pass"}
+    (got,) = sets.humaneval([row])
+    assert got["question"] == f"You need to complete this code:\n{prompt}\n"
+    assert got["prefix"] == f"Here is the completed code:\n```python\n{prompt}\n"
+    text = got["prefix"] + "    return 2 * x\n```"
+    assert code.extract(text) == prompt + "\n    return 2 * x\n"
+
+
+def test_mbpp_as_it_is_asked():
+    row = {
+        "task_id": 11,
+        "text": "Doubles.",
+        "code": "import math \r\ndef twice(x): \r\n  return 2 * x",
+        "test_list": ["assert twice(1) == 2"],
+    }
+    (got,) = sets.mbpp([row, row | {"task_id": 511}])
+    assert got["question"] == (
+        "Doubles.\nYour code should pass the test:\nassert twice(1) == 2\n"
+    )
+    assert got["prefix"] == (
+        "Here is the completed code:\n```python\nimport math\ndef twice(x): \n"
+        '    """ Doubles.\n    """\n\n'
+    )
+
+
+# ---- The command -------------------------------------------------------------------------
+
+
+def run(*args):
+    """Returns the finished command, with this test's cache and mirror."""
+    env = {name: os.environ[name] for name in (sets.CACHE, sets.MIRROR)}
+    return served.run("dllm_jax.data", [*args], env=env)
+
+
+def test_the_command(tmp_path, mirror):
+    mirror(sets.SETS["aime24"].url, published(AIME))
+    cached = tmp_path / "cache"
+    done = run("get", "aime24")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"3 records: --config.data.heldout={cached}/aime24.jsonl",
+        "graded by: --config.rl.reward=math",
+    ]
+    done = run("get", "sudoku", "--count=5", "--seed=3")
+    assert (
+        f"5 records: --config.data.heldout={cached}/sudoku-5-seed3.jsonl" in done.stdout
+    )
+    assert "math500" in run("list").stdout
+    refusals = {
+        ("get", "nothing"): "unknown data set 'nothing': choose from math500",
+        ("get",): "say `list`, or `get NAME`",
+        ("get", "sudoku", "--count=0"): "count",
+        ("get", "livebench"): "cannot download file://",
+    }
+    for arguments, says in refusals.items():
+        done = run(*arguments)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,122 @@
+"""The model that lm-evaluation-harness sees, with and without the harness."""
+
+import json
+import pathlib
+import sys
+import types
+
+import pytest
+
+from configs import tracerl
+from dllm_jax import config, harness
+from tests import served
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def request(*args):
+    """Returns what the harness asks with."""
+    return types.SimpleNamespace(args=args)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The bundled model, which adds numbers."""
+    tree = tracerl.get_config()
+    tree.model.path = str(ROOT / tree.model.path)
+    tree.sampler.update(rows=4, max_new=8, max_prompt=32)
+    tree.batch.update(rows=2, tokens=0)
+    tree.eval.temperature = 0.0
+    return harness.Model(config.freeze(tree), draws=4, say=lambda *args: None)
+
+
+def test_texts_end_before_the_first_stop_string():
+    assert harness.until("one. two\nthree", ["\n", "."]) == "one"
+    assert harness.until("one", "x") == "one"
+    assert harness.until("one", ["", "n"]) == "o"
+    assert harness.until("one", []) == "one"
+
+
+def test_blanks_that_end_a_context_are_the_continuations(model):
+    prompt, answer = model.pair_of("1+1 ", "2")
+    assert model.tok.decode(prompt) == "1+1" and model.tok.decode(answer) == " 2"
+    prompt, answer = model.pair_of("", "2")
+    assert prompt == [model.first_token()] and model.tok.decode(answer) == "2"
+    long, _ = model.pair_of("9" * 100, "2")
+    assert len(long) == 32
+
+
+def test_requests_are_answered_in_order(model):
+    ask = [{"role": "user", "content": "1+2"}]
+    context = model.apply_chat_template(ask)
+    assert context.endswith("assistant\n")
+    (whole,) = model.generate_until([request(context, {"until": []})])
+    assert whole
+    texts = model.generate_until(
+        [
+            request(context, {"until": [whole[1]], "max_gen_toks": 64}),
+            request(context, {"until": [], "max_gen_toks": 1}),
+            request(context, {"until": []}),
+        ]
+    )
+    assert texts[0] == whole.partition(whole[1])[0] and texts[2] == whole
+    assert whole.startswith(texts[1]) and 0 < len(texts[1]) < len(whole)
+
+    (said, greedy), (other, wrong) = model.loglikelihood(
+        [request(context, whole), request(context, "~~~")]
+    )
+    assert greedy and not wrong and said > other and other < said <= 0
+    (rolled,) = model.loglikelihood_rolling([request("1+2=3, 4")])
+    assert rolled < 0
+
+
+def test_without_the_harness_the_command_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(ValueError, match="pip install 'dllm-jax\\[lm-eval\\]'"):
+        harness.adapted(None, 1)
+    done = served.run("dllm_jax.harness", ["--config=configs/eval.py"])
+    assert done.returncode == 2 and "--tasks=NAME,... is required" in done.stderr
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files: {{"test": "{path}"}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: {target}
+{more}
+metric_list:
+  - metric: {metric}
+"""
+
+
+def test_tasks_of_the_harness(model, tmp_path):
+    pytest.importorskip("lm_eval")
+    rows = [{"question": f"{i}+1=", "answer": i + 1, "wrong": "x"} for i in range(3)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kinds = {
+        "generate_until": (
+            '"{{answer}}"',
+            "exact_match",
+            'generation_kwargs: {until: [","]}',
+        ),
+        "multiple_choice": ("0", "acc", 'doc_to_choice: "{{[answer|string, wrong]}}"'),
+    }
+    for kind, (target, metric, more) in kinds.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        text = TASK.format(
+            path=file, kind=kind, target=target, metric=metric, more=more
+        )
+        (folder / "sums.yaml").write_text(text)
+        adapted = harness.adapted(model.cfg, 2, say=lambda *args: None)
+        adapted.__dict__ |= {"stream": model.stream, "likelihood": model.likelihood}
+        found = harness.evaluate(adapted, ["sums"], str(folder), log_samples=False)
+        assert 0 <= found["results"]["sums"][f"{metric},none"] <= 1
+    with pytest.raises(ValueError, match="the harness has no task nothing"):
+        harness.evaluate(adapted, ["nothing"], str(folder))
+    assert "torch" not in sys.modules

@@ -1,0 +1,311 @@
+"""Judges: a real server on loopback that is slow, wrong, rate-limited, broken or down."""
+
+import collections
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dllm_jax import data
+from dllm_jax.rl import rewards
+from dllm_jax.rl.config import JudgeConfig, RewardConfig
+from dllm_jax.rl.rewards import endpoint, judge
+
+SECRET = "sk-Very-Secret"
+
+
+class Asked(http.server.BaseHTTPRequestHandler):
+    """Answers as its server's `behave` says."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, dict(self.headers), json.loads(body)))
+        self.server.behave(self, len(self.server.asked))
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+    def say(self, status: int, content: bytes, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def complete(self, text):
+        message = {"role": "assistant", "content": text}
+        self.say(200, json.dumps({"choices": [{"message": message}]}).encode())
+
+
+@contextlib.contextmanager
+def server(behave):
+    """Yields (a URL, the list of what it is asked)."""
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Asked)
+    made.daemon_threads = True
+    made.behave, made.asked = behave, []
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{made.server_port}/v1", made.asked
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(endpoint, "BACKOFF_S", 0.001)
+
+
+def question(**given):
+    known = {"problem": "1+1", "gold": "2", "solution": "It is 2.", "right": True}
+    return judge.Question(**(known | given))
+
+
+def votes(url, questions=1, **cfg):
+    """Returns the votes on so many questions."""
+    cfg = {"votes": 1, "parallel": 2, "seconds": 5.0, "tries": 2} | cfg
+    asked = judge.judge(JudgeConfig(at=url, **cfg))
+    asked.begin()
+    return asked.votes([question(excerpt=f"part {i}") for i in range(questions)])
+
+
+def test_an_endpoint_is_asked_in_its_own_words():
+    def behave(asked, _):
+        text = asked.server.asked[-1][2]["messages"][1]["content"]
+        asked.complete(r"\boxed{-1}" if "part 1" in text else r"So \boxed{1}.")
+
+    with server(behave) as (url, asked):
+        said = votes(url, 3, votes=2, model="some", temperature=0.3, tokens=77)
+    assert said == [[1, 1], [-1, -1], [1, 1]]
+    assert len(asked) == 6 and {path for path, _, _ in asked} == {
+        "/v1/chat/completions"
+    }
+    _, headers, body = asked[0]
+    assert "Authorization" not in headers
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("some", 0.3, 77)
+    assert [m["role"] for m in body["messages"]] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1}", 1),
+        (r"First \boxed{-1}, no: \boxed{ +1 }", 1),
+        (r"\boxed{−1}", -1),
+        (r"\boxed{- 1}", -1),
+        (r"\boxed{2}", 0),
+        (r"\boxed{1", 0),
+        ("1", 0),
+        ("", 0),
+        (None, None),
+    ],
+)
+def test_a_vote_stands_in_a_box(text, expected):
+    assert judge.vote(text) == expected
+
+
+def test_a_busy_endpoint_is_asked_again():
+    def behave(asked, count):
+        if count <= 3:
+            asked.say(429, b"slow down", Retry_After="0.01")
+        elif count == 4:
+            asked.say(503, b"")
+        else:
+            asked.complete(r"\boxed{1}")
+
+    with server(behave) as (url, asked):
+        assert votes(url, 1, tries=5) == [[1]]
+        assert len(asked) == 5
+        behaved = endpoint.seconds_of
+        assert behaved("3") == 3 and behaved("-1") is None and behaved("nan") is None
+        assert (
+            behaved("Wed, 21 Oct 2026 07:28:00 GMT") is None and behaved(None) is None
+        )
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (lambda asked, _: asked.say(401, SECRET.encode()), "HTTP 401"),
+        (lambda asked, _: asked.say(500, b""), "HTTP 500"),
+        (lambda asked, _: asked.say(302, b"", Location="/v1/other"), "HTTP 302"),
+        (lambda asked, _: asked.say(200, b"<html>"), "what is no chat completion"),
+        (lambda asked, _: asked.say(200, b"[" * 10**5), "what is no chat completion"),
+        (lambda asked, _: asked.say(200, b'{"choices": []}'), "what is no chat"),
+        (lambda asked, _: asked.say(200, b"\xff\xfe"), "what is no chat completion"),
+        (lambda asked, _: asked.wfile.write(b"SSH-2.0-none\r\n"), "BadStatusLine"),
+        (lambda asked, _: asked.connection.close(), ""),
+    ],
+)
+def test_what_is_wrong_is_counted_and_said_in_a_line(
+    behave, reason, monkeypatch, capsys
+):
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with server(behave) as (url, asked):
+        assert votes(url, 1, key="JUDGE_KEY") == [[None]]
+    line = capsys.readouterr().err
+    assert reason in line and line.count("\n") == 1
+    assert line.startswith("warning: the judge: 1 of 1 questions got no answer (")
+    assert SECRET not in line
+    assert asked[0][1]["Authorization"] == f"Bearer {SECRET}"
+    again = "HTTP 5" in reason or reason in ("BadStatusLine", "")
+    assert len(asked) == (2 if again else 1)
+
+
+def test_an_answer_without_text_is_a_vote_for_nothing():
+    with server(lambda asked, _: asked.complete(None)) as (url, _):
+        assert votes(url) == [[0.0]]
+
+
+def drip(asked, _):
+    """Writes an answer that never ends, a byte now and then."""
+    asked.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+    with contextlib.suppress(OSError):
+        while True:
+            asked.wfile.write(b" ")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("behave", [lambda *_: time.sleep(1.5), drip])
+def test_a_slow_endpoint_is_given_up(behave, capsys):
+    with server(behave) as (url, _):
+        assert votes(url, 1, seconds=0.2, tries=1) == [[None]]
+    assert "(too late)" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_down_is_not_asked_for_ever(capsys):
+    with server(lambda *_: None) as (url, _):
+        pass  # and closed
+    assert votes(url, 50, parallel=2, tries=1) == [[None]] * 50
+    line = capsys.readouterr().err
+    assert (
+        "50 of 50 questions" in line and "not asked, as those before it failed" in line
+    )
+    assert "refused" in line
+
+
+def test_one_reason_is_said_once(capsys):
+    said = set()
+    for _ in range(3):
+        judge.tell(collections.Counter({"HTTP 500": 2}), 4, said)
+    judge.tell(collections.Counter(), 4, said)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_not_more_questions_at_once_than_allowed():
+    lock, inside, most = threading.Lock(), 0, 0
+
+    def behave(asked, _):
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.02)
+        with lock:
+            inside -= 1
+        asked.complete(r"\boxed{1}")
+
+    with server(behave) as (url, _):
+        votes(url, 12, parallel=3)
+    assert 1 < most <= 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"at": "http://"}, "at: no URL such as"),
+        ({"at": "ftp://host/v1"}, "at: no URL such as"),
+        ({"at": "http://host:x/v1"}, "at: no URL such as"),
+        ({"at": f"http://me:{SECRET}@host/v1"}, "a URL with a name, a password"),
+        ({"at": f"http://host/v1?key={SECRET}"}, "a URL with a name, a password"),
+        ({"at": "http://host/v 1"}, "no blanks"),
+        ({"at": "http://host/v1", "key": SECRET}, "key: the NAME of an environment"),
+        ({"at": "some/folder", "key": "KEY"}, "key: only an endpoint"),
+        ({"votes": 0}, "votes=0"),
+        ({"seconds": 0.0}, "seconds=0"),
+        ({"parallel": 0}, "parallel=0"),
+    ],
+)
+def test_bad_settings_are_refused_and_secrets_not_repeated(bad, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        JudgeConfig(**bad)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, "", "two words", f"{SECRET}\r\nX: y", "ключ"])
+def test_a_key_that_is_not_there_is_refused(value, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    asked = judge.judge(JudgeConfig(at="http://localhost:1/v1", key="JUDGE_KEY"))
+    with pytest.raises(ValueError, match="JUDGE_KEY.*holds no key") as caught:
+        asked.begin()
+    assert SECRET not in str(caught.value)
+
+
+def test_a_key_that_anyone_can_read_on_its_way_is_told(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    for url, lines in (("http://some.host/v1", 2), ("https://some.host/v1", 1)):
+        told = judge.judge(JudgeConfig(at=url, key="JUDGE_KEY")).begin()
+        assert len(told) == lines and SECRET not in "".join(told)
+
+
+# ---- As a reward -----------------------------------------------------------------------
+
+
+def test_a_judge_says_what_an_answer_is_worth():
+    def behave(asked, _):
+        text = asked.server.asked[-1][2]["messages"][1]["content"]
+        said = next(x for x in (r"\boxed{1}", r"\boxed{-1}", "?") if f"<{x}>" in text)
+        if r"\boxed{1}" in said and len(asked.server.asked) % 2:
+            said = r"\boxed{-1}"
+        asked.complete(said)
+
+    problem = data.Problem([1], "Who?", "", {})
+    with server(behave) as (url, asked):
+        cfg = RewardConfig(judge=JudgeConfig(at=url, votes=2, parallel=1))
+        grader = rewards.grader("judge", cfg)
+        assert not grader.gold and grader.begin()
+        texts = [r"<\boxed{1}>", r"<\boxed{-1}>", "<?>"]
+        grades = grader.grade(texts, [problem] * 3, None)
+    np.testing.assert_array_equal(grades.reward_n, [0.5, 0.0, np.nan])
+    assert "Who?" in asked[0][2]["messages"][1]["content"]
+    with pytest.raises(ValueError, match="rl.reward='judge' needs reward.judge.at"):
+        rewards.grader("judge", RewardConfig())
+
+
+OWN = """
+def halves(questions):
+    return [0.5 if q.right else None for q in questions]
+
+def short(questions):
+    return []
+
+def words(questions):
+    return ["good"] * len(questions)
+
+def endless(questions):
+    return [float("inf")] * len(questions)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_judge.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_function_may_judge(mine):
+    asked = judge.judge(JudgeConfig(at="my_judge:halves"))
+    assert asked.votes([question(), question(right=False)]) == [[0.5], [None]]
+    for name in ("short", "words", "endless"):
+        with pytest.raises(ValueError, match=f"my_judge:{name}' returned no list of 1"):
+            judge.judge(JudgeConfig(at=f"my_judge:{name}")).votes([question()])
+    with pytest.raises(
+        ValueError, match="reward.judge.at='my_judge:none': my_judge has"
+    ):
+        judge.judge(JudgeConfig(at="my_judge:none"))

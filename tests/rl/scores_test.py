@@ -1,0 +1,98 @@
+"""Scores of records, cards, and the AUP of a sweep."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dllm_jax import statistics
+from dllm_jax.data import Problem
+from dllm_jax.rl import rewards, scores
+from dllm_jax.rl.config import RewardConfig
+
+VOTE = rewards.grader("math", RewardConfig()).vote
+
+
+def record(said="", *, right=True, tokens=4, forwards=2, **fields):
+    """Returns a line of eval.jsonl, as far as scores read it."""
+    return {
+        "response_ids": [0] * tokens,
+        "forwards": forwards,
+        "finished": "stop",
+        "reward": float(right),
+        "group": 0,
+        "text": f"\\boxed{{{said}}}" if said else "",
+    } | fields
+
+
+def test_scores_by_hand():
+    rows = [
+        *(record("1/2"), record("0.5"), record("3", right=False)),
+        *(record("7", right=False), record(right=False), record("8", forwards=6)),
+    ]
+    rows[5]["finished"] = "length"
+    got = scores.of_records(rows, 3, VOTE)
+    assert got["accuracy"].value == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert got["pass@1"] == got["accuracy"]
+    assert got["pass@2"].value == pytest.approx((1 + 2 / 3) / 2)
+    assert got["pass@3"].value == 1
+    assert got["maj@3"].value == pytest.approx((1 + 1 / 2) / 2)  # a draw of 7 and 8
+    assert got["truncated"].value == pytest.approx(1 / 6)
+    assert got["response_length"].value == 4
+    assert got["forwards"].value == pytest.approx(16 / 6)
+    assert got["tokens_per_forward"].value == pytest.approx(24 / 16)
+
+
+def test_what_nobody_judged_counts_in_no_accuracy():
+    rows = [record(), record(right=False, graded=False), record(), record(right=False)]
+    got = scores.of_records(rows, 2)
+    assert got["accuracy"].value == pytest.approx(2 / 3)
+    assert "maj@2" not in got and got["pass@2"].value == 1
+
+
+def test_votes_go_by_what_answers_mean():
+    texts = [
+        "\\boxed{0.5}",
+        "\\boxed{\\frac{1}{2}}",
+        "no",
+        "\\boxed{2}",
+        "\\boxed{50\\%}",
+    ]
+    said = VOTE(texts)
+    assert said[0] == said[1] == 0 and said[2] == -1 and said[3] == 1
+    letters = rewards.grader("choice", RewardConfig()).vote
+    assert letters(["\\boxed{a}", "\\boxed{(A)}", "\\boxed{B}", "C"]) == [0, 0, 1, -1]
+    assert rewards.grader("math,length:0.1", RewardConfig()).vote is not None
+    assert rewards.grader("code", RewardConfig()).vote is None
+
+
+def test_the_aup_of_a_sweep_and_its_interval():
+    rng = np.random.default_rng(0)
+    hard_n = rng.random(200)
+    points = []
+    for value, right, tokens in ((0.9, 0.75, 8), (0.6, 0.74, 24)):
+        right_n = (hard_n < right).astype(float)
+        points.append(
+            scores.Setting(value, right_n, np.full(200, tokens), np.full(200, 8))
+        )
+    got = scores.sweep("sampler.threshold", points, 80.0)
+    measured = [(x["tokens_per_forward"], x["accuracy"]) for x in got["points"]]
+    assert got["aup"]["value"] == pytest.approx(statistics.aup(measured, 80.0))
+    assert got["aup"]["low"] < got["aup"]["value"] < got["aup"]["high"]
+    assert scores.sentence(got).endswith("with 80.00 % as the best accuracy")
+    assert json.loads(json.dumps(got)) == got
+    worse = scores.Setting(0.3, np.zeros(200), np.full(200, 40), np.full(200, 8))
+    got = scores.sweep("sampler.threshold", [*points, worse], 0.0)
+    assert got["aup"] is None and "more than 5 points below" in scores.sentence(got)
+
+
+def test_the_accuracy_of_groups():
+    levels = [3, 5, 3]
+    asked = [Problem([], "", "", {"level": x}) for x in levels for _ in range(2)]
+    rows = [record(right=x) for x in (1, 1, 0, 0, 1, 0)]
+    made = {"by": "level", "groups": scores.groups(rows, asked, 2, "level")}
+    told = {
+        x: (g["problems"], g["accuracy"]["value"]) for x, g in made["groups"].items()
+    }
+    assert told == {"3": (2, 0.75), "5": (1, 0.0)}
+    assert scores.table_of_groups(made).splitlines()[2].startswith("| 3 | 2 | 75.0 % [")

@@ -1,0 +1,182 @@
+"""Intervals against closed forms, pass@k and maj@k by hand, AUP's published vectors."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dllm_jax import statistics
+
+# ---- Scores of problems ------------------------------------------------------------------
+
+
+def test_pass_at_k_by_hand():
+    right = np.array([[True, False, False], [False, False, False], [True, True, True]])
+    assert statistics.pass_at(right, 1) == pytest.approx([1 / 3, 0, 1])
+    assert statistics.pass_at(right, 2) == pytest.approx([2 / 3, 0, 1])
+    assert statistics.pass_at(right, 3) == pytest.approx([1, 0, 1])
+
+
+def test_pass_at_k_is_the_mean_over_all_sets_of_k_answers():
+    right = np.random.default_rng(3).random((5, 6)) < 0.4
+    for k in range(1, 7):
+        sets = [*itertools.combinations(range(6), k)]
+        whole = [np.mean([row[list(taken)].any() for taken in sets]) for row in right]
+        assert statistics.pass_at(right, k) == pytest.approx(whole)
+
+
+MAJORITY = [  # what the answers say, which are right, k: the share of votes won
+    ([0, 0, 1], [1, 1, 0], 3, 1.0),
+    ([0, 1, 1], [1, 0, 0], 3, 0.0),
+    ([0, 1, 2], [1, 0, 0], 3, 1 / 3),  # all lead
+    ([0, 0, 1, 1], [0, 0, 1, 1], 4, 0.5),
+    ([-1, -1, 0], [0, 0, 1], 3, 1.0),  # who says nothing has no vote
+    ([-1, -1], [0, 0], 2, 0.0),
+    ([0, 0, 0], [1, 1, 1], 2, 1.0),
+    ([0], [1], 1, 1.0),
+]
+
+
+@pytest.mark.parametrize(("said", "right", "k", "want"), MAJORITY)
+def test_majority_by_hand(said, right, k, want):
+    got = statistics.majority_at(np.array([said]), np.array([right], bool), k)
+    assert got == pytest.approx([want])
+
+
+def test_majority_is_near_the_mean_over_all_sets_and_that_of_one_is_pass_at_1():
+    said, right = np.array([[0, 0, 1, 1, 2]]), np.array([[0, 0, 1, 1, 0]], bool)
+    sets = [np.array(x) for x in itertools.combinations(range(5), 3)]
+    whole = statistics.majority_at
+    exact = np.mean([whole(said[:, x], right[:, x], 3)[0] for x in sets])
+    assert whole(said, right, 3)[0] == pytest.approx(exact, abs=0.05)
+    assert whole(said, right, 1)[0] == pytest.approx(0.4, abs=0.05)
+    assert (whole(said, right, 3) == whole(said, right, 3)).all()
+
+
+# ---- Intervals ---------------------------------------------------------------------------
+
+
+def test_wilsons_interval():
+    assert statistics.wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    ends = statistics.wilson(0.0, 10)[0], statistics.wilson(1.0, 10)[1]
+    assert ends == pytest.approx((0, 1))
+    assert statistics.wilson(0.0, 10)[1] == pytest.approx(3.8415 / 13.8415, abs=1e-4)
+    low, high = statistics.wilson(0.75, 500)  # MATH500: 3.8 points to each side
+    assert (high - low) / 2 == pytest.approx(0.038, abs=5e-4)
+    assert statistics.wilson(0.1, 30) == pytest.approx((0.035, 0.256), abs=1e-3)
+
+
+@pytest.mark.parametrize("n", [1, 5, 30, 299])
+def test_the_betas_interval_where_its_quantiles_have_a_closed_form(n):
+    none = [1 - (1 - q) ** (1 / (n + 1)) for q in (0.025, 0.975)]
+    assert statistics.beta(0, n) == pytest.approx(none, abs=1e-4)
+    assert statistics.beta(n, n) == pytest.approx([1 - x for x in none[::-1]], abs=1e-4)
+
+
+def test_the_betas_interval_is_the_binomials():
+    """P(Beta(1 + c, 1 + n - c) <= x) is P(Bin(n + 1, x) > c), for whole numbers."""
+    n, c = 12, 5
+    for x, mass in zip(statistics.beta(c, n), (0.025, 0.975), strict=True):
+        terms = [
+            math.comb(n + 1, i) * x**i * (1 - x) ** (n + 1 - i)
+            for i in range(c + 1, n + 2)
+        ]
+        assert sum(terms) == pytest.approx(mass, abs=1e-4)
+
+
+def test_the_clustered_interval_by_hand():
+    low, high = statistics.clustered(np.array([0.0, 0.5, 1.0, 0.5]))
+    half = 1.959964 * math.sqrt((0.25 + 0.25) / 3) / 2
+    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
+
+
+def test_the_bootstrap_of_a_mean_is_near_the_normal_approximation():
+    gain_n = np.random.default_rng(0).normal(1.0, 2.0, 400)
+    got = statistics.mean(gain_n)
+    half = 1.96 * gain_n.std() / 20  # good for 400
+    assert got.value == pytest.approx(gain_n.mean())
+    assert got.low == pytest.approx(gain_n.mean() - half, abs=0.03)
+    assert got.high == pytest.approx(gain_n.mean() + half, abs=0.03)
+    assert statistics.mean(gain_n[:1])[1:3] == (None, None)
+    assert statistics.mean(gain_n) == got
+
+
+def test_a_quotient_of_sums_is_not_the_mean_of_quotients():
+    above, below = np.array([10.0, 1.0, 30.0]), np.array([10.0, 2.0, 10.0])
+    got = statistics.ratio(above, below)
+    assert got.value == pytest.approx(41 / 22)
+    assert got.low < got.value < got.high
+    assert statistics.ratio([0.0, 0.0], [0.0, 0.0]).value == 0
+
+
+def test_a_run_compared_with_itself_gives_zero_and_no_width():
+    value_n = np.random.default_rng(1).random(50)
+    assert statistics.paired(value_n, value_n)[:3] == (0, 0, 0)
+    assert statistics.paired(value_n, value_n + 1)[:3] == pytest.approx((1, 1, 1))
+
+
+def test_which_interval_a_share_gets():
+    rng = np.random.default_rng(0)
+    for n, samples, method in (
+        (30, 1, "beta"),
+        (30, 4, "beta"),
+        (500, 1, "wilson"),
+        (500, 4, "clustered"),
+    ):
+        value_n = (rng.random((n, samples)) < 0.6).mean(axis=1)
+        got = statistics.share(value_n, samples)
+        assert got.method == method and 0 <= got.low < got.value < got.high <= 1
+
+
+def test_an_interval_holds_what_was_measured():
+    for n, value in itertools.product((5, 400), (0.0, 1.0)):
+        got = statistics.share(np.full(n, value), 1)
+        assert got.low <= value <= got.high and got.high - got.low > 0.005
+
+
+def test_answers_that_are_alike_tell_no_more_than_one():
+    same = np.array([0.0, 1.0] * 15)
+    assert statistics.effective(same, 8) == 30
+    assert statistics.effective(np.full(30, 1.0), 8) == 30
+    rng = np.random.default_rng(0)
+    free = (rng.random((200, 8)) < 0.5).mean(axis=1)
+    assert 1000 < statistics.effective(free, 8) <= 1600
+
+
+@pytest.mark.parametrize(("n", "samples"), [(30, 1), (30, 4), (400, 1), (400, 3)])
+def test_intervals_cover_the_truth_of_problems_that_differ(n, samples):
+    """Problems of their own difficulty, right in 0.3 to 0.9 of cases: 0.6 on average."""
+    rng, covered = np.random.default_rng(n + samples), 0
+    for _ in range(100):
+        hard_n1 = rng.uniform(0.3, 0.9, (n, 1))
+        got = statistics.share(
+            (rng.random((n, samples)) < hard_n1).mean(axis=1), samples
+        )
+        covered += got.low <= 0.6 <= got.high
+    assert covered >= 88
+
+
+# ---- AUP ---------------------------------------------------------------------------------
+
+PUBLISHED = [(1.0, 74.02), (9.11, 73.09)]  # d3LLM-LLaDA on GSM8K
+
+
+def test_the_published_values_of_aup():
+    assert statistics.aup(PUBLISHED, 74.98) == pytest.approx(637.7, abs=0.05)
+    assert statistics.aup(PUBLISHED[::-1], 90.3) == pytest.approx(416.10, abs=0.05)
+    assert statistics.aup([(1.0, 74.1)]) == pytest.approx(74.1)
+    assert statistics.aup([(2.0, 74.1)], 90.0) == pytest.approx(148.2)
+
+
+def test_points_far_below_the_first_earn_no_area_and_a_last_one_is_refused():
+    low = (4.0, 60.0)
+    assert statistics.aup([*PUBLISHED, low], 74.98) == pytest.approx(
+        statistics.aup(PUBLISHED, 74.98)
+    )
+    with pytest.raises(ValueError, match="right in 60.00 %, more than 5 points below"):
+        statistics.aup([*PUBLISHED, (10.0, 60.0)])
+
+
+def test_the_best_of_a_sweep_is_its_own_where_no_other_is_named():
+    assert statistics.aup(PUBLISHED) == statistics.aup(PUBLISHED, 74.02)
