@@ -317,32 +317,38 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
     answering_U = pos_U - layout.shift  # the position that predicts it
     scope_T = layout.scope(supervised_nT.shape[1], prompt_len)
     end_T, group_T = sights(piece, view_T, pos_T, scope_T, layout)
-    shown = Shown(
-        pos_T=np.concatenate([np.arange(piece.clean), pos_T]),
-        masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
-        end_T=end_T,
-        group_T=group_T,
-        # With shift 1 a block's first token is predicted at the position before it,
-        # which lies in the clean copy, where a position is its slot.
-        slot_U=np.where(
-            answering_U < firsts[view_U],
-            answering_U,
-            piece.clean + slot_U - layout.shift,
+    return with_blank(
+        Shown(
+            pos_T=np.concatenate([np.arange(piece.clean), pos_T]),
+            masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
+            end_T=end_T,
+            group_T=group_T,
+            # With shift 1 a block's first token is predicted at the position before it,
+            # which lies in the clean copy, where a position is its slot.
+            slot_U=np.where(
+                answering_U < firsts[view_U],
+                answering_U,
+                piece.clean + slot_U - layout.shift,
+            ),
+            draw_U=np.where(taken_U, draws[view_U], -1),
+            pos_U=pos_U,
+            size_U=counts[view_U],
+            lead_U=lead_U,
+            limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
         ),
-        draw_U=np.where(taken_U, draws[view_U], -1),
-        pos_U=pos_U,
-        size_U=counts[view_U],
-        lead_U=lead_U,
-        limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
+        prompt_len,
+        layout,
     )
-    return with_blank(shown, prompt_len, layout) if layout.guidance else shown
 
 
 def with_blank(shown: Shown, prompt_len: int, layout: Layout) -> Shown:
     """Returns a canvas and, behind it, the same answer behind the blank prompt.
 
     That prompt ends where the canvas's own does, so that the answer has its positions.
+    Without guidance there is none.
     """
+    if not layout.guidance:
+        return shown
     slots, blank = len(shown.pos_T), layout.blank
     pos_T = np.concatenate(
         [prompt_len - len(blank) + np.arange(len(blank)), np.arange(prompt_len, slots)]

@@ -7,6 +7,7 @@ import pytest
 
 from dllm_jax.data import Problem
 from dllm_jax.rl import rewards
+from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import scenes
 
 COUNT = int(os.environ.get("SCENES", "1000"))
@@ -57,10 +58,10 @@ def test_jpeg_pays_for_plain_pictures():
     small = scenes.compactness(noise[:8, :8])
     assert 0 < small < scenes.compactness(plain[:8, :8])
     problems = [Problem([1], "a", "")] * 2
-    more = rewards.grader("jpeg", None, answers="image").grade(
+    more = rewards.grader("jpeg", RewardConfig(), answers="image").grade(
         [plain, noise], problems, None
     )
-    less = rewards.grader("jpeg:-1", None, answers="image").grade(
+    less = rewards.grader("jpeg:-1", RewardConfig(), answers="image").grade(
         [plain, noise], problems, None
     )
     assert more.reward_n[0] > more.reward_n[1]
@@ -69,11 +70,11 @@ def test_jpeg_pays_for_plain_pictures():
 
 def test_a_judge_of_texts_judges_no_image():
     with pytest.raises(ValueError, match="'math' judges no image, .* scene, jpeg"):
-        rewards.grader("math", None, answers="image")
+        rewards.grader("math", RewardConfig(), answers="image")
     with pytest.raises(ValueError, match="'scene' judges no text"):
-        rewards.grader("scene", None)
+        rewards.grader("scene", RewardConfig())
     own = "tests.rl.rewards.scenes_test:bright"
-    judged = rewards.grader(f"{own},length:0.1", None, answers="image")
+    judged = rewards.grader(f"{own},length:0.1", RewardConfig(), answers="image")
     assert judged.gold is False
 
 
