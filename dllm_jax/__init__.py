@@ -13,7 +13,7 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     D  model width
     F  feed-forward width
     V  vocabulary
-    N  query heads
+    N  query heads, or codes of an image
     K  heads of keys and values
     G  query heads that share a key head, N / K
     H  head dimension
@@ -28,11 +28,11 @@ einsums, in parameters' `Spec("DNH")` and in the rules of `sharding.py`:
     A  pages of a row
     R  rows and positions, flattened
     U  supervised seats of a packed row
-    C  rank of an adapter
+    C  rank of an adapter, or channels of an image
     M  soft tokens: rows of the table of images' parts
     n  items on the host: prompts, trajectories
     m  microbatches
-    h  pairs of rotary dimensions
+    h  pairs of rotary dimensions, or rows of pixels
 
 A digit is that size: `words_B2`. Any other small letter is a file's own, and a line of
 that file's docstring says so, as in
@@ -43,7 +43,7 @@ The floors. A room imports from its own and from lower floors; an entry also imp
 `config`, which assembles the configurations that the floors below declare, and
 `command_line`, which reads it:
 
-    6  config, compatible, command_line, train, eval, generate, convert, trace, report, harness
+    6  config, compatible, pictures, command_line, train, eval, generate, convert, trace, report, harness
     5  rl
     4  sampling
     3  models
@@ -86,6 +86,7 @@ and for who wants to know how it is fast, or what surrounds it:
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
     models/hf.py                 Hugging Face folders, in and out
+    models/vision/magvit.py      images to codes, and back
     models/vision/soft.py        what a model reads of an image: rows of a table
     models/vision/siglip.py      the tower that makes features of it
     models/vision/look.py        a step's images, each seen once

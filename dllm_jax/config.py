@@ -16,12 +16,12 @@ import json
 
 import ml_collections
 
-from dllm_jax import checks, compatible, pallas_kernels, sharding
+from dllm_jax import checks, compatible, pallas_kernels, pictures, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
-from dllm_jax.models.vision import prompts
+from dllm_jax.models.vision import codes
 from dllm_jax.rl import layout, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -65,6 +65,12 @@ class ModelArgs:
     lora_alpha: float = 32.0  # they are added with weight alpha / rank
     # Such as ("wq", "wv"); (): every projection, but for those of routed experts.
     lora_targets: tuple[str, ...] = ()
+    # Of a model that reads and draws images as codes (MMaDA): the folder of its MAGVIT-v2;
+    # "": one inside of the model's.
+    vq: str = ""
+    image_size: int = 0  # pixels a side; 0: what the vq's config.json says, or 512
+    # An image that is no square: on white, or its middle as MMaDA trained.
+    image_fit: str = "pad"
     # Tiles of the images that are looked at together, such as a step's: a table's size. Of
     # a model with a vision tower; an image of 640 x 480 pixels has five. 0: no images.
     tiles: int = 40
@@ -96,15 +102,11 @@ class ModelArgs:
             train_tower=bool(model.vision) and self.tower,
         )
 
-    def reader(self, model: ModelConfig) -> prompts.Reader | None:
-        """Returns what reads images for the model that a checkpoint becomes, if it looks."""
-        if not model.soft:
-            return None
-        return prompts.Reader(model, keep_newline=self.keep_newline)
-
     def __post_init__(self):
         checks.fields(
             self,
+            image_size=">= 0, <= 4096",
+            image_fit=codes.FITS,
             tiles=">= 0, <= 100000",
             dtype=("bfloat16", "float32"),
             remat=("auto", *REMAT),
@@ -284,7 +286,9 @@ class Config:
     def __post_init__(self):
         checks.fields(self, method=("rl", "sft", "dpo", "reward"), seed=">= 0")
         compatible.check(self)
-        room = self.sampler.slots + self.sampler.block
+        guided = self.sampler.guidance and self.noise.guided
+        beside = self.sampler.slots_beside if guided else 0
+        room = self.sampler.slots + max(self.sampler.block, beside)
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
             raise ValueError(
@@ -342,6 +346,9 @@ def completed(cfg: Config):
     stops = stops_of(cfg.sampler, model, tok)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
+    if sampler.answers == "image":
+        made = pictures.format_of(cfg.model, path, model, tok)
+        model, sampler = pictures.drawing(model, sampler, made)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
 
 
@@ -395,6 +402,8 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
         "the noise is not the trace as it is": not traced,
+        "noise.guided=False trains another distribution": not drawn.guided
+        and sampler.guidance > 0,
         "nothing recorded the probability of steps": cfg.objective.likelihood
         == "selection",
         "rl.value='head' is scored with them": cfg.rl.value == "head",

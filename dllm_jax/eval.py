@@ -26,7 +26,16 @@ import jax
 import numpy as np
 from absl import flags
 
-from dllm_jax import command_line, config, data, exits, metrics, processes, sharding
+from dllm_jax import (
+    command_line,
+    config,
+    data,
+    exits,
+    metrics,
+    pictures,
+    processes,
+    sharding,
+)
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl import rewards, rollout, scores
@@ -66,11 +75,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    # Nobody learns from chunks here: their judge is not asked.
-    grader = rewards.grader(
-        cfg.rl.reward, dataclasses.replace(cfg.reward, split="none"), tok
-    )
-    asked = asked_of(cfg, tok, say, grader, cfg.model.reader(model))
+    grader = grader_of(cfg, tok)
+    asked = asked_of(cfg, model, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)
     for line in grader.begin():
@@ -82,7 +88,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     sharding.anywhere(False)  # all have read what is there
     run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
     grade = functools.partial(
-        graded, grader=grader, truncated_wrong=cfg.rl.truncated_wrong, tok=tok
+        graded,
+        grader=grader,
+        truncated_wrong=cfg.rl.truncated_wrong,
+        decode=pictures.decoder(cfg, model, tok),
     )
     told, swept = {}, []
     for setting in settings:
@@ -100,6 +109,12 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
         swept.append(records)
     return told if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
+
+
+def grader_of(cfg: config.Config, tok) -> rewards.Grader:
+    """Returns what grades answers; nobody learns from chunks here: their judge is not asked."""
+    whole = dataclasses.replace(cfg.reward, split="none")
+    return rewards.grader(cfg.rl.reward, whole, tok, cfg.sampler.answers)
 
 
 def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool):
@@ -188,13 +203,14 @@ def leave_sweep(
     return told
 
 
-def asked_of(cfg: config.Config, tok, say, grader, reader) -> list[data.Problem]:
+def asked_of(cfg: config.Config, model, tok, say, grader) -> list[data.Problem]:
     """Returns the problem of each answer; says how many of them are too long.
 
     Raises ValueError where there are none.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
+    reader = pictures.reader(cfg.model, cfg.sampler, model, tok)
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader)
     problems = problems[: cfg.eval.problems or None]
     for number, problem in enumerate(problems if cfg.eval.by else (), 1):
@@ -276,17 +292,18 @@ def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool
 
 
 def graded(
-    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, tok
+    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, decode
 ) -> list[dict]:
     """Returns the records of answers from the number `first` on, graded.
 
-    The further arguments are those of `missing` and `rollout.graded`.
+    decode: of a Trace, its answers as graders take them. The further arguments are those of
+    `missing` and `rollout.graded`.
     """
     numbers = np.arange(first, first + len(trace.len_B))
     problems = [asked[i] for i in numbers]
     rollouts = rollout.graded(
         trace,
-        answers.decode(trace, tok),
+        decode(trace),
         problems,
         numbers // each,
         grader,

@@ -3,6 +3,7 @@
     python -m dllm_jax.generate --model=DIR "How many legs has a spider?"
     python -m dllm_jax.generate --model=DIR --image=FILE "What is this?"
     python -m dllm_jax.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl
+    python -m dllm_jax.generate --model=DIR --image-out=FILE.png "A red circle"
 
 A prompt on the command line is shown while it is unmasked, where the output is a
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
@@ -27,12 +28,13 @@ import ml_collections
 from absl import flags
 from tqdm import tqdm
 
-from dllm_jax import command_line, config, data, exits, folder, sharding
+from dllm_jax import command_line, config, data, exits, folder, pictures, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
+from dllm_jax.models.vision import codes
 from dllm_jax.sampling import answers, placement, state
-from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.config import DRAWING, SamplerConfig
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
 SHORT = {
@@ -47,10 +49,14 @@ SHORT = {
     "rows": ("sampler.rows", "prompts sampled together"),
     "seed": ("seed", "of all that is drawn"),
     "dtype": ("model.dtype", "of computation: bfloat16 or float32"),
+    "vq": ("model.vq", "the folder of MAGVIT-v2, of a model that draws or reads codes"),
+    "image-size": ("model.image_size", "pixels a side; 0: the vq's, or 512"),
+    "guidance": ("sampler.guidance", "towards the caption, of --image-out"),
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
 IMAGE = "what the prompt is about, for a model that looks; may be given again"
 OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
+DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
 # A flag of former times: the key that took its place.
 MOVED = {
@@ -86,8 +92,8 @@ def help_text() -> str:
     for name, (key, text) in SHORT.items():
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
-    options |= {"--image=FILE": IMAGE, "--prompts=FILE": PROMPTS}
-    options |= {"--out=FILE": OUT, "--overwrite": OVERWRITE}
+    options |= {"--image=FILE": IMAGE, "--image-out=FILE.png": DRAWN}
+    options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
     options["--config=FILE[:PRESET]"] = CONFIG
     used = {
         key: value
@@ -135,7 +141,11 @@ def parsed(argv: list[str]):
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
+    flags.DEFINE_string("image_out", None, DRAWN, flag_values=values)
     tree = command_line.of_file(file) if file else defaults()
+    words = [word.replace("--image-out", "--image_out", 1) for word in words]
+    if not file and any(word.startswith("--image_out") for word in words):
+        tree.sampler.update(DRAWING)
     _, prompts = command_line.parse(words, tree, values, arguments=1)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
@@ -145,6 +155,19 @@ def parsed(argv: list[str]):
         )
     if prompts and values.out:
         raise ValueError("--out=FILE goes with --prompts=FILE.jsonl")
+    if prompts and bool(values.image_out) != (tree.sampler.answers == "image"):
+        raise ValueError(
+            "a prompt whose answer is an image needs --image-out=FILE.png, and no other does: "
+            f"config.sampler.answers={tree.sampler.answers!r}"
+        )
+    if values.image_out and (not prompts or values.image):
+        raise ValueError(
+            "--image-out=FILE.png goes with one prompt, an image's caption, and no --image"
+        )
+    if values.image_out and not values.image_out.lower().endswith(".png"):
+        raise ValueError(
+            f"--image-out={values.image_out}: name a file that ends in .png"
+        )
     return (prompts[0] if prompts else None), values
 
 
@@ -231,12 +254,28 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     )
 
 
+def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
+    """Writes the image that a prompt describes; the arguments are those of `show`.
+
+    out: a PNG file.
+    """
+    ended = list(answers.checked(stream([prompt], stop=stop), 1))
+    if not ended:
+        raise exits.Stopped("stopped by a signal, before the image was whole")
+    ((_, answer),) = ended
+    first = len(prompt)
+    (picture,) = codec.pictures([answer.tokens_T[first : first + answer.len]])
+    with exits.room(out, picture.nbytes):
+        codes.write(out, picture)
+    print(f"[{out}: {answer.len} codes, {answer.forwards} steps]", file=sys.stderr)
+
+
 def again(out: str | None) -> bool:
     """Returns whether what is written to `out` can be read again: it is no pipe."""
     return bool(out) and (os.path.isfile(out) or not os.path.exists(out))
 
 
-def check_out(out: str, prompts: str | None):
+def check_out(out: str, prompts: str | None, flag: str = "--out"):
     """Raises ValueError where answers cannot go to `out`, or would replace the prompts."""
     for file in (out, folder.note_of(out)):
         there = prompts and os.path.exists(prompts) and os.path.exists(file)
@@ -246,7 +285,7 @@ def check_out(out: str, prompts: str | None):
     try:
         open(out, "a").close()
     except OSError as error:
-        raise ValueError(f"--out={out}: {error.strerror}") from None
+        raise ValueError(f"{flag}={out}: {error.strerror}") from None
     if not there:
         os.unlink(out)
 
@@ -358,7 +397,8 @@ def settings(tree: ml_collections.ConfigDict) -> Settings:
 
 
 def opened(path: pathlib.Path, given: Settings):
-    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler).
+    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler,
+    the codes.Format of the images that are its answers, or None).
 
     Raises ValueError for what does not go together.
     """
@@ -366,7 +406,11 @@ def opened(path: pathlib.Path, given: Settings):
     tok, block = load_tokenizer(path), given.sampler.block or model.block
     stops = config.stops_of(given.sampler, model, tok)
     cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
-    return dataclasses.replace(model, block=block, lora=None), tok, cfg
+    model, made = dataclasses.replace(model, block=block, lora=None), None
+    if cfg.answers == "image":
+        made = pictures.format_of(given.model, path, model, tok)
+        model, cfg = pictures.drawing(model, cfg, made)
+    return model, tok, cfg, made
 
 
 def main(argv: list[str] | None = None):
@@ -375,6 +419,8 @@ def main(argv: list[str] | None = None):
     with contextlib.ExitStack() as stack:
         if options.out:
             check_out(options.out, options.prompts)
+        if options.image_out:
+            check_out(options.image_out, None, "--image-out")
         if again(options.out):
             lock = folder.Lock(pathlib.Path(f"{options.out}.lock"), of=options.out)
             stack.enter_context(contextlib.closing(lock))
@@ -397,6 +443,18 @@ def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
     return [turn(tok, prompt, reader and reader.of_files(options.image, None))], []
 
 
+def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:
+    """Returns a sampler as wide as its prompts need, with rows that `share` devices share."""
+    grid = (
+        1 if cfg.answers == "image" else cfg.block
+    )  # an image begins where its prompt ends
+    return dataclasses.replace(
+        cfg,
+        max_prompt=rounded(max(map(len, prompts)), grid),
+        rows=-(-min(cfg.rows, len(prompts)) // share) * share,
+    )
+
+
 def answer(prompt: str | None, options, stop):
     """Answers the prompt, or those of the file.
 
@@ -408,26 +466,24 @@ def answer(prompt: str | None, options, stop):
 
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
     path = hf.find(given.model.path)
-    model, tok, cfg = opened(path, given)
+    model, tok, cfg, made = opened(path, given)
     if again(options.out):
         job = job_of(options.config, path)
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
     else:
         sink = Terminal(options.out)
-    prompts, rows = asked(prompt, options, given.model.reader(model), path, model, tok)
+    reader = pictures.reader(given.model, given.sampler, model, tok)
+    prompts, rows = asked(prompt, options, reader, path, model, tok)
+    codec = codes.Codec(made) if options.image_out else None
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)
     mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)
-    longest, share = max(map(len, prompts)), mesh.size // mesh.shape["model"]
-    cfg = dataclasses.replace(
-        cfg,
-        max_prompt=rounded(longest, cfg.block),
-        rows=-(-min(cfg.rows, len(prompts)) // share) * share,
-    )
+    cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
-    for line in (*config.too_long(longest + cfg.max_new, model), *checked):
+    longest = max(map(len, prompts)) + cfg.max_new
+    for line in (*config.too_long(longest, model), *checked):
         print(line, file=sys.stderr)
     answerer, params = placement.loaded(
         path,
@@ -442,7 +498,9 @@ def answer(prompt: str | None, options, stop):
         answerer.stream, params, key=key, temperature=cfg.temperature
     )
     if prompt is None:
-        write(stream, prompts, rows, sink, tok, stop)
+        write(stream, prompts, rows, sink, None if made else tok, stop)
+    elif codec:
+        draw(stream, prompts[0], codec, options.image_out, stop)
     else:
         show(stream, prompts[0], cfg, tok, stop)
 

@@ -24,6 +24,7 @@ from dllm_jax import (
     exits,
     memory,
     metrics,
+    pictures,
     processes,
     sharding,
     trackers,
@@ -89,7 +90,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What it learns from, and what it is evaluated on ----------------------------
     samples = method.samples or bool(cfg.data.heldout)
-    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok)
+    judged = cfg.sampler.answers if samples else "text"
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, judged)
     for line in grader.begin() if samples else ():
         say(line)
     tools = sources.Tools(
@@ -102,7 +104,10 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         say=say,
         folder=folder,
         samples=cfg.run.samples if main else 0,
-        reader=cfg.model.reader(model),
+        reader=pictures.reader(
+            cfg.model, cfg.sampler, model, tok, learns=cfg.method == "sft"
+        ),
+        decode=pictures.decoder(cfg, model, tok) if samples else None,
     )
     problems = heldout.sets(settings, tools)
     source = method(settings, tools)

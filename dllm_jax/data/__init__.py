@@ -195,12 +195,24 @@ def content(given) -> str:
 def render(tok, messages: list[dict], shown=None) -> list[int]:
     """Returns the ids of a conversation whose next turn is the assistant's.
 
-    shown: models.vision.prompts.Shown of its images, for a model that looks. Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
+    shown: models.vision.prompts.Shown of its images, for a model that looks, or another with
+    its members; one that is `plain` knows no conversations, but the text of the last turn.
+    Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
     are no messages.
     """
     messages = conversation(messages)
     if shown is not None:
         messages = shown.messages(messages)
+    plain = shown is not None and shown.plain
+    written = messages[-1]["content"] if plain else by_template(tok, messages)
+    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
+    if tok.unk_token_id is not None and tok.unk_token_id in ids:
+        warn_unknown(tok, written)
+    return ids
+
+
+def by_template(tok, messages: list[dict]) -> str:
+    """Returns a conversation as the tokenizer's chat template writes it; see `render`."""
     name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
         raise ValueError(f"{name} has no chat template")
@@ -216,10 +228,7 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
     except Exception as error:  # noqa: BLE001 (whatever its author wrote)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name}: its chat template fails: {reason}") from None
-    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
-    if tok.unk_token_id is not None and tok.unk_token_id in ids:
-        warn_unknown(tok, written)
-    return ids
+    return written
 
 
 def warn_unknown(tok, text: str) -> None:
@@ -371,6 +380,8 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         prompt = ids_of(tok, text(row, "prompt"))
     else:
         prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
+    if shown is not None and shown.plain:  # a caption, which an image answers
+        return prompt, [list(shown.answer)]
     return prompt, [text(row, cfg.response)]
 
 
@@ -450,6 +461,8 @@ def examples(
     pairs: bool = False,
     traced: bool = False,
     reader=None,
+    drawn: tuple[int, ...] = (),
+    tail: tuple[int, ...] = (),
 ):
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
@@ -459,10 +472,12 @@ def examples(
     block: positions of a block,
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
-    reader: see Looker.
+    reader: see Looker. drawn: of images, which are whole blocks, the first id and that behind
+    the last; tail: the ids that stand behind them.
     """
     read = preference if pairs else supervised
     kept, dropped = [], 0
+    slots -= len(tail)
     sets.check(path)
     for number, row, shown in Looker(reader, path, cfg).rows():
         candidates = []
@@ -471,8 +486,13 @@ def examples(
             for answer in answers:
                 example = example_of(row, prompt, answer, tok, end=end, traced=traced)
                 free = slots - length(example)
-                count = pads_after(example, cfg.post_num, block, free, traced=traced)
-                example = padded(example, count, pad=pad, traced=traced)
+                if drawn:
+                    refuse_undrawn(example, drawn, block)
+                else:
+                    count = pads_after(
+                        example, cfg.post_num, block, free, traced=traced
+                    )
+                    example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
         if candidates and max(map(length, candidates)) <= slots:
@@ -481,7 +501,7 @@ def examples(
             dropped += 1
     if not kept:
         raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
-    return stacked(kept, pad, slots), dropped
+    return stacked(kept, pad, slots, tail), dropped
 
 
 def length(example: Example) -> int:
@@ -532,14 +552,30 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         )
 
 
-def stacked(examples: list[Example], pad: int, slots: int) -> Examples:
-    """Returns examples as rows of `slots` positions, filled up with pads."""
-    tokens_BT = np.full((len(examples), slots), pad, np.int32)
-    step_BT = np.zeros((len(examples), slots), np.int32)
+def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:
+    """Raises ValueError for an answer that is no image of so many ids in this range."""
+    first, end = drawn
+    if len(example.answer) != count:
+        raise ValueError(
+            f"its image has {len(example.answer)} codes; model.image_size asks for {count}"
+        )
+    for token in example.answer:
+        if not first <= token < end:
+            raise ValueError(
+                f"its image has the id {token}; those of codes are {first}..{end - 1}"
+            )
+
+
+def stacked(
+    examples: list[Example], pad: int, slots: int, tail: tuple[int, ...] = ()
+) -> Examples:
+    """Returns examples as rows of `slots` positions and the tail's, filled up with pads."""
+    shape = len(examples), slots + len(tail)
+    tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
-        tokens_BT[i, :end] = example.prompt + example.answer
+        tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
         step_BT[i, first:end] = example.step
     return Examples(
         tokens_BT=tokens_BT,

@@ -66,7 +66,11 @@ class ModelConfig:
     router_groups: int = 1  # of experts; only the best `router_best_groups` are open
     router_best_groups: int = 1
     block: int = 4  # positions denoised together, on the absolute grid pos // block
+    codebook: int = 0  # codes of images, behind the tokenizer's last token; 0: none
     mask_id: int = 151669
+    # Of the ids that may be drawn the first, and the one behind the last; (): all but the
+    # mask. Softmaxes of sampling and training are over these.
+    drawn: tuple[int, ...] = ()
     eos_id: int = 151643
     pad_id: int = 151643
     dtype: str = "bfloat16"  # of computation; parameters keep their own
@@ -79,7 +83,7 @@ class ModelConfig:
 
     def __post_init__(self):
         sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "block")
-        counts = ("ffw", "positions", "experts_per_token", "expert_ffw")
+        counts = ("ffw", "codebook", "positions", "experts_per_token", "expert_ffw")
         counts += ("shared_experts", "dense_layers", "eos_id", "pad_id", "tiles")
         checks.fields(
             self,
@@ -95,6 +99,10 @@ class ModelConfig:
             router_groups=">= 1",
             router_best_groups=">= 1",
         )
+        if self.drawn and not (
+            len(self.drawn) == 2 and 0 <= self.drawn[0] < self.drawn[1] <= self.vocab
+        ):
+            raise checks.Refused("drawn", f"={self.drawn}: a range of 0..{self.vocab}")
         if self.dense_layers and self.sparse_step > 1:
             raise ValueError("dense layers come first, or between others, but not both")
 

@@ -269,7 +269,11 @@ FAMILIES = {
         names=QWEN_MOE_NAMES, fields=QWEN_MOE_FIELDS, plain=QWEN_MOE_PLAIN
     ),
     "llada": LLADA,
-    "mmada": LLADA,  # the vocabulary ends with the image codes
+    "mmada": dataclasses.replace(
+        LLADA,
+        assumed=LLADA.assumed | {"codebook": 8192},
+        fields=LLADA_FIELDS | {"codebook": "codebook_size"},
+    ),
     "llava_llada": Family(  # LLaDA-V
         assumed={
             "attention": "full",

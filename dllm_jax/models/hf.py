@@ -30,12 +30,19 @@ from dllm_jax import exits, sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes, family_of, read_config, read_json
-from dllm_jax.models.vision import siglip
+from dllm_jax.models.vision import magvit, siglip
 
 HEADS = ("lm", "value", "vision")  # all that a checkpoint may have
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# What else a file of all weights is called: the released MAGVIT-v2's, diffusers'.
+OTHER_NAMES = ("pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
+# Checkpoints without a language model, by _class_name of config.json. A module has
+#   read(raw) -> its config, of what config.json says
+#   shapes(cfg) -> {tensor name: shape}
+#   IGNORED: how the names of tensors begin that it does not need
+AUTOENCODERS = {magvit.KIND: magvit}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -92,6 +99,8 @@ class Tensors:
             files = [SINGLE]
         elif (folder / INDEX).is_file():
             files = files_of(folder / INDEX)
+        elif there := [name for name in OTHER_NAMES if (folder / name).is_file()]:
+            files = there[:1]
         else:
             raise ValueError(
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
@@ -305,9 +314,13 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     value head that is not stored starts at zero. only: the parts to read, by their first
     key; None: all.
 
+    Of an autoencoder's folder it is what its module reads.
+
     Raises ValueError for anything that is not a supported checkpoint, naming it.
     """
     folder = find(path)
+    if module := autoencoder_of(folder):
+        return load_autoencoder(folder, module, dtype)
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
@@ -335,6 +348,52 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     refuse(folder, not_finite + all_zero)
     first = params["embed"] if "embed" in params else jax.tree.leaves(params)[0]
     return dataclasses.replace(cfg, dtype=first.dtype.name), params
+
+
+def autoencoder_of(folder: pathlib.Path):
+    """Returns the module of AUTOENCODERS that a folder is of, or None."""
+    file = folder / "config.json"
+    raw = read_json(file) if file.is_file() else {}
+    kind = raw.get("_class_name")
+    return AUTOENCODERS.get(kind) if isinstance(kind, str) else None
+
+
+def read_autoencoder(folder: pathlib.Path, module):
+    """Returns what the config.json of a folder of AUTOENCODERS says."""
+    file = folder / "config.json"
+    try:
+        return module.read(read_json(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def load_autoencoder(folder: pathlib.Path, module, dtype=None):
+    """Returns (its config, params) of a folder of AUTOENCODERS, on the default device.
+
+    params: the tensors by name, cut at the dots. Raises ValueError as `load` does.
+    """
+    cfg = read_autoencoder(folder, module)
+    tensors, shapes = Tensors(folder), module.shapes(cfg)
+    faults = [f"missing {name}" for name in shapes if name not in tensors.file_of]
+    for name in tensors.file_of:
+        if name not in shapes:
+            faults += [] if name.startswith(module.IGNORED) else [f"unknown {name}"]
+        elif tensors.shape(name) != shapes[name]:
+            found = tensors.shape(name)
+            faults.append(f"{name} has shape {found}, expected {shapes[name]}")
+    refuse(folder, faults)
+    params = {}
+    for name in shapes:
+        *path, last = name.split(".")
+        node = params
+        for key in path:
+            node = node.setdefault(key, {})
+        x = tensors.slice(name)[:].astype(dtype or tensors.dtype(name))
+        if not np.isfinite(x).all():
+            faults.append(f"{name} is not finite")
+        node[last] = jnp.asarray(x)
+    refuse(folder, faults)
+    return cfg, params
 
 
 def read_parameter(

@@ -96,6 +96,12 @@ def clean(kind: str, pos_BT, len_B, size: int) -> Mask:
     return causal(pos_BT)
 
 
+def starting(mask: Mask, first_B) -> Mask:
+    """Returns a mask of rows in which nobody sees the positions before `first`."""
+    begin_BT = jnp.maximum(mask.q_begin_BT, first_B[:, None])
+    return mask.replace(q_begin_BT=begin_BT)
+
+
 def beside(window: Mask, kept_BS) -> Mask:
     """Returns a window's mask with cache slots before its own keys: those `kept`.
 

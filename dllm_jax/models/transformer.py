@@ -52,6 +52,16 @@ REMAT = {
 }
 
 
+def guided(x_BWD, blank_BWD, guidance):
+    """Returns hidden states whose logits are (1 + g) z - g z of the blank prompt's.
+
+    Classifier-free guidance (arXiv 2207.12598, Eq. 6): the head is linear, so what it would
+    do to logits is done here, and everything behind sees one distribution. In f32.
+    """
+    x32, blank32 = x_BWD.astype(jnp.float32), blank_BWD.astype(jnp.float32)
+    return (x32 + guidance * (x32 - blank32)).astype(x_BWD.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """A parameter, declared once: shape, sharding and layout follow from its letters."""
@@ -525,30 +535,43 @@ def project(x, w, dims: str, bias=None):
 
 
 def head(params: Params, cfg: ModelConfig):
-    """Returns the language head [D, V] in the computing dtype."""
+    """Returns (the language head [D, V], the id of its first column, the forbidden column).
+
+    It is in the computing dtype, and has the columns of the ids that may be drawn alone; a
+    column beyond them forbids nothing.
+    """
     weight = params["embed"].T if cfg.tied else params["head"]
-    return constrain(weight.astype(cfg.dtype), "DV")
+    first, end = cfg.drawn or (0, cfg.vocab)
+    forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
+    if cfg.drawn:
+        weight = weight[:, first:end]
+    return constrain(weight.astype(cfg.dtype), "DV"), first, forbidden
 
 
 @jax.named_scope("head")
 def logits(params: Params, x_BWD, cfg: ModelConfig):
-    """Returns f32 logits [B, W, V] for a sampling window; the mask id is forbidden."""
-    logits_BWV = constrain(project(x_BWD, head(params, cfg), "DV"), "BWV")
-    return logits_BWV.astype(jnp.float32).at[..., cfg.mask_id].set(NEVER)
+    """Returns f32 logits [B, W, V] for a sampling window; the mask id is forbidden.
+
+    V counts the ids that may be drawn: the first column's is that of `head`.
+    """
+    weight_DV, _, forbidden = head(params, cfg)
+    logits_BWV = constrain(project(x_BWD, weight_DV, "DV"), "BWV")
+    return logits_BWV.astype(jnp.float32).at[..., forbidden].set(NEVER)
 
 
 @jax.named_scope("head")
 def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
     """Returns (log-prob, entropy) of tokens at their positions, [B, U], nats, f32.
 
-    The mask id is forbidden here as in `logits`: sampling and training have one
+    The same ids are forbidden here as in `logits`: sampling and training have one
     distribution.
     """
+    weight_DV, first, forbidden = head(params, cfg)
     return pallas_kernels.token_logprob(
         x_BUD,
-        head(params, cfg),
-        token_BU,
-        forbidden=cfg.mask_id,
+        weight_DV,
+        token_BU - first,  # what is not asked for stays below 0
+        forbidden=forbidden,
         implementation=cfg.kernels,
     )
 
@@ -572,15 +595,17 @@ def token_draw(
     params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig, wanted_BW=None
 ):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
-    return pallas_kernels.token_draw(
+    weight_DV, first, forbidden = head(params, cfg)
+    token_BW, *known = pallas_kernels.token_draw(
         x_BWD,
-        head(params, cfg),
+        weight_DV,
         key_B,
         temperature_B,
-        forbidden=cfg.mask_id,
+        forbidden=forbidden,
         wanted_BW=wanted_BW,
         implementation=cfg.kernels,
     )
+    return token_BW + first, *known
 
 
 @jax.named_scope("value_head")

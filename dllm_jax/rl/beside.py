@@ -13,7 +13,7 @@ import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.rl.rewards import Grader, Grades
-from dllm_jax.sampling import answers, state
+from dllm_jax.sampling import state
 
 # One thread for the life of the process: what a grader starts dies with the thread that
 # started it (PR_SET_PDEATHSIG), and graders are not asked twice at once.
@@ -23,9 +23,9 @@ THREAD = concurrent.futures.ThreadPoolExecutor(1, "grading")
 class Beside:
     """Grades the answers of a stream."""
 
-    def __init__(self, grader: Grader, tok, problems: list, group_n: np.ndarray):
-        """tok: decodes; problems, group_n: what each answer is to, and its group."""
-        self.grader, self.tok, self.problems = grader, tok, problems
+    def __init__(self, grader: Grader, decode, problems: list, group_n: np.ndarray):
+        """decode: see rollout.answered; problems, group_n: what each answers, its group."""
+        self.grader, self.decode, self.problems = grader, decode, problems
         self.group_n = np.asarray(group_n)
         self.missing = collections.Counter(self.group_n.tolist())
         self.answers, self.texts, self.grades = {}, {}, []
@@ -63,7 +63,7 @@ class Beside:
     def grade(self, rows: list[int]):
         """Decodes these answers, and grades this process's share of them."""
         trace = state.stacked([self.answers[i] for i in rows])
-        texts = answers.decode(trace, self.tok)
+        texts = self.decode(trace)
         self.texts |= zip(rows, texts, strict=True)
         share = sharding.dealt()
         own = [k for k, i in enumerate(rows) if i % share.step == share.start]

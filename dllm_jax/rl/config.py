@@ -43,6 +43,9 @@ class NoiseConfig:
     lower: float = 0.1
     upper: float = 0.9
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
+    # Of answers drawn with sampler.guidance: the loss scores both branches. False: the one
+    # with the prompt alone, in half the slots, and old log-probs are its own.
+    guided: bool = True
 
     def __post_init__(self):
         checks.fields(

@@ -53,6 +53,10 @@ class Layout:
     block: int = 4  # Q
     grid: str = "absolute"  # NoiseConfig.grid
     longest: int = 512  # tokens of an answer's canvas, at least
+    tail: int = 0  # tokens that stand behind it, given: SamplerConfig.tail
+    # With guidance each canvas has one beside it, whose prompt is `blank`.
+    guidance: float = 0.0  # SamplerConfig.guidance; 0: none has
+    blank: tuple[int, ...] = ()
     # objective.likelihood="selection": what was thrown away has seats, too.
     selection: Selection | None = None
 
@@ -107,7 +111,12 @@ class Layout:
         end = prompt_len + length
         if not self.facts.masks:
             return end
-        return max(end, min(T, prompt_len + self.longest))
+        return max(end, min(T, prompt_len + self.longest + self.tail))
+
+    @property
+    def beside(self) -> int:
+        """The most slots of the canvas beside each."""
+        return len(self.blank) + self.longest + self.tail if self.guidance else 0
 
     def width(self, slots: int, rounds: int) -> int:
         """Returns the slots of a row that holds the longest trajectory in one piece.
@@ -118,7 +127,7 @@ class Layout:
         noised = self.block
         if self.facts.by_block:
             noised *= (-(-self.longest // self.block) + 1) * min(rounds, 2)
-        return -(-(slots + noised) // WHOLE) * WHOLE
+        return -(-(slots + max(noised, self.beside)) // WHOLE) * WHOLE
 
     def seats(self, cfg) -> int:
         """Returns how many slots of a row can be supervised.
@@ -144,6 +153,9 @@ def of(model, sampler, noise, objective=None) -> Layout:
         block=sampler.block,
         grid=noise.grid,
         longest=1 if noise.whole else sampler.max_new,
+        tail=len(sampler.tail),
+        guidance=sampler.guidance if noise.guided else 0.0,
+        blank=sampler.blank,
         selection=selection.of(sampler, model) if exact else None,
     )
 
@@ -214,6 +226,7 @@ class Piece:
     """What goes into one row together: a clean copy, and the views behind it."""
 
     views: tuple[View, ...]  # from left to right
+    beside: int = 0  # slots of the canvas beside its own: Layout.guidance
 
     @property
     def clean(self) -> int:
@@ -223,7 +236,8 @@ class Piece:
     @functools.cached_property
     def cost(self) -> int:
         """Slots that it takes."""
-        return self.clean + sum(view.end - view.first for view in self.views)
+        noised = sum(view.end - view.first for view in self.views)
+        return self.clean + noised + self.beside
 
     @functools.cached_property
     def supervised(self) -> int:
@@ -231,8 +245,10 @@ class Piece:
         return sum(view.seats for view in self.views)
 
 
-def cut(views: list[View], layout: Layout, cfg) -> list[Piece]:
+def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
     """Returns a trajectory's views in Pieces, none of which exceeds a row of the batch.
+
+    prompt_len: of its prompt.
 
     Noised blocks share a clean copy while there is room; canvases share nothing. Raises
     ValueError when a clean copy and one block, or one canvas, do not fit into a row.
@@ -240,6 +256,8 @@ def cut(views: list[View], layout: Layout, cfg) -> list[Piece]:
     seats = layout.seats(cfg)
     groups = []
     cost = taken = 0  # slots and seats of the last group
+    answer = views[0].end - prompt_len if views else 0
+    beside = len(layout.blank) + answer if layout.guidance else 0
     for view in views:
         joins = bool(groups) and layout.facts.by_block
         if joins:
@@ -248,15 +266,16 @@ def cut(views: list[View], layout: Layout, cfg) -> list[Piece]:
             taken += view.seats
             joins = cost <= cfg.tokens and taken <= seats
         if not joins:
-            cost, taken = view.end, view.seats
+            cost, taken = view.end + beside, view.seats
             if cost > cfg.tokens or taken > seats:
                 raise ValueError(
                     f"batch.tokens={cfg.tokens} is too small for a trajectory of "
                     f"{view.end} tokens and one noised view of {view.end - view.first}"
+                    + (f", and {beside} of its blank prompt's" if beside else "")
                 )
             groups.append([])
         groups[-1].append(view)
-    return [Piece(tuple(group)) for group in groups]
+    return [Piece(tuple(group), beside) for group in groups]
 
 
 @dataclasses.dataclass
@@ -276,6 +295,10 @@ class Shown:
     size_U: np.ndarray  # supervised tokens of its view
     lead_U: np.ndarray  # the seat of its view's first supervised token
     limit_U: np.ndarray  # selection.limits of what was thrown away; inf: supervised
+    # With the canvas beside it, behind its own; else None.
+    begin_T: np.ndarray | None = None  # the slot from which it sees clean tokens
+    given_T: np.ndarray | None = None  # the blank prompt's tokens; -1: as in the trace
+    beside_U: np.ndarray | None = None  # the slot with the token's position there
 
 
 def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout):
@@ -294,23 +317,56 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
     answering_U = pos_U - layout.shift  # the position that predicts it
     scope_T = layout.scope(supervised_nT.shape[1], prompt_len)
     end_T, group_T = sights(piece, view_T, pos_T, scope_T, layout)
-    return Shown(
-        pos_T=np.concatenate([np.arange(piece.clean), pos_T]),
-        masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
-        end_T=end_T,
-        group_T=group_T,
-        # With shift 1 a block's first token is predicted at the position before it,
-        # which lies in the clean copy, where a position is its slot.
-        slot_U=np.where(
-            answering_U < firsts[view_U],
-            answering_U,
-            piece.clean + slot_U - layout.shift,
+    return with_blank(
+        Shown(
+            pos_T=np.concatenate([np.arange(piece.clean), pos_T]),
+            masked_T=np.concatenate([np.zeros(piece.clean, bool), step_T >= round_T]),
+            end_T=end_T,
+            group_T=group_T,
+            # With shift 1 a block's first token is predicted at the position before it,
+            # which lies in the clean copy, where a position is its slot.
+            slot_U=np.where(
+                answering_U < firsts[view_U],
+                answering_U,
+                piece.clean + slot_U - layout.shift,
+            ),
+            draw_U=np.where(taken_U, draws[view_U], -1),
+            pos_U=pos_U,
+            size_U=counts[view_U],
+            lead_U=lead_U,
+            limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
         ),
-        draw_U=np.where(taken_U, draws[view_U], -1),
-        pos_U=pos_U,
-        size_U=counts[view_U],
-        lead_U=lead_U,
-        limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
+        prompt_len,
+        layout,
+    )
+
+
+def with_blank(shown: Shown, prompt_len: int, layout: Layout) -> Shown:
+    """Returns a canvas and, behind it, the same answer behind the blank prompt.
+
+    That prompt ends where the canvas's own does, so that the answer has its positions.
+    Without guidance there is none.
+    """
+    if not layout.guidance:
+        return shown
+    slots, blank = len(shown.pos_T), layout.blank
+    pos_T = np.concatenate(
+        [prompt_len - len(blank) + np.arange(len(blank)), np.arange(prompt_len, slots)]
+    )
+    masked_T = shown.masked_T[prompt_len:]
+    masked_T = np.concatenate([np.zeros(len(blank), bool), masked_T])
+    both = slots + len(pos_T)
+    return dataclasses.replace(
+        shown,
+        pos_T=np.concatenate([shown.pos_T, pos_T]),
+        masked_T=np.concatenate([shown.masked_T, masked_T]),
+        end_T=np.concatenate([shown.end_T, np.full(len(pos_T), both)]),
+        group_T=np.concatenate([shown.group_T, np.full(len(pos_T), -1)]),
+        begin_T=np.repeat([0, slots], [slots, len(pos_T)]),
+        given_T=np.concatenate(
+            [np.full(slots, -1), blank, np.full(slots - prompt_len, -1)]
+        ),
+        beside_U=slots + shown.slot_U - prompt_len + len(blank),
     )
 
 
@@ -381,7 +437,7 @@ def most_rows(
     if not layout.facts.by_block:
         # No view is longer than a canvas, so all rows but the last hold as many as fit.
         views = trajectories * rounds if layout.facts.masks else trajectories
-        return -(-views // max(cfg.tokens // slots, 1))
+        return -(-views // max(cfg.tokens // (slots + layout.beside), 1))
     seats = layout.seats(cfg)
     # An answer has one block more than its length says where it begins inside of one.
     # Every block is noised once for each of its rounds, and a row of noise supervises a

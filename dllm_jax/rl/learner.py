@@ -115,6 +115,11 @@ def outputs(
     )
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
+    if "value" in heads:
+        out["value"] = transformer.value(params, x_BUD)
+    if batch.guidance is not None:  # the gradient reaches both canvases
+        blank_BUD = jnp.take_along_axis(x_BTD, batch.beside_BU[..., None], axis=1)
+        x_BUD = transformer.guided(x_BUD, blank_BUD, batch.guidance)
     if "lm" in heads and rule is not None:
         asked_BU = jnp.where(batch.unit_BU >= 0, batch.target_BU, -1)
         done = transformer.selection(
@@ -126,8 +131,6 @@ def outputs(
         out["logp"], out["entropy"] = transformer.token_logprob(
             params, x_BUD, asked_BU, model
         )
-    if "value" in heads:
-        out["value"] = transformer.value(params, x_BUD)
     return out
 
 

@@ -279,9 +279,12 @@ def noised(trace, cfg, layout: Layout, rng=None) -> Noise:
     maps, T = [], trace.tokens_BT.shape[1]
     kind, answer_nT = KINDS[cfg.kind], answers(trace)
     for i, prompt_len in enumerate(trace.prompt_len_B):
-        # What follows an answer is masked, unless a sampler says when it was unmasked.
+        # What follows an answer is masked, unless a sampler says when it was unmasked; a
+        # tail is given.
         step_T, answer_T = trace.step_BT[i], answer_nT[i]
         after_T = (np.arange(T) >= prompt_len) & ~answer_T & (step_T == GIVEN)
+        first = prompt_len + layout.longest
+        after_T[first : first + layout.tail] = False
         step_T = np.where(after_T, FAR, step_T)
         scope_T, block_T = layout.scope(T, prompt_len), layout.numbers(T, prompt_len)
         for draw in range(cfg.draws):

@@ -30,7 +30,7 @@ class Rollouts:
 
     trace: Trace  # numpy, first dimension n
     group_n: np.ndarray
-    text: list[str]  # decoded once, for graders and people
+    text: list  # decoded once, for graders and people: texts, or pictures [h, w, 3]
     reward_n: np.ndarray
     late_n: np.ndarray  # whether it says 0 since nobody found out what it is worth
     # What several graders said, by name, before weights; the first says what is right.
@@ -150,7 +150,7 @@ def answered(
     key,
     *,
     temperature: float,
-    tok,
+    decode,
     timer,
     grader: Grader,
     truncated_wrong: bool,
@@ -159,17 +159,17 @@ def answered(
     """Returns Rollouts: one answer to each problem, sampled, decoded and graded.
 
     Groups are graded as they end, beside sampling; the phase "reward" is what is left of
-    it then. None where sampling was stopped: see `answers.collect`. Raises exits.NotFinite where no
-    answer is made of finite numbers.
+    it then. None where sampling was stopped: see `answers.collect`. Raises
+    exits.NotFinite where no answer is made of finite numbers.
 
     answerer, params, temperature, stop: see `sampling.answers`. group_n: which of the n
-    problems are one and the same. key: of all draws; problem i has fold_in(key, i). tok:
-    decodes. timer: a metrics.Timer, told of the phase "reward". truncated_wrong: see
-    `graded`.
+    problems are one and the same. key: of all draws; problem i has fold_in(key, i). decode:
+    of a Trace, its answers as graders take them: texts, or pictures. timer: a
+    metrics.Timer, told of the phase "reward". truncated_wrong: see `graded`.
     """
     prompts = [problem.prompt_ids for problem in problems]
     stream = answerer.stream(params, prompts, key, temperature=temperature, stop=stop)
-    grading = Beside(grader, tok, problems, group_n)
+    grading = Beside(grader, decode, problems, group_n)
     stream = grading.watched(answers.checked(stream, len(prompts)))
     trace = answers.collect(stream, len(prompts))
     if trace is None:
@@ -296,7 +296,7 @@ def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
     return [
         {
             **answers.record(state.answer(rollouts.trace, i), problem.prompt_ids),
-            "text": rollouts.text[i],
+            "text": x if isinstance(x := rollouts.text[i], str) else "",
             "reward": float(rollouts.reward_n[i]),
             "group": int(rollouts.group_n[i]),
             "question": problem.text,

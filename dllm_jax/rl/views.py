@@ -42,6 +42,10 @@ class TrainBatch:
     where_BU: np.ndarray  # slot of each supervised token
     target_BU: np.ndarray  # the token to predict there
     weight_BU: np.ndarray  # its share of the loss; 0: filling
+    # With guidance: the slot of its position behind the blank prompt, and how far hidden
+    # states are led from it (transformer.guided).
+    beside_BU: np.ndarray | None = None
+    guidance: np.ndarray | None = None  # f32 scalar
     adv_BU: np.ndarray | None = None
     old_logp_BU: np.ndarray | None = None
     ref_logp_BU: np.ndarray | None = None
@@ -141,8 +145,8 @@ def pack(
     weight_BU = weights_of(AGGREGATES[aggregate], supervised, packed, layout)
     if noise.weight_nT is not None:
         weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]
-    used = -(-len(rows) // cfg.rows)
-    batch, source = packed.stacked(weight_BU.astype(np.float32), used, most)
+    used, weight_BU = -(-len(rows) // cfg.rows), weight_BU.astype(np.float32)
+    batch, source = packed.stacked(weight_BU, used, most, layout.guidance)
     if layout.selection is None:
         batch = batch.replace(unit_BU=None, limit_BU=None)
     return batch, source
@@ -163,7 +167,7 @@ def pieces_of(
         views = views_of(
             range(i, i + copies), prompt_len, length, noise, supervised_nT, layout
         )
-        pieces += cut(views, layout, cfg)
+        pieces += cut(views, prompt_len, layout, cfg)
     return pieces
 
 
@@ -202,13 +206,16 @@ class Rows:
     group_BT: np.ndarray
     where_BU: np.ndarray
     target_BU: np.ndarray
+    beside_BU: np.ndarray
     row_BU: np.ndarray  # as in Source
     at_BU: np.ndarray
     size_BU: np.ndarray  # supervised tokens of its view
     unit_BU: np.ndarray  # as in TrainBatch
     limit_BU: np.ndarray
 
-    def stacked(self, weight_BU, used: int, most: int) -> tuple[TrainBatch, Source]:
+    def stacked(
+        self, weight_BU, used: int, most: int, guidance: float
+    ) -> tuple[TrainBatch, Source]:
         """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
 
         def stack(x):
@@ -224,6 +231,8 @@ class Rows:
             where_BU=stack(self.where_BU),
             target_BU=stack(self.target_BU),
             weight_BU=stack(weight_BU),
+            beside_BU=stack(self.beside_BU) if guidance else None,
+            guidance=np.float32(guidance) if guidance else None,
             unit_BU=stack(self.unit_BU),
             limit_BU=stack(self.limit_BU),
         )
@@ -248,6 +257,7 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
         group_BT=filled(slots, -1),
         where_BU=filled(seats),
         target_BU=filled(seats),
+        beside_BU=filled(seats),
         row_BU=filled(seats, -1),
         at_BU=filled(seats),
         size_BU=filled(seats, 1),
@@ -263,14 +273,19 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     slot is counted from the row's in Rows.
     """
     slots = slice(slot, slot + len(shown.pos_T))
-    rows.tokens_BT[b, slots] = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
+    shown_T = np.where(shown.masked_T, mask_id, tokens_T[shown.pos_T])
+    if shown.given_T is not None:
+        shown_T = np.where(shown.given_T >= 0, shown.given_T, shown_T)
+    rows.tokens_BT[b, slots] = shown_T
     rows.pos_BT[b, slots] = shown.pos_T
-    rows.begin_BT[b, slots] = slot
+    rows.begin_BT[b, slots] = slot + (0 if shown.begin_T is None else shown.begin_T)
     rows.end_BT[b, slots] = slot + shown.end_T
     rows.group_BT[b, slots] = np.where(shown.group_T >= 0, slot + shown.group_T, -1)
     first, seats = seat, slice(seat, seat + len(shown.pos_U))
     rows.where_BU[b, seats] = slot + shown.slot_U
     rows.target_BU[b, seats] = tokens_T[shown.pos_U]
+    if shown.beside_U is not None:
+        rows.beside_BU[b, seats] = slot + shown.beside_U
     rows.row_BU[b, seats] = shown.draw_U
     rows.at_BU[b, seats] = shown.pos_U
     rows.size_BU[b, seats] = shown.size_U

@@ -121,7 +121,8 @@ class Batches:
     @sharding.on_own_mesh
     def trace(self, s: SamplingState) -> Trace:
         """Returns the host Trace of a batch's rows as they are."""
-        return sharding.fetch(traces(s, self.cfg.stop_ids))
+        whole = self.cfg.answers == "image"
+        return sharding.fetch(traces(s, self.cfg.stop_ids, whole=whole))
 
     @sharding.on_own_mesh
     def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:

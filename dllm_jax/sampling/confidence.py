@@ -1,8 +1,8 @@
 """How sure a position is: the scores by which strategies rank and compare.
 
-    confidence     p(token)             margin    p(1st) - p(2nd)
-    neg_entropy    sum p log p <= 0     top       p(1st)
-                                        random    none: an order at random
+    confidence        p(token)             margin    p(1st) - p(2nd)
+    log_confidence    log p(token) <= 0    top       p(1st)
+    neg_entropy       sum p log p <= 0     random    none: an order at random
 
 A score belongs to a distribution p: the one drawn from, after temperature and filters,
 or the model's own. A cold temperature makes every score of the former high, so that a
@@ -20,6 +20,11 @@ import jax.numpy as jnp
 def confidence(logp_BWV, token_BW, key_B):
     """Returns the probability of the token drawn."""
     return jnp.exp(at_token(logp_BWV, token_BW))
+
+
+def log_confidence(logp_BWV, token_BW, key_B):
+    """Returns the log-prob of the token drawn, nats: with noise, MaskGIT's confidence."""
+    return at_token(logp_BWV, token_BW)
 
 
 def margin(logp_BWV, token_BW, key_B):
@@ -68,6 +73,7 @@ class Target:
 # (logits.fused).
 TARGETS = {
     "confidence": Target(confidence, of_draw=True),
+    "log_confidence": Target(log_confidence, of_draw=True),
     "margin": Target(margin),
     "neg_entropy": Target(neg_entropy),
     "random": Target(random),
@@ -75,8 +81,10 @@ TARGETS = {
 }
 
 
-def weigh(drawn, key_B, pad_id: int, cfg):
+def weigh(drawn, key_B, step_B, pad_id: int, cfg):
     """Returns the logits.Draw `drawn` with scores as strategies should see them.
+
+    step_B: of each row's block, from 0.
 
     `pad_penalty` lowers the scores of padding: with full attention models are so sure
     of it that answers would be padded before they are written. `rank_temperature` turns
@@ -91,7 +99,9 @@ def weigh(drawn, key_B, pad_id: int, cfg):
     score_BW, sure_BW = penalised(drawn.score_BW), penalised(drawn.sure_BW)
     if cfg.rank_temperature:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, score_BW.shape[1:]))
-        score_BW = score_BW / cfg.rank_temperature + noise(key_B)
+        by_step = jnp.asarray(cfg.rank_temperatures)
+        scale_B = by_step[jnp.minimum(step_B, len(by_step) - 1)]
+        score_BW = score_BW + scale_B[:, None] * noise(key_B)
     return drawn.replace(score_BW=score_BW, sure_BW=sure_BW)
 
 

@@ -3,10 +3,49 @@
 import dataclasses
 
 from dllm_jax import checks
+from dllm_jax.sampling import schedules
 from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
+IN_NATS = (
+    "log_confidence",
+    "neg_entropy",
+)  # keys of TARGETS whose scores are 0 at most
+
+DRAWING = {  # of MMaDA's images; what of it differs is said on the command line
+    "answers": "image",
+    "steps_per_block": 18,
+    "unmasking": "cosine",
+    "strategy": "static",
+    "target": "log_confidence",
+    "rank_temperature": 1.0,
+    "rank_cooling": True,
+    "guidance": 3.5,
+}
+LIMITS = {  # of the fields of SamplerConfig: see checks.fields
+    "answers": ("text", "image"),
+    "block": ">= 0",
+    "steps_per_block": ">= 0",
+    "rank_temperature": ">= 0",
+    "pad_penalty": ">= 1",
+    "entropy_bound": ">= 0",
+    "cache": ("auto", *POLICIES),
+    "horizon": ">= 0",
+    "temperature": ">= 0",  # 0 is the arg-max
+    "top_k": ">= 0",
+    "top_p": "> 0, <= 1",
+    "guidance": ">= 0",
+    "blank": ">= 0",
+    "tail": ">= 0",
+    "max_prompt": ">= 1",
+    "max_new": ">= 1",
+    "stop_ids": ">= 0",
+    "rows": ">= 1",
+    "page": ">= 1",
+    "pages": ">= 0",
+    "prefill": ">= 1",
+}
 # What programs take as an array, a number for each row: no value compiles anything anew.
 TRACED = ("threshold", "entropy_bound")
 
@@ -15,15 +54,22 @@ TRACED = ("threshold", "entropy_bound")
 class SamplerConfig:
     """Static facts of a sampler. Temperatures and limits are arrays, one per row."""
 
+    # What an answer is: "text", or the codes of an "image" that the prompt describes. Then
+    # block, max_new, blank, tail and stop_ids follow from the model (pictures.drawing).
+    answers: str = "text"
     # Q: positions denoised together, on the absolute grid pos // Q. 0: the block of the
     # checkpoint, which a run puts here (config.completed).
     block: int = 4
     steps_per_block: int = 0  # step t unmasks at least its share of Q; 0: one a token
+    # "even": steps have equal shares; cosine, linear, sigmoid, pow2 ...: as many as leave
+    # the masks that a function of time says (schedules.MASKED).
+    unmasking: str = "even"
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every score above it
     tempered_threshold: bool = False  # scores of what is drawn from, not of the model
     target: str = "confidence"  # how "static", "dynamic" score: a key of TARGETS
     rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
+    rank_cooling: bool = False  # times 1 - t / T at every step t of T, cumulatively
     pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
     entropy_bound: float = 0.35  # "entropy_bounded": sum of entropies to unmask, nats
     # Once a block has a stop token, only positions before the first are unmasked: so does
@@ -34,6 +80,13 @@ class SamplerConfig:
     temperature: float = 1.0  # 0 takes the arg-max
     top_k: int = 0  # the most probable tokens that are kept; 0: off, all are
     top_p: float = 1.0  # then the fewest whose probabilities reach it; 1: off
+    # Classifier-free: logits move by so many times what they are beyond those behind `blank`.
+    # 0: off.
+    guidance: float = 0.0
+    blank: tuple[
+        int, ...
+    ] = ()  # the prompt that asks for nothing, which guidance leads from
+    tail: tuple[int, ...] = ()  # ids that stand behind every answer, given
     max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
     max_new: int = 512  # tokens of the answer, the stop token included
     stop_ids: tuple[int, ...] = ()  # besides the checkpoint's end token
@@ -44,27 +97,22 @@ class SamplerConfig:
 
     def __post_init__(self):
         checks.fields(
-            self,
-            block=">= 0",
-            steps_per_block=">= 0",
-            strategy=sorted(STRATEGIES),
-            target=sorted(TARGETS),
-            rank_temperature=">= 0",
-            pad_penalty=">= 1",
-            entropy_bound=">= 0",
-            cache=("auto", *POLICIES),
-            horizon=">= 0",
-            temperature=">= 0",  # 0 is the arg-max
-            top_k=">= 0",
-            top_p="> 0, <= 1",
-            max_prompt=">= 1",
-            max_new=">= 1",
-            stop_ids=">= 0",
-            rows=">= 1",
-            page=">= 1",
-            pages=">= 0",
-            prefill=">= 1",
+            self, strategy=sorted(STRATEGIES), target=sorted(TARGETS), **LIMITS
         )
+        try:
+            schedules.masked(self.unmasking)
+        except ValueError as error:
+            raise checks.Refused("unmasking", str(error)) from None
+        if self.rank_cooling and not self.rank_temperature:
+            raise ValueError(
+                "sampler.rank_cooling=True cools sampler.rank_temperature, which is 0: set it, "
+                "to 1.0 for example"
+            )
+        if self.guidance and not self.blank and self.answers == "text":
+            raise ValueError(
+                f"sampler.guidance={self.guidance} leads away from what sampler.blank, the "
+                "prompt that asks for nothing, gives: set it, or sampler.answers='image'"
+            )
         if self.horizon and self.cache != "prefix":
             raise ValueError(
                 f"sampler.horizon={self.horizon}: positions that only "
@@ -77,12 +125,11 @@ class SamplerConfig:
                 f"1..{self.block}, or 0"
             )
         if STRATEGIES[self.strategy].reads_sure and (
-            self.target == "random"
-            or (self.target == "neg_entropy" and self.threshold >= 0)
+            self.target == "random" or (self.target in IN_NATS and self.threshold >= 0)
         ):
             raise ValueError(
                 f"sampler.threshold={self.threshold} says nothing about target="
-                f"{self.target!r}: neg_entropy needs one below 0 (nats), random needs "
+                f"{self.target!r}: {self.target} needs one below 0 (nats), random needs "
                 "strategy='static'"
             )
 
@@ -99,19 +146,41 @@ class SamplerConfig:
 
     @property
     def slots(self) -> int:
-        """Positions of a canvas: prompt and answer, filled up to whole blocks."""
+        """Positions of a canvas: prompt and answer, filled up to whole blocks, and the tail.
+
+        With a tail blocks are counted from the answer's start.
+        """
         Q = max(self.block, 1)
+        if self.tail:
+            return self.max_prompt + -(-self.max_new // Q) * Q + len(self.tail)
         return -(-(self.max_prompt + self.max_new) // Q) * Q
 
     @property
-    def schedule(self) -> tuple[int, ...]:
-        """Tokens that each step of a block unmasks at least; the first a token more.
+    def slots_beside(self) -> int:
+        """Positions of the canvas that guidance needs beside each."""
+        return len(self.blank) + self.max_new + len(self.tail)
 
-        As many steps as the block has, whose sum is the block.
-        """
-        steps = self.steps_per_block or self.block
-        share, remainder = divmod(self.block, steps)
-        return (share + 1,) * remainder + (share,) * (steps - remainder)
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        """Tokens that each step of a block unmasks at least; their sum is the block."""
+        return schedules.counts(self.unmasking, self.block, self.steps)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a block, at most."""
+        return self.steps_per_block or self.block
+
+    @property
+    def most_steps(self) -> int:
+        """The most steps that an answer takes; an image is one block."""
+        return self.steps if self.answers == "image" else self.max_new
+
+    @property
+    def rank_temperatures(self) -> tuple[float, ...]:
+        """`rank_temperature` at each step of a block; the last one's holds for what follows."""
+        if self.rank_cooling:
+            return schedules.cooled(self.rank_temperature, self.steps)
+        return (self.rank_temperature,)
 
     @property
     def most_forwards(self) -> int:

@@ -79,9 +79,40 @@ def step(
 def look_at_canvas(
     params, s, pos_BW, cache_policy: CachePolicy, *, model, cfg: SamplerConfig
 ):
-    """Runs whole canvases and keeps no key: exact for every family, and slow."""
-    x_BTD, _ = run_canvas(params, s, model=model, cfg=cfg)
-    return s, at(x_BTD, pos_BW - model.shift), s.live_B
+    """Runs whole canvases and keeps no key: exact for every family, and slow.
+
+    With guidance each row has a second one, in which nothing is asked for.
+    """
+    answering_BW = pos_BW - model.shift
+    if not cfg.guidance:
+        x_BTD, _ = run_canvas(params, s, model=model, cfg=cfg)
+        return s, at(x_BTD, answering_BW), s.live_B
+    rows, first_B = with_blank(s, cfg.blank)
+    x_BTD, _ = run_canvas(params, rows, model=model, cfg=cfg, first_B=first_B)
+    x_BWD = at(x_BTD, answering_BW.repeat(2, axis=0))
+    return s, transformer.guided(x_BWD[::2], x_BWD[1::2], cfg.guidance), s.live_B
+
+
+def with_blank(s: SamplingState, blank: tuple[int, ...]):
+    """Returns (the rows, each with one behind it that asks for nothing; first_B of both).
+
+    The blank prompt ends where the row's own does, so that what follows has its positions;
+    before it, at `first`, the second row has nothing to see. Both read the same answer.
+    """
+    place_BT = jnp.arange(s.tokens_BT.shape[1])[None] - s.prompt_len_B[:, None]
+    blank_BT = s.tokens_BT
+    for place, token in enumerate(reversed(blank), 1):
+        blank_BT = jnp.where(place_BT == -place, token, blank_BT)
+    both = jnp.stack([s.tokens_BT, blank_BT], axis=1)
+    rows = s.replace(
+        tokens_BT=both.reshape(-1, both.shape[2]),
+        step_BT=s.step_BT.repeat(2, axis=0),
+        limit_B=s.limit_B.repeat(2),
+    )
+    first_B = jnp.stack(
+        [jnp.zeros_like(s.prompt_len_B), s.prompt_len_B - len(blank)], axis=1
+    )
+    return rows, jnp.maximum(first_B.reshape(-1), 0)
 
 
 def look_at_block(
@@ -134,10 +165,15 @@ LOOKS = {
 }
 
 
-def run_canvas(params, s: SamplingState, *, model: ModelConfig, cfg: SamplerConfig):
-    """Returns (x_BTD, its KVCache); hidden state i - shift answers for position i."""
+def run_canvas(
+    params, s: SamplingState, *, model: ModelConfig, cfg: SamplerConfig, first_B=None
+):
+    """Returns (x_BTD, its KVCache); hidden state i - shift answers for position i.
+
+    first_B: as in `forward`.
+    """
     pos_BT = jnp.broadcast_to(jnp.arange(cfg.slots)[None], s.tokens_BT.shape)
-    return forward(params, s, pos_BT, model=model, cfg=cfg)
+    return forward(params, s, pos_BT, model=model, cfg=cfg, first_B=first_B)
 
 
 def run_window(
@@ -175,15 +211,20 @@ def forward(
     model: ModelConfig,
     cfg: SamplerConfig,
     kept_BS=None,
+    first_B=None,
 ):
     """Returns (hidden states x_BWD, their KVCache) of the canvas at some positions.
 
-    kept_BS: the slots of the cache that they see; None: they see no cache.
+    kept_BS: the slots of the cache that they see; None: they see no cache. first_B: the
+    first position of the canvas that is seen; None: all are.
     """
     tokens_BW, masked_BW = at(s.tokens_BT, pos_BW), at(s.step_BT, pos_BW) == FAR
     shown_BW = jnp.where(masked_BW, model.mask_id, tokens_BW)
     x_BWD = transformer.embed(params, shown_BW, model)
-    seen = mask.clean(model.attention, pos_BW, s.limit_B, cfg.block)
+    end_B = s.limit_B + len(cfg.tail)
+    seen = mask.clean(model.attention, pos_BW, end_B, cfg.block)
+    if first_B is not None:
+        seen = mask.starting(seen, first_B)
     if kept_BS is None:
         return transformer.trunk(params, x_BWD, pos_BW, seen, model)[:2]
     seen = mask.beside(seen, kept_BS)
@@ -225,7 +266,8 @@ def unmask(
         model=model,
         cfg=cfg,
     )
-    drawn = confidence.weigh(drawn, logits.apart(key_B, 1), model.pad_id, cfg)
+    rank_key_B = logits.apart(key_B, 1)
+    drawn = confidence.weigh(drawn, rank_key_B, s.block_steps_B, model.pad_id, cfg)
     quota_B = jnp.asarray(cfg.schedule)[
         jnp.minimum(s.block_steps_B, len(cfg.schedule) - 1)
     ]
@@ -345,6 +387,7 @@ def start(
         key_B,
         cache,
         cfg.slots,
+        cfg.tail,
         threshold_B=threshold_B,
         entropy_bound_B=entropy_bound_B,
     )

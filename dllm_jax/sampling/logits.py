@@ -47,14 +47,19 @@ def candidates(
     """
     if not fused(cfg):
         logits_BWV = transformer.logits(params, x_BWD, model)
-        return draw(key_B, logits_BWV, temperature_B, cfg)
+        drawn = draw(key_B, logits_BWV, temperature_B, cfg)
+        first = model.drawn[0] if model.drawn else 0  # the first column's id
+        return drawn.replace(token_BW=drawn.token_BW + first)
     token_BW, logp_BW, conf_BW, entropy_BW = transformer.token_draw(
         params, x_BWD, key_B, temperature_B, model, wanted_BW
     )
-    score_BW = conf_BW if cfg.target == "confidence" else -entropy_BW
-    sure_BW = score_BW
-    if cfg.target == "confidence" and not cfg.tempered_threshold:
-        sure_BW = jnp.exp(logp_BW)
+    scores = {  # of what is drawn from; of the model
+        "confidence": (conf_BW, jnp.exp(logp_BW)),
+        "log_confidence": (jnp.log(conf_BW), logp_BW),
+        "neg_entropy": (-entropy_BW, -entropy_BW),
+    }
+    score_BW, sure_BW = scores[cfg.target]
+    sure_BW = score_BW if cfg.tempered_threshold else sure_BW
     return Draw(token_BW, logp_BW, conf_BW, entropy_BW, score_BW, sure_BW)
 
 
@@ -65,7 +70,8 @@ def fused(cfg: SamplerConfig) -> bool:
     entropy of the distribution drawn from; a threshold may ask for the model's own.
     """
     untempered = STRATEGIES[cfg.strategy].reads_sure and not cfg.tempered_threshold
-    targets = ("confidence",) if untempered else ("confidence", "neg_entropy")
+    targets = ("confidence", "log_confidence")
+    targets += () if untempered else ("neg_entropy",)
     return cfg.target in targets and cfg.top_k == 0 and cfg.top_p == 1
 
 

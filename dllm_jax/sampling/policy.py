@@ -69,6 +69,13 @@ def choose(cfg, attention: str) -> CachePolicy:
     if name == "auto":
         name = "none" if attention == "full" else "block"
     policy = POLICIES[name]
+    beyond = {"guidance": cfg.guidance, "tail": cfg.tail}
+    for key, value in beyond.items():
+        if value and (attention != "full" or policy.cached):
+            raise ValueError(
+                f"sampler.{key}={value}: only where whole canvases are run, with full "
+                f"attention and sampler.cache='none'; this is {attention}, {name!r}"
+            )
     if attention not in policy.serves:
         fitting = [key for key, row in POLICIES.items() if attention in row.serves]
         raise ValueError(

@@ -135,7 +135,7 @@ def constrained(rows: Rows) -> Rows:
     return rows.replace(s=rows.s.replace(cache=pool))
 
 
-traces = jax.jit(state.trace, static_argnames="stop_ids")
+traces = jax.jit(state.trace, static_argnames=("stop_ids", "whole"))
 
 
 @functools.partial(jax.jit, static_argnames="stop_ids")

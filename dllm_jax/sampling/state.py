@@ -111,11 +111,14 @@ def begin(
     key_B,
     cache,
     slots: int,
+    tail: tuple[int, ...] = (),
     *,
     threshold_B,
     entropy_bound_B,
 ):
     """Returns rows of `slots` positions whose prompt is given and whose rest is masked.
+
+    tail: ids that are given from the limit on.
 
     `prompt_BT` holds each prompt from position 0 on; what lies beyond `prompt_len` is
     ignored. A row of prompt length 0 is a filler and never lives.
@@ -123,10 +126,15 @@ def begin(
     pad = slots - prompt_BT.shape[1]
     tokens_BT = jnp.pad(prompt_BT, ((0, 0), (0, pad)))
     given_BT = jnp.arange(slots)[None] < prompt_len_B[:, None]
+    tokens_BT = jnp.where(given_BT, tokens_BT, 0)
+    behind_BT = jnp.arange(slots)[None] - limit_B[:, None]
+    for place, token in enumerate(tail):
+        tokens_BT = jnp.where(behind_BT == place, token, tokens_BT)
+        given_BT |= behind_BT == place
     zero_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
     zero_B = jnp.zeros_like(prompt_len_B)
     return SamplingState(
-        tokens_BT=jnp.where(given_BT, tokens_BT, 0),
+        tokens_BT=tokens_BT,
         step_BT=jnp.where(given_BT, GIVEN, jnp.int32(FAR)),
         logp_BT=zero_BT,
         conf_BT=zero_BT,
@@ -147,14 +155,19 @@ def begin(
     )
 
 
-def trace(state: SamplingState, stop_ids: tuple[int, ...]) -> Trace:
-    """Returns what the finished rows hand up; the cache stays behind."""
+def trace(
+    state: SamplingState, stop_ids: tuple[int, ...], whole: bool = False
+) -> Trace:
+    """Returns what the finished rows hand up; the cache stays behind.
+
+    whole: all answers have one length, such as images: none is cut there.
+    """
     end_B1 = (state.prompt_len_B + state.len_B - 1)[:, None]
     last_B1 = jnp.take_along_axis(state.tokens_BT, jnp.maximum(end_B1, 0), axis=1)
     shared = {f.name for f in dataclasses.fields(Trace)} - {"stopped_B"}
     return Trace(
         **{name: getattr(state, name) for name in shared},
-        stopped_B=isin(last_B1[:, 0], stop_ids) & (state.len_B > 0),
+        stopped_B=(isin(last_B1[:, 0], stop_ids) | whole) & (state.len_B > 0),
     )
 
 

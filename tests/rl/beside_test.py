@@ -62,7 +62,7 @@ def answered(sampler, grade=judged, **facts):
         GROUP_N,
         jax.random.key(0),
         temperature=1.0,
-        tok=lent.TOK,
+        decode=lent.decode,
         timer=metrics.Timer(),
         grader=Grader(grade, anything, **facts),
         truncated_wrong=True,
@@ -144,7 +144,7 @@ def test_a_stream_that_was_stopped_is_not_graded_to_its_end():
 
 def test_each_process_grades_its_share(monkeypatch):
     monkeypatch.setattr(sharding, "dealt", lambda: slice(1, None, 2))
-    grading = beside.Beside(Grader(judged, anything), lent.TOK, PROBLEMS, GROUP_N)
+    grading = beside.Beside(Grader(judged, anything), lent.decode, PROBLEMS, GROUP_N)
     order = np.random.default_rng(0).permutation(N).tolist()
     for _ in grading.watched((i, answer(i)) for i in order):
         pass
@@ -159,7 +159,9 @@ def test_each_process_grades_its_share(monkeypatch):
     np.testing.assert_array_equal(grades.reward_n, expected.reward_n)
     np.testing.assert_array_equal(grades.reward_nT, expected.reward_nT)
     assert len(texts) == N
-    few = beside.Beside(Grader(judged, anything), lent.TOK, PROBLEMS[:1], GROUP_N[:1])
+    few = beside.Beside(
+        Grader(judged, anything), lent.decode, PROBLEMS[:1], GROUP_N[:1]
+    )
     for _ in few.watched([(0, answer(0))]):
         pass
     _, nothing = few.result(state.stacked([answer(0)]))

@@ -1,6 +1,7 @@
 """What a run lends its source, without a run: the bundled tokenizer, a model's answers."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -17,11 +18,12 @@ from dllm_jax.rl.config import (
 )
 from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.rl.sources import Settings, Tools
-from dllm_jax.sampling import state
+from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
 
 ARITHMETIC = pathlib.Path(__file__).parents[2] / "examples" / "arithmetic"
 TOK = data.tokenizer(str(ARITHMETIC / "model"))
+decode = functools.partial(answers.decode, tok=TOK)
 MODEL = hf.read_config(ARITHMETIC / "model")
 ANSWER = 6  # tokens, a step each
 

@@ -11,7 +11,6 @@ from tests import served
 from tests.models.vision import common
 
 SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
-FLAGS = f"{served.HASTY} --xla_force_host_platform_device_count="
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +48,11 @@ def run(place, folder, *overrides, devices=1) -> str:
             f"--config={served.ROOT / 'configs' / 'smoke.py'}",
             *(f"--config.{x}" for x in keys),
         ],
-        env={"XLA_FLAGS": f"{FLAGS}{devices}"},
+        env={"XLA_FLAGS": f"{common.FLAGS}{devices}"},
     )
     told, _ = command.communicate(timeout=900)
     assert command.returncode == 0, told
     return told
-
-
-def metrics(folder) -> list[dict]:
-    """Returns the rows of metrics, without what a clock decides."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: x for k, x in json.loads(line).items() if "second" not in k}
-        for line in lines
-    ]
 
 
 def weights(folder) -> dict:
@@ -84,12 +74,12 @@ def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
     keys = [
         *("rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.updates=1"),
         *("rl.value=head", "rl.advantage=center", "rl.filter=varied"),
-        *("rl.truncated="graded"", "data.heldout=", "run.keep=3"),
+        *("rl.truncated=graded", "data.heldout=", "run.keep=3"),
         "rl.reward=tests.models.vision.common:variety",
     ]
     told = run(place, tmp_path / "one", *keys)
     assert "1 of 6 records are skipped" in told and "image 'no.png'" in told
-    rows = metrics(tmp_path / "one")
+    rows = common.metrics(tmp_path / "one")
     assert [row["step"] for row in rows] == [1, 2], rows
     # Training sees what sampling saw, images too.
     assert min(row["groups_kept"] for row in rows) > 0, told
@@ -108,7 +98,7 @@ def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
     (tmp_path / "two" / "metrics.jsonl").write_text(lines[0])
     shutil.rmtree(tmp_path / "two" / "export")
     assert "after step 1" in run(place, tmp_path / "two", *keys)
-    assert metrics(tmp_path / "two") == rows
+    assert common.metrics(tmp_path / "two") == rows
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
@@ -120,6 +110,6 @@ def test_sft_trains_the_tower_where_it_is_asked_on_any_devices(place, tmp_path):
     for devices in (1, 8):
         run(place, tmp_path / f"{devices}", *keys, devices=devices)
         assert {"vision_tower", "mm_projector"} <= moved(place, tmp_path / f"{devices}")
-    one, many = (metrics(tmp_path / name)[0] for name in ("1", "8"))
+    one, many = (common.metrics(tmp_path / name)[0] for name in ("1", "8"))
     for name in ("loss", "grad_norm", "entropy"):
         assert one[name] == pytest.approx(many[name], rel=1e-4), name

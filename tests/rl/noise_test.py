@@ -345,7 +345,7 @@ def test_draws_share_a_clean_copy():
     answer_nT = np.repeat(noise.answers(trace), 6, axis=0) & (noised.share_nT > 0)
     big = BatchConfig(rows=1, tokens=1000)
     found = layouts.views_of(range(6), 20, 20, noised, answer_nT, layout)
-    (piece,) = layouts.cut(found, layout, big)
+    (piece,) = layouts.cut(found, 20, layout, big)
     assert piece.clean == 36
     assert piece.cost == 36 + 4 * len(piece.views) <= 36 + 6 * 20
     assert piece.supervised == 3 * 20

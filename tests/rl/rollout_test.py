@@ -186,7 +186,7 @@ def test_a_stream_that_is_stopped_is_no_rollout(mesh):
     assert len(sample(Fake(mesh), prompts).len_B) == 10
     fake.calls.clear()
     problems = [data.Problem(prompt, "", "1") for prompt in prompts]
-    none = dict.fromkeys(("tok", "timer", "truncated_wrong"))
+    none = dict.fromkeys(("decode", "timer", "truncated_wrong"))
     how = {"temperature": 1.0, "stop": stop, "grader": grader(None)}
     group_n, key = np.zeros(10, int), jax.random.key(5)
     assert rollout.answered(fake, None, problems, group_n, key, **none, **how) is None

@@ -81,7 +81,7 @@ def test_padding_is_less_sure_whatever_the_sign():
     drawn = scored().replace(
         token_BW=jnp.array([[0, 3, 3]]), score_BW=score_BW, sure_BW=2 * score_BW
     )
-    out = confidence.weigh(drawn, KEY_B, 3, cfg)
+    out = confidence.weigh(drawn, KEY_B, jnp.zeros(1, int), 3, cfg)
     np.testing.assert_allclose(out.score_BW, [[0.6, 0.3, -1.2]])
     np.testing.assert_allclose(out.sure_BW, [[1.2, 0.6, -2.4]])
 
@@ -91,7 +91,8 @@ def test_ranks_are_drawn_from_their_softmax():
     score_BW = jnp.tile(jnp.array([[0.2, 0.9, 0.5]]), (n, 1))
     drawn = jax.tree.map(lambda x: jnp.tile(x, (n, 1)), scored())
     drawn = drawn.replace(score_BW=score_BW)
-    out = confidence.weigh(drawn, jax.random.split(jax.random.key(2), n), 99, cfg)
+    keys, step_B = jax.random.split(jax.random.key(2), n), jnp.zeros(n, int)
+    out = confidence.weigh(drawn, keys, step_B, 99, cfg)
     first = np.bincount(np.argmax(out.score_BW, axis=1), minlength=3) / n
     np.testing.assert_allclose(first, jax.nn.softmax(score_BW[0] / 0.5), atol=0.03)
     np.testing.assert_array_equal(out.sure_BW, drawn.sure_BW)

@@ -228,6 +228,8 @@ def step(params, s, f: Facts, *, model, block):
         strategy="any",
         cache="auto",
         rank_temperature=0,
+        guidance=0,
+        tail=(),
         before_stop=False,
         pad_penalty=1,
         horizon=0,

@@ -107,6 +107,7 @@ class Shown:
 
     reader: Reader
     pictures: tuple[Picture, ...]
+    plain = False  # a chat template writes the conversation
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns a conversation with the system's message, and with marks for its images.

@@ -25,7 +25,16 @@ from types import ModuleType
 import numpy as np
 
 from dllm_jax.data import BadGold, Problem
-from dllm_jax.rl.rewards import choice, code, judge, math, process, puzzles, ranking
+from dllm_jax.rl.rewards import (
+    choice,
+    code,
+    judge,
+    math,
+    process,
+    puzzles,
+    ranking,
+    scenes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +80,11 @@ class Grader:
     begin: Callable[[], list[str]] = list
     steps: Callable | None = None
     aside: bool = True
+    judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
 
 
-def by_gold(module: ModuleType) -> Grader:
-    """Returns a module's Grader that compares texts with gold answers.
+def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:
+    """Returns a module's Grader that compares texts, or images, with gold answers.
 
     It has grade(texts, golds) and check(gold), and where answers may be voted on
     extract(text) and equal(answer, another).
@@ -92,7 +102,7 @@ def by_gold(module: ModuleType) -> Grader:
 
     votes = hasattr(module, "extract") and hasattr(module, "equal")
     vote = functools.partial(voted, module) if votes else None
-    return Grader(grade, check, vote=vote)
+    return Grader(grade, check, judges=judges, vote=vote)
 
 
 def voted(module: ModuleType, texts: list[str]) -> list[int]:
@@ -157,6 +167,11 @@ def form(texts, problems, trace) -> Grades:
     return Grades(np.array([*found], np.float32))
 
 
+def compact(pictures, problems, trace) -> Grades:
+    """Returns how few bytes each picture's JPEG has: see scenes.compactness."""
+    return Grades(np.array([scenes.compactness(x) for x in pictures], np.float32))
+
+
 def by_judge(cfg) -> Grader:
     """Returns the Grader that asks a judge whether an answer is right.
 
@@ -202,6 +217,7 @@ def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
+PICTURES = ("scene", "jpeg")  # keys of GRADERS that judge images alone
 # name: the Grader that a RewardConfig, and the policy's tokenizer, make of it.
 GRADERS: dict[str, Callable[[object, object], Grader]] = {
     "math": lambda cfg, tok: by_gold(math),
@@ -211,7 +227,11 @@ GRADERS: dict[str, Callable[[object, object], Grader]] = {
     "reward_model": by_model,
     "countdown": lambda cfg, tok: by_rules("countdown"),
     "sudoku": lambda cfg, tok: by_rules("sudoku"),
-    "length": lambda cfg, tok: Grader(shortness, anything, gold=False),
+    "length": lambda cfg, tok: Grader(
+        shortness, anything, gold=False, judges=("text", "image")
+    ),
+    "scene": lambda cfg, tok: by_gold(scenes, judges=("image",)),
+    "jpeg": lambda cfg, tok: Grader(compact, anything, gold=False, judges=("image",)),
     "format": lambda cfg, tok: Grader(form, anything, gold=False),
 }
 
@@ -256,14 +276,16 @@ def weight(entry: str, given: list[str]) -> float:
     return number
 
 
-def grader(spec: str, cfg, tok=None) -> Grader:
+def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
     """Returns the one Grader that `rl.reward` and `reward.split` say.
 
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
-    split. Raises ValueError for what `weights` refuses, and for a function that is not
-    there.
+    split. answers: what they are, SamplerConfig.answers. Raises ValueError for what
+    `weights` refuses, for a function that is not there, and for a judge of something else.
     """
-    outcome = of_outcomes(spec, cfg, tok)
+    outcome = of_outcomes(spec, cfg, tok, answers)
+    if answers == "image":  # devices decode pictures: not in a thread beside sampling
+        outcome = dataclasses.replace(outcome, aside=False)
     if cfg.split == "none" or tok is None:
         return outcome
     asked = judge.judge(cfg.judge)
@@ -274,10 +296,18 @@ def grader(spec: str, cfg, tok=None) -> Grader:
     )
 
 
-def of_outcomes(spec: str, cfg, tok) -> Grader:
+def of_outcomes(spec: str, cfg, tok, answers: str) -> Grader:
     """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
     made = {x: GRADERS[x](cfg, tok) if x in GRADERS else loaded(x) for x in weighed}
+    for name, one in made.items():
+        if answers not in one.judges:
+            fit = [x for x in GRADERS if x not in PICTURES]
+            fit = (*PICTURES, "length") if answers == "image" else fit
+            raise ValueError(
+                f"rl.reward={name!r} judges no {answers}, which answers are "
+                f"(sampler.answers); choose from {', '.join(fit)}, or your own"
+            )
     if len(made) == 1 and [*weighed.values()] == [1.0]:
         return next(iter(made.values()))
 
@@ -328,7 +358,8 @@ def loaded(name: str) -> Grader:
         return grades
 
     check, aside = getattr(own, "check", anything), getattr(own, "aside", False)
-    return Grader(grade, check, gold=False, aside=bool(aside))
+    judges = "text", "image"
+    return Grader(grade, check, gold=False, aside=bool(aside), judges=judges)
 
 
 def array(name: str, given) -> np.ndarray:

@@ -10,6 +10,9 @@ import transformers
 from PIL import Image
 
 from dllm_jax.models import families, hf
+from tests.served import HASTY
+
+FLAGS = f"{HASTY} --xla_force_host_platform_device_count="  # of a run
 
 SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<unk>"]
@@ -102,3 +105,12 @@ def variety(texts, problems, trace):
     """Returns a reward in which an untrained model's answers differ: what their ids add to."""
     spans = zip(trace.tokens_BT, trace.prompt_len_B, trace.len_B, strict=True)
     return [int(row[first:][:count].sum()) % 10 / 10 for row, first, count in spans]
+
+
+def metrics(folder) -> list[dict]:
+    """Returns the rows of metrics, without what a clock decides."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: x for k, x in json.loads(line).items() if "second" not in k}
+        for line in lines
+    ]

@@ -1,0 +1,85 @@
+"""How a run reads images and draws them, as its configuration says."""
+
+import dataclasses
+import functools
+
+from dllm_jax.models import hf
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import codes, prompts
+from dllm_jax.sampling import answers, policy
+from dllm_jax.sampling.config import SamplerConfig
+
+
+def drawing(
+    model: ModelConfig, sampler: SamplerConfig, made: codes.Format
+) -> tuple[ModelConfig, SamplerConfig]:
+    """Returns a model and a sampler whose answers are images of this format.
+
+    An image is one block, of which a step unmasks a code at least. Raises ValueError for a
+    model that cannot.
+    """
+    count, tokens = made.count, made.tokens
+    sampler = dataclasses.replace(
+        sampler,
+        block=count,
+        max_new=count,
+        steps_per_block=min(sampler.steps_per_block, count),
+        stop_ids=(),
+        blank=tuple(tokens.drawing([])),
+        tail=(tokens.eoi,),
+    )
+    policy.choose(sampler, model.attention)
+    return dataclasses.replace(model, block=count, drawn=tokens.drawn), sampler
+
+
+def format_of(args, path, model: ModelConfig, tok) -> codes.Format:
+    """Returns the format of a model's images; raises ValueError for one that has none.
+
+    path: the model's folder; tok: its tokenizer, or None.
+    """
+    if not model.codebook:
+        raise ValueError(
+            f"{str(path)!r} draws and reads no images as codes: its config.json has no "
+            "codebook_size"
+        )
+    if tok is None:
+        raise ValueError(
+            f"{str(path)!r} has no tokenizer, whose length tells images' ids"
+        )
+    return codes.format_of(
+        path, tok, model.vocab, model.codebook, vq=args.vq, size=args.image_size
+    )
+
+
+def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
+    """Returns what makes prompts of records with images, or of captions; None for others.
+
+    args: config.ModelArgs; model: what the checkpoint becomes; tok: its tokenizer, or None.
+    learns: captions come
+    with the image that is to be drawn. See models.vision.prompts.Reader.
+    """
+    if model.soft:
+        return prompts.Reader(model, keep_newline=args.keep_newline)
+    if not model.codebook:
+        return None
+    path = hf.find(args.path)
+
+    @functools.cache  # for who asks for an image, and nobody else
+    def codec():
+        return codes.Codec(format_of(args, path, model, tok), args.image_fit)
+
+    if sampler.answers == "text":
+        return codes.Reader(codec)
+    tokens = format_of(args, path, model, tok).tokens
+    return codes.Captions(codec if learns else None, tokens)
+
+
+def decoder(cfg, model: ModelConfig, tok):
+    """Returns what makes of a Trace its answers as graders take them: pictures, or texts.
+
+    cfg, model, tok: of `config.completed`.
+    """
+    if cfg.sampler.answers != "image":
+        return functools.partial(answers.decode, tok=tok)
+    made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
+    return codes.Codec(made, cfg.model.image_fit).drawn
