@@ -40,10 +40,11 @@ that file's docstring says so, as in
     Letters: d shards, w windows.
 
 The floors. A room imports from its own and from lower floors; an entry also imports
-`config`, which assembles the configurations that the floors below declare, and
-`command_line`, which reads it:
+`config`, which assembles the configurations that the floors below declare, what goes with
+it (`compatible`, `pictures`), and `command_line`, which reads it:
 
-    6  config, compatible, pictures, command_line, train, eval, generate, convert, trace, report, harness
+    6  config, compatible, pictures, command_line, and the entries: train, eval, generate,
+       convert, trace, report, harness
     5  rl
     4  sampling
     3  models
@@ -70,7 +71,9 @@ The reading order, for who wants to know how a prompt becomes a gradient:
     rl/objectives.py             the losses of tokens
     rl/learner.py                the one update, its gradient and its state
     rl/batches.py                from graded answers to what an update takes
-    rl/sources.py                where the batches of RL, SFT and DPO come from
+    rl/step.py                   what every source of a step's batches is given, and gives
+    rl/sources.py                where RL's come from: asked, graded, kept, dealt out
+    rl/examples.py               where those of SFT, DPO and reward models come from
     train.py                     the loop
 
 and for who wants to know how it is fast, or what surrounds it:
@@ -121,6 +124,8 @@ and for who wants to know how it is fast, or what surrounds it:
     checkpoint.py                saved states, and exact resumption
     folder.py                    a run's folder: its lock, its log, its attempts
     config.py                    every key in one tree
+    compatible.py                which keys of several groups go together
+    pictures.py                  how a run reads images, and draws them
     viewer/page.py               pages that people look at: one file with all inside
     command_line.py              that tree from a file and its overrides; how entries end
 """

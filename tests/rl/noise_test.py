@@ -300,6 +300,17 @@ def test_shrink_merges_within_a_scope(problem, size):
             assert (np.diff(new[order]) >= 0).all() and (new >= old).all()
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_what_follows_an_answer_is_masked_where_nobody_says_when_it_was_unmasked(count):
+    step_nT = np.full((1, 10), GIVEN)
+    trace = dllm_rl.trace(np.ones((1, 10), int), step_nT, [4], [count])
+    kind, layout = NoiseConfig(kind="bernoulli"), Layout(attention="full")
+    noised = noise.noised(trace, kind, layout, np.random.default_rng(0))
+    np.testing.assert_array_equal(noised.step_nT[0, :4], GIVEN)
+    assert set(noised.step_nT[0, 4 : 4 + count]) <= {GIVEN, 1}
+    np.testing.assert_array_equal(noised.step_nT[0, 4 + count :], FAR)
+
+
 def test_a_given_trace_bounds_its_rounds():
     cfg, full = NoiseConfig(kind="trace", shrink=2), Layout(attention="full")
     # The steps of what follows the answer in its last block count, too: 1,811 of them.
