@@ -163,9 +163,8 @@ def answer(tower: Tower, prompts, new):
         mask = (slot[None, :W] // BLOCK <= slot[:W, None] // BLOCK)[None, None]
         place = slot[None, :W].expand(len(prompts), W)
         tower.trunk(tokens[:, :W], place, mask, cache, place < begin[:, None])
-    keep = torch.zeros(
-        len(prompts), dtype=torch.bool
-    )  # the block before `begin` is due
+    # Whether the block before `begin` is due.
+    keep = torch.zeros(len(prompts), dtype=torch.bool)
     wide = torch.arange(2 * BLOCK) - BLOCK
     while len(begin):
         # A window is the block before, where its keys are due, and the block itself.

@@ -232,11 +232,8 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
     idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
-    idle += (
-        "eval.sweep",
-        "eval.best",
-        "eval.by",
-    )  # a setting is what it is in any sweep
+    # A setting is what it is in any sweep.
+    idle += ("eval.sweep", "eval.best", "eval.by")
     return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
 
 

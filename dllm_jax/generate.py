@@ -133,9 +133,8 @@ def parsed(argv: list[str]):
     of prompts.
     """
     words, file = command_line.without_file(["generate", *spelled_out(argv)])
-    values = (
-        flags.FlagValues()
-    )  # not absl's global ones: tests call this again and again
+    # Not absl's global ones: tests call this again and again.
+    values = flags.FlagValues()
     values.set_gnu_getopt()  # flags may follow the prompt
     flags.DEFINE_multi_string("image", [], IMAGE, flag_values=values)
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
@@ -445,9 +444,8 @@ def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
 
 def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:
     """Returns a sampler as wide as its prompts need, with rows that `share` devices share."""
-    grid = (
-        1 if cfg.answers == "image" else cfg.block
-    )  # an image begins where its prompt ends
+    # An image begins where its prompt ends.
+    grid = 1 if cfg.answers == "image" else cfg.block
     return dataclasses.replace(
         cfg,
         max_prompt=rounded(max(map(len, prompts)), grid),

@@ -238,9 +238,8 @@ def selection(wide: Widths, rng):
     """Tokens taken, or thrown away behind a border far from all, and the gradient."""
     x, head = hidden_and_head(wide, rng)
     token = jnp.asarray(rng.integers(0, wide.vocab - 1, x.shape[:2]), "int32")
-    border = rng.uniform(
-        -9, -5, token.shape
-    )  # a token that rounding moves is a small one
+    # So low that a token that rounding moves is a small one.
+    border = rng.uniform(-9, -5, token.shape)
     border = jnp.where(rng.random(token.shape) < 0.5, border, jnp.inf)
     pulled = tuple(normal(rng, token.shape, "float32") for _ in range(2))
 

@@ -95,9 +95,7 @@ def policy(out, batch, cfg):
         sums["reference_kl"] = jnp.sum(to_reference_BU)
     if cfg.entropy_bonus:
         loss_BU -= cfg.entropy_bonus * jnp.where(real_BU, out["entropy"], 0.0)
-    if (
-        cfg.nll_weight
-    ):  # LightningRL (arXiv 2603.13319): the likelihood of right answers
+    if cfg.nll_weight:  # LightningRL (arXiv 2603.13319): right answers' likelihood
         right_BU = jnp.where(real_BU, batch.right_BU * out["logp"], 0.0)
         loss_BU -= cfg.nll_weight * right_BU
         sums["right_nll"] = -jnp.sum(batch.weight_BU * right_BU)
@@ -151,9 +149,8 @@ def ranking(out, batch, cfg):
 class Answers(NamedTuple):
     """An update's answers, [n]; what is not `real` holds none."""
 
-    delta_n: (
-        jax.Array
-    )  # the log-ratio to the policy that sampled, as the weights sum it
+    # The log-ratio to the policy that sampled, as the weights sum it.
+    delta_n: jax.Array
     ref_delta_n: jax.Array  # to the reference
     adv_n: jax.Array
     real_n: jax.Array

@@ -8,10 +8,7 @@ from dllm_jax.sampling.confidence import TARGETS
 from dllm_jax.sampling.policy import POLICIES
 from dllm_jax.sampling.strategy import STRATEGIES
 
-IN_NATS = (
-    "log_confidence",
-    "neg_entropy",
-)  # keys of TARGETS whose scores are 0 at most
+IN_NATS = "log_confidence", "neg_entropy"  # keys of TARGETS with scores of 0 at most
 
 DRAWING = {  # of MMaDA's images; what of it differs is said on the command line
     "answers": "image",

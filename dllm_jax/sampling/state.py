@@ -32,9 +32,8 @@ class SamplingState:
     live_B: jax.Array
     bad_B: jax.Array  # it met a number that is not finite, and ended there
     temperature_B: jax.Array
-    threshold_B: (
-        jax.Array | None
-    )  # these two: in place of SamplerConfig's; None: as it is
+    # These two stand in place of SamplerConfig's; None: as it is there.
+    threshold_B: jax.Array | None
     entropy_bound_B: jax.Array | None
     key_B: jax.Array
     cache: KVCache

@@ -40,10 +40,8 @@ SIZE = (
 TOGETHER = 8  # images that are decoded by one program
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
 MARK = "<image>"  # where an image stands in a text; here all come first
-FIELDS = (
-    "image_abs_path",
-    "image_path",
-)  # that records of dLLM-RL name an image by, too
+# By which records of dLLM-RL name an image, too.
+FIELDS = "image_abs_path", "image_path"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,9 +28,8 @@ NONE, JUDGED, DISAGREED, UNHEARD = range(4)
 class Chunks:
     """The chunks of n answers and what is said of them; column k is chunk k."""
 
-    chunk_nT: (
-        np.ndarray
-    )  # by position: the chunk whose reward the token bears; -1: none
+    # By position: the chunk whose reward the token bears; -1: none.
+    chunk_nT: np.ndarray
     verdict_nT: np.ndarray  # by chunk; NaN: the answer has no such chunk
     source_nT: np.ndarray  # by chunk: NONE, JUDGED, DISAGREED or UNHEARD
 
