@@ -5,9 +5,7 @@ import json
 import pytest
 import safetensors.numpy
 
-from tests import served
-from tests.models.vision import drawers
-from tests.models.vision.common import FLAGS, metrics, picture
+from tests.models.vision import common, drawers
 
 DRAWING = ["answers=image", "steps_per_block=4", "unmasking=cosine", "strategy=static"]
 DRAWING += ["target=log_confidence", "rank_temperature=1.0", "rank_cooling=True"]
@@ -20,7 +18,7 @@ def place(tmp_path_factory):
     drawers.folder(folder / "model")
     rows = []
     for i in range(4):
-        picture(folder / f"{i}.png", (8, 8), seed=i)
+        common.picture(folder / f"{i}.png", (8, 8), seed=i)
         rows.append({"question": "abcdef"[: i + 2], "image": f"{i}.png"})
         rows[-1] |= {"answer": "A", "response": "B"}
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -28,29 +26,14 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, folder, *overrides, code: int = 0) -> str:
+def run(place, folder, *overrides, **how) -> str:
     """Runs a training to its end; returns what it printed."""
     keys = [
-        f"model.path={place / 'model'}",
-        f"data.train={place / 'train.jsonl'}",
-        f"run.folder={folder}",
-        f"run.compile_cache={place / 'compiled'}",
-        *("model.dtype=float32", "model.remat=none", "data.heldout="),
-        *("sampler.max_prompt=16", "sampler.rows=8"),
-        *("batch.rows=8", "batch.tokens=64", "run.samples=2"),
+        *("data.heldout=", "sampler.max_prompt=16", "sampler.rows=8"),
+        *("batch.rows=8", "batch.tokens=64"),
         *overrides,
     ]
-    command = served.start(
-        "dllm_jax.train",
-        [
-            f"--config={served.ROOT / 'configs' / 'smoke.py'}",
-            *(f"--config.{x}" for x in keys),
-        ],
-        env={"XLA_FLAGS": f"{FLAGS}1"},
-    )
-    told, _ = command.communicate(timeout=900)
-    assert command.returncode == code, told
-    return told
+    return common.run(place, folder, *keys, **how)
 
 
 def moved(place, folder) -> set[str]:
@@ -65,7 +48,7 @@ def test_rl_of_drawings_trains_what_was_drawn(place, tmp_path):
     keys += ["rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.updates=1"]
     keys += ["rl.value=none", "rl.advantage=center", "rl.filter=varied"]
     told = run(place, tmp_path / "one", *keys, "rl.reward=jpeg")
-    rows = metrics(tmp_path / "one")
+    rows = common.metrics(tmp_path / "one")
     assert [row["step"] for row in rows] == [1, 2]
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
     assert min(row["groups_kept"] for row in rows) > 0, told

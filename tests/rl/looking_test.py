@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests import served
 from tests.models.vision import common
 
 SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
@@ -29,30 +28,15 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, folder, *overrides, devices=1) -> str:
+def run(place, folder, *overrides, **how) -> str:
     """Runs a training to its end; returns what it printed."""
     keys = [
-        f"model.path={place / 'model'}",
-        f"data.train={place / 'train.jsonl'}",
-        f"run.folder={folder}",
-        f"run.compile_cache={place / 'compiled'}",
-        *("model.dtype=float32", "model.tiles=20", "model.remat=none"),
-        *("sampler.max_prompt=250", "sampler.max_new=8", "sampler.block=8"),
-        *("sampler.rows=8", "sampler.before_stop=True", "sampler.threshold=0.3"),
-        *("batch.rows=4", "batch.tokens=320", "run.samples=2"),
+        *("model.tiles=20", "sampler.max_prompt=250", "sampler.max_new=8"),
+        *("sampler.block=8", "sampler.rows=8", "sampler.before_stop=True"),
+        *("sampler.threshold=0.3", "batch.rows=4", "batch.tokens=320"),
         *overrides,
     ]
-    command = served.start(
-        "dllm_jax.train",
-        [
-            f"--config={served.ROOT / 'configs' / 'smoke.py'}",
-            *(f"--config.{x}" for x in keys),
-        ],
-        env={"XLA_FLAGS": f"{common.FLAGS}{devices}"},
-    )
-    told, _ = command.communicate(timeout=900)
-    assert command.returncode == 0, told
-    return told
+    return common.run(place, folder, *keys, **how)
 
 
 def weights(folder) -> dict:

@@ -10,9 +10,7 @@ import transformers
 from PIL import Image
 
 from dllm_jax.models import families, hf
-from tests.served import HASTY
-
-FLAGS = f"{HASTY} --xla_force_host_platform_device_count="  # of a run
+from tests import served
 
 SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<unk>"]
@@ -114,3 +112,29 @@ def metrics(folder) -> list[dict]:
         {k: x for k, x in json.loads(line).items() if "second" not in k}
         for line in lines
     ]
+
+
+def run(place, folder, *overrides, devices: int = 1, code: int = 0) -> str:
+    """Trains the model in `place` on its train.jsonl, to the end; returns what it printed."""
+    keys = [
+        f"model.path={place / 'model'}",
+        f"data.train={place / 'train.jsonl'}",
+        f"run.folder={folder}",
+        f"run.compile_cache={place / 'compiled'}",
+        *("model.dtype=float32", "model.remat=none", "run.samples=2"),
+        *overrides,
+    ]
+    command = served.start(
+        "dllm_jax.train",
+        [
+            f"--config={served.ROOT / 'configs' / 'smoke.py'}",
+            *(f"--config.{x}" for x in keys),
+        ],
+        env={
+            "XLA_FLAGS": f"{served.HASTY} "
+            f"--xla_force_host_platform_device_count={devices}"
+        },
+    )
+    told, _ = command.communicate(timeout=900)
+    assert command.returncode == code, told
+    return told
