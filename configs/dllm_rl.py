@@ -244,6 +244,11 @@ def as_trained(value, key, raw) -> Row:
     return Row(why=AS_TRAINED, same=value in (None, usual, [usual]))
 
 
+def strict_length(value, key, raw) -> Row:
+    """Returns what becomes of an answer that was cut at its limit."""
+    return Row(leaves={"rl.truncated": "wrong" if value else "graded"})
+
+
 def template(value, key, raw) -> Row:
     """Returns the template of a family's prompts, or that of programs."""
     chosen = counterpart(TEMPLATES, value, key)
@@ -399,7 +404,7 @@ COMMON = {
     "dataset.add_think_prompt": only(False, None, why=CHAT),
     **all_of("reward", BOX, "answer_must_in_box"),
     "answer_must_in_box": BOX,
-    "reward.strict_len_check": Row(ours=("rl.truncated_wrong",)),
+    "reward.strict_len_check": Row(make=strict_length),
     **all_of("model", Row(make=of_codes), "vq_model_path", "image_resolution"),
     **dict.fromkeys(("vq_model_path", "image_resolution"), Row(make=of_codes)),
     "model.process_reward_chunk_size": Row(

@@ -579,13 +579,14 @@ def token_logprob(params: Params, x_BUD, token_BU, cfg: ModelConfig):
 @jax.named_scope("head")
 def selection(params: Params, x_BUD, token_BU, border_BU, cfg: ModelConfig, rule):
     """Returns what `pallas_kernels.selection` does, of positions' draws, by its Rule."""
+    weight_DV, first, forbidden = head(params, cfg)
     return pallas_kernels.selection(
         x_BUD,
-        head(params, cfg),
-        token_BU,
+        weight_DV,
+        token_BU - first,  # what is not asked for stays below 0
         border_BU,
         rule=rule,
-        forbidden=cfg.mask_id,
+        forbidden=forbidden,
         implementation=cfg.kernels,
     )
 

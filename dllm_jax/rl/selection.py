@@ -72,6 +72,9 @@ def refused(sampler: SamplerConfig, attention: str) -> str:
     unseen = sampler.pad_penalty > 1 and sampler.target != "confidence"
     stale = policy.choose(sampler, attention).stale
     reasons = {
+        "sampler.answers='image' takes a code's rank for its draw: leave it 'text'": (
+            sampler.answers == "image"
+        ),
         f"sampler.cache={sampler.cache!r} has stale keys: set it to 'none'": stale,
         "sampler.temperature=0 has no density: set it above 0": sampler.temperature
         == 0,

@@ -410,7 +410,7 @@ def test_init_follows_the_specs(tiny):
 def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
     told = {}
     ops = {name: getattr(pallas_kernels, name) for name in pallas_kernels.__all__}
-    del ops["CHOICES"]
+    del ops["CHOICES"], ops["Rule"]
     for name, op in ops.items():
 
         def note(*args, name=name, op=op, **how):
@@ -436,6 +436,8 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
             transformer.trunk(params, x_BTD, pos_BT, seen, cfg, pool)
         keys, hot_B = jax.random.split(jax.random.key(1)), jnp.ones(2)
         transformer.token_draw(params, x_BTD, keys, hot_B, cfg)
+        border_BT, rule = jnp.zeros((2, 4)), pallas_kernels.Rule()
+        transformer.selection(params, x_BTD, tokens_BT, border_BT, cfg, rule)
         return transformer.token_logprob(params, x_BTD, tokens_BT, cfg)
 
     jax.eval_shape(everything)

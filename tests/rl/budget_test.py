@@ -23,6 +23,11 @@ NEEDS = budget.Budget(
 )
 
 
+FIELDS = ("tokens_BT", "pos_BT", "begin_BT", "end_BT", "group_BT", "where_BU")
+FIELDS += ("target_BU", "weight_BU", "adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU")
+FIELDS += ("old_value_BU",)  # of RL on tokens
+
+
 def blank(mesh) -> views.TrainBatch:
     """Returns the shapes of eight microbatches of four rows of 64 slots."""
     floats = ("weight", "adv", "old", "ref", "ret")
@@ -32,7 +37,7 @@ def blank(mesh) -> views.TrainBatch:
             np.float32 if field.name.startswith(floats) else np.int32,
         )
         for field in dataclasses.fields(views.TrainBatch)
-        if field.name != "used"
+        if field.name in FIELDS
     }
     batch = views.TrainBatch(used=np.int32(0), **zeros)
     return sharding.shapes_of_rows(batch, mesh, axis=1)

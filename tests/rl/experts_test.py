@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.models import mask, moe, transformer
-from dllm_jax.rl import learner, views
+from dllm_jax.rl import learner, noise
 from dllm_jax.rl.config import OptimConfig
 from dllm_jax.sampling import denoise
 from tests.models import common as small
@@ -41,7 +41,7 @@ def test_log_probs_are_those_recorded_in_sampling(sampled):
     plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
     out = common.score({"policy": params}, batch, model=CFG, plans=plans)["policy"]
     logp_nT = source.scatter(out["logp"], trace.step_BT.shape)
-    answer_nT = views.answers(trace)
+    answer_nT = noise.answers(trace)
     np.testing.assert_allclose(
         logp_nT[answer_nT], trace.logp_BT[answer_nT], atol=1e-4, rtol=0
     )

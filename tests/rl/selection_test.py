@@ -56,7 +56,8 @@ def every_draw(logits_QV, cfg: SamplerConfig):
         score_BW=told(cfg.target, temper),
         sure_BW=told(cfg.target, compared),
     )
-    drawn = confidence.weigh(drawn, jax.random.split(jax.random.key(0), n), PAD, cfg)
+    keys, step_n = jax.random.split(jax.random.key(0), n), jnp.zeros(n, int)
+    drawn = confidence.weigh(drawn, keys, step_n, PAD, cfg)
     return np.asarray(token_nQ), np.exp(logp_nQ.sum(axis=1)), drawn
 
 

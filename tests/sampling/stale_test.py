@@ -97,7 +97,7 @@ def look(params, shown_T, entry_T, at, limit, temperature, key, *, model, cfg):
     x_BWV = transformer.logits(params, x_BTD[:, answers_W], model)
     drawn = logits.draw(key[None], x_BWV, temperature[None], cfg)
     noise = logits.apart(key[None], 1)
-    drawn = confidence.weigh(drawn, noise, model.pad_id, cfg)
+    drawn = confidence.weigh(drawn, noise, jnp.zeros(1, int), model.pad_id, cfg)
     return jax.tree.map(lambda x: x[0], drawn)
 
 

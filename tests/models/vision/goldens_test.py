@@ -118,7 +118,7 @@ def test_logits_of_what_is_embedded():
         begin_BT = jnp.broadcast_to(first_B[:, None], (B, T))
         seen = mask.packed(begin_BT, begin_BT + len_B[:, None], jnp.full((B, T), -1))
         x, _, _ = transformer.trunk(params, shown, pos_BT, seen, cfg)
-        logits = transformer.project(x, transformer.head(params, cfg), "DV")
+        logits = transformer.project(x, transformer.head(params, cfg)[0], "DV")
         real = key_BT[..., None]
         gap = np.where(real, logits - golden[name], 0)
         assert np.abs(gap).max() < 1e-4, name
