@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import re
 import runpy
+import signal
 import sys
 import traceback
 
@@ -44,6 +45,7 @@ def entry(main, help_text: str = "") -> None:
     help_text: what --help prints; "" where `main` has a help of its own.
     """
     if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(help_text)
         return
     try:

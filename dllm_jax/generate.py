@@ -402,12 +402,15 @@ def opened(path: pathlib.Path, given: Settings):
     Raises ValueError for what does not go together.
     """
     model = given.model.adapted(hf.read_config(path))
-    tok, block = load_tokenizer(path), given.sampler.block or model.block
+    tok, made = load_tokenizer(path), None
+    block = given.sampler.block or model.block
+    if given.sampler.answers == "image":
+        made = pictures.format_of(given.model, path, model, tok)
+        block = made.count
     stops = config.stops_of(given.sampler, model, tok)
     cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
-    model, made = dataclasses.replace(model, block=block, lora=None), None
-    if cfg.answers == "image":
-        made = pictures.format_of(given.model, path, model, tok)
+    model = dataclasses.replace(model, block=block, lora=None)
+    if made:
         model, cfg = pictures.drawing(model, cfg, made)
     return model, tok, cfg, made
 
