@@ -311,6 +311,24 @@ def test_what_follows_an_answer_is_masked_where_nobody_says_when_it_was_unmasked
     np.testing.assert_array_equal(noised.step_nT[0, 4 + count :], FAR)
 
 
+def test_a_row_is_as_wide_as_the_longest_trajectory_in_one_piece():
+    """Whole 128s of a canvas and two noised copies of each of its answer's blocks."""
+    blocks = Layout(block=4, longest=10)  # an answer of 10 touches 4 blocks at the most
+    assert [blocks.width(slots, rounds=3) for slots in (96, 97)] == [128, 256]
+    assert [blocks.width(slots, rounds=1) for slots in (112, 113)] == [128, 256]
+    full = Layout(attention="full", block=4, longest=10)
+    assert [full.width(slots, rounds=9) for slots in (124, 125)] == [128, 256]
+
+
+def test_rows_of_canvases_hold_as_many_as_fit():
+    cfg, full = BatchConfig(rows=2, tokens=64), Layout(attention="full", longest=10)
+    most = {"slots": 20, "answer": 10, "rounds": 3, "copies": 1, "cfg": cfg}
+    assert layouts.most_rows(trajectories=5, layout=full, **most) == 5  # of 15 canvases
+    assert layouts.most_rows(trajectories=6, layout=full, **most) == 6
+    causal = Layout(attention="causal", shift=1, longest=10)
+    assert layouts.most_rows(trajectories=6, layout=causal, **most) == 2
+
+
 def test_a_given_trace_bounds_its_rounds():
     cfg, full = NoiseConfig(kind="trace", shrink=2), Layout(attention="full")
     # The steps of what follows the answer in its last block count, too: 1,811 of them.
