@@ -28,15 +28,10 @@ from dllm_jax.models import hf
 from dllm_jax.models.vision import magvit
 
 RESERVED = "<|reserved_token_{}|>"
-NUMBERS = {
-    "soi": 0,
-    "eoi": 1,
-    "t2i": 4,
-    "mmu": 5,
-}  # token: its number of the reserved ones
-SIZE = (
-    512  # pixels a side, of MMaDA's images; the released tokenizer says nothing of it
-)
+# Token: its number of the reserved ones.
+NUMBERS = {"soi": 0, "eoi": 1, "t2i": 4, "mmu": 5}
+# Pixels a side, of MMaDA's images; the released tokenizer says nothing of it.
+SIZE = 512
 TOGETHER = 8  # images that are decoded by one program
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
 MARK = "<image>"  # where an image stands in a text; here all come first
