@@ -39,8 +39,8 @@ def format_of(args, path, model: ModelConfig, tok) -> codes.Format:
     """
     if not model.codebook:
         raise ValueError(
-            f"{str(path)!r} draws and reads no images as codes: its config.json has no "
-            "codebook_size"
+            f"sampler.answers='image': {str(path)!r} draws no images, as its config.json has "
+            "no codebook_size"
         )
     if tok is None:
         raise ValueError(

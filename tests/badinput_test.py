@@ -95,6 +95,8 @@ VALUES = """
     model.lora_alpha nan inf 0 -1
     model.tiles -1 2147483648
     model.tower True
+    model.image_size -1 5000
+    model.image_fit stretch
     data.template none
     data.post_num -2 2147483648
     data.seed -1 2147483648
@@ -108,6 +110,10 @@ VALUES = """
     sampler.entropy_bound nan inf -1
     sampler.cache most
     sampler.horizon -1 5
+    sampler.answers sound image
+    sampler.unmasking slow
+    sampler.guidance nan inf -1 2
+    sampler.rank_cooling True
     sampler.temperature nan inf -1 1e39
     sampler.top_k -1
     sampler.top_p nan 0 1.5 1e-40
