@@ -336,6 +336,12 @@ def completed(cfg: Config):
     model = cfg.model.adapted(stored)
     if cfg.model.tower and not model.vision:
         raise ValueError(f"model.tower=True: {path} has no vision tower")
+    if cfg.sampler.answers == "image":
+        hf.check(path, stored)
+        tok = tokenizer(path)
+        made = pictures.format_of(cfg.model, path, model, tok)
+        model, sampler = pictures.drawing(model, cfg.sampler, made)
+        return dataclasses.replace(cfg, sampler=sampler), model, tok
     block = cfg.sampler.block or model.block
     if block == 1 and not cfg.sampler.block and model.attention != "causal":
         raise ValueError(
@@ -346,9 +352,6 @@ def completed(cfg: Config):
     stops = stops_of(cfg.sampler, model, tok)
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
     model = dataclasses.replace(model, block=block)
-    if sampler.answers == "image":
-        made = pictures.format_of(cfg.model, path, model, tok)
-        model, sampler = pictures.drawing(model, sampler, made)
     return dataclasses.replace(cfg, sampler=sampler), model, tok
 
 

@@ -402,17 +402,15 @@ def opened(path: pathlib.Path, given: Settings):
     Raises ValueError for what does not go together.
     """
     model = given.model.adapted(hf.read_config(path))
-    tok, made = load_tokenizer(path), None
-    block = given.sampler.block or model.block
+    model, tok = dataclasses.replace(model, lora=None), load_tokenizer(path)
     if given.sampler.answers == "image":
         made = pictures.format_of(given.model, path, model, tok)
-        block = made.count
+        model, cfg = pictures.drawing(model, given.sampler, made)
+        return model, tok, cfg, made
+    block = given.sampler.block or model.block
     stops = config.stops_of(given.sampler, model, tok)
     cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
-    model = dataclasses.replace(model, block=block, lora=None)
-    if made:
-        model, cfg = pictures.drawing(model, cfg, made)
-    return model, tok, cfg, made
+    return dataclasses.replace(model, block=block), tok, cfg, None
 
 
 def main(argv: list[str] | None = None):
