@@ -186,6 +186,9 @@ def join(
     state = distributed.global_state
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+    # On CPUs programs in flight at once may meet their collectives in another order in
+    # another process, and each waits for the other for ever: one after the other.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     at_abort(lambda: end(exits.STOPPED, nobody_came(state, seconds)))
     try:
         jax.distributed.initialize(
