@@ -226,7 +226,7 @@ class RunConfig:
     # Where compiled programs stay for the next start; "": nowhere.
     compile_cache: str = "~/.cache/dllm_jax"
     # Seconds: when nothing has moved for so long the terminal is told where; 0: never.
-    stuck_after: float = 1800.0
+    stuck_after: float = 600.0
     export: bool = True  # write a Hugging Face folder at the end
     export_value: bool = False  # and the own value network, value/, for rl.value_path
 

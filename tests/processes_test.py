@@ -193,6 +193,12 @@ def test_processes_that_differ_are_refused(command, tmp_path, override, differen
     assert not (tmp_path / "run").exists()
 
 
+def test_programs_in_flight_never_wait_for_a_thread():
+    runs = served.group("tests.crowded", [[], []], devices=2)
+    for told in end(runs):
+        assert float(last(told)) == pytest.approx(2.0)
+
+
 def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
     arguments = ["--config=configs/smoke.py", "--join_within=2"]
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
