@@ -156,6 +156,9 @@ class Group:
     def leave_together(self, code: int, line: str) -> None:
         """Ends this process once all others have come here, with the signal, if any."""
         self.client.wait_at_barrier("left", FOREVER_S * 1000)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # srun ends a job's last tasks by a signal as soon as the first has ended.
+            signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             line = json.loads(self.client.key_value_try_get("signal"))["text"]
         self.conclusion = code, line

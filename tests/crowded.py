@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dllm_jax import processes
 
-ROUNDS = 200
+ROUNDS = 60
 
 
 def main():

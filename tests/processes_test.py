@@ -140,7 +140,11 @@ def test_a_signal_to_one_of_four_stops_all_and_fewer_go_on(command, alone, tmp_p
     runs = command(folder, 4, "run.samples=16")
     until(runs, folder / "samples" / "step_000002.jsonl")
     runs[1].send_signal(signal.SIGTERM)
+    while runs[1].poll() is None:
+        time.sleep(0.01)
+    runs[0].send_signal(signal.SIGTERM)  # as srun does
     for told in end(runs, exits.STOPPED):
+        assert "Traceback" not in told
         assert last(told).startswith("stopped: SIGTERM came to process 1 on ")
     assert len(rows(folder)) in (1, 2)
     for count in (2, 1):
@@ -193,8 +197,40 @@ def test_processes_that_differ_are_refused(command, tmp_path, override, differen
     assert not (tmp_path / "run").exists()
 
 
+def slurm(index: int, number: int) -> dict[str, str]:
+    """Returns what SLURM's job `number` tells process `index` of two."""
+    return {
+        "SLURM_JOB_ID": str(number),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def open_mpi(index: int, number: int) -> dict[str, str]:
+    """Returns what Open MPI 4's mpirun tells process `index` of two."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{number << 16}.0;tcp://127.0.0.1:40000",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+    }
+
+
 def test_programs_in_flight_never_wait_for_a_thread():
     runs = served.group("tests.crowded", [[], []], devices=2)
+    for told in end(runs):
+        assert float(last(told)) == pytest.approx(2.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", [slurm, open_mpi])
+def test_processes_find_each_other_by_their_launcher(launcher):
+    number, runs = served.free_port(), []
+    for index in (0, 1):
+        env = served.split(2) | launcher(index, number)
+        runs.append(served.start("tests.crowded", [], env))
     for told in end(runs):
         assert float(last(told)) == pytest.approx(2.0)
 

@@ -118,6 +118,19 @@ def command(module, arguments, env, options, out: str, err: str, joined: bool):
         atexit._run_exitfuncs()  # a fork ends without them
 
 
+def free_port() -> int:
+    """Returns the number of a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def split(devices: int) -> dict[str, str]:
+    """Returns the environment that makes so many fake devices of the CPU."""
+    flags = f"{HASTY} --xla_force_host_platform_device_count={devices}"
+    return {"XLA_FLAGS": flags}
+
+
 def group(
     module: str, arguments: list[list[str]], devices: int, **options
 ) -> list[Run]:
@@ -125,11 +138,7 @@ def group(
 
     arguments: those of each process, which also get the flags that join them.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    flags = f"{HASTY} --xla_force_host_platform_device_count={devices}"
-    env = {"XLA_FLAGS": flags}
+    env, port = split(devices), free_port()
     joined = [f"--coordinator=localhost:{port}", f"--processes={len(arguments)}"]
     return [
         start(module, [*own, *joined, f"--process={index}"], env=env, **options)
