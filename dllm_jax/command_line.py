@@ -19,7 +19,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import config, exits, folder, processes
+from dllm_jax import config, exits, folder, processes, sharding
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -44,6 +44,7 @@ def entry(main, help_text: str = "") -> None:
 
     help_text: what --help prints; "" where `main` has a help of its own.
     """
+    sharding.spare_threads()
     if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(help_text)

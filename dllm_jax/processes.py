@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import sys
@@ -35,8 +34,6 @@ JOIN_S = 300  # until the last process has started
 AGREE_S = 600  # until the slowest has read its files
 PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by then
 FOREVER_S = 7 * 24 * 3600
-THREADS_PER_DEVICE = 4  # of a CPU that is split: see `spare_threads`
-DEVICES_FLAG = r"--xla_force_host_platform_device_count=(\d+)"
 # What the errors of JAX say where another process has gone, in small letters.
 BROKEN = ("gloo", "nccl", "connection", "socket", "unavailable", "deadline", "barrier")
 
@@ -192,7 +189,6 @@ def join(
     state = distributed.global_state
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
-    spare_threads()
     at_abort(lambda: end(exits.STOPPED, nobody_came(state, seconds)))
     try:
         jax.distributed.initialize(
@@ -217,20 +213,6 @@ def join(
     for act in (group.listen, group.look):
         threading.Thread(target=act, daemon=True).start()
     group.hosts = group.shared("host", group.hosts[group.index])
-
-
-def spare_threads() -> None:
-    """Lets XLA's pool on CPUs have threads to spare, as long as no backend has started.
-
-    A collective operation holds a thread of each device until all processes have come to
-    it, and the start of the next program waits in another. The pool's default, a thread a
-    device or core, runs out of them while a device has not begun the operation that the
-    others wait for, and the run hangs. XLA reads the pool's size from NPROC.
-    """
-    flag = re.search(DEVICES_FLAG, os.environ.get("XLA_FLAGS", ""))
-    devices = max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 1)
-    threads = max(os.cpu_count() or 1, THREADS_PER_DEVICE * devices)
-    os.environ.setdefault("NPROC", str(threads))
 
 
 def number_of(variable: str) -> int | None:

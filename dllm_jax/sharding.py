@@ -9,6 +9,7 @@ replicated.
 
 import functools
 import os
+import re
 
 import jax
 import numpy as np
@@ -23,6 +24,24 @@ MODEL = dict.fromkeys(("N", "K", "F", "I", "Z", "E", "V"), "model")
 PARAM = {"D": "fsdp", "e": "fsdp"} | MODEL  # e: the width of a vision tower
 # Rows, rows x positions flattened, and pages: each device has pages of its own.
 ACT = dict.fromkeys(("B", "R", "P"), ("data", "fsdp")) | MODEL
+THREADS_PER_DEVICE = 4  # of a CPU that is split: see `spare_threads`
+DEVICES_FLAG = r"--xla_force_host_platform_device_count=(\d+)"
+
+
+def spare_threads() -> None:
+    """Lets XLA's pool on a CPU that is split into devices have threads to spare.
+
+    A collective operation holds a thread of each device until all have come to it, and the
+    start of a further program may wait in another. The pool's default, a thread for each
+    device or core, runs out of them while a device has not begun the operation that the
+    others wait for, and all wait for ever. XLA reads the pool's size from NPROC when the
+    backend starts; what is set there stays.
+    """
+    flag = re.search(DEVICES_FLAG, os.environ.get("XLA_FLAGS", ""))
+    devices = max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 1)
+    if devices > 1 and not os.environ.get("NPROC"):
+        threads = max(os.cpu_count() or 1, THREADS_PER_DEVICE * devices)
+        os.environ["NPROC"] = str(threads)
 
 
 def keep_compiled(folder: str):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dllm_jax import processes
+from dllm_jax import command_line, processes
 
 ROUNDS = 60
 
@@ -28,7 +28,7 @@ def main():
     gather = jax.jit(lambda x: x + 1, out_shardings=whole)
     scatter = jax.jit(lambda x: 0.5 * x, out_shardings=split)
     x = jax.jit(lambda: jnp.ones(4096 * mesh.size), out_shardings=split)()
-    with processes.together(), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         for number in range(ROUNDS):
             gathered = gather(x)
             jax.random.key(number)
@@ -38,4 +38,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

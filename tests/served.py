@@ -126,9 +126,12 @@ def free_port() -> int:
 
 
 def split(devices: int) -> dict[str, str]:
-    """Returns the environment that makes so many fake devices of the CPU."""
+    """Returns the environment that makes so many fake devices of the CPU.
+
+    NPROC is conftest's, for the tests' own devices: a command has to know by itself.
+    """
     flags = f"{HASTY} --xla_force_host_platform_device_count={devices}"
-    return {"XLA_FLAGS": flags}
+    return {"XLA_FLAGS": flags, "NPROC": ""}
 
 
 def group(
