@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import yaml
 
 from dllm_jax import exits, metrics, processes
 from tests import served
@@ -269,6 +270,19 @@ def test_a_broken_connection_is_no_first_cause(error, effect):
     outer = KeyError("saving")
     outer.__cause__ = error
     assert processes.broken(outer) == effect
+
+
+def test_a_job_of_kubernetes_goes_on_after_the_codes_that_say_so():
+    text = (served.ROOT / "launch" / "kubernetes.yaml").read_text()
+    (job,) = [part for part in yaml.safe_load_all(text) if part["kind"] == "Job"]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules}
+    assert codes == {
+        "FailJob": [1, exits.REFUSED, exits.STUCK],
+        "Ignore": [exits.STOPPED],
+    }
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][1:] == ["-m", "dllm_jax.train", "--distributed"]
 
 
 def test_the_difference_names_who_has_what():
