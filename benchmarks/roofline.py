@@ -117,7 +117,7 @@ KERNELS = {
     "paged_attention": paged,
     "cache_update": written_pages,
     **dict.fromkeys(("draw_kernel", "token_draw"), of_head(1)),
-    **dict.fromkeys(("pick_kernel", "token_logprob"), of_head(1)),
+    **dict.fromkeys(("pick_kernel", "behind_kernel", "token_logprob"), of_head(1)),
     **dict.fromkeys(("dx_kernel", "dhead_kernel"), of_head(2)),
     **dict.fromkeys(("forward_kernel", "attention"), packed(2)),
     **dict.fromkeys(("dq_kernel", "attention_dq"), packed(3)),
