@@ -229,9 +229,10 @@ def images_of(prompt) -> dict:
     """Returns a prompt's images as a record has them: {} where there are none.
 
     first_row: the id in the prompt with which an image begins, counted from the
-    vocabulary's end.
+    vocabulary's end; one whose codes are in the prompt has none.
     """
-    images, row = [], 0
+    files = getattr(prompt, "files", ())
+    images, row = [{"file": file, "mark": mark} for file, mark in files], 0
     for picture in pictures_of(prompt):
         images.append({"file": picture.file, "mark": picture.mark, "first_row": row})
         row += picture.rows
