@@ -121,7 +121,8 @@ def settings(file: pathlib.Path) -> tuple[str, int, tuple[str, ...]]:
 
     The first two are "" and 0 where it does not say.
     """
-    job, roots = object_of(file.with_suffix(".job.json")), album.roots_of(file, {})
+    job = object_of(file.with_suffix(".job.json"))
+    roots = album.roots_of(file, {key[5:]: x for key, x in job.items()})  # "data."
     if job:
         return str(job.get("model.path", "")), whole(job.get("sampler.block")), roots
     for folder in (file.parent, file.parent.parent):

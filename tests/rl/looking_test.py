@@ -119,7 +119,7 @@ def test_a_pair_of_answers_and_a_value_network_of_its_own_see_the_images(
     keys += ["objective.reference_beta=0.2", f"data.train={place / 'pairs.jsonl'}"]
     run(place, tmp_path / "dpo", *keys, "model.tiles=13")
     (row,) = common.metrics(tmp_path / "dpo")
-    assert row["loss"] == pytest.approx(np.log(2), abs=1e-5)  # the reference is itself
+    assert row["preference_loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert row["grad_norm"] > 0
     assert {"mm_projector", "lm_head"} <= moved(place, tmp_path / "dpo")
     keys = ["rl.steps=1", "rl.prompts=4", "rl.group=2", "rl.updates=1", "rl.value=own"]

@@ -84,7 +84,8 @@ def equal(answer: str, gold: str) -> bool:
 
 def check(gold: str) -> None:
     """Raises ValueError for a gold that is no short answer."""
-    if not words(gold) or len(gold) > LONGEST:
+    said = words(gold) or choice.letter(gold)  # the letter A is an article, too
+    if not said or len(gold) > LONGEST:
         raise ValueError(
             f"the gold answer {gold[:80]!r} is no short one: a letter, yes or no, a number "
             "or some words"

@@ -61,6 +61,7 @@ def test_math_and_choice_compare_with_the_gold():
 
 
 SHORT = {  # gold: what is right, and what is wrong
+    "A": (["A", "a.", "(A)", "A. cat"], ["B", "A cat", "A or B", "the"]),
     "B": (
         ["B", "b.", "(B)", "B. Paris", r"\boxed{B}", "<think>A or C</think>B"],
         ["C"],
