@@ -122,7 +122,8 @@ def settings(file: pathlib.Path) -> tuple[str, int, tuple[str, ...]]:
     The first two are "" and 0 where it does not say.
     """
     job = object_of(file.with_suffix(".job.json"))
-    roots = album.roots_of(file, {key[5:]: x for key, x in job.items()})  # "data."
+    named = {key.removeprefix("data."): x for key, x in job.items()}
+    roots = album.roots_of(file, named)
     if job:
         return str(job.get("model.path", "")), whole(job.get("sampler.block")), roots
     for folder in (file.parent, file.parent.parent):
