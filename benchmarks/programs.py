@@ -16,13 +16,15 @@ import pathlib
 from unittest import mock
 
 import jax
+import numpy as np
 
 from benchmarks import topologies
 from benchmarks.shapes import RELEASED
 from configs import tracerl
-from dllm_jax import config, data, memory, metrics, train
-from dllm_jax.models import hf
+from dllm_jax import config, data, memory, metrics, sharding, train
+from dllm_jax.models import hf, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision import look
 from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl import budget, learner, networks, rewards, sources
 from dllm_jax.sampling import placement
@@ -30,7 +32,7 @@ from dllm_jax.sampling import placement
 TINY = "examples/arithmetic"
 # Models, by the preset whose settings they take: none is named after the largest.
 PRESETS = {name: name for name in ("sdar-1.7b", "sdar-4b", "sdar-8b")}
-PRESETS |= {"tiny": "arithmetic", "sdar-30b-a3b": "sdar-8b"}
+PRESETS |= {"tiny": "arithmetic", "sdar-30b-a3b": "sdar-8b", "llada-v-8b": "llada-v-8b"}
 STOPS = (151645, 151643)  # of the released models' chats
 
 
@@ -49,9 +51,10 @@ def settings(name: str, **sampler) -> tuple[config.Config, ModelConfig]:
     """
     tree = tracerl.get_config(PRESETS[name])
     tree.sampler.update(sampler)
-    # The problems are none of the programs' affair, nor are their tokens.
+    # The problems are none of the programs' affair, nor are their tokens and their grader.
     tree.data.update(data.DataConfig().__dict__)
     tree.data.update(train=f"{TINY}/train.jsonl")
+    tree.rl.reward = "math"
     cfg = config.freeze(tree)
     if name == "tiny":
         cfg, model, _ = config.completed(cfg)
@@ -60,7 +63,8 @@ def settings(name: str, **sampler) -> tuple[config.Config, ModelConfig]:
     block = cfg.sampler.block or model.block
     sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=STOPS)
     model = dataclasses.replace(model, block=block)
-    return dataclasses.replace(cfg, sampler=sampler), model
+    cfg = dataclasses.replace(cfg, sampler=sampler)
+    return (cfg if cfg.batch.tokens else config.chosen(cfg, model)[0]), model
 
 
 class Run:
@@ -162,10 +166,25 @@ class Run:
 
         Raises JaxRuntimeError where its compiler knows that it does not fit.
         """
+        base = None
+        if self.model.soft:  # what a step's images are made of
+            base = networks.beside(None, look.abstract(self.model, self.mesh))
         with jax.set_mesh(self.mesh), trusted():
             lowered = self.jitted_update.lower(
-                self.states, self.source.blank(), None, dict.fromkeys(self.states, 0.0)
+                self.states, self.source.blank(), base, dict.fromkeys(self.states, 0.0)
             )
+        return lowered.compile()
+
+    def tower(self):
+        """Returns the vision tower on a pass of tiles, compiled."""
+        cfg, tiles = self.model.vision, look.BATCH * self.rows_on
+        tower = transformer.abstract(
+            self.model, self.mesh, self.model.dtype, ("vision",)
+        )
+        blank_BChw = np.zeros((tiles, 3, cfg.side, cfg.side), np.float32)
+        pixels_BChw = sharding.shapes_of_rows(blank_BChw, self.mesh)
+        with jax.set_mesh(self.mesh), trusted():
+            lowered = look.features.lower(tower["vision"], pixels_BChw, cfg=cfg)
         return lowered.compile()
 
 

@@ -6,6 +6,7 @@ released files have, and every key is a `Row`: what it becomes.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from dllm_jax.data import BOXED, MATH, TURN_ENDS
@@ -68,8 +69,12 @@ TEMPLATES = {
     "mmada": BOXED,
     "lladav": BOXED,
 }
-# What LLaDA-V's prompts take besides words: an image has up to 3,800 positions.
-WITH_IMAGES = 4608
+# Positions of prompts with an image: LLaDA-V's has up to 3,800, MMaDA's 1,027, and words come
+# on top. And tiles of an image, which differ: those of 1024 x 768 pixels are seven.
+WITH_IMAGES = {"lladav": 4608, "mmada": 1600}
+TILES = 8
+# What their prompts ask for where an answer is to begin with its reasons.
+THINK = "Reason first, inside <think> </think>, and then answer.\n{question}"
 
 CODE = (
     "{question}\nPut the whole program into one ```python block; it reads with input() "
@@ -109,8 +114,23 @@ def attends_fully(raw: dict) -> bool:
 
 
 def base_of(raw: dict):
-    """Returns the kind of model that a file names, None where it names none."""
-    return raw.get("model.model_base", raw.get("model_base"))
+    """Returns the kind of model that a file is of, None where it names none.
+
+    One of theirs is LLaDA-V's by its name and its checkpoint, and says mmada.
+    """
+    told = raw.get("model.model_base", raw.get("model_base"))
+    return "lladav" if told == "mmada" and named_lladav(raw) else told
+
+
+def named_lladav(raw: dict) -> bool:
+    """Returns whether a file's project, or its checkpoint, is called LLaDA-V."""
+    names = (raw.get("experiment.project"), raw.get("model.pretrained_model"))
+    return any("lladav" in re.sub(r"[^a-z]", "", str(x).lower()) for x in names)
+
+
+def boxed(raw: dict) -> bool:
+    """Returns whether a file asks for answers in a box."""
+    return raw.get("reward.answer_must_in_box", raw.get("answer_must_in_box", True))
 
 
 def looks(raw: dict) -> bool:
@@ -120,23 +140,33 @@ def looks(raw: dict) -> bool:
 
 def model_base(value, key, raw) -> Row:
     """Returns how a model is asked, and what else its kind decides."""
-    leaves = dict(template(value, key, raw).leaves)
-    boxed = raw.get("reward.answer_must_in_box", raw.get("answer_must_in_box", True))
-    if looks(raw) and not boxed:
-        leaves["data.template"] = "{question}"
-    if value == "lladav":
-        leaves |= {"sampler.before_stop": True, "sampler.max_prompt": WITH_IMAGES}
-    return Row(leaves=leaves)
+    leaves, base = dict(template(value, key, raw).leaves), base_of(raw)
+    if looks(raw) and not boxed(raw):
+        thinks = raw.get("dataset.add_think_prompt")
+        leaves["data.template"] = THINK if thinks else "{question}"
+    if base == "lladav" or looks(raw) and base in WITH_IMAGES:
+        leaves["sampler.max_prompt"] = WITH_IMAGES[base]
+    if base == "lladav":
+        leaves["sampler.before_stop"] = True
+        if tasks := raw.get("rollout.num_task_per_step"):
+            leaves["model.tiles"] = max(TILES * int(tasks), 40)
+    if base == value:
+        return Row(leaves=leaves)
+    why = "the file is LLaDA-V's by its name; theirs loads MMaDA's scripts, which fail"
+    return Row(leaves=leaves, why=why, same=False)
 
 
 def images_type(value, key, raw) -> Row:
     """Returns what grades answers about images, and the groups that are learned from."""
     if value != "mmu":
         return data_type(value, key, raw)
-    leaves = {"rl.reward": "choice"}
+    leaves = {"rl.reward": "choice" if boxed(raw) else "short"}
     if "rollout.num_task_per_step" in raw:
         leaves |= {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
-    why = "answers are letters of options; theirs are compared as mathematics"
+    why = (
+        "answers are letters of options, or short where no box is asked for; theirs are "
+        "compared as mathematics (docs/rewards.md)"
+    )
     return Row(leaves=leaves, why=why, same=False)
 
 
@@ -155,9 +185,22 @@ def of_codes(value, key, raw) -> Row:
     """Returns the row of a key of MMaDA's image tokenizer."""
     if value is None or base_of(raw) == "lladav":
         return Row(why="LLaDA-V's images are features, not codes")
-    return Row(
-        why="model.* says how MMaDA reads images (docs/multimodal.md)", same=False
-    )
+    leaf = "model.vq" if key.endswith("vq_model_path") else "model.image_size"
+    return Row(ours=(leaf,))
+
+
+def of_words(value, key, raw) -> Row:
+    """Returns the longest prompt; beside an image it would bound nothing but words."""
+    if looks(raw):
+        return Row(why="it bounds words; sampler.max_prompt all, an image with them")
+    return Row(ours=("sampler.max_prompt",))
+
+
+def thinks(value, key, raw) -> Row:
+    """Says what becomes of the request to reason first."""
+    if value and looks(raw):
+        return Row(why="data.template asks for it, in other words", same=False)
+    return only(False, None, why=CHAT).make(value, key, raw)
 
 
 def heldout(value, key, raw) -> Row:
@@ -197,13 +240,20 @@ def weight_decay(value, key, raw) -> Row:
 
 def strategy(value, key, raw) -> Row:
     """Returns the strategy; thresholds, but LLaDA's, are of what is drawn from."""
+    why = ""
+    if isinstance(value, list) and value:
+        value, *others = value
+        text = ", ".join(map(str, others))
+        why = (
+            f"one evaluation has one strategy; not asked here: {text}" if others else ""
+        )
     leaves = {"sampler.strategy": counterpart(STRATEGIES, value, key)}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     bent = any(raw.get(f"rollout.{k}") not in (None, x) for k, x in plain.items())
     theirs = ("llada", "mmada", "lladav")
     if bent and base_of(raw) not in theirs and "dynamic" in value:
         leaves["sampler.tempered_threshold"] = True
-    return Row(leaves=leaves)
+    return Row(leaves=leaves, why=why, same=not why)
 
 
 def pad_penalty(value, key, raw) -> Row:
@@ -281,6 +331,14 @@ def judge(value, key, raw) -> Row:
         "reward.tail": raw["rollout.block_size"],
         "rl.outcome": 0.0,
     }
+    if looks(raw):
+        leaves |= {"reward.judge.at": "http://localhost:8000/v1"}
+        leaves |= {"reward.judge.model": value, "reward.judge.tokens": 10_000}
+        why = (
+            "the judge is served, reward.judge.at is its URL; it reads question, gold and "
+            "answer, and is not shown the image. It is asked the same in other words"
+        )
+        return Row(leaves=leaves, why=why, same=False)
     why = (
         "the engine samples the judge beside the policy, in one process; where it is "
         "served, reward.judge.at is its URL. It is asked the same in other words"
@@ -401,15 +459,13 @@ COMMON = {
     **all_of("model", FIXED, "optimized_name", "optimized_value_name"),
     "dataset.data_type": Row(make=images_type),
     "dataset.image_root": Row(ours=("data.image_root",)),
-    "dataset.add_think_prompt": only(False, None, why=CHAT),
+    "dataset.add_think_prompt": Row(make=thinks),
     **all_of("reward", BOX, "answer_must_in_box"),
     "answer_must_in_box": BOX,
     "reward.strict_len_check": Row(make=strict_length),
     **all_of("model", Row(make=of_codes), "vq_model_path", "image_resolution"),
     **dict.fromkeys(("vq_model_path", "image_resolution"), Row(make=of_codes)),
-    "model.process_reward_chunk_size": Row(
-        why="reward.* says how answers are split for a judge", same=False
-    ),
+    "model.process_reward_chunk_size": judged("reward.chunk"),
     "model.clip_model_path": Row(why="captions are not scored by CLIP", same=False),
     **all_of("rollout", HOOKS, "use_fast_dllm", "use_dllm_cache", "transfer_ratio"),
     **all_of("rollout", HOOKS, "prompt_interval_steps", "gen_interval_steps"),
@@ -474,9 +530,7 @@ TRAINING = {
     "block_size": Row(make=train_block),
     "shrink": Row(ours=("noise.shrink",)),
     "post_num": only(0, why="an answer ends with its stop token; pads are not trained"),
-    "max_prompt_len": of_lladav(
-        Row(ours=("sampler.max_prompt",)), "it bounds words; sampler.max_prompt all"
-    ),
+    "max_prompt_len": Row(make=of_words),
     "lower_p": Row(ours=("noise.lower",)),
     "upper_p": Row(ours=("noise.upper",)),
     "mask_times_per_sample": Row(make=draws),

@@ -20,6 +20,11 @@ MODELS = {
     "llada-1.5-8b": ("GSAI-ML/LLaDA-1.5", "llada"),
     "mmada-8b": ("Gen-Verse/MMaDA-8B-MixCoT", "llada"),
 }
+# The same of models that are asked about images: the recipe is LLaDA-V's, or MMaDA's.
+LOOKING = {
+    "llada-v-8b": ("GSAI-ML/LLaDA-V", "lladav"),
+    "mmada-8b-images": ("Gen-Verse/MMaDA-8B-MixCoT", "mmada"),
+}
 
 
 def presets(method: str, *, block, dream, llada) -> dict:
@@ -28,10 +33,22 @@ def presets(method: str, *, block, dream, llada) -> dict:
     method: the last name of the run's folder. block, dream, llada: the recipes, functions
     that change a configuration.
     """
-    recipes = {"block": block, "dream": dream, "llada": llada}
+    return made(MODELS, {"block": block, "dream": dream, "llada": llada}, method)
+
+
+def looking(method: str, **recipes) -> dict:
+    """Returns a preset for every model that is asked about images: see `presets`.
+
+    recipes: by the names that LOOKING has.
+    """
+    return made(LOOKING, recipes, method)
+
+
+def made(models: dict, recipes: dict, method: str) -> dict:
+    """Returns a preset for each of some models, by name."""
     return {
         name: preset(recipes[kind], repository, method)
-        for name, (repository, kind) in MODELS.items()
+        for name, (repository, kind) in models.items()
     }
 
 

@@ -17,7 +17,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
 
 Presets: arithmetic (default), functions, smollm2, trace, adapt; for released models, with data of your
 own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
-llada-1.5-8b, mmada-8b; and vrpo, which learns from pairs of answers (dpo: on the bundled
+llada-1.5-8b, mmada-8b, and about images llada-v-8b, mmada-8b-images; and vrpo, which learns from pairs of answers (dpo: on the bundled
 model, with data.train of your own):
 
     python -m dllm_jax.train --config=configs/sft.py:vrpo --config.model.path=DIR \
@@ -163,6 +163,29 @@ def vrpo(c):
     c.run.folder = "runs/vrpo"
 
 
+def images(c):
+    """What its settings for LLaDA-V and MMaDA on images have in common."""
+    llada(c)
+    c.data.update(train="data/sft_test_v.json", image_root="data/images", heldout="")
+    c.batch.tokens = 0
+
+
+def lladav(c):
+    """LLaDA-V on answers of up to 512 tokens, and the end of each."""
+    images(c)
+    c.sampler.update(max_prompt=4608, max_new=512, before_stop=True)
+    c.model.tiles = 128  # of 16 images, eight each
+    c.sft.examples = 16
+
+
+def mmada(c):
+    """MMaDA on images as codes."""
+    images(c)
+    c.model.update(vq="showlab/magvitv2", image_size=512)
+    c.sampler.update(max_prompt=1808, max_new=1024)
+    c.sft.examples = 32
+
+
 PRESETS = {
     "arithmetic": arithmetic,
     "functions": functions,
@@ -172,6 +195,7 @@ PRESETS = {
     "dpo": dpo,
     "vrpo": vrpo,
     **released.presets("sft", block=published, dream=dream, llada=llada),
+    **released.looking("sft", lladav=lladav, mmada=mmada),
 }
 
 

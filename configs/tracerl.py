@@ -10,7 +10,8 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.data.heldout=MATH500.json
 
 Presets: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
-with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
+with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and on questions about
+images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
 
@@ -162,12 +163,51 @@ def llada(c):
     c.sampler.update(max_new=512, horizon=128, top_k=0, top_p=1.0)
 
 
+def images(c):
+    """What dLLM-RL's settings for questions about images have in common."""
+    c.data.update(
+        template="{question}",
+        train="data/SEEDBench_IMG_32.json",
+        heldout="data/SEEDBench_IMG_32.json",
+        image_root="data/images",
+    )
+    c.sampler.update(strategy="dynamic", threshold=0.95)
+    c.rl.update(reward="short", min_solved=0.05, max_solved=0.95, value="own")
+    c.eval.temperature = 0.1
+
+
+def lladav(c):
+    """LLaDA-V with a value network: 32 questions, answers of 512 tokens in a box."""
+    llada(c)
+    images(c)
+    c.data.template = data.BOXED
+    c.model.tiles = 256  # of 32 images: eight of each, which is one of 1024 x 768
+    c.sampler.update(
+        block=64, steps_per_block=64, cache="none", horizon=0, before_stop=True
+    )
+    c.sampler.update(max_prompt=4608, rows=32)
+    c.batch.update(rows=8, tokens=0)
+    c.noise.shrink = 48
+    c.rl.update(reward="choice", steps=50, prompts=32, group=8, updates=1)
+
+
+def mmada(c):
+    """MMaDA on images as codes, with a value network: answers of 128 tokens."""
+    llada(c)
+    images(c)
+    c.model.update(vq="showlab/magvitv2", image_size=512)
+    c.sampler.update(block=64, steps_per_block=64, max_new=128, max_prompt=1600)
+    c.batch.update(rows=8, tokens=0)
+    c.rl.update(steps=100, prompts=256, group=12, updates=4)
+
+
 PRESETS = {
     "arithmetic": arithmetic,
     "process": process,
     "code": code,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
+    **released.looking("tracerl", lladav=lladav, mmada=mmada),
 }
 
 

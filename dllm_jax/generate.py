@@ -11,7 +11,8 @@ turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is n
 for a model that looks `image`, a path below the file's folder, or several; the
 line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
 each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
-"length", or "nan" where the model met a number that is not finite) and text.
+"length", or "nan" where the model met a number that is not finite), text, and where the
+answers are images picture, a small one for people.
 """
 
 import contextlib
@@ -28,7 +29,16 @@ import ml_collections
 from absl import flags
 from tqdm import tqdm
 
-from dllm_jax import command_line, config, data, exits, folder, pictures, sharding
+from dllm_jax import (
+    command_line,
+    config,
+    data,
+    exits,
+    folder,
+    images,
+    pictures,
+    sharding,
+)
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -336,11 +346,26 @@ def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
     return len(sink.lines)
 
 
-def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
+def said(answer: state.Answer, tok, codec: codes.Codec | None) -> dict:
+    """Returns what a line says of an answer besides its ids: its text, or its picture.
+
+    tok: None where the model has none. codec: of answers that are images.
+    """
+    if codec is None:
+        trace = state.stacked([answer])
+        return {"text": answers.decode(trace, tok)[0] if tok else None}
+    if not answer.len:
+        return {"text": None}
+    first = int(answer.prompt_len)
+    ids = answer.tokens_T[first : first + int(answer.len)]
+    return {"text": None, "picture": images.embedded(codec.pictures([ids])[0])}
+
+
+def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
     """Writes a line for each prompt as soon as it and those before it are answered.
 
-    stream: an answerer's, but for the prompts. rows: the lines of the prompts file. stop:
-    whether a signal came. Raises exits.Stopped after one.
+    stream: an answerer's, but for the prompts. rows: the lines of the prompts file. said: see
+    above, of an answer. stop: whether a signal came. Raises exits.Stopped after one.
     """
     done = kept(sink, prompts, rows)
     sink.begin(len(prompts))
@@ -355,8 +380,7 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, tok, stop):
             break
         if i < done:
             continue
-        text = answers.decode(state.stacked([answer]), tok)[0] if tok else None
-        line = {**answers.record(answer, prompts[i]), "text": text}
+        line = answers.record(answer, prompts[i]) | said(answer)
         if "id" in rows[i]:
             line["id"] = rows[i]["id"]
         sink.add(line)
@@ -473,7 +497,7 @@ def answer(prompt: str | None, options, stop):
         sink = Terminal(options.out)
     reader = pictures.reader(given.model, given.sampler, model, tok)
     prompts, rows = asked(prompt, options, reader, path, model, tok)
-    codec = codes.Codec(made) if options.image_out else None
+    codec = codes.Codec(made) if made else None
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
     sharding.keep_compiled(given.run.compile_cache)
@@ -497,7 +521,8 @@ def answer(prompt: str | None, options, stop):
         answerer.stream, params, key=key, temperature=cfg.temperature
     )
     if prompt is None:
-        write(stream, prompts, rows, sink, None if made else tok, stop)
+        line = functools.partial(said, tok=tok, codec=codec)
+        write(stream, prompts, rows, sink, line, stop)
     elif codec:
         draw(stream, prompts[0], codec, options.image_out, stop)
     else:

@@ -5,7 +5,9 @@ of FORMATS: Pillow's other decoders start programs or are rarely tested against 
 Arrays of pixels are [height, width, 3], of tiles [tiles, 3, height, width].
 """
 
+import base64
 import hashlib
+import io
 import math
 import os
 import pathlib
@@ -19,6 +21,9 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # At most: 0.2 GB as bytes of three colours. A photograph of a telephone has 12 to 50
 # million; a larger one would be shrunk a hundredfold before a model sees it.
 PIXELS, SIDE = 2**26, 2**16
+# Of a picture that people look at, in a record or on a page: pixels a side at most, and the
+# bytes above which it is a JPEG.
+LOOKED_AT, AS_PNG = 256, 2**15
 SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -132,3 +137,19 @@ def tiles(rgb: np.ndarray, canvas: tuple[int, int], side: int) -> np.ndarray:
 def normalized(pixels: np.ndarray) -> np.ndarray:
     """Returns pixels of 0..255 as f32 in [-1, 1]."""
     return (pixels.astype(np.float32) * np.float32(1 / 255) - 0.5) / 0.5
+
+
+def embedded(rgb: np.ndarray) -> str:
+    """Returns an image [height, width, 3], uint8, as a data URI, shrunk to LOOKED_AT a side.
+
+    It is a PNG where that is small, as of drawings, and else a JPEG: at most 0.3 million
+    characters.
+    """
+    image = Image.fromarray(rgb)
+    image.thumbnail((LOOKED_AT, LOOKED_AT))
+    for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": 85})):
+        packed = io.BytesIO()
+        image.save(packed, format=kind, **options)
+        if packed.tell() <= AS_PNG:
+            break
+    return f"data:image/{kind};base64,{base64.b64encode(packed.getvalue()).decode()}"

@@ -14,19 +14,20 @@ from dllm_jax import command_line, folder
 from dllm_jax.viewer import compare, page, runs, traces
 
 OUT = "the page; default: report.html in RUN"
+IMAGES = "the folder of images; default: that of the run's data"
 
 
-def content(paths: list[str]) -> dict:
+def content(paths: list[str], images: str = "") -> dict:
     """Returns what the page shows of one run or of two.
 
-    Raises ValueError for a folder that is none of a run.
+    images: see `traces.read`. Raises ValueError for a folder that is none of a run.
     """
     told = [runs.told(path) for path in paths]
-    shown = samples([pathlib.Path(path) for path in paths])
+    shown = samples([pathlib.Path(path) for path in paths], images)
     return {"runs": told, "samples": None, "summary": None} | shown
 
 
-def samples(folders: list[pathlib.Path]) -> dict:
+def samples(folders: list[pathlib.Path], images: str) -> dict:
     """Returns {"samples": answers for the replay, "summary": of two runs' evaluations}.
 
     Of one run they are those of its first and its last step; of two the evaluations that
@@ -42,7 +43,7 @@ def samples(folders: list[pathlib.Path]) -> dict:
         chosen = [path / "samples" / max(both) for path in folders] if both else []
     if not chosen:
         return {}
-    files = [traces.read(str(path)) for path in chosen]
+    files = [traces.read(str(path), images) for path in chosen]
     made = {"files": [traces.packed(x, traces.tokenizer(x.model)) for x in files]}
     rows = [file.rows for file in files]
     shared = compare.common(*rows) if len(rows) == 2 else []
@@ -55,8 +56,10 @@ def samples(folders: list[pathlib.Path]) -> dict:
 
 def main():
     """Parses the command line and writes the page."""
-    values, paths = command_line.page_arguments(sys.argv, "folders of runs", OUT)
-    made = content(paths)
+    values, paths = command_line.page_arguments(
+        sys.argv, "folders of runs", OUT, images=IMAGES
+    )
+    made = content(paths, values.images)
     out = pathlib.Path(values.out or pathlib.Path(paths[0]) / "report.html")
     title = " and ".join(run["name"] for run in made["runs"])
     folder.write(out, page.page(f"Report on {title}", page.REPORT, made))
@@ -65,5 +68,6 @@ def main():
 
 if __name__ == "__main__":
     options = {"RUN [RUN2]": "folders of runs", "-o, --out=FILE": OUT}
+    options["--images=DIR"] = IMAGES
     lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
     command_line.entry(main, f"{__doc__}\n{lines}\n")

@@ -5,9 +5,11 @@
 FILE is what `generate --out` or `eval` wrote, a run's samples/step_N.jsonl, or a run's folder:
 its newest samples. The page replays each answer in the order in which it was written. With
 FILE2, another checkpoint's answers, it shows both side by side wherever their prompts are the
-same, and who is ahead by how much.
+same, and who is ahead by how much. What a model looked at stands beside the question, if it
+lies in the folder --images; what a model drew is a grid that fills, beside the picture.
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -17,6 +19,7 @@ from dllm_jax.viewer import compare, page, table, traces
 
 OUT = "the page; default: FILE with .html for its ending"
 MODEL = "a folder with the tokenizer; default: that of the command that wrote FILE"
+IMAGES = "a folder; default: that of the run's data, or of FILE"
 SHOWN = 8  # answers in the terminal's table
 
 
@@ -40,7 +43,7 @@ def content(files: list[traces.File], model: str = "") -> dict:
     sides = []
     for file, numbers in zip(files, zip(*pairs, strict=True), strict=True):
         rows = [file.rows[i] for i in numbers]
-        sides.append(shown(traces.File(file.path, rows, file.model, file.block), model))
+        sides.append(shown(dataclasses.replace(file, rows=rows), model))
     sides[0]["notice"] = notice
     return {
         "files": sides,
@@ -66,9 +69,9 @@ def block_of(model: str) -> int:
 def main():
     """Parses the command line, writes the page, and prints a table of the first answers."""
     values, paths = command_line.page_arguments(
-        sys.argv, "files of answers", OUT, model=MODEL
+        sys.argv, "files of answers", OUT, model=MODEL, images=IMAGES
     )
-    files = [traces.read(path) for path in paths]
+    files = [traces.read(path, values.images) for path in paths]
     made = content(files, values.model)
     out = pathlib.Path(values.out or files[0].path.with_suffix(".html"))
     title = " and ".join(side["name"] for side in made["files"])
@@ -79,6 +82,6 @@ def main():
 
 if __name__ == "__main__":
     options = {"FILE [FILE2]": "answers with their traces", "-o, --out=FILE": OUT}
-    options["--model=DIR"] = MODEL
+    options |= {"--model=DIR": MODEL, "--images=DIR": IMAGES}
     lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
     command_line.entry(main, f"{__doc__}\n{lines}\n")

@@ -14,7 +14,7 @@ import pathlib
 import jax
 import numpy as np
 
-from dllm_jax import sharding, statistics
+from dllm_jax import images, sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
 from dllm_jax.rl.beside import Beside
@@ -304,8 +304,16 @@ def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
         }
         | ({"graded": False} if rollouts.late_n[i] else {})
         | ({"rewards": parts_of(rollouts, i)} if rollouts.parts else {})
+        | drawn(rollouts, i)
         for i, problem in enumerate(problems)
     ]
+
+
+def drawn(rollouts: Rollouts, i: int) -> dict[str, str]:
+    """Returns the picture that an answer is, small, for people; {} where it is a text."""
+    if isinstance(rollouts.text[i], str) or not rollouts.trace.len_B[i]:
+        return {}
+    return {"picture": images.embedded(rollouts.text[i])}
 
 
 def parts_of(rollouts: Rollouts, i: int) -> dict[str, float]:

@@ -202,7 +202,9 @@ def check_tiles(pictures, count: int, settings: Settings, tools: Tools) -> None:
     """
     if tools.reader is None:
         return
-    tiles = [sum(picture.tiles for picture in set(own)) for own in pictures]
+    # A table has an image once: who looks at the same, as both of a pair, adds nothing.
+    distinct = {frozenset(own) for own in pictures}
+    tiles = [sum(picture.tiles for picture in own) for own in distinct]
     most = sum(sorted(tiles)[-count:])
     if most > settings.model.tiles:
         raise ValueError(

@@ -89,9 +89,13 @@ class Batches:
     @sharding.on_own_mesh
     def lower(self, params):
         """Returns (`denoise.advance`, lowered; its rows as shapes)."""
-        key = jax.random.key(0)
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
-        arrays = self.batch(one_1T, one_1T[0, :1], 0, key, temperature=0.0)
+        arrays = self.rows(one_1T, one_1T[0, :1], 0, temperature=0.0)
+        # Nothing is laid out, so that the devices need not be here.
+        arrays = sharding.shapes_of_rows(arrays, self.mesh)
+        key = jax.eval_shape(jax.random.key, 0)
+        drawn = row_keys.lower(key, arrays.pop("index_B"))
+        arrays["key_B"] = sharding.laid_out(drawn)
         static = {"model": self.model, "cfg": self.cfg.static}
         rows = sharding.laid_out(denoise.start.lower(params, **arrays, **static))
         return denoise.advance.lower(params, rows, denoise.TURN, **static), rows
@@ -127,6 +131,13 @@ class Batches:
     @sharding.on_own_mesh
     def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:
         """Returns the arguments of `denoise.start` for prompts from `first` on."""
+        arrays = self.rows(tokens_nT, len_n, first, temperature)
+        arrays = sharding.place_rows(arrays, self.mesh)
+        key = sharding.key_on(self.mesh, key)
+        return arrays | {"key_B": row_keys(key, arrays.pop("index_B"))}
+
+    def rows(self, tokens_nT, len_n, first: int, temperature) -> dict:
+        """Returns them on the host; index_B: their prompts' numbers, of which keys are made."""
         n, rows = len(len_n), np.arange(first, first + self.cfg.rows)
 
         def each(value):
@@ -134,20 +145,15 @@ class Batches:
 
         index = np.minimum(rows, n - 1)
         real = np.where(rows < n, len_n[index], 0)  # fillers never live
-        arrays = sharding.place_rows(
-            {
-                "prompt_BT": tokens_nT[index],
-                "prompt_len_B": real,
-                "limit_B": real + self.cfg.max_new,
-                "temperature_B": each(temperature),
-                "threshold_B": each(self.cfg.threshold),
-                "entropy_bound_B": each(self.cfg.entropy_bound),
-                "index_B": index.astype(np.uint32),
-            },
-            self.mesh,
-        )
-        key = sharding.key_on(self.mesh, key)
-        return arrays | {"key_B": row_keys(key, arrays.pop("index_B"))}
+        return {
+            "prompt_BT": tokens_nT[index],
+            "prompt_len_B": real,
+            "limit_B": real + self.cfg.max_new,
+            "temperature_B": each(temperature),
+            "threshold_B": each(self.cfg.threshold),
+            "entropy_bound_B": each(self.cfg.entropy_bound),
+            "index_B": index.astype(np.uint32),
+        }
 
 
 @jax.jit
@@ -229,9 +235,10 @@ def images_of(prompt) -> dict:
     """Returns a prompt's images as a record has them: {} where there are none.
 
     first_row: the id in the prompt with which an image begins, counted from the
-    vocabulary's end.
+    vocabulary's end; one whose codes are in the prompt has none.
     """
-    images, row = [], 0
+    files = getattr(prompt, "files", ())
+    images, row = [{"file": file, "mark": mark} for file, mark in files], 0
     for picture in pictures_of(prompt):
         images.append({"file": picture.file, "mark": picture.mark, "first_row": row})
         row += picture.rows

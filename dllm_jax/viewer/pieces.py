@@ -9,7 +9,7 @@ import json
 import re
 from typing import NamedTuple
 
-PLAIN, SPECIAL, PART, UNKNOWN = range(4)
+PLAIN, SPECIAL, PART, UNKNOWN, CODE = range(5)
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 LOST = "\ufffd"  # stands for bytes that make no character
 
@@ -19,7 +19,7 @@ class Piece(NamedTuple):
 
     text: str
     # PLAIN text; a SPECIAL token, which is no text; PART of a character that a later token
-    # completes, the text being its bytes; UNKNOWN: there is no tokenizer
+    # completes, the text being its bytes; UNKNOWN: there is no tokenizer; CODE of an image
     kind: int
     id: int
 
@@ -70,9 +70,15 @@ class Pieces:
         end_of_text(decoder, pieces)
         return pieces
 
+    def drawn(self, ids: list[int]) -> list[Piece]:
+        """Returns a Piece for each id of a drawing, in the order of its rows."""
+        return [Piece(str(token), CODE, token) for token in ids]
+
     def text(self, ids: list[int]) -> str:
-        """Returns the text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens and the ids of images."""
         kinds = (PLAIN, UNKNOWN)
+        if self.tok is not None:
+            ids = [token for token in ids if token < len(self.tok)]
         between = " " if self.tok is None else ""
         return between.join(p.text for p in self.of(ids) if p.kind in kinds)
 

@@ -37,7 +37,7 @@ def cells_of(row: dict) -> tuple[str, ...]:
     )
     sign = " " if reward is None else "✓" if reward >= 1 else "✗"
     prompt = row.get("question") or str(row.get("prompt_ids") or "")
-    text = row.get("text")
+    text = "[picture]" if row.get("picture") else row.get("text")
     return (
         sign,
         "" if reward is None else f"{reward:.2f}",

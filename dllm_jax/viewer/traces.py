@@ -2,7 +2,8 @@
 
 A file is what `generate --out` and `eval` write, or a run's samples/step_N.jsonl: a record
 for each answer with response_ids and step_map, and as far as they are known prompt_ids,
-logprobs (nats), confidence, advantage, value, reward, forwards, finished, question, answer.
+logprobs (nats), confidence, advantage, value, reward, forwards, finished, question, answer;
+where the model looked images, and where it drew picture.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import re
 
 from dllm_jax import data, records
 from dllm_jax.exits import warn
+from dllm_jax.viewer import album
 from dllm_jax.viewer.pieces import Pieces
 
 # What a record may say of each token, and in the page: its letter, its decimals.
@@ -37,6 +39,7 @@ class File:
     rows: list[dict]
     model: str  # the checkpoint's folder or hub name; "": not known
     block: int  # positions that are denoised together; 0: not known
+    roots: tuple[str, ...] = (".",)  # the folders in which images may lie
 
     @property
     def name(self) -> str:
@@ -47,9 +50,10 @@ class File:
         return f"{folder.name}/{self.path.name}"
 
 
-def read(path: str) -> File:
+def read(path: str, images: str = "") -> File:
     """Reads a file of answers, or of a run's folder the newest.
 
+    images: the folder in which images must lie; "": that of the run's data, or the file's.
     Raises ValueError naming the file and the answer that is none.
     """
     file = found(pathlib.Path(path))
@@ -59,8 +63,8 @@ def read(path: str) -> File:
             check(row)
         except ValueError as error:
             raise ValueError(f"{file}: answer {number}: {error}") from None
-    model, block = settings(file)
-    return File(file, rows, model, block)
+    model, block, roots = settings(file)
+    return File(file, rows, model, block, (images,) if images else roots)
 
 
 def found(path: pathlib.Path) -> pathlib.Path:
@@ -104,6 +108,7 @@ def check(row: dict) -> None:
     for name in NUMBERS:
         if not (row.get(name) is None or number(row[name])):
             raise ValueError(f"{name} must be a number")
+    album.check(row)
 
 
 def number(x) -> bool:
@@ -111,16 +116,22 @@ def number(x) -> bool:
     return type(x) in (int, float) and abs(x) < math.inf
 
 
-def settings(file: pathlib.Path) -> tuple[str, int]:
-    """Returns (model.path, sampler.block) of the command that wrote a file, if it says."""
+def settings(file: pathlib.Path) -> tuple[str, int, tuple[str, ...]]:
+    """Returns (model.path, sampler.block, File.roots) of the command that wrote a file.
+
+    The first two are "" and 0 where it does not say.
+    """
     job = object_of(file.with_suffix(".job.json"))
+    named = {key.removeprefix("data."): x for key, x in job.items()}
+    roots = album.roots_of(file, named)
     if job:
-        return str(job.get("model.path", "")), whole(job.get("sampler.block"))
+        return str(job.get("model.path", "")), whole(job.get("sampler.block")), roots
     for folder in (file.parent, file.parent.parent):
         if cfg := object_of(folder / "config.json"):
             model, sampler = group(cfg, "model"), group(cfg, "sampler")
-            return str(model.get("path", "")), whole(sampler.get("block"))
-    return "", 0
+            roots = album.roots_of(file, group(cfg, "data"))
+            return str(model.get("path", "")), whole(sampler.get("block")), roots
+    return "", 0, roots
 
 
 def group(tree: dict, name: str) -> dict:
@@ -166,15 +177,16 @@ def packed(file: File, tok, *, block: int = 0, name: str = "") -> dict:
 
     block: where the file does not say it.
     """
-    pieces, table = Pieces(tok), {}
+    pieces, table, pictures = Pieces(tok), {}, album.Album(file.roots)
     rows, notice = some(file.rows)
-    made = [packed_row(row, pieces, table) for row in rows]
+    made = [packed_row(row, pieces, table) | seen(row, pictures) for row in rows]
     return {
         "name": name or file.name,
         "model": file.model,
         "block": file.block or block,
         "notice": notice,
         "pieces": [list(piece) for piece in table],
+        "pictures": pictures.pictures,
         "rows": made,
     }
 
@@ -192,10 +204,12 @@ def packed_row(row: dict, pieces: Pieces, table: dict) -> dict:
     ids, steps = row["response_ids"], row["step_map"]
     prompt = row.get("question") or pieces.text(row.get("prompt_ids") or [])
     before = [0, *steps]
+    square = math.isqrt(len(ids)) ** 2 == len(ids) > 0
+    cut = pieces.drawn if row.get("picture") and square else pieces.of
     out = {
         "q": prompt[:LONG_PROMPT],
         "n": len(row.get("prompt_ids") or []),
-        "t": [table.setdefault(piece, len(table)) for piece in pieces.of(ids)],
+        "t": [table.setdefault(piece, len(table)) for piece in cut(ids)],
         "s": [after - step for step, after in zip(before, steps, strict=False)],
     }
     for name, (letter, decimals) in PER_TOKEN.items():
@@ -204,4 +218,17 @@ def packed_row(row: dict, pieces: Pieces, table: dict) -> dict:
             out[letter] = [None if x is None else round(scale * x) for x in row[name]]
     known = {"g": "answer", "r": "reward", "f": "forwards", "e": "finished"}
     out |= {key: row[name] for key, name in known.items() if row.get(name) is not None}
+    return out
+
+
+def seen(row: dict, pictures: album.Album) -> dict:
+    """Returns the pictures of an answer for the page, numbers or why there are none.
+
+    "i": of what its prompt showed; "p": of what it drew.
+    """
+    out = {}
+    if row.get("images"):
+        out["i"] = [pictures.shown(image) for image in row["images"]]
+    if row.get("picture"):
+        out["p"] = pictures.drawn(row["picture"])
     return out

@@ -97,3 +97,37 @@ def test_sft_trains_the_tower_where_it_is_asked_on_any_devices(place, tmp_path):
     one, many = (common.metrics(tmp_path / name)[0] for name in ("1", "8"))
     for name in ("loss", "grad_norm", "entropy"):
         assert one[name] == pytest.approx(many[name], rel=1e-4), name
+
+
+def test_a_pair_of_answers_and_a_value_network_of_its_own_see_the_images(
+    place, tmp_path
+):
+    text = [json.loads(x) for x in (place / "train.jsonl").read_text().splitlines()]
+    pairs = [
+        {
+            "prompt": row["question"],
+            "chosen": "AB",
+            "rejected": "BA",
+            "image": row["image"],
+        }
+        for row in text[2:]
+    ]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    # Both of a pair look at one image: tables have it once, and so count its tiles once.
+    keys = ["method=dpo", "sft.steps=1", "sft.examples=4", "data.heldout="]
+    keys += ["noise.kind=subset", "noise.draws=2", "objective.aggregate=elbo"]
+    keys += ["objective.reference_beta=0.2", f"data.train={place / 'pairs.jsonl'}"]
+    run(place, tmp_path / "dpo", *keys, "model.tiles=13")
+    (row,) = common.metrics(tmp_path / "dpo")
+    assert row["preference_loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert row["grad_norm"] > 0
+    assert {"mm_projector", "lm_head"} <= moved(place, tmp_path / "dpo")
+    keys = ["rl.steps=1", "rl.prompts=4", "rl.group=2", "rl.updates=1", "rl.value=own"]
+    keys += ["rl.advantage=center", "rl.filter=varied", "rl.truncated=graded"]
+    keys += ["rl.reward=tests.models.vision.common:variety", "data.heldout="]
+    told = run(place, tmp_path / "own", *keys)
+    (row,) = common.metrics(tmp_path / "own")
+    assert row["groups_kept"] > 0, told
+    assert row["value_loss"] > 0 and row["value_grad_norm"] > 0
+    assert row["logprob_gap_max"] < 1e-4
+    assert {"mm_projector", "lm_head"} <= moved(place, tmp_path / "own")

@@ -6,9 +6,12 @@ They are skipped where Debian's chromium, its driver or selenium are missing.
 import json
 import shutil
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from dllm_jax import data, report, trace
+from dllm_jax import data, images, report, trace
+from dllm_jax.rl.rewards import scenes
 from dllm_jax.viewer import page, traces
 from tests.viewer.common import MODEL, answer, write
 
@@ -300,3 +303,77 @@ def test_two_evaluations_are_compared_in_pairs(opened, tmp_path):
         told = view.js("return document.querySelector('.versus').textContent")
         assert "+50.0" in told and "B is ahead on 2, A on 0, 2 the same" in told
         assert view.js("return document.querySelectorAll('.canvas').length") == 2
+
+
+def rounds(side: int, most: int) -> list[int]:
+    """Returns the steps of a drawing's codes, from its middle outwards."""
+    middle = (side - 1) / 2
+    away = [
+        max(abs(y - middle), abs(x - middle)) for y in range(side) for x in range(side)
+    ]
+    return [1 + round((most - 1) * d / middle) for d in away]
+
+
+def test_a_drawing_is_a_grid_that_fills(opened, tmp_path):
+    rgb = scenes.draw(
+        scenes.ALL["two red circles on the left"], np.random.default_rng(0)
+    )
+    drawn = answer(
+        range(300, 364), picture=images.embedded(rgb), question="two red circles"
+    )
+    drawn |= {"step_map": rounds(8, 4), "reward": 1.0}
+    rows = [drawn, drawn | {"reward": 0.0}]
+    file = traces.read(str(write(tmp_path / "x.jsonl", rows)))
+    content = {"files": [traces.packed(file, None)], "pairs": None, "summary": None}
+    with opened(page.TRACE, content) as view:
+        assert view.fits()
+        columns = "return getComputedStyle(document.querySelector('.grid')).gridTemplateColumns"
+        assert len(view.js(columns).split()) == 8
+        boxes = view.js(
+            "return ['.grid', '.done'].map(x => document.querySelector(x))"
+            ".map(x => x.getBoundingClientRect()).map(x => [x.width, x.height])"
+        )
+        for width, height in boxes:  # both are squares of one size
+            assert abs(width - height) <= 1 and abs(width - boxes[0][0]) <= 1
+        assert view.js("return document.querySelector('.done').naturalWidth") == 64
+        assert len(view.shown()) == 64
+        view.key("Home", "ArrowRight")
+        assert len(view.shown()) == 4  # the middle
+        seen = []
+        for _ in range(3):
+            seen.append(view.js("return document.querySelector('.grid').dataset.mode"))
+            view.key("c")
+        assert seen == ["order", "confidence", "logprob"]
+        assert (
+            view.js("return document.querySelector('.grid').dataset.mode") == "picture"
+        )
+        under = "return getComputedStyle(document.querySelectorAll('.grid .token')[arguments[0]])"
+        clear = "rgba(0, 0, 0, 0)"  # in a moment: colours change smoothly
+        WebDriverWait(view.driver, 20).until(
+            lambda _: view.js(under + ".backgroundColor", 27) == clear
+        )
+        assert view.js(under + ".backgroundColor", 0) != clear
+        uncovered = "return getComputedStyle(document.querySelector('.under')).display"
+        assert view.js(uncovered) == "block"
+        view.js("document.querySelectorAll('.grid .token')[9].click()")
+        facts = view.js("return document.querySelector('.facts').textContent")
+        assert "row 2" in facts and "column 2" in facts and "id 309" in facts
+        assert view.js("return document.querySelectorAll('.thumb').length") == 2
+
+
+def test_what_a_model_looked_at_stands_beside_the_question(opened, tmp_path):
+    rgb = scenes.draw(
+        scenes.ALL["one blue square on the right"], np.random.default_rng(1)
+    )
+    Image.fromarray(rgb).save(tmp_path / "a.png")
+    there = {"file": str(tmp_path / "a.png"), "mark": images.mark(rgb), "first_row": 0}
+    lost = {"file": str(tmp_path / "<b>.png"), "mark": "0", "first_row": 9}
+    row = answer(question="What is this?", images=[there, lost])
+    file = traces.read(str(write(tmp_path / "x.jsonl", [row])))
+    content = {"files": [traces.packed(file, None)], "pairs": None, "summary": None}
+    with opened(page.TRACE, content) as view:
+        assert view.fits()
+        assert view.js("return document.querySelector('.seen').naturalWidth") == 64
+        told = view.js("return document.querySelector('.asked').textContent")
+        assert "<b>.png" in told and "No such file" in told and "What is this?" in told
+        assert view.js("return document.querySelectorAll('.grid').length") == 0

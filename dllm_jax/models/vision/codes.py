@@ -259,7 +259,8 @@ class Reader:
     def __init__(self, codec: Callable[[], Codec]):
         """codec: returns the Codec, when the first image is read."""
         self.codec = codec
-        self.known: dict[str, list[int]] = {}  # ids by file
+        # By file: the mark of its pixels (images.mark), and its ids.
+        self.known: dict[str, tuple[str, list[int]]] = {}
 
     def shown(self, row: dict, field: str, root) -> "Shown | None":
         """Returns what `data.render` takes to show a record's image; None: it has none.
@@ -281,19 +282,31 @@ class Reader:
         if not paths:
             return None
         tokens = self.codec().format.tokens
-        return Shown(
-            tokens, tuple(tokens.codes(self.read(path, root)) for path in paths)
-        )
+        file, mark, ids = self.read(paths[0], root)
+        return Shown(tokens, (tokens.codes(ids),), ((file, mark),))
 
-    def read(self, path, root) -> list[int]:
-        """Returns the ids of an image file, which is encoded once; raises data.Unreadable."""
+    def read(self, path, root) -> tuple[str, str, list[int]]:
+        """Returns (where an image file is, the mark of its pixels, its ids).
+
+        It is encoded once. Raises data.Unreadable.
+        """
         try:
             file = os.fspath(images.inside(path, root))
             if file not in self.known:
-                self.known[file] = self.codec().ids(images.read(path, root=root))
+                rgb = images.read(path, root=root)
+                self.known[file] = images.mark(rgb), self.codec().ids(rgb)
         except ValueError as error:
             raise data.Unreadable(str(error)) from None
-        return self.known[file]
+        return file, *self.known[file]
+
+
+class Prompt(list):
+    """Token ids that know the files of the images whose codes are among them."""
+
+    def __init__(self, ids, files: tuple[tuple[str, str], ...] = ()):
+        """files: of each image its path, and the mark of its pixels."""
+        super().__init__(ids)
+        self.files = files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +315,7 @@ class Shown:
 
     tokens: ImageTokens
     codes: tuple[list[int], ...]
+    files: tuple[tuple[str, str], ...] = ()  # of images that files name: see Prompt
     plain = False  # a chat template writes the conversation
 
     def messages(self, messages: list[dict]) -> list[dict]:
@@ -318,10 +332,10 @@ class Shown:
             for message in messages
         ]
 
-    def ids(self, tok, written: str) -> list[int]:
+    def ids(self, tok, written: str) -> Prompt:
         """Returns the ids of a written conversation."""
         conversation = list(data.ids_of(tok, written))
-        return self.tokens.looking(self.codes[0], conversation)
+        return Prompt(self.tokens.looking(self.codes[0], conversation), self.files)
 
 
 class Captions:

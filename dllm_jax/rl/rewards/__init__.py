@@ -34,6 +34,7 @@ from dllm_jax.rl.rewards import (
     puzzles,
     ranking,
     scenes,
+    short,
 )
 
 
@@ -222,6 +223,7 @@ PICTURES = ("scene", "jpeg")  # keys of GRADERS that judge images alone
 GRADERS: dict[str, Callable[[object, object], Grader]] = {
     "math": lambda cfg, tok: by_gold(math),
     "choice": lambda cfg, tok: by_gold(choice),
+    "short": lambda cfg, tok: by_gold(short),
     "code": lambda cfg, tok: by_tests(cfg),
     "judge": lambda cfg, tok: by_judge(cfg),
     "reward_model": by_model,

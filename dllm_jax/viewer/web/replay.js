@@ -2,7 +2,7 @@
 
 const LEVELS = 10; // of a colour scale
 const LONG = 2000; // tokens of an answer that is replayed without transitions
-const PLAIN = 0, SPECIAL = 1, PART = 2, UNKNOWN = 3; // kinds of pieces, as pieces.py has them
+const PLAIN = 0, SPECIAL = 1, PART = 2, UNKNOWN = 3, CODE = 4; // kinds of pieces, as pieces.py has them
 
 // The colours of tokens: which numbers they show, and where the scale ends.
 const MODES = {
@@ -11,6 +11,7 @@ const MODES = {
   logprob: { name: "Log-prob", letter: "l", low: `${MINUS}5 nats`, high: "0" },
   advantage: { name: "Advantage", letter: "a", signed: true },
   value: { name: "Value", letter: "v", signed: true },
+  picture: { name: "Picture", letter: "p" },
 };
 
 class Answer {
@@ -25,9 +26,24 @@ class Answer {
       .filter(([, kind]) => kind === PLAIN || kind === UNKNOWN)
       .map(([text]) => text)
       .join(file.pieces.some(([, kind]) => kind === UNKNOWN) ? " " : "");
+    this.drawing = this.pieces.some(([, kind]) => kind === CODE); // which is a square
     this.right = row.r === undefined ? null : row.r >= 1;
     this.cut = row.e === "length";
     this.speed = row.f ? row.t.length / row.f : null;
+  }
+
+  // Codes of a row of a drawing.
+  get side() {
+    return Math.sqrt(this.pieces.length);
+  }
+
+  // What a drawing became; undefined where the page has it not.
+  get picture() {
+    return this.file.pictures?.[this.row.p];
+  }
+
+  get noun() {
+    return this.drawing ? "code" : "token";
   }
 
   // The tokens in the order of writing: those of step s are order[starts[s]..starts[s + 1]].
@@ -50,13 +66,13 @@ class Answer {
   // The block of a token, from 0, on the grid on which the model denoises; -1: not known.
   block(i) {
     const size = this.file.block;
-    if (!size) return -1;
+    if (!size || this.drawing) return -1;
     return Math.floor((this.row.n + i) / size) - Math.floor(this.row.n / size);
   }
 
   // [first step, last step, tokens] of each block; [] where blocks are not known.
   get blocks() {
-    if (!this.file.block) return [];
+    if (!this.file.block || this.drawing) return [];
     const blocks = [];
     this.steps.forEach((step, i) => {
       const block = (blocks[this.block(i)] ??= [step, step, 0]);
@@ -110,7 +126,9 @@ class Canvas {
       return node;
     });
     const kind = this.tokens.length > LONG ? "canvas long" : "canvas";
-    this.node = el("div", { class: kind, dir: "auto", tabindex: 0, role: "img" });
+    const grid = answer.drawing ? " grid" : "";
+    this.node = el("div", { class: kind + grid, dir: "auto", tabindex: 0, role: "img" });
+    if (answer.drawing) this.grid();
     for (const node of this.tokens) this.node.append(node);
     if (!this.tokens.length) this.node.append(el("p", { class: "quiet" }, empty(answer.row.e)));
     const index = new Map(this.tokens.map((node, i) => [node, i]));
@@ -120,6 +138,13 @@ class Canvas {
     };
     this.node.addEventListener("pointerover", (event) => onToken(at(event)));
     this.node.addEventListener("click", (event) => onToken(at(event)));
+  }
+
+  // Lays out a drawing row by row, as it was tokenised, over the picture that it became.
+  grid() {
+    const { side, picture } = this.answer;
+    this.node.style.setProperty("--side", side);
+    if (picture) this.node.append(image(picture, "", "under"));
   }
 
   // Colours all tokens. most: where a signed scale ends.
@@ -154,6 +179,10 @@ class Canvas {
   // What is written, for who cannot see it: the beginning of a long answer.
   label() {
     let text = "";
+    if (this.answer.drawing) {
+      const done = this.answer.steps.filter((step) => step <= this.step).length;
+      return `${done} of ${count(this.tokens.length, "code")} drawn`;
+    }
     for (let i = 0; i < this.tokens.length && text.length < 1000; i++) {
       const [piece, kind] = this.answer.pieces[i];
       text += this.answer.steps[i] > this.step ? "\u2592" : kind === PLAIN ? piece : "";
@@ -162,11 +191,12 @@ class Canvas {
   }
 }
 
-const KINDS = ["", "special", "part", "id"];
+const KINDS = ["", "special", "part", "id", "code"];
 
 // Returns the element of one token; a line break is marked, and breaks the line.
 function token([text, kind]) {
   const node = el("span");
+  if (kind === CODE) return node;
   const lines = visible(text).split("\n");
   lines.forEach((line, i) => {
     if (i) node.append(el("i", { class: "break" }), "\n");

@@ -8,7 +8,8 @@ function describe(file, compared) {
   if (told.length && !compared) {
     const tokens = told.reduce((sum, row) => sum + row.t.length, 0);
     const forwards = told.reduce((sum, row) => sum + row.f, 0);
-    facts.push(`${fixed(tokens / forwards, 2)} tokens per forward`);
+    const noun = rows.every((row) => row.p !== undefined) ? "codes" : "tokens";
+    facts.push(`${fixed(tokens / forwards, 2)} ${noun} per forward`);
   }
   if (file.block) facts.push(`blocks of ${file.block}`);
   return facts.join(" \u00b7 ");

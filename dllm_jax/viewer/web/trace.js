@@ -34,7 +34,7 @@ class Trace {
       : answers.flat().map((answer) => [answer]);
     this.filters = this.compared ? FILTERS_OF_TWO : FILTERS;
     this.modes = Object.keys(MODES).filter(
-      (mode) => mode === "order" || files.some((f) => f.rows.some((r) => r[MODES[mode].letter])),
+      (mode) => mode === "order" || files.some((f) => f.rows.some((r) => r[MODES[mode].letter] !== undefined)),
     );
     this.most = {};
     for (const mode of this.modes.filter((name) => MODES[name].signed)) {
@@ -133,13 +133,15 @@ class Trace {
       const alone = first && prompt(place + 1) !== answer.row.q;
       if (first && !alone) rows.push(el("h3", { dir: "auto" }, excerpt(answer.row.q)));
       const text = alone ? answer.row.q : answer.text;
+      const said = !alone && answer.picture ? image(answer.picture, "A drawing", "thumb")
+        : excerpt(text) || "\u2013";
       const click = () => {
         this.side.classList.remove("open");
         this.open(i);
       };
       const button = el("button", { class: alone ? "item" : "item of", click },
         el("span", { class: "verdicts" }, sides.map(verdict)),
-        el("span", { class: "said", dir: "auto" }, excerpt(text) || "\u2013"),
+        el("span", { class: "said", dir: "auto" }, said),
         el("small", {}, sides.map((a) => fixed(a.speed, 2)).join(" \u2192 ")));
       this.buttons.set(i, button);
       rows.push(button);
@@ -170,7 +172,8 @@ class Trace {
     const [{ row }] = this.sides;
     this.stage.replaceChildren(
       el("div", { class: "prompt" }, el("h2", {}, "Prompt"),
-        el("p", { dir: "auto" }, visible(row.q) || "\u2013")),
+        el("div", { class: "asked" }, shown(this.sides[0]),
+          el("p", { dir: "auto" }, visible(row.q) || "\u2013"))),
       el("div", { class: this.compared ? "sides two" : "sides" },
         this.canvases.map((canvas, side) => this.panel(canvas, side))));
     this.bars = this.sides.map((answer) => new Strip(answer, this.end, (s) => this.go(s)));
@@ -197,7 +200,7 @@ class Trace {
     const { answer } = canvas, { row } = answer;
     const facts = [
       row.r === undefined ? null : [verdict(answer), `reward ${short(row.r)}`],
-      [count(row.t.length, "token")],
+      [count(row.t.length, answer.noun)],
       answer.speed === null ? null : [`${fixed(answer.speed, 2)} per forward`],
       [count(answer.last, "step")],
       row.e === "length" ? ["cut at its limit"] : null,
@@ -207,7 +210,7 @@ class Trace {
       ? el("h2", {}, badge(side), excerpt(answer.file.name, 40))
       : el("h2", {}, "Answer");
     return el("article", { class: "panel" }, el("header", {}, heading,
-      el("ul", {}, facts.filter(Boolean).map((parts) => el("li", {}, parts)))), canvas.node);
+      el("ul", {}, facts.filter(Boolean).map((parts) => el("li", {}, parts)))), drawing(canvas));
   }
 
   // ---- Time ----------------------------------------------------------------------------
@@ -257,9 +260,10 @@ class Trace {
     const { low, high, signed: both } = MODES[name], most = this.most[name];
     const ends = both ? [signed(-most, 2), signed(most, 2)] : [low, high];
     const scale = el("span", { class: "scale", "data-mode": name }, ...swatches(name, both));
+    const legend = name === "picture" ? null : el("div", { class: "legend" }, ends[0], scale, ends[1]);
     this.colours.replaceChildren(
-      el("div", { class: "modes", role: "group", "aria-label": "Colour" }, buttons),
-      el("div", { class: "legend" }, ends[0], scale, ends[1]));
+      ...[el("div", { class: "modes", role: "group", "aria-label": "Colour" }, buttons), legend]
+        .filter(Boolean));
   }
 
   // Tells of a token, or where there is none of the present step.
@@ -272,6 +276,8 @@ class Trace {
     const block = answer.block(i), logp = answer.number("l", i), c = answer.number("c", i);
     const facts = [
       kind === UNKNOWN ? null : ["id", grouped(id)],
+      kind !== CODE ? null : ["row", Math.floor(i / answer.side) + 1],
+      kind !== CODE ? null : ["column", (i % answer.side) + 1],
       ["step", `${answer.steps[i]} of ${answer.last}`],
       block < 0 ? null : ["block", block + 1],
       c === null ? null : ["confidence", percent(c)],
@@ -280,15 +286,16 @@ class Trace {
         : [["advantage", "value"][k], signed(answer.number(x, i), 2)]),
     ].filter(Boolean);
     this.facts.replaceChildren(
-      el("code", { dir: "auto" }, kind === PART ? `bytes ${text}` : quoted(text)),
+      kind === CODE ? el("b", {}, "Code") : el("code", { dir: "auto" }, kind === PART ? `bytes ${text}` : quoted(text)),
       ...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, String(value)))));
   }
 
   present() {
     const { step } = this.state;
     if (!step) return ["Nothing is written yet."];
-    const told = this.sides.map((answer) => count(answer.written(step), "token"));
-    const text = `Step ${step} wrote ${told.join(" in A, ")}${told.length > 1 ? " in B" : ""}.`;
+    const told = this.sides.map((answer) => count(answer.written(step), answer.noun));
+    const verb = this.sides.every((answer) => answer.drawing) ? "drew" : "wrote";
+    const text = `Step ${step} ${verb} ${told.join(" in A, ")}${told.length > 1 ? " in B" : ""}.`;
     return [text];
   }
 
@@ -383,6 +390,30 @@ const ICONS = {
   first: "M13 4v8L7 8zM3 4h2v8H3z",
   last: "M3 4v8l6-4zM11 4h2v8h-2z",
 };
+
+// Small pictures are shown as the pixels that they are.
+function image(source, alt, classes = "") {
+  const node = el("img", { src: source, alt, class: classes });
+  node.addEventListener("load", () => node.classList.toggle("pixels", node.naturalWidth <= 128));
+  return node;
+}
+
+// The pictures that a prompt showed; of one that the page has not, why.
+function shown({ file, row }) {
+  return (row.i ?? []).map((x, k) => typeof x === "string"
+    ? el("p", { class: "notice" }, visible(x))
+    : image(file.pictures[x], `Image ${k + 1} of the prompt`, "seen"));
+}
+
+// A canvas; of a drawing it stands beside what it became.
+function drawing(canvas) {
+  const { answer } = canvas;
+  if (!answer.drawing) return canvas.node;
+  const done = answer.picture ? image(answer.picture, "The finished picture", "done")
+    : el("p", { class: "notice" }, visible(String(answer.row.p)));
+  return el("div", { class: "drawing" }, canvas.node, el("figure", {}, done,
+    el("figcaption", {}, "The finished picture")));
+}
 
 function icon(name) {
   return svg("svg", { viewBox: "0 0 16 16", class: "icon", "aria-hidden": "true" },

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dllm_jax import config, data, generate, pictures, sharding
+from dllm_jax import config, data, generate, images, pictures, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import codes, magvit
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
+from dllm_jax.viewer import traces
 from tests.models.vision import drawers
 from tests.models.vision.common import picture
 
@@ -122,6 +123,14 @@ def test_questions_about_an_image(model, made, tmp_path, capsys):
     assert rows[0]["response_ids"] != rows[1]["response_ids"]
     assert len(ids) == 16
     assert min(ids) >= drawers.LENGTH
+    # Its file is told, so that a page can show it; where ids were given nobody knows of one.
+    mark = images.mark(images.read(file))
+    assert rows[0]["images"] == [{"file": str(file.resolve()), "mark": mark}]
+    assert not {"images"} & {*rows[1], *rows[2]}
+    read = traces.read(str(tmp_path / "out.jsonl"))
+    packed = traces.packed(read, drawers.tokenizer())
+    assert packed["rows"][0]["i"] == [0] and "ab" in packed["rows"][0]["q"]
+    assert len(packed["rows"][0]["q"]) == len(packed["rows"][1]["q"])
 
 
 def test_a_caption_is_drawn(model, made, tmp_path, capsys):
@@ -151,6 +160,7 @@ def test_a_caption_is_drawn(model, made, tmp_path, capsys):
     assert max(row["step_map"]) == 5
     assert row["text"] is None
     np.testing.assert_array_equal(made[1].pictures([row["response_ids"]])[0], first)
+    assert row["picture"] == images.embedded(first)
     generate.main([*command, f"--image-out={out}", "--seed=4", "a red circle"])
     assert (np.asarray(Image.open(out)) != first).any()
 

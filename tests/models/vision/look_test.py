@@ -14,6 +14,7 @@ from dllm_jax.models.vision import look, prompts, soft
 from dllm_jax.sampling import answers, looking, pages
 from dllm_jax.sampling.config import SamplerConfig
 from tests.models.vision import common
+from tests.sampling import stale_test
 
 SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
 
@@ -224,6 +225,51 @@ def test_tables_of_any_size_give_the_same_answers(loaded, place):
     )  # the images are looked at
     stale, _ = answered(loaded, some[:3], 10, cache="dual")
     assert [x["finished"] for x in stale] == ["length"] * 3
+
+
+STALE = {"prefix": {"horizon": 8}, "dual": {}, "none": {}}
+
+
+@pytest.mark.parametrize("cache", STALE)
+def test_caches_with_images_are_a_loop_over_whole_canvases(loaded, place, cache):
+    cfg, params, _ = loaded
+    some = [
+        asked(loaded, place, "A?", "0.png"),
+        asked(loaded, place, "No picture?"),
+        asked(loaded, place, "A, B?", "1.png", "2.png"),
+    ]
+    sampler = SamplerConfig(
+        block=8,
+        rows=4,
+        max_prompt=max(map(len, some)),
+        max_new=12,
+        cache=cache,
+        threshold=0.3,
+        **STALE[cache],
+    )
+    inner = answers.Batches(model=cfg, cfg=sampler, mesh=one_device())
+    outer = looking.Looking(inner, look.Eyes(params["vision"], cfg, inner.mesh))
+    made_of, key = looking.parts(params), jax.random.key(3)
+    shown = params | {looking.LOOK: made_of}
+    found = dict(outer.stream(shown, some, key, temperature=1.0))
+    table = outer.eyes.look(some)
+    shown = params | {"soft": look.rows(made_of, table.seen, cfg=cfg)}
+    for i, prompt in enumerate(some):
+        tokens_T, step_T, logp_T, length, count = stale_test.define(
+            shown,
+            table.placed(prompt, cfg.vocab),
+            len(prompt) + sampler.max_new,
+            1.0,
+            jax.random.fold_in(key, i),
+            model=cfg,
+            cfg=sampler,
+        )
+        answer = found[i]
+        assert (answer.len, answer.forwards) == (length, count)
+        span = slice(len(prompt), len(prompt) + length)
+        np.testing.assert_array_equal(answer.tokens_T[span], tokens_T[span])
+        np.testing.assert_array_equal(answer.step_T[span], step_T[span])
+        np.testing.assert_allclose(answer.logp_T[span], logp_T[span], atol=1e-4)
 
 
 def test_a_gradient_reaches_projector_newline_and_tower(loaded, place):

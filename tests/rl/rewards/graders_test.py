@@ -8,7 +8,7 @@ import pytest
 from dllm_jax import data
 from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import RewardConfig, RLConfig
-from dllm_jax.rl.rewards import Grades, choice, sandbox
+from dllm_jax.rl.rewards import Grades, choice, sandbox, short
 from dllm_jax.sampling import state
 from tests.rl import lent
 
@@ -58,6 +58,53 @@ def test_math_and_choice_compare_with_the_gold():
     texts += [r"\boxed{B or C}", r"\boxed{AB}", "B", ""]
     grades = grade("choice", texts, [problem("(B)")] * 8)
     assert grades.reward_n.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+SHORT = {  # gold: what is right, and what is wrong
+    "A": (["A", "a.", "(A)", "A. cat"], ["B", "A cat", "A or B", "the"]),
+    "B": (
+        ["B", "b.", "(B)", "B. Paris", r"\boxed{B}", "<think>A or C</think>B"],
+        ["C"],
+    ),
+    "yes": (
+        ["Yes.", "YES, it is", r"\boxed{\text{yes}}"],
+        ["no", "yes or no", "y", "It is yes"],
+    ),
+    "no": (["No", "no, it isn't."], ["yes", "none", "I do not know"]),
+    "2": (
+        ["two", "2.0", r"\boxed{2}", " 2. "],
+        ["-2", "12", "1 2", "2 cats", r"\boxed{2"],
+    ),
+    "-1,250.5": (["-1250.5", "- 1250.50"], ["1250.5", "-1,250", "1250 5"]),
+    "a red circle": (
+        ["Red circle.", "the red circle", "RED  circle"],
+        ["circle red", "red"],
+    ),
+    "rectangle": (
+        ["Rectangle", "<answer>a rectangle</answer>"],
+        ["", "rectangle" * 99],
+    ),
+}
+
+
+@pytest.mark.parametrize("gold", SHORT)
+def test_a_short_answer_says_the_same_in_other_words(gold):
+    right, wrong = SHORT[gold]
+    wrong = [*wrong, r"\boxed{}", "<answer>", "x" * 10_000, gold + r" \boxed{"]
+    short.check(gold)
+    assert short.grade(right, [gold] * len(right)) == [1.0] * len(right)
+    assert short.grade(wrong, [gold] * len(wrong)) == [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("gold", ["", "...", "the", "word " * 50])
+def test_a_long_answer_is_no_short_one(gold):
+    with pytest.raises(ValueError, match="is no short one"):
+        short.check(gold)
+
+
+def test_short_answers_vote():
+    vote = rewards.grader("short", CFG).vote
+    assert vote(["two", "2", "B", "", "3"]) == [0, 0, 1, -1, 2]
 
 
 @pytest.mark.parametrize("gold", ["", "AB", "1", "the first"])
@@ -275,7 +322,7 @@ def test_a_function_that_returns_nonsense_is_named(mine, name, message):
     [
         (
             "maths",
-            "choose from math, choice, code, judge, reward_model, .*or name your own",
+            "choose from math, choice, short, code, judge, reward_model, .*or name your own",
         ),
         ("", "choose from math"),
         ("math,", "'' is no grader"),
