@@ -9,7 +9,7 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
+Presets: arithmetic (default), sudoku, process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
 with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
@@ -54,6 +54,24 @@ def arithmetic(c):
     c.value_optim.lr = 3e-4
     c.eval.update(every=5, temperature=1.0)
     c.run.folder = "runs/arithmetic/tracerl"
+
+
+def sudoku(c):
+    """A 0.2M-parameter model on 4 x 4 sudoku: one block, whose order it chooses."""
+    arithmetic(c)
+    c.model.path = "examples/puzzles/sudoku/model"
+    c.data.update(
+        question="puzzle",
+        train="examples/puzzles/sudoku/train.jsonl",
+        heldout="examples/puzzles/sudoku/heldout.jsonl",
+    )
+    c.sampler.update(block=20, max_prompt=20, max_new=20, rows=64)
+    c.noise.rate = "scope"  # random masks: a rate for the block, nearly empty ones, too
+    c.rl.update(reward="sudoku", value="none", steps=24, prompts=8)
+    c.batch.update(rows=4, tokens=480)
+    c.policy_optim.lr = 1e-4
+    c.eval.every = 8
+    c.run.folder = "runs/sudoku/tracerl"
 
 
 def process(c):
@@ -164,11 +182,15 @@ def llada(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "sudoku": sudoku,
     "process": process,
     "code": code,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }
+# Draws of a mask whose rate is that of a scope: dLLM-RL's of full attention, where nothing
+# else is said.
+DRAWS, MANY = {"sudoku": 3}, 35
 
 
 def get_config(preset: str = "arithmetic"):

@@ -15,6 +15,7 @@ import argparse
 import json
 import pathlib
 
+import ml_dtypes  # noqa: F401  (teaches numpy about bfloat16)
 import numpy as np
 import safetensors.numpy
 import tokenizers
@@ -62,7 +63,7 @@ def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
     ]
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
+def tokenizer(chat: str = CHAT) -> transformers.PreTrainedTokenizerFast:
     """Returns a tokenizer of single characters and a few words, with a chat template."""
     vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + CHARS)}
     tok = tokenizers.Tokenizer(
@@ -77,17 +78,20 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         mask_token="<|MASK|>",
         unk_token="<unk>",
-        chat_template=CHAT,
+        chat_template=chat,
         clean_up_tokenization_spaces=False,
     )
 
 
-def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns random SDAR weights under their Hugging Face names: normal, std 0.02."""
-    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
-    q, kv = SHAPE["num_attention_heads"] * h, SHAPE["num_key_value_heads"] * h
-    shapes = {"model.embed_tokens.weight": (SHAPE["vocab_size"], d)}
-    for i in range(SHAPE["num_hidden_layers"]):
+def weights(rng: np.random.Generator, shape: dict) -> dict[str, np.ndarray]:
+    """Returns random SDAR weights under their Hugging Face names: normal, std 0.02.
+
+    shape: the sizes that config.json has, with the keys of SHAPE.
+    """
+    d, f, h = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * h, shape["num_key_value_heads"] * h
+    shapes = {"model.embed_tokens.weight": (shape["vocab_size"], d)}
+    for i in range(shape["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes |= {
             layer + "self_attn.q_proj.weight": (q, d),
@@ -103,13 +107,56 @@ def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
             layer + "post_attention_layernorm.weight": (d,),
         }
     shapes["model.norm.weight"] = (d,)
-    shapes["lm_head.weight"] = (SHAPE["vocab_size"], d)
+    shapes["lm_head.weight"] = (shape["vocab_size"], d)
     return {
-        name: np.ones(shape, np.float32)
+        name: np.ones(size, np.float32)
         if "norm" in name
-        else rng.normal(0, 0.02, shape).astype(np.float32)
-        for name, shape in shapes.items()
+        else rng.normal(0, 0.02, size).astype(np.float32)
+        for name, size in shapes.items()
     }
+
+
+def write_blank(folder: pathlib.Path, rng, shape: dict, tok, **told) -> None:
+    """Writes a checkpoint of random weights, in the format of SDAR unless told otherwise.
+
+    rng: draws the weights; shape: see `weights`; tok: its tokenizer; told: further keys of
+    config.json, of which torch_dtype is the one that weights are stored in.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tok.save_pretrained(folder)
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "block_size": 4,
+        "mask_token_id": tok.mask_token_id,
+        "bos_token_id": tok.eos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **shape,
+        **told,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    stored = {
+        x: w.astype(config["torch_dtype"]) for x, w in weights(rng, shape).items()
+    }
+    safetensors.numpy.save_file(
+        stored, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+def write_records(folder: pathlib.Path, rows: list[dict], heldout: int) -> None:
+    """Writes the first rows to heldout.jsonl, and the others to train.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("heldout", rows[:heldout]), ("train", rows[heldout:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text)
 
 
 def main():
@@ -126,38 +173,8 @@ def main():
     rng = np.random.default_rng(args.seed)
 
     rows = problems(rng, args.heldout + args.train, args.worked)
-    for name, part in (
-        ("heldout", rows[: args.heldout]),
-        ("train", rows[args.heldout :]),
-    ):
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (HERE / f"{name}.jsonl").write_text(text)
-
-    blank = pathlib.Path(args.blank)
-    blank.mkdir(parents=True, exist_ok=True)
-    tok = tokenizer()
-    tok.save_pretrained(blank)
-    config = {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "block_size": 4,
-        "mask_token_id": tok.mask_token_id,
-        "bos_token_id": tok.eos_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        **SHAPE,
-    }
-    (blank / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    safetensors.numpy.save_file(
-        weights(rng), blank / "model.safetensors", metadata={"format": "pt"}
-    )
+    write_records(HERE, rows, args.heldout)
+    write_blank(pathlib.Path(args.blank), rng, SHAPE, tokenizer())
 
 
 if __name__ == "__main__":
