@@ -49,7 +49,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "sudoku": Task(
-        *("sudoku", "sudoku", 3),
+        *("sudoku", "sudoku", 2),
         ("rl.steps=24", "eval.every=8", "eval.problems=256"),
     ),
 }

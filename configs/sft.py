@@ -66,8 +66,8 @@ def sudoku(c):
     c.sampler.update(block=20, max_prompt=20, max_new=20, rows=128)
     c.batch.update(rows=16, tokens=240)
     c.noise.update(rate="scope", lower=0.05)  # a rate for a block: empty ones, too
-    c.sft.update(steps=400, examples=128)
-    c.policy_optim.update(lr=3e-3, horizon=400)
+    c.sft.update(steps=250, examples=128)
+    c.policy_optim.update(lr=3e-3, horizon=400)  # stops at 250, as above
     c.eval.update(every=50, problems=128)
     c.run.update(folder="runs/sudoku/sft", save_every=50)
 
