@@ -43,13 +43,16 @@ class Task(NamedTuple):
 
     preset: str  # of configs/
     reward: str  # what says that an answer is right
-    draws: int  # of random masks: with so many an answer has about a trace's slots
+    # Of random masks: with so many an answer has about as many slots as with its trace;
+    # and where every step unmasks one token.
+    draws: int
+    static_draws: int
     keys: tuple[str, ...]
 
 
 TASKS = {
     "sudoku": Task(
-        *("sudoku", "sudoku", 2),
+        *("sudoku", "sudoku", 2, 7),
         ("rl.steps=24", "eval.every=8", "eval.problems=256"),
     ),
 }
@@ -57,8 +60,9 @@ SELECTION = (
     *("objective.likelihood=selection", "noise.kind=trace", "noise.shrink=1"),
     *("sampler.cache=auto", "sampler.horizon=0", "rl.trusted_gap=0"),
 )
-# Method: (what the page calls it, the config file, its keys). {reward} and {draws}: the
-# task's.
+STATIC = "sampler.strategy=static"
+# Method: (what the page calls it, the config file, its keys). What stands
+# in braces is the task's.
 METHODS = {
     "tracerl": ("TraceRL", "tracerl", ()),
     "random": (
@@ -88,6 +92,11 @@ METHODS = {
     "random_once": ("random masks, once", "random_masking", ("noise.draws=1",)),
     "shrink": ("TraceRL, two steps in one", "tracerl", ("noise.shrink=2",)),
     "critic": ("TraceRL, value network", "tracerl", ("rl.value=own",)),
+    "static": ("TraceRL, one token a step", "tracerl", (STATIC,)),
+    "random_static": (
+        *("random masks, one token a step", "random_masking"),
+        (STATIC, "noise.draws={static_draws}"),
+    ),
 }
 
 
@@ -121,7 +130,7 @@ def one(texts, problems, trace) -> np.ndarray:
 def keys_of(cell: Cell) -> list[str]:
     """Returns a cell's command line: its configuration, and what it changes."""
     task, (_, file, keys) = TASKS[cell.task], METHODS[cell.method]
-    own = [key.format(reward=task.reward, draws=task.draws) for key in keys]
+    own = [key.format(**task._asdict()) for key in keys]
     changes = [*task.keys, *own, f"seed={cell.seed}", f"data.seed={cell.seed}"]
     changes += ["run.export=False", "run.samples=0", "run.keep=1", "run.save_every=8"]
     changes += ["run.trackers="]
@@ -138,7 +147,7 @@ def run(cell: Cell, folder: pathlib.Path, *more: str) -> dict:
     rows = [json.loads(line) for line in (own / "metrics.jsonl").open()]
     told = told_of(rows, answers(own / "config.json"))
     shutil.rmtree(own)  # so that another run of it is a run
-    return cell._asdict() | told
+    return cell._asdict() | told | {"keys": " ".join(keys_of(cell))}
 
 
 def answers(config: pathlib.Path) -> int:
@@ -303,6 +312,10 @@ CLAIMS = (
     ("TraceRL learns more than random masks", "tracerl", "random", "training_tokens"),
     ("... from as many steps of as many answers", "tracerl", "random", "steps"),
     ("... and than masks drawn once", "tracerl", "random_once", "steps"),
+    (
+        *("... where every step unmasks one token", "static", "random_static"),
+        "training_tokens",
+    ),
     ("TraceRL learns more than coupled RL", "tracerl", "coupled", "training_tokens"),
     ("a value network helps TraceRL", "critic", "tracerl", "steps"),
     ("two steps in one cost nothing", "shrink", "tracerl", "training_tokens"),
@@ -321,7 +334,6 @@ sampling; there is no key for others""",
 [methods.md](methods.md), on the arithmetic task""",
     "the same gains with full attention": """cannot be told here: no small model with full
 attention is bundled""",
-    "static as well as dynamic sampling gains": "cannot be told here: no cell yet",
 }
 
 

@@ -26,7 +26,7 @@ Result to expect. process: 0.764 ± 0.047 after 24 steps of 16 problems, and wit
 cannot write functions; its learning curve is not known. arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 82 to
 87 %, tokens per forward from 2.3 to 2.9 (256 problems, three seeds; under three minutes on
 two CPU cores). smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19 minutes;
-docs/smollm2.md). The presets of released models are unrun.
+docs/smollm2.md). sudoku: docs/paper.md. The presets of released models are unrun.
 """
 
 from configs import released

@@ -99,8 +99,9 @@ def test_what_a_run_told_is_summed_up():
     assert told["entropy"] == 0.75 and "selection_bias" not in told
 
 
-def test_every_cell_is_a_configuration_and_the_page_is_the_file():
-    assert {cell.task for cell in paper.load()} <= {*paper.TASKS}
+def test_every_cell_is_of_its_configuration_and_the_page_is_the_file():
+    for cell, told in paper.load().items():
+        assert told["keys"] == " ".join(paper.keys_of(cell))
     page = paper.PAGE.read_text()
     for name, table in paper.rendered(paper.load()).items():
         assert f"<!-- {name}: begin -->\n{table}\n<!-- {name}: end -->" in page
