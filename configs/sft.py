@@ -15,7 +15,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
         --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
     python -m dllm_jax.train --config=configs/sft.py:trace
 
-Presets: arithmetic (default), sudoku, sums, functions, smollm2, trace, adapt; for released models, with
+Presets: arithmetic (default), full, sudoku, sums, functions, smollm2, trace, adapt; for released models, with
 data of your own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
 llada-1.5-8b, mmada-8b; and vrpo, which learns from pairs of answers (dpo: on the bundled
 model, with data.train of your own):
@@ -31,7 +31,7 @@ temperature 1 (0.605 over twelve answers to each of 256 problems). smollm2: from
 120 steps (64 problems, one seed; 12 minutes on two CPU cores; docs/smollm2.md). In the
 comparison of docs/methods.md, 60 updates each from 0.605 on: trace, on own right answers,
 0.764 ± 0.007; dpo, on own pairs, 0.603 ± 0.006: nothing is learned. sudoku: 55 % after 250 steps (one
-answer to each of 128 puzzles, one seed). The others, functions and sums among them, are unrun.
+answer to each of 128 puzzles, one seed). The others, full, sums and functions among them, are unrun.
 """
 
 from configs import released
@@ -52,6 +52,16 @@ def arithmetic(c):
     c.policy_optim.horizon = 700  # stops at 600, while there is something left to learn
     c.eval.update(every=100, temperature=1.0)
     c.run.update(folder="runs/arithmetic/sft", save_every=100)
+
+
+def full(c):
+    """The same sums by a model that attends to its whole canvas, as Dream and LLaDA do."""
+    arithmetic(c)
+    c.model.path = "runs/arithmetic/full/blank"
+    c.data.post_num = 32  # the canvas is as long as the sampler's
+    c.sampler.update(block=8, cache="none")
+    c.noise.update(rate="scope", lower=0.05)
+    c.run.folder = "runs/arithmetic/full/sft"
 
 
 def sudoku(c):
@@ -199,6 +209,7 @@ def vrpo(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "full": full,
     "sudoku": sudoku,
     "sums": sums,
     "functions": functions,

@@ -76,6 +76,15 @@ def test_only_seeds_that_both_have_are_compared():
     )
 
 
+def test_forwards_are_saved_against_before_and_against_others():
+    cells = known(
+        row("tracerl", 0, [0.5, 0.5, 0.5], [0, 1, 2]),
+        row("random", 0, [0.4, 0.4, 0.4], [0, 1, 2]) | {"length": [20, 20, 28]},
+    )
+    assert paper.saved(cells, "sudoku", "tracerl", "").mean == 5  # 10 before, 5 after
+    assert paper.saved(cells, "sudoku", "tracerl", "random").mean == 2  # 7 after
+
+
 def test_what_a_run_told_is_summed_up():
     rows = [
         {
