@@ -53,7 +53,7 @@ class Task(NamedTuple):
 TASKS = {
     "sudoku": Task(
         *("sudoku", "sudoku", 2, 7),
-        ("rl.steps=24", "eval.every=8", "eval.problems=256"),
+        ("rl.steps=40", "eval.every=10", "eval.problems=256"),
     ),
 }
 SELECTION = (
@@ -132,7 +132,7 @@ def keys_of(cell: Cell) -> list[str]:
     task, (_, file, keys) = TASKS[cell.task], METHODS[cell.method]
     own = [key.format(**task._asdict()) for key in keys]
     changes = [*task.keys, *own, f"seed={cell.seed}", f"data.seed={cell.seed}"]
-    changes += ["run.export=False", "run.samples=0", "run.keep=1", "run.save_every=8"]
+    changes += ["run.export=False", "run.samples=0", "run.keep=1", "run.save_every=10"]
     changes += ["run.trackers="]
     config = f"--config=configs/{file}.py:{task.preset}"
     return [config, *(f"--config.{change}" for change in changes)]

@@ -65,12 +65,12 @@ def sudoku(c):
         train="examples/puzzles/sudoku/train.jsonl",
         heldout="examples/puzzles/sudoku/heldout.jsonl",
     )
-    c.sampler.update(block=20, max_prompt=20, max_new=20, rows=64)
+    c.sampler.update(block=20, max_prompt=20, max_new=20, rows=128)
     c.noise.rate = "scope"  # random masks: a rate for the block, nearly empty ones, too
-    c.rl.update(reward="sudoku", value="none", steps=24, prompts=8)
+    c.rl.update(reward="sudoku", value="none", steps=40, prompts=16, updates=1)
     c.batch.update(rows=4, tokens=480)
     c.policy_optim.lr = 1e-4
-    c.eval.every = 8
+    c.eval.every = 10
     c.run.folder = "runs/sudoku/tracerl"
 
 
