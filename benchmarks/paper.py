@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "sudoku": Task(
-        *("sudoku", "sudoku", 2, 7),
+        *("sudoku", "sudoku", 4, 20),
         ("rl.steps=40", "eval.every=10", "eval.problems=256"),
     ),
 }
@@ -70,7 +70,7 @@ METHODS = {
         ("noise.draws={draws}",),
     ),
     "selection": ("TraceRL, likelihood of the steps", "tracerl", SELECTION),
-    "coupled": ("coupled", "coupled", ("noise.draws=1",)),
+    "coupled": ("coupled, two pairs", "coupled", ("noise.draws=2",)),
     "random_reward": (
         *("control: a coin's reward", "tracerl"),
         ("rl.reward={reward}:0,benchmarks.paper:coin",),
@@ -89,7 +89,7 @@ METHODS = {
             *("rl.max_solved=1.0", *SELECTION),
         ),
     ),
-    "random_once": ("random masks, once", "random_masking", ("noise.draws=1",)),
+    "random_twice": ("random masks, drawn twice", "random_masking", ("noise.draws=2",)),
     "shrink": ("TraceRL, two steps in one", "tracerl", ("noise.shrink=2",)),
     "critic": ("TraceRL, value network", "tracerl", ("rl.value=own",)),
     "static": ("TraceRL, one token a step", "tracerl", (STATIC,)),
@@ -323,7 +323,7 @@ AXES = {
 CLAIMS = (
     ("TraceRL learns more than random masks", "tracerl", "random", "training_tokens"),
     ("... from as many steps of as many answers", "tracerl", "random", "steps"),
-    ("... and than masks drawn once", "tracerl", "random_once", "steps"),
+    ("... and than masks drawn twice", "tracerl", "random_twice", "steps"),
     (
         *("... where every step unmasks one token", "static", "random_static"),
         "training_tokens",

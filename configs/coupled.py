@@ -25,7 +25,7 @@ def get_config(preset: str = "arithmetic"):
     c = config.preset(PRESETS, preset)
     c.noise.update(kind="complement", shrink=1)
     if c.noise.rate == "scope":  # full attention: dLLM-RL's 35 pairs of an answer
-        c.noise.draws = tracerl.DRAWS.get(preset, tracerl.MANY)
+        c.noise.draws = tracerl.DRAWS.get(preset, 2 * tracerl.MANY) // 2
     c.rl.value = "none"
     c.run.folder = c.run.folder.replace("tracerl", "coupled")
     return c

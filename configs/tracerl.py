@@ -190,7 +190,7 @@ PRESETS = {
 }
 # Draws of a mask whose rate is that of a scope: dLLM-RL's of full attention, where nothing
 # else is said.
-DRAWS, MANY = {"sudoku": 2}, 35
+DRAWS, MANY = {"sudoku": 4}, 35
 
 
 def get_config(preset: str = "arithmetic"):
