@@ -9,9 +9,9 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
-with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and on questions about
-images llada-v-8b and mmada-8b-images (docs/multimodal.md).
+Presets: arithmetic (default), sudoku, process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b,
+trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and on
+questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
 
@@ -27,7 +27,7 @@ Result to expect. process: 0.764 ± 0.047 after 24 steps of 16 problems, and wit
 cannot write functions; its learning curve is not known. arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 82 to
 87 %, tokens per forward from 2.3 to 2.9 (256 problems, three seeds; under three minutes on
 two CPU cores). smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19 minutes;
-docs/smollm2.md). The presets of released models are unrun.
+docs/smollm2.md). sudoku: docs/paper.md. The presets of released models are unrun.
 """
 
 from configs import released
@@ -55,6 +55,24 @@ def arithmetic(c):
     c.value_optim.lr = 3e-4
     c.eval.update(every=5, temperature=1.0)
     c.run.folder = "runs/arithmetic/tracerl"
+
+
+def sudoku(c):
+    """A 0.2M-parameter model on 4 x 4 sudoku: one block, whose order it chooses."""
+    arithmetic(c)
+    c.model.path = "examples/puzzles/sudoku/model"
+    c.data.update(
+        question="puzzle",
+        train="examples/puzzles/sudoku/train.jsonl",
+        heldout="examples/puzzles/sudoku/heldout.jsonl",
+    )
+    c.sampler.update(block=20, max_prompt=20, max_new=20, rows=128)
+    c.noise.rate = "scope"  # random masks: a rate for the block, nearly empty ones, too
+    c.rl.update(reward="sudoku", value="none", steps=40, prompts=16, updates=1)
+    c.batch.update(rows=4, tokens=480)
+    c.policy_optim.lr = 1e-4
+    c.eval.every = 10
+    c.run.folder = "runs/sudoku/tracerl"
 
 
 def process(c):
@@ -203,12 +221,16 @@ def mmada(c):
 
 PRESETS = {
     "arithmetic": arithmetic,
+    "sudoku": sudoku,
     "process": process,
     "code": code,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
     **released.looking("tracerl", lladav=lladav, mmada=mmada),
 }
+# Draws of a mask whose rate is that of a scope: dLLM-RL's of full attention, where nothing
+# else is said.
+DRAWS, MANY = {"sudoku": 4}, 35
 
 
 def get_config(preset: str = "arithmetic"):

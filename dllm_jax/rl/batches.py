@@ -108,6 +108,7 @@ def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> 
     told = gap_metrics(scores, rl, as_sampled=as_sampled)
     if noised.weight_nT is not None:  # picked tokens are no mean of all
         told.pop("selection_bias", None)
+    told["packed_slots"] = sum(x.batch.held for x in deals)
     return told | {"packed_fill": float(np.mean([x.batch.fill for x in deals]))}
 
 
@@ -563,7 +564,7 @@ def of_examples(
     """
     trace = take(examples, np.repeat(np.arange(len(examples.len_B)), copies))
     batch, source = pack(trace, noised)
-    metrics = {"packed_fill": batch.fill}
+    metrics = {"packed_fill": batch.fill, "packed_slots": batch.held}
     if score is not None:
         # The same noise for all networks and both answers: see bounds.preference.
         outputs = sharding.fetch(score(sharding.place_rows(batch, mesh, axis=1)))

@@ -62,10 +62,14 @@ class TrainBatch:
     ahead_BU: np.ndarray | None = None
 
     @property
+    def held(self) -> int:
+        """How many slots hold something: clean tokens and noised copies of blocks."""
+        return int(((self.end_BT > self.begin_BT) | (self.group_BT >= 0)).sum())
+
+    @property
     def fill(self) -> float:
         """The share of the used microbatches' slots that hold something."""
-        real_mBT = (self.end_BT > self.begin_BT) | (self.group_BT >= 0)
-        return float(real_mBT.sum() / max(self.used * real_mBT[0].size, 1))
+        return self.held / max(int(self.used) * self.group_BT[0].size, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,9 @@
 
 writes train.jsonl and heldout.jsonl (disjoint problems: sums of two numbers below 1000)
 beside this file, and a randomly initialised SDAR-format checkpoint with a character
-tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundled model.
+tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundled model. With
+`--full --blank=runs/arithmetic/full/blank` it is one that attends to its whole canvas, which
+`configs/sft.py:full` trains.
 
 The responses to learn from come in two manners: half answer at once, half work it out
 digit by digit. A model trained on both does both, and is mostly wrong where it guesses;
@@ -15,6 +17,7 @@ import argparse
 import json
 import pathlib
 
+import ml_dtypes  # noqa: F401  (teaches numpy about bfloat16)
 import numpy as np
 import safetensors.numpy
 import tokenizers
@@ -37,6 +40,8 @@ SHAPE = {
     "head_dim": 32,
     "vocab_size": 112,  # 105 tokens, filled up to a multiple of 16
 }
+# What differs where attention is full, as Dream's and LLaDA's; in half the bytes.
+FULL = {"attention_pattern": "full", "block_size": 8, "torch_dtype": "bfloat16"}
 
 
 def respond(a: int, b: int, *, worked: bool) -> str:
@@ -62,7 +67,7 @@ def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
     ]
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
+def tokenizer(chat: str = CHAT) -> transformers.PreTrainedTokenizerFast:
     """Returns a tokenizer of single characters and a few words, with a chat template."""
     vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + CHARS)}
     tok = tokenizers.Tokenizer(
@@ -77,17 +82,20 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         mask_token="<|MASK|>",
         unk_token="<unk>",
-        chat_template=CHAT,
+        chat_template=chat,
         clean_up_tokenization_spaces=False,
     )
 
 
-def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns random SDAR weights under their Hugging Face names: normal, std 0.02."""
-    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
-    q, kv = SHAPE["num_attention_heads"] * h, SHAPE["num_key_value_heads"] * h
-    shapes = {"model.embed_tokens.weight": (SHAPE["vocab_size"], d)}
-    for i in range(SHAPE["num_hidden_layers"]):
+def weights(rng: np.random.Generator, shape: dict) -> dict[str, np.ndarray]:
+    """Returns random SDAR weights under their Hugging Face names: normal, std 0.02.
+
+    shape: the sizes that config.json has, with the keys of SHAPE.
+    """
+    d, f, h = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * h, shape["num_key_value_heads"] * h
+    shapes = {"model.embed_tokens.weight": (shape["vocab_size"], d)}
+    for i in range(shape["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes |= {
             layer + "self_attn.q_proj.weight": (q, d),
@@ -103,40 +111,23 @@ def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
             layer + "post_attention_layernorm.weight": (d,),
         }
     shapes["model.norm.weight"] = (d,)
-    shapes["lm_head.weight"] = (SHAPE["vocab_size"], d)
+    shapes["lm_head.weight"] = (shape["vocab_size"], d)
     return {
-        name: np.ones(shape, np.float32)
+        name: np.ones(size, np.float32)
         if "norm" in name
-        else rng.normal(0, 0.02, shape).astype(np.float32)
-        for name, shape in shapes.items()
+        else rng.normal(0, 0.02, size).astype(np.float32)
+        for name, size in shapes.items()
     }
 
 
-def main():
-    """Writes the problems and the blank checkpoint."""
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--blank", default="runs/arithmetic/blank", help="checkpoint folder")
-    p.add_argument("--heldout", type=int, default=256, help="problems set aside")
-    p.add_argument("--train", type=int, default=8000, help="problems to train on")
-    p.add_argument(
-        "--worked", type=float, default=0.5, help="share of worked responses"
-    )
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args()
-    rng = np.random.default_rng(args.seed)
+def write_blank(folder: pathlib.Path, rng, shape: dict, tok, **told) -> None:
+    """Writes a checkpoint of random weights, in the format of SDAR unless told otherwise.
 
-    rows = problems(rng, args.heldout + args.train, args.worked)
-    for name, part in (
-        ("heldout", rows[: args.heldout]),
-        ("train", rows[args.heldout :]),
-    ):
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (HERE / f"{name}.jsonl").write_text(text)
-
-    blank = pathlib.Path(args.blank)
-    blank.mkdir(parents=True, exist_ok=True)
-    tok = tokenizer()
-    tok.save_pretrained(blank)
+    rng: draws the weights; shape: see `weights`; tok: its tokenizer; told: further keys of
+    config.json, of which torch_dtype is the one that weights are stored in.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tok.save_pretrained(folder)
     config = {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",
@@ -152,12 +143,48 @@ def main():
         "rope_theta": 10000,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        **SHAPE,
+        **shape,
+        **told,
     }
-    (blank / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    stored = {
+        x: w.astype(config["torch_dtype"]) for x, w in weights(rng, shape).items()
+    }
     safetensors.numpy.save_file(
-        weights(rng), blank / "model.safetensors", metadata={"format": "pt"}
+        stored, folder / "model.safetensors", metadata={"format": "pt"}
     )
+
+
+def write_records(folder: pathlib.Path, rows: list[dict], heldout: int) -> None:
+    """Writes the first rows to heldout.jsonl, and the others to train.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("heldout", rows[:heldout]), ("train", rows[heldout:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+def main():
+    """Writes the problems and the blank checkpoint."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--blank", default="runs/arithmetic/blank", help="checkpoint folder")
+    p.add_argument("--heldout", type=int, default=256, help="problems set aside")
+    p.add_argument("--train", type=int, default=8000, help="problems to train on")
+    p.add_argument(
+        "--worked", type=float, default=0.5, help="share of worked responses"
+    )
+    p.add_argument(
+        "--full",
+        action="store_true",
+        help="a checkpoint that attends to its whole canvas",
+    )
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    rng = np.random.default_rng(args.seed)
+
+    rows = problems(rng, args.heldout + args.train, args.worked)
+    write_records(HERE, rows, args.heldout)
+    told = FULL if args.full else {}
+    write_blank(pathlib.Path(args.blank), rng, SHAPE, tokenizer(), **told)
 
 
 if __name__ == "__main__":
