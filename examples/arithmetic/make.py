@@ -62,15 +62,19 @@ def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
     ]
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer of single characters and a few words, with a chat template."""
-    vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + CHARS)}
+def tokenizer(words: tuple = ()) -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters and a few words, with a chat template.
+
+    words: further ones, whose ids follow those of the characters.
+    """
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *WORDS, *CHARS, *words])}
     tok = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
     )
     tok.decoder = tokenizers.decoders.Fuse()
     tok.add_special_tokens(SPECIAL)
-    tok.add_tokens([tokenizers.AddedToken(w, normalized=False) for w in WORDS[1:]])
+    added = [*WORDS[1:], *words]
+    tok.add_tokens([tokenizers.AddedToken(w, normalized=False) for w in added])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok,
         eos_token="<|endoftext|>",
@@ -82,12 +86,12 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def weights(rng: np.random.Generator, shape: dict) -> dict[str, np.ndarray]:
     """Returns random SDAR weights under their Hugging Face names: normal, std 0.02."""
-    d, f, h = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
-    q, kv = SHAPE["num_attention_heads"] * h, SHAPE["num_key_value_heads"] * h
-    shapes = {"model.embed_tokens.weight": (SHAPE["vocab_size"], d)}
-    for i in range(SHAPE["num_hidden_layers"]):
+    d, f, h = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * h, shape["num_key_value_heads"] * h
+    shapes = {"model.embed_tokens.weight": (shape["vocab_size"], d)}
+    for i in range(shape["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes |= {
             layer + "self_attn.q_proj.weight": (q, d),
@@ -103,13 +107,40 @@ def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
             layer + "post_attention_layernorm.weight": (d,),
         }
     shapes["model.norm.weight"] = (d,)
-    shapes["lm_head.weight"] = (SHAPE["vocab_size"], d)
+    shapes["lm_head.weight"] = (shape["vocab_size"], d)
     return {
-        name: np.ones(shape, np.float32)
+        name: np.ones(size, np.float32)
         if "norm" in name
-        else rng.normal(0, 0.02, shape).astype(np.float32)
-        for name, shape in shapes.items()
+        else rng.normal(0, 0.02, size).astype(np.float32)
+        for name, size in shapes.items()
     }
+
+
+def write_blank(folder: pathlib.Path, rng: np.random.Generator, tok, shape: dict):
+    """Writes a randomly initialised SDAR checkpoint. shape: fields of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tok.save_pretrained(folder)
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "block_size": 4,
+        "mask_token_id": tok.mask_token_id,
+        "bos_token_id": tok.eos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.numpy.save_file(
+        weights(rng, shape), folder / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 def main():
@@ -133,31 +164,7 @@ def main():
         text = "".join(json.dumps(row) + "\n" for row in part)
         (HERE / f"{name}.jsonl").write_text(text)
 
-    blank = pathlib.Path(args.blank)
-    blank.mkdir(parents=True, exist_ok=True)
-    tok = tokenizer()
-    tok.save_pretrained(blank)
-    config = {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "block_size": 4,
-        "mask_token_id": tok.mask_token_id,
-        "bos_token_id": tok.eos_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        **SHAPE,
-    }
-    (blank / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    safetensors.numpy.save_file(
-        weights(rng), blank / "model.safetensors", metadata={"format": "pt"}
-    )
+    write_blank(pathlib.Path(args.blank), rng, tokenizer(), SHAPE)
 
 
 if __name__ == "__main__":
