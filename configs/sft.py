@@ -54,14 +54,18 @@ def arithmetic(c):
 
 
 def functions(c):
-    """A blank model of characters learns to write functions; see examples/functions."""
+    """A blank model learns to write functions of twenty families; see examples/functions."""
     arithmetic(c)
-    c.data.train = "runs/functions/train.jsonl"
-    c.data.heldout = "runs/functions/heldout.jsonl"
-    c.sampler.update(max_prompt=64, max_new=80, rows=64)
-    c.batch.update(rows=16, tokens=320)
+    c.model.path = "runs/functions/blank"
+    c.data.train = "examples/functions/train.jsonl"
+    c.data.heldout = "examples/functions/heldout.jsonl"
+    c.sampler.update(max_prompt=32, max_new=16, rows=128)
+    c.batch.update(rows=16, tokens=256)
+    c.sft.update(steps=200, examples=128)
+    c.policy_optim.horizon = 200
     c.rl.reward = "code"
-    c.run.folder = "runs/functions/sft"
+    c.eval.every = 100
+    c.run.update(folder="runs/functions/sft", save_every=100)
 
 
 def smollm2(c):

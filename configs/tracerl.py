@@ -67,12 +67,13 @@ def process(c):
 def code(c):
     """Functions of twenty families, run in the sandbox; see examples/functions/make.py."""
     arithmetic(c)
-    c.model.path = "runs/functions/sft/export"
-    c.data.train = "runs/functions/train.jsonl"
-    c.data.heldout = "runs/functions/heldout.jsonl"
-    c.sampler.update(max_prompt=64, max_new=80, rows=64)
-    c.batch.update(rows=4, tokens=512)
-    c.rl.update(reward="code", filter="varied", prompts=16)
+    c.model.path = "examples/functions/model"
+    c.data.train = "examples/functions/train.jsonl"
+    c.data.heldout = "examples/functions/heldout.jsonl"
+    c.sampler.update(max_prompt=32, max_new=16, rows=128)
+    c.batch.update(rows=4, tokens=256)
+    c.rl.update(reward="code", filter="varied", prompts=16, steps=40)
+    c.policy_optim.lr = 1e-4
     c.run.folder = "runs/functions/tracerl"
 
 

@@ -82,7 +82,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    streams = streams_of(cfg, model, mesh, say)
+    guest = grader.claim(0, slots=cfg.sampler.slots)
+    streams = streams_of(cfg, model, mesh, say, guest.resident)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
@@ -132,9 +133,10 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
     ]
 
 
-def streams_of(cfg: config.Config, model, mesh, say):
+def streams_of(cfg: config.Config, model, mesh, say, beside: int):
     """Returns a function from a setting's Config to its `stream`, but for prompts.
 
+    beside: bytes of a device that graders have.
     All have the same weights, and the same programs: what settings differ in are arrays.
     """
     answerer, params = placement.loaded(
@@ -144,6 +146,7 @@ def streams_of(cfg: config.Config, model, mesh, say):
         mesh=mesh,
         rollout=cfg.mesh.rollout,
         say=say,
+        beside=beside,
     )
 
     def stream(own: config.Config):

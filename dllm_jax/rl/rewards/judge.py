@@ -17,6 +17,7 @@ import importlib
 import math as numbers
 from collections.abc import Callable
 
+from dllm_jax import memory
 from dllm_jax.exits import warn
 from dllm_jax.rl.rewards import endpoint, lent, math
 
@@ -86,17 +87,18 @@ class Judge:
     """Who judges, made by `judge`.
 
     votes(questions): the votes on each: numbers, most often 1, 0 and -1, or None for none.
-    begin(): as Grader.begin.
+    begin(), claim(beside, slots): as the Grader's.
     aside: whether it may be asked in a thread beside sampling.
     """
 
     votes: Callable[[list[Question]], list[list[float | None]]]
     begin: Callable[[], list[str]] = list
     aside: bool = True
+    claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
 
 
-def of_texts(cfg, answers: Callable, begin: Callable, *, aside: bool) -> Judge:
-    """Returns the Judge of a model.
+def of_texts(cfg, answers: Callable, begin: Callable, **others) -> Judge:
+    """Returns the Judge of a model. others: further fields of the Judge.
 
     answers(conversations) returns (a text or None for each, a Counter of the reasons for
     None).
@@ -110,7 +112,7 @@ def of_texts(cfg, answers: Callable, begin: Callable, *, aside: bool) -> Judge:
         every = [vote(text) for text in texts]
         return [every[i : i + cfg.votes] for i in range(0, len(every), cfg.votes)]
 
-    return Judge(votes, begin, aside)
+    return Judge(votes, begin, **others)
 
 
 def tell(reasons: collections.Counter, count: int, said: set[str]) -> None:
@@ -178,10 +180,10 @@ def judge(cfg) -> Judge:
     if colon and all(x.isidentifier() for x in (*module.split("."), wanted)):
         return of_function(cfg.at, function("reward.judge.at", cfg.at))
     lender = lent.Lent(cfg)
-    return of_texts(cfg, lender.answers, lender.begin, aside=False)
+    return of_texts(cfg, lender.answers, lender.begin, aside=False, claim=lender.claim)
 
 
 def at_endpoint(cfg) -> Judge:
     """Returns the Judge behind a URL."""
     asked = endpoint.Endpoint(cfg)
-    return of_texts(cfg, asked.answers, asked.begin, aside=True)
+    return of_texts(cfg, asked.answers, asked.begin)
