@@ -405,6 +405,7 @@ def test_models_that_judge_are_counted_and_resumed_bit_for_bit(command, tmp_path
         "rl.filter=varied",
         f"reward.model={ranks / 'export'}",
         "reward.split=tokens",
+        "reward.chunk=8",
         f"reward.judge.at={dice(tmp_path / 'dice')}",
         "reward.judge.votes=1",
         "reward.judge.tokens=4",
