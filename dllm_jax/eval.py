@@ -82,8 +82,9 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    guest = grader.claim(0, slots=cfg.sampler.slots)
-    streams = streams_of(cfg, model, mesh, say, guest.resident)
+    streams = streams_of(
+        cfg, model, mesh, say, grader.claim(0, slots=cfg.sampler.slots).resident
+    )
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there

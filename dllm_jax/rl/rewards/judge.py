@@ -15,7 +15,8 @@ import collections
 import dataclasses
 import importlib
 import math as numbers
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 
 from dllm_jax import memory
 from dllm_jax.exits import warn
@@ -129,7 +130,8 @@ def of_function(name: str, function: Callable) -> Judge:
     """Returns the Judge of a function of Questions that returns a number for each."""
 
     def votes(questions) -> list[list[float | None]]:
-        given = list(function(questions))
+        given = said("reward.judge.at", name, function, questions)
+        given = list(given) if isinstance(given, Iterable) else []
         if len(given) != len(questions) or not all(map(is_vote, given)):
             raise ValueError(
                 f"reward.judge.at={name!r} returned no list of {len(questions)} finite "
@@ -167,6 +169,22 @@ def function(key: str, name: str) -> Callable:
     if not called:
         raise ValueError(f"{key}={name!r}: {wanted} is no function")
     return own
+
+
+def said(key: str, name: str, function: Callable, *arguments):
+    """Returns what a `module:function` returns.
+
+    key: where it stands. Raises ValueError with the place where the function raised.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{key}={name!r} raised {type(error).__name__}: {text} ({frame.filename}, "
+            f"line {frame.lineno})"
+        ) from error
 
 
 def judge(cfg) -> Judge:

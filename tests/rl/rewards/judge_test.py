@@ -293,6 +293,12 @@ def words(questions):
 
 def endless(questions):
     return [float("inf")] * len(questions)
+
+def nothing(questions):
+    pass
+
+def fails(questions):
+    raise RuntimeError("no\\nway")
 """
 
 
@@ -305,9 +311,12 @@ def mine(tmp_path, monkeypatch):
 def test_a_function_may_judge(mine):
     asked = judge.judge(JudgeConfig(at="my_judge:halves"))
     assert asked.votes([question(), question(right=False)]) == [[0.5], [None]]
-    for name in ("short", "words", "endless"):
+    for name in ("short", "words", "endless", "nothing"):
         with pytest.raises(ValueError, match=f"my_judge:{name}' returned no list of 1"):
             judge.judge(JudgeConfig(at=f"my_judge:{name}")).votes([question()])
+    raised = r"my_judge:fails' raised RuntimeError: no way \(.*my_judge.py, line \d+\)$"
+    with pytest.raises(ValueError, match=raised):
+        judge.judge(JudgeConfig(at="my_judge:fails")).votes([question()])
     with pytest.raises(
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
