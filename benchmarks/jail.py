@@ -4,8 +4,7 @@
     python -m benchmarks.jail --mbpp=mbpp.jsonl --humaneval=HumanEval.jsonl.gz
 
 The first says it for one jail and for as many as there are cores, the least and the best of
-several rounds; `--mutants=N` runs N reference solutions with one operator or comparison
-swapped, which should fail; `--cheats` runs every program of tests/rl/rewards/cheats.py on every
+several rounds; `--cheats` runs every program of tests/rl/rewards/cheats.py on every
 task (--every=N: on each N-th), which takes half an hour. It needs no accelerator and no network.
 """
 
@@ -14,7 +13,6 @@ import ast
 import collections
 import concurrent.futures
 import os
-import random
 import time
 
 from dllm_jax.records import records
@@ -66,57 +64,6 @@ def graded(jobs: list[tuple[str, dict]], **how) -> list[float]:
         return list(threads.map(one, jobs))
 
 
-SWAPS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Lt: ast.GtE,
-    ast.LtE: ast.Gt,
-    ast.Gt: ast.LtE,
-    ast.GtE: ast.Lt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.In: ast.NotIn,
-}
-
-
-def mutant(source: str, draw: random.Random) -> str | None:
-    """Returns a program with one operator swapped for another; None where it has none."""
-    tree = ast.parse(source)
-    places = []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)):
-            places.append((node, "op", node.op))
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            places.append((node, "ops", node.ops[0]))
-    places = [place for place in places if type(place[2]) in SWAPS]
-    if not places:
-        return None
-    node, field, old = draw.choice(places)
-    new = SWAPS[type(old)]()
-    setattr(node, field, [new] if field == "ops" else new)
-    return ast.unparse(tree)
-
-
-def show_mutants(rows: list[dict], count: int) -> None:
-    """Prints how many mutated solutions pass all tests."""
-    draw, jobs = random.Random(0), []
-    while len(jobs) < count:
-        row = draw.choice(rows)
-        if changed := mutant(solution(row), draw):
-            jobs.append((changed, row))
-    grades = graded(jobs, seconds=1, all_cases=False)
-    passed = [
-        row["task_id"] for (_, row), x in zip(jobs, grades, strict=True) if x == 1
-    ]
-    print(f"{len(passed)} of {count} mutated solutions pass: {passed}", flush=True)
-
-
 def show_cheats(rows: list[dict], every: int) -> None:
     """Prints for each cheat on how many tasks it passed all tests, and some."""
     for name in cheats.CHEATS:
@@ -137,7 +84,6 @@ def main() -> None:
     parser.add_argument("--mbpp")
     parser.add_argument("--humaneval")
     parser.add_argument("--cheats", action="store_true")
-    parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
@@ -155,8 +101,6 @@ def main() -> None:
             (r["task_id"], g) for r, g in zip(found, grades, strict=True) if g != 1
         ]
         print(f"{path}: {len(found) - len(failed)} of {len(found)} pass; not {failed}")
-    if args.mutants:
-        show_mutants(rows, args.mutants)
     if args.cheats:
         show_cheats(rows, args.every)
 

@@ -82,7 +82,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    streams = streams_of(cfg, model, mesh, say)
+    streams = streams_of(cfg, model, mesh, say, grader)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
@@ -132,9 +132,10 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
     ]
 
 
-def streams_of(cfg: config.Config, model, mesh, say):
+def streams_of(cfg: config.Config, model, mesh, say, grader: rewards.Grader):
     """Returns a function from a setting's Config to its `stream`, but for prompts.
 
+    grader: what lies beside it.
     All have the same weights, and the same programs: what settings differ in are arrays.
     """
     answerer, params = placement.loaded(
@@ -144,6 +145,7 @@ def streams_of(cfg: config.Config, model, mesh, say):
         mesh=mesh,
         rollout=cfg.mesh.rollout,
         say=say,
+        beside=grader.claim(0, slots=cfg.sampler.slots).resident,
     )
 
     def stream(own: config.Config):

@@ -7,10 +7,41 @@ lies there beside programs is the sum of the arrays' parts on a device.
 
 import math
 import os
+from typing import NamedTuple
 
 import jax
 
 GIB = 2**30
+
+
+class Claim(NamedTuple):
+    """What a guest of a run takes of a device: bytes, by what they hold."""
+
+    always: dict[str, int]  # there from the first step to the last
+    working: dict[str, int]  # beside, while it works
+
+    @property
+    def resident(self) -> int:
+        """The bytes that are always there."""
+        return sum(self.always.values())
+
+
+NOTHING = Claim({}, {})
+
+
+def claimed(claims, beside: int) -> Claim:
+    """Returns the Claim of several guests, who do not work at once.
+
+    claims: functions from the bytes of a device that others have, to a Claim; beside: what
+    is there before the first.
+    """
+    always, working = {}, {}
+    for claim in claims:
+        made = claim(beside + sum(always.values()))
+        for name, size in made.always.items():
+            always[name] = always.get(name, 0) + size
+        working = max(working, made.working, key=lambda sizes: sum(sizes.values()))
+    return Claim(always, working)
 
 
 def array_bytes(tree) -> int:

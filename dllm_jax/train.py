@@ -114,15 +114,20 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- Where it samples ------------------------------------------------------------
     limit = memory.device_bytes()
-    resident = budget.resident(
-        shapes, model, mesh, reference=bool(cfg.objective.reference_beta)
+    resident = sum(
+        budget.resident(
+            shapes, model, mesh, reference=bool(cfg.objective.reference_beta)
+        ).values()
     )
+    guest = memory.NOTHING
+    if samples:
+        guest = grader.claim(resident, slots=cfg.sampler.slots)
     sampling = placement.place(
         model=model,
         cfg=cfg.sampler,
         mesh=mesh,
         rollout=cfg.mesh.rollout,
-        beside=sum(resident.values()),
+        beside=resident + guest.resident,
         limit=limit if samples else None,
     )
     tools.answerer = sampling.answerer
@@ -148,6 +153,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
             mesh=mesh,
             sampling=sampling if samples else None,
             update=update,
+            guest=guest,
         )
 
     # ---- Whether it fits a device: compiled now, found compiled when called -----------

@@ -6,7 +6,16 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import against, decode, gradient_variance, kernels, report, unbiased
+from benchmarks import (
+    against,
+    decode,
+    gradient_variance,
+    kernels,
+    mutants,
+    report,
+    unbiased,
+)
+from dllm_jax.rl.rewards import sandbox
 
 CALLS = {
     "decode": (
@@ -114,3 +123,42 @@ def test_the_square_of_a_mean_is_estimated_without_a_bias(shift, held):
     assert abs(np.mean(found) - 8 * shift**2) < 4 * error < 0.1
     mean, low, high = unbiased.interval(g_pw @ g_pw.T, 200, rng)
     assert low < mean < high and (low < 0 < high) == held
+
+
+MUTATED = [  # task, solution, its tests, what its one mutant comes to
+    ("swap", "def f(x):\n    return x + 1", ["assert f(2) == 3"], "found out"),
+    ("even", "def f(x):\n    return x * 2", ["assert f(2) == 4"], "unseen"),
+    ("near", "def f(x):\n    return x + 0.1", ["assert abs(f(1) - 1) < 1"], "lenient"),
+    (
+        "same",
+        "def f(x):\n    return abs(x).__sub__(3) if x > 0 else abs(x).__sub__(3)",
+        ["assert f(4) == 1"],
+        "equivalent",
+    ),
+]
+
+
+def test_mutants_that_pass_are_told_by_what_their_tests_see():
+    rows = [
+        {"task_id": task, "code": source, "test_list": tests, "test_setup_code": ""}
+        for task, source, tests, _ in MUTATED
+    ]
+    told = mutants.found_out(rows, 4)  # of all four, three count
+    sandbox.close()
+    assert sorted(told.pop("counted")) == ["even", "near", "swap"]
+    passed = [task for _, _, _, kind in MUTATED for task, _ in told.get(kind, [])]
+    assert passed == ["even", "near", "same"]
+    assert sum(map(len, told.values())) == 3
+
+
+def test_a_mutant_that_a_grader_let_pass_is_the_graders_fault():
+    row = {
+        "task_id": "wrong",
+        "code": "def f(x):\n    return x + 1",
+        "test_list": ["assert f(2) == 3"],
+        "test_setup_code": "",
+    }
+    (mutant,) = mutants.mutants(row["code"])
+    kind, why = mutants.verdict(row, mutant, generated=3)
+    sandbox.close()
+    assert (kind, why["tests_differ"], why["accepted"]) == ("missed", 1, False)

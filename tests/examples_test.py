@@ -23,8 +23,8 @@ def close_jails():
 def test_functions_of_twenty_families_pass_their_own_tests():
     rng = np.random.default_rng(0)
     assert len(make.FAMILIES) == 20
-    rows = [make.problem(rng, i, 3, 5, wrong=0.0) for i in range(20)]
-    wrong = [make.problem(rng, i, 3, 5, wrong=1.0) for i in range(20)]
+    rows = [make.problem(rng, i, 3, 5, "g", "n", wrong=0.0) for i in range(20)]
+    wrong = [make.problem(rng, i, 3, 5, "g", "n", wrong=1.0) for i in range(20)]
     grader = rewards.grader("code", RewardConfig(seconds=10.0))
     grader.begin()
     problems = [data.Problem([1], row["question"], "", row) for row in rows]
@@ -37,10 +37,36 @@ def test_functions_of_twenty_families_pass_their_own_tests():
 
 
 def test_their_problems_differ_and_are_drawn_by_the_seed():
-    rows, again = (make.problems(np.random.default_rng(1), 0.3) for _ in range(2))
-    assert rows == again and len({row["question"] for row in rows}) == len(rows) == 272
-    responses = [code.extract(row["response"]) for row in rows]
-    assert all(text.startswith("def f(x):\n    return ") for text in responses)
+    rows, again = (make.problems(np.random.default_rng(1), 60, 0.5) for _ in range(2))
+    assert rows == again and len({row["question"] for row in rows}) == len(rows) == 60
+    for row in rows:
+        function, x = row["question"][0], row["question"][2]
+        assert code.extract(row["response"]).startswith(f"def {function}({x}):\n")
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_their_tests_tell_each_program_from_the_others(index):
+    _, value, kind = make.FAMILIES[index]
+    given = make.telling(np.random.default_rng(0), index, 4, 7)
+    wanted = make.called(value.format(x="x", k=4, j=7), given)
+    others = [v for _, v, its in make.FAMILIES if its == kind and v != value]
+    for other in others:
+        assert make.called(other.format(x="x", k=4, j=7), given) != wanted
+    if "{k}" in value:
+        assert make.called(value.format(x="x", k=5, j=7), given) != wanted
+
+
+def test_the_bundled_model_has_words_for_every_answer_of_its_data():
+    tok = data.tokenizer(str(make.HERE / "model"))
+    files = [
+        (make.HERE / name).read_text() for name in ("heldout.jsonl", "train.jsonl")
+    ]
+    heldout, train = ([json.loads(x) for x in text.splitlines()] for text in files)
+    asked = [{row["question"] for row in rows} for rows in (heldout, train)]
+    assert [*map(len, asked)] == [128, 2000] and not asked[0] & asked[1]
+    ids = [tok(row["response"])["input_ids"] for row in heldout + train]
+    assert max(map(len, ids)) <= 15
+    assert not any(tok.unk_token_id in row for row in ids)
 
 
 @pytest.mark.parametrize("task", puzzles.TASKS)

@@ -64,7 +64,7 @@ def model(tmp_path_factory, make):
     raw |= {"eos_token_id": 106, "pad_token_id": 0, "rms_norm_eps": 1e-6}
     raw |= {"rope_theta": 10000, "tie_word_embeddings": False} | make.SHAPE
     (folder / "config.json").write_text(json.dumps(raw))
-    weights = make.weights(np.random.default_rng(0))
+    weights = make.weights(np.random.default_rng(0), make.SHAPE)
     for name, x in weights.items():
         weights[name] = x if "norm" in name else 20 * x
     safetensors.numpy.save_file(weights, folder / "model.safetensors")

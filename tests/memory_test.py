@@ -26,3 +26,26 @@ def test_what_a_program_needs_beside_its_arguments():
 
 def test_a_cpu_device_has_a_part_of_the_host():
     assert 2**20 < memory.device_bytes() < 2**50
+
+
+def test_guests_make_room_for_each_other():
+    told = []
+
+    def guest(always, working):
+        def claim(beside):
+            told.append(beside)
+            return memory.Claim(always, working)
+
+        return claim
+
+    guests = (
+        guest({"judge": 100, "pages": 7}, {"judge": 50}),
+        guest({}, {}),
+        guest({"judge": 100, "reward model": 30}, {"reward model": 60}),
+    )
+    claim = memory.claimed(guests, beside=1000)
+    assert told == [1000, 1107, 1107]
+    assert claim.always == {"judge": 200, "pages": 7, "reward model": 30}
+    assert claim.resident == 237
+    assert claim.working == {"reward model": 60}  # they do not work at once
+    assert memory.claimed([], 5) == memory.NOTHING

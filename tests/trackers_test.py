@@ -1,7 +1,10 @@
 """Trackers: what they are told, and that none of them can end a run."""
 
+import importlib.util
+import json
 import math
 import pathlib
+import sqlite3
 import sys
 import types
 
@@ -66,6 +69,64 @@ def test_each_is_told_the_run_and_its_steps(calls, tmp_path):
     (trackio,) = [k for name, _, k in calls if name == "init" and "mode" not in k]
     assert trackio["name"] == f"{tmp_path.name}-{wandb['id']}"
     assert wandb["id"] == run_of(tmp_path).id != run_of(tmp_path / "x").id
+
+
+def of_mlflow(folder, calls) -> dict:
+    """Returns what MLflow's database says of each step."""
+    rows = sqlite3.connect(folder / "mlflow.db").execute(
+        "select step, key, value from metrics"
+    )
+    kept = {}
+    for step, key, value in rows:
+        kept.setdefault(step, {})[key] = value
+    return kept
+
+
+def of_trackio(folder, calls) -> dict:
+    """Returns what trackio's database says of each step."""
+    (path,) = folder.glob("*.db")
+    rows = sqlite3.connect(path).execute("select step, metrics from metrics")
+    return {step: json.loads(values) for step, values in rows}
+
+
+def of_wandb(folder, calls) -> dict:
+    """Returns the metrics whose names stand in the last offline run: its file is binary."""
+    (path,) = (folder / "wandb" / "latest-run").glob("run-*.wandb")
+    names = [x for x in ("reward", "pass@1", "kl") if x.encode() in path.read_bytes()]
+    return {4: {name: {"reward": 0.5, "pass@1": 1.0}[name] for name in names}}
+
+
+def of_calls(folder, calls) -> dict:
+    """Returns what a package that stands in was told."""
+    steps = [x for x in calls if x[0] in ("log", "log_metrics")]
+    return {kwargs["step"]: args[0] for _, args, kwargs in steps}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_what_is_told_can_be_read_again(name, request, tmp_path, monkeypatch, capsys):
+    """Of the package itself where it is installed, else of one that stands in for it."""
+    read, told = (
+        {"wandb": of_wandb, "trackio": of_trackio, "mlflow": of_mlflow}[name],
+        [],
+    )
+    if importlib.util.find_spec(name) is None:
+        read, told = of_calls, request.getfixturevalue("calls")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    many = {f"a.key{i}": i for i in range(150)} | {"empty": "", "tuple": (1, 2)}
+    for first in (3, 4):  # a run, and the same one when it goes on
+        run = trackers.Run(tmp_path, first, many)
+        live = trackers.Trackers([name], run)
+        live.log(first, {"reward": 0.5, "pass@1": 1.0, "kl": math.nan})
+        assert [*live.live] == [name]
+        live.close()
+        assert [*live.live] == [name]
+    kept = read(tmp_path, told)
+    spelled = "pass_1" if name == "mlflow" else "pass@1"
+    assert kept[4] == {"reward": 0.5, spelled: 1.0}
+    assert set(kept) <= {3, 4}
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_only_a_key_takes_wandb_to_the_network(calls, tmp_path, monkeypatch):

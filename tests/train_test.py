@@ -356,6 +356,86 @@ def pairs(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def dice(folder: pathlib.Path) -> pathlib.Path:
+    r"""Writes a judge that throws dice: \boxed{1} and \boxed{-1} are tokens, drawn alike.
+
+    Its layers add next to nothing, so that every masked position sees the mask token alone.
+    """
+    model = ROOT / "examples/arithmetic/model"
+    shutil.copytree(model, folder)
+    tok = json.loads((model / "tokenizer.json").read_text())
+    words = {"\\boxed{": "\\boxed{1}", "system": "\\boxed{-1}"}
+    vocab = tok["model"]["vocab"]
+    ids = [vocab[word] for word in words]
+    tok["model"]["vocab"] = {words.get(word, word): i for word, i in vocab.items()}
+    for added in tok["added_tokens"]:
+        added["content"] = words.get(added["content"], added["content"])
+    (folder / "tokenizer.json").write_text(json.dumps(tok))
+    weights = safetensors.numpy.load_file(model / "model.safetensors")
+    for name, x in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            x *= 1e-6
+    mask_D = weights["model.embed_tokens.weight"][3]
+    seen_D = mask_D / np.sqrt((mask_D**2).mean()) * weights["model.norm.weight"]
+    weights["lm_head.weight"] *= 0
+    weights["lm_head.weight"][ids] = 20 * seen_D / (seen_D @ seen_D)  # logits
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_models_that_judge_are_counted_and_resumed_bit_for_bit(command, tmp_path):
+    """A reward model that was just trained, and a checkpoint that gives verdicts."""
+    ranks = tmp_path / "ranks"
+    end(
+        command(
+            ranks,
+            f"data.train={pairs(tmp_path / 'pairs.jsonl')}",
+            "sft.steps=1",
+            "sft.examples=8",
+            "policy_optim.warmup=0",
+            file="rlhf.py:reward",
+        )
+    )
+    keys = (
+        "rl.steps=3",
+        "rl.prompts=2",
+        "rl.updates=1",
+        "rl.value=none",
+        "rl.reward=math:0.5,reward_model",
+        "rl.filter=varied",
+        f"reward.model={ranks / 'export'}",
+        "reward.split=tokens",
+        "reward.chunk=8",
+        f"reward.judge.at={dice(tmp_path / 'dice')}",
+        "reward.judge.votes=1",
+        "reward.judge.tokens=4",
+        "reward.judge.prompt=1100",
+        "reward.judge.rows=8",
+        "data.heldout=",
+    )
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    told = end(command(whole, *keys))
+    assert f"reward model: {ranks / 'export'}\n" in told
+    assert f"judge: the checkpoint {tmp_path / 'dice'}, 1 votes\n" in told
+    always, reward = (
+        next(line for line in told.splitlines() if line.startswith(f"  {which} "))
+        for which in ("always", "+reward")
+    )
+    assert "reward model 0.002, judge 0.001, its rows and pages 0.0" in always
+    assert "weights 0.002, " in reward
+    assert len(rows(whole)) == 3
+    verdicts = [row["reward/verdict"] for row in rows(whole)]
+    assert all(row["chunks_judged"] == 1 for row in rows(whole))
+    assert -1 < np.mean(verdicts) < 1 and len(set(verdicts)) > 1
+    assert all(np.isfinite(row["reward/reward_model"]) for row in rows(whole))
+    run = command(folder, *keys)
+    until(run, folder / "checkpoints" / "1")
+    run.kill()
+    end(run, -signal.SIGKILL)
+    assert f"resuming {folder} after step" in end(command(folder, *keys))
+    same(folder, whole)
+
+
 @pytest.fixture(scope="module")
 def others(command, tmp_path_factory):
     """Folders of short runs by name, with what they printed; they ran side by side."""

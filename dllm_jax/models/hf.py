@@ -292,6 +292,18 @@ def check(folder: pathlib.Path, cfg: ModelConfig) -> None:
     check_tensors(Tensors(folder), cfg, ("lm",), folder)
 
 
+def headers(folder: pathlib.Path) -> tuple[ModelConfig, bool]:
+    """Returns (the ModelConfig that `load` returns, whether a value head is stored).
+
+    It reads headers alone. Raises ValueError as `check` does.
+    """
+    cfg, tensors = read_config(folder), Tensors(folder)
+    names = family_of(cfg).names
+    check_tensors(tensors, cfg, ("value",), folder)
+    dtype = tensors.dtype(names["embed"]).name
+    return dataclasses.replace(cfg, dtype=dtype), names.get("value") in tensors.file_of
+
+
 def refuse(folder, faults: list[str]):
     """Raises ValueError with the first of the faults, if there are any."""
     if faults:

@@ -22,6 +22,8 @@ from dllm_jax.sampling.placement import Placement
 REMEDIES = {  # by phase
     "rollout": "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
     "mesh.rollout='model'",
+    "reward": "take a smaller reward.model or reward.judge.at, lower reward.judge.rows, "
+    "reward.judge.prompt or reward.judge.tokens, or serve the judge over HTTP",
     "update": "set model.remat='full', lower batch.rows or batch.tokens, or raise "
     "mesh.fsdp or mesh.model",
 }
@@ -42,6 +44,7 @@ def plan(
     mesh,
     sampling: Placement | None,
     update,
+    guest: memory.Claim = memory.NOTHING,
 ) -> Budget:
     """Returns the Budget of a run; compiles its two large programs.
 
@@ -49,12 +52,14 @@ def plan(
     states: by name, as shapes with shardings.
     sampling: where it samples; None where nothing does.
     update: learner.update, jitted as the run calls it.
+    guest: what the graders take, Grader.claim.
     Raises ValueError, with the settings to change, where a program does not even compile.
     """
     base = checkpoint(model, mesh) if model.lora else None
     if model.soft:
         base = networks.beside(base, look.abstract(model, mesh))
     always, phases = resident(states, model, mesh, reference=source.reference), {}
+    always |= guest.always
     if sampling is not None:
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
         always["rows and pages"] = memory.array_bytes(between_calls)
@@ -66,6 +71,9 @@ def plan(
             ),
             "activations": program_bytes(lowered, "rollout"),
         }
+        if guest.working:  # asked before the weights that sampled are gone
+            shown = {"weights": phases["rollout"]["weights"]}
+            phases["reward"] = shown | guest.working
     batch = source.blank()
     gradients = max(memory.array_bytes(state.params) for state in states.values())
     lowered = update.lower(states, batch, base, dict.fromkeys(states, 0.0))

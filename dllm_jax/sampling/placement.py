@@ -67,22 +67,31 @@ def place(
     return placement._replace(note=note_of(placement, rollout) + why)
 
 
-def loaded(path, *, model: ModelConfig, cfg: SamplerConfig, mesh, rollout: str, say):
+def loaded(
+    path, *, model: ModelConfig, cfg: SamplerConfig, mesh, rollout: str, say, beside=0
+):
     """Returns (an answerer, the weights of the checkpoint at `path`, laid out for it).
 
-    say: prints a line. Raises ValueError as `place` and hf.load do.
+    say: prints a line; beside: as `place` takes it. Raises ValueError as `place` and
+    hf.load do.
     """
     placement = place(
         model=model,
         cfg=cfg,
         mesh=mesh,
         rollout=rollout,
+        beside=beside,
         limit=memory.device_bytes(),
     )
-    heads = ("lm", "vision") if model.soft else ("lm",)
-    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=heads)
     if placement.note:
         say(placement.note)
+    return filled(path, placement, model=model, mesh=mesh)
+
+
+def filled(path, placement: Placement, *, model: ModelConfig, mesh):
+    """Returns `loaded` of a Placement that `place` made. mesh: what it was made for."""
+    heads = ("lm", "vision") if model.soft else ("lm",)
+    _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=heads)
     answerer, made_of = placement.answerer, looking.parts(params)
     tower = made_of.pop("vision", None)
     params = acting.taken(params, placement.weights)

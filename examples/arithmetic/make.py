@@ -67,15 +67,21 @@ def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
     ]
 
 
-def tokenizer(chat: str = CHAT) -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer of single characters and a few words, with a chat template."""
-    vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + CHARS)}
+def tokenizer(
+    words: tuple = (), chat: str = CHAT
+) -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters and a few words, with a chat template.
+
+    words: further ones, whose ids follow those of the characters.
+    """
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *WORDS, *CHARS, *words])}
     tok = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
     )
     tok.decoder = tokenizers.decoders.Fuse()
     tok.add_special_tokens(SPECIAL)
-    tok.add_tokens([tokenizers.AddedToken(w, normalized=False) for w in WORDS[1:]])
+    added = [*WORDS[1:], *words]
+    tok.add_tokens([tokenizers.AddedToken(w, normalized=False) for w in added])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok,
         eos_token="<|endoftext|>",

@@ -105,7 +105,7 @@ def main():
         pathlib.Path("runs") / args.task / "blank",
         np.random.default_rng(args.seed),
         SHAPE,
-        tokenizer(CHAT),
+        tokenizer(chat=CHAT),
         block_size=block,
         torch_dtype="bfloat16",
     )

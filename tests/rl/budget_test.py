@@ -114,6 +114,8 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, reference):
         sampling = placement.place(model=model, cfg=cfg, mesh=mesh)
         sampled = plan(sampling=sampling)
         given = plan(sampling=None)
+        guest = memory.Claim({"judge": 5 * GIB}, {"judge": GIB})
+        judged = plan(sampling=sampling, guest=guest)
     assert list(sampled.phases) == ["rollout", "update"]
     assert list(given.phases) == ["update"]
     assert given.phases["update"] == sampled.phases["update"]
@@ -124,6 +126,12 @@ def test_a_budget_has_what_stays_and_what_each_phase_adds(tiny, reference):
         "frozen": memory.array_bytes(params[0]) if reference else 0,
     }
     weights = memory.array_bytes(sampling.weights)
+    assert judged.always == sampled.always | guest.always
+    assert judged.phases["reward"] == {"weights": weights, "judge": GIB}
+    with pytest.raises(
+        ValueError, match="reward needs 6.00 GiB of .* a smaller reward"
+    ):
+        budget.check(judged, int(5.5 * GIB))
     assert sampled.phases["rollout"]["weights"] == weights
     assert weights > memory.array_bytes(params[0])  # which fsdp splits
     pages = {"rows and pages": sampled.always["rows and pages"]}

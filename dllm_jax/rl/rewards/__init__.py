@@ -24,6 +24,7 @@ from types import ModuleType
 
 import numpy as np
 
+from dllm_jax import memory
 from dllm_jax.data import BadGold, Problem
 from dllm_jax.rl.rewards import (
     choice,
@@ -67,6 +68,9 @@ class Grader:
         the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
         ValueError where it cannot judge here.
+    claim(beside, slots): what it takes of a device, a memory.Claim, known before anything
+        of size is loaded; called once, after `begin`. beside: bytes of a device that others
+        have; slots: positions of a canvas.
     steps(texts, problems, trace, right_n): what is said of the chunks of answers that are
         learned from, a process.Chunks; None where nobody splits them. right_n: which
         answers are right, as `grade` found.
@@ -79,6 +83,7 @@ class Grader:
     gold: bool = True
     vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
+    claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
     steps: Callable | None = None
     aside: bool = True
     judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
@@ -193,7 +198,14 @@ def by_judge(cfg) -> Grader:
         shares = [np.mean([x > 0 for x in v]) if v else np.nan for v in every]
         return Grades(np.array(shares, np.float32))
 
-    return Grader(grade, anything, gold=False, begin=asked.begin, aside=asked.aside)
+    return Grader(
+        grade,
+        anything,
+        gold=False,
+        begin=asked.begin,
+        claim=asked.claim,
+        aside=asked.aside,
+    )
 
 
 def by_model(cfg, tok) -> Grader:
@@ -211,7 +223,14 @@ def by_model(cfg, tok) -> Grader:
     def grade(texts, problems, trace) -> Grades:
         return Grades(ranker.grade(trace))
 
-    return Grader(grade, anything, gold=False, begin=ranker.begin, aside=False)
+    return Grader(
+        grade,
+        anything,
+        gold=False,
+        begin=ranker.begin,
+        claim=ranker.claim,
+        aside=False,
+    )
 
 
 def anything(problem: Problem) -> None:
@@ -294,6 +313,7 @@ def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
     return dataclasses.replace(
         outcome,
         begin=lambda: [*outcome.begin(), *asked.begin()],
+        claim=together(outcome.claim, asked.claim),
         steps=process.steps(cfg, asked, tok),
     )
 
@@ -327,8 +347,19 @@ def of_outcomes(spec: str, cfg, tok, answers: str) -> Grader:
         gold=any(one.gold for one in made.values()),
         vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
+        claim=together(*(one.claim for one in made.values())),
         aside=all(one.aside for one in made.values()),
     )
+
+
+def together(*claims: Callable) -> Callable[[int, int], memory.Claim]:
+    """Returns the `claim` of a Grader that asks others, of theirs."""
+
+    def claim(beside: int, slots: int) -> memory.Claim:
+        guests = [functools.partial(one, slots=slots) for one in claims]
+        return memory.claimed(guests, beside)
+
+    return claim
 
 
 def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
@@ -345,7 +376,7 @@ def loaded(name: str) -> Grader:
     own = judge.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
-        given = own(texts, problems, trace)
+        given = judge.said("rl.reward", name, own, texts, problems, trace)
         grades = given if isinstance(given, Grades) else Grades(array(name, given))
         if np.shape(grades.reward_n) != (len(texts),):
             raise ValueError(

@@ -35,6 +35,8 @@ import warnings
 import zlib
 from decimal import Decimal, InvalidOperation
 
+from dllm_jax import checks
+from dllm_jax.exits import warn
 from dllm_jax.rl.rewards import sandbox
 
 FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
@@ -377,8 +379,23 @@ def grade_program(
     verdict = sandbox.tried(candidate, tests, all_cases=all_cases, **limits)
     if verdict is None:
         return math.nan
+    if not verdict:
+        names = (record[key] for key in NAMED_BY if key in record)
+        say_broken(checks.shown(next(names, "a record")))
     # How many tests a check has, it says itself, by making them.
     return verdict.count("1") / max(count, len(verdict), 1)
+
+
+NAMED_BY = "task_id", "question", "question_content", "prompt"  # fields of a record
+
+
+@functools.cache  # once for each record
+def say_broken(name: str) -> None:
+    """Tells of tests that end with their judge: the data's fault, not an answer's."""
+    warn(
+        f"the tests of {name} never end, or end their judge; its answers earn 0, and each "
+        "costs the time that a judge has: leave the record out"
+    )
 
 
 def sources(program: str, tests: dict) -> list[str]:

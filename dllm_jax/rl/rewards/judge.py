@@ -15,8 +15,10 @@ import collections
 import dataclasses
 import importlib
 import math as numbers
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 
+from dllm_jax import memory
 from dllm_jax.exits import warn
 from dllm_jax.rl.rewards import endpoint, lent, math
 
@@ -86,17 +88,18 @@ class Judge:
     """Who judges, made by `judge`.
 
     votes(questions): the votes on each: numbers, most often 1, 0 and -1, or None for none.
-    begin(): as Grader.begin.
+    begin(), claim(beside, slots): as the Grader's.
     aside: whether it may be asked in a thread beside sampling.
     """
 
     votes: Callable[[list[Question]], list[list[float | None]]]
     begin: Callable[[], list[str]] = list
     aside: bool = True
+    claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
 
 
-def of_texts(cfg, answers: Callable, begin: Callable, *, aside: bool) -> Judge:
-    """Returns the Judge of a model.
+def of_texts(cfg, answers: Callable, begin: Callable, **others) -> Judge:
+    """Returns the Judge of a model. others: further fields of the Judge.
 
     answers(conversations) returns (a text or None for each, a Counter of the reasons for
     None).
@@ -110,7 +113,7 @@ def of_texts(cfg, answers: Callable, begin: Callable, *, aside: bool) -> Judge:
         every = [vote(text) for text in texts]
         return [every[i : i + cfg.votes] for i in range(0, len(every), cfg.votes)]
 
-    return Judge(votes, begin, aside)
+    return Judge(votes, begin, **others)
 
 
 def tell(reasons: collections.Counter, count: int, said: set[str]) -> None:
@@ -127,7 +130,8 @@ def of_function(name: str, function: Callable) -> Judge:
     """Returns the Judge of a function of Questions that returns a number for each."""
 
     def votes(questions) -> list[list[float | None]]:
-        given = list(function(questions))
+        given = said("reward.judge.at", name, function, questions)
+        given = list(given) if isinstance(given, Iterable) else []
         if len(given) != len(questions) or not all(map(is_vote, given)):
             raise ValueError(
                 f"reward.judge.at={name!r} returned no list of {len(questions)} finite "
@@ -167,6 +171,22 @@ def function(key: str, name: str) -> Callable:
     return own
 
 
+def said(key: str, name: str, function: Callable, *arguments):
+    """Returns what a `module:function` returns.
+
+    key: where it stands. Raises ValueError with the place where the function raised.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{key}={name!r} raised {type(error).__name__}: {text} ({frame.filename}, "
+            f"line {frame.lineno})"
+        ) from error
+
+
 def judge(cfg) -> Judge:
     """Returns the Judge that `reward.judge.at` names. cfg: rl.config.JudgeConfig.
 
@@ -178,10 +198,10 @@ def judge(cfg) -> Judge:
     if colon and all(x.isidentifier() for x in (*module.split("."), wanted)):
         return of_function(cfg.at, function("reward.judge.at", cfg.at))
     lender = lent.Lent(cfg)
-    return of_texts(cfg, lender.answers, lender.begin, aside=False)
+    return of_texts(cfg, lender.answers, lender.begin, aside=False, claim=lender.claim)
 
 
 def at_endpoint(cfg) -> Judge:
     """Returns the Judge behind a URL."""
     asked = endpoint.Endpoint(cfg)
-    return of_texts(cfg, asked.answers, asked.begin, aside=True)
+    return of_texts(cfg, asked.answers, asked.begin)

@@ -1,7 +1,8 @@
 """A judge that is a checkpoint: sampled by the engine, on the devices of the run.
 
 Its weights and pages lie there beside the policy's for the whole run, and the plan of the
-run's memory does not count them. One process alone: each would ask other questions.
+run's memory counts them. They are loaded when it is first asked, which is after the run was
+found to fit. One process alone: each would ask other questions.
 """
 
 import collections
@@ -10,7 +11,7 @@ import zlib
 
 import jax
 
-from dllm_jax import data
+from dllm_jax import data, memory
 from dllm_jax.models import families, hf
 from dllm_jax.rl.rewards.endpoint import TOP_P
 from dllm_jax.sampling import answers, placement
@@ -22,10 +23,10 @@ class Lent:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.tok = self.answerer = self.params = None
+        self.tok = self.model = self.place = self.answerer = self.params = None
 
     def begin(self) -> list[str]:
-        """Loads the checkpoint; returns what is to be said of it.
+        """Reads what the checkpoint is; returns what is to be said of it.
 
         Raises ValueError for one that cannot be read, and where there are many processes.
         """
@@ -36,30 +37,50 @@ class Lent:
                 "serve it over HTTP, and name the URL"
             )
         path = hf.find(cfg.at)
-        model = dataclasses.replace(
+        self.model = dataclasses.replace(
             families.adapt(hf.read_config(path), attention="", shift=-1, mask_id=-1),
             dtype="bfloat16",
         )
-        hf.check(path, model)
+        hf.check(path, self.model)
         self.tok = data.tokenizer(path)
+        return [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
+
+    def claim(self, beside: int, slots: int) -> memory.Claim:
+        """Takes its place on the mesh in force; returns what it takes: see Grader.claim."""
+        cfg = self.cfg
         sampler = SamplerConfig(
-            block=model.block,
+            block=self.model.block,
             temperature=cfg.temperature,
             top_p=TOP_P,
             max_prompt=cfg.prompt,
             max_new=cfg.tokens,
             rows=cfg.rows,
-            stop_ids=data.stop_ids(self.tok, model.eos_id),
+            stop_ids=data.stop_ids(self.tok, self.model.eos_id),
         )
-        self.answerer, self.params = placement.loaded(
-            path,
-            model=model,
+        self.place = placement.place(
+            model=self.model,
             cfg=sampler,
             mesh=jax.sharding.get_mesh(),
-            rollout="auto",
-            say=lambda line: None,
+            beside=beside,
+            limit=memory.device_bytes(),
         )
-        return [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
+        lowered, between_calls = self.place.answerer.lower(self.place.weights)
+        always = {
+            "judge": memory.array_bytes(self.place.weights),
+            "its rows and pages": memory.array_bytes(between_calls),
+        }
+        return memory.Claim(always, {"judge": memory.program_bytes(lowered.compile())})
+
+    def load(self):
+        """Loads the weights to where `claim` said."""
+        if self.place is None:
+            self.claim(0, 0)
+        self.answerer, self.params = placement.filled(
+            hf.find(self.cfg.at),
+            self.place,
+            model=self.model,
+            mesh=jax.sharding.get_mesh(),
+        )
 
     def answers(self, conversations: list[list[dict]]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).
@@ -70,6 +91,8 @@ class Lent:
         prompts = [data.render(self.tok, messages) for messages in conversations]
         if not prompts:
             return [], collections.Counter()
+        if self.params is None:
+            self.load()
         stream = self.answerer.stream(
             self.params,
             prompts,

@@ -7,7 +7,8 @@ the family, that one position sees the whole answer.
 
 Scores have no zero and no unit: what counts is how they differ within a group. The model
 must share the policy's tokenizer, as answers are scored on the ids that were sampled. It
-lies on one device of each process, and the plan of the run's memory does not count it.
+lies on one device of each process, whose memory's plan counts it, and is loaded when the
+first answer is to be scored, which is after the run was found to fit.
 """
 
 import functools
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import data, sharding
+from dllm_jax import data, memory, sharding
 from dllm_jax.models import hf, mask, transformer
 
 ROWS = 16  # canvases of a forward
@@ -30,7 +31,7 @@ class Ranker:
         self.mesh = self.params = self.score = self.model = None
 
     def begin(self) -> list[str]:
-        """Loads the model; raises ValueError where it cannot judge the policy's answers."""
+        """Reads what the model is; raises ValueError where it cannot judge the policy's."""
         folder = hf.find(self.path)
         own = data.tokenizer(folder)
         if self.tok is not None and own.get_vocab() != self.tok.get_vocab():
@@ -39,8 +40,8 @@ class Ranker:
                 "scores the very tokens that were sampled"
             )
         self.mesh = sharding.make_mesh(fsdp=1, devices=jax.local_devices()[:1])
-        self.model, self.params = hf.load(folder, mesh=self.mesh)
-        if "value" not in self.params:
+        self.model, valued = hf.headers(folder)
+        if not valued:
             raise ValueError(
                 f"reward.model={self.path!r} has no value head: it is no reward model; "
                 "configs/rlhf.py:reward trains one"
@@ -50,8 +51,27 @@ class Ranker:
         self.score = jax.jit(functools.partial(scores, model=self.model))
         return [f"reward model: {self.path}"]
 
+    def claim(self, beside: int, slots: int) -> memory.Claim:
+        """Returns what it takes of its device: see Grader.claim."""
+        kind = self.model.dtype
+        params = transformer.abstract(self.model, self.mesh, kind, ("value",))
+        wide = -(-(slots + 1) // self.model.block) * self.model.block
+        tokens_BT = jax.ShapeDtypeStruct((ROWS, wide), np.int32)
+        end_B = jax.ShapeDtypeStruct((ROWS,), np.int32)
+        with jax.set_mesh(self.mesh):
+            compiled = self.score.lower(params, tokens_BT, end_B).compile()
+        always = {"reward model": memory.array_bytes(params)}
+        return memory.Claim(always, {"reward model": memory.program_bytes(compiled)})
+
+    def load(self):
+        """Loads the weights, but for a language head."""
+        folder, kind = hf.find(self.path), self.model.dtype
+        _, self.params = hf.load(folder, mesh=self.mesh, dtype=kind, heads=("value",))
+
     def grade(self, trace) -> np.ndarray:
         """Returns the score of each answer of a host Trace; NaN for one without tokens."""
+        if self.params is None:
+            self.load()
         n, T = trace.tokens_BT.shape
         slots = -(-(T + 1) // self.model.block) * self.model.block
         tokens_nT = np.full((n, slots), self.model.mask_id, np.int32)

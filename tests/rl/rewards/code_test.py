@@ -416,11 +416,18 @@ def test_no_cheat_passes_where_it_shares_the_machine(monkeypatch):
     sandbox.pool.close()
 
 
-def test_tests_that_never_end_are_no_reward(monkeypatch):
+def test_tests_that_never_end_are_no_reward_and_are_named(monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "judge_seconds", lambda seconds: 0.3)
     for test in ("while True: pass", "import os\nos._exit(0)", "assert f(1) == 1"):
-        share = grade("def f(x): return x", {"test_list": [test, "assert 1"]})
+        record = {"task_id": test[:6], "test_list": [test, "assert 1"]}
+        share = grade("def f(x): return x", record)
+        assert share == grade("def f(x): return x", record)
         assert share == float(test.startswith("assert"))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" never end")[0] for line in said] == [
+        "warning: the tests of 'while '",
+        "warning: the tests of 'import'",
+    ]
 
 
 def test_a_jail_that_is_killed_in_the_middle_changes_no_grade(monkeypatch):

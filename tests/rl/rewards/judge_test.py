@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import data, sharding
+from dllm_jax.models import hf
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from dllm_jax.rl.rewards import endpoint, judge
@@ -292,6 +293,12 @@ def words(questions):
 
 def endless(questions):
     return [float("inf")] * len(questions)
+
+def nothing(questions):
+    pass
+
+def fails(questions):
+    raise RuntimeError("no\\nway")
 """
 
 
@@ -304,9 +311,12 @@ def mine(tmp_path, monkeypatch):
 def test_a_function_may_judge(mine):
     asked = judge.judge(JudgeConfig(at="my_judge:halves"))
     assert asked.votes([question(), question(right=False)]) == [[0.5], [None]]
-    for name in ("short", "words", "endless"):
+    for name in ("short", "words", "endless", "nothing"):
         with pytest.raises(ValueError, match=f"my_judge:{name}' returned no list of 1"):
             judge.judge(JudgeConfig(at=f"my_judge:{name}")).votes([question()])
+    raised = r"my_judge:fails' raised RuntimeError: no way \(.*my_judge.py, line \d+\)$"
+    with pytest.raises(ValueError, match=raised):
+        judge.judge(JudgeConfig(at="my_judge:fails")).votes([question()])
     with pytest.raises(
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
@@ -326,6 +336,13 @@ def test_a_checkpoint_judges_with_the_engine(capsys):
     with jax.set_mesh(sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])):
         (line,) = asked.begin()
         assert line == f"judge: the checkpoint {folder}, 2 votes"
+        claim = asked.claim(0, slots=16)
+        weights = 2 * sum(x.size for x in jax.tree.leaves(hf.load(folder)[1]))
+        # Keys and values of four rows of 704 slots in each layer, bf16, and some integers.
+        pages = 4 * 704 * 3 * 2 * (2 * 32) * 2
+        assert claim.always["judge"] == weights
+        assert pages < claim.always["its rows and pages"] < 1.5 * pages
+        assert claim.working["judge"] > 0
         votes = asked.votes(questions)
         assert asked.votes(questions) == votes and asked.votes([]) == []
     assert all(x in (-1.0, 0.0, 1.0) for x in votes[0]) and votes[1] == [None, None]

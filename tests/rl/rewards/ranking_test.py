@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import sharding
+from dllm_jax import memory, sharding
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import bounds, learner, noise, objectives, rewards, views
@@ -170,6 +170,11 @@ def test_a_trained_models_export_grades(tmp_path):
     grader = rewards.grader("reward_model", cfg, lent.TOK)
     (line,) = grader.begin()
     assert line.startswith("reward model: ") and not grader.aside and not grader.gold
+    claim = grader.claim(0, slots=16)
+    assert "head" not in params  # nobody asks it for a token
+    assert claim.always == {"reward model": memory.array_bytes(params)}
+    assert claim.always["reward model"] > 4 * 500_000
+    assert claim.working["reward model"] > 0
     grades = grader.grade([""] * 4, [None] * 4, trace(model))
     assert np.isfinite(grades.reward_n[:3]).all() and np.ptp(grades.reward_n[:3]) > 0.01
 
