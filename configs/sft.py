@@ -64,6 +64,20 @@ def functions(c):
     c.run.folder = "runs/functions/sft"
 
 
+def pictures(c):
+    """A tiny LLaDA-V learns to look, from nothing; see examples/pictures."""
+    arithmetic(c)
+    c.model.update(path="runs/pictures/blank", tower=True, tiles=640)
+    c.data.train = "runs/pictures/train.jsonl"
+    c.data.heldout = "runs/pictures/heldout.jsonl"
+    c.sampler.update(max_prompt=56, max_new=8, rows=128)
+    c.batch.update(rows=64, tokens=144)
+    c.sft.update(steps=150, examples=128)
+    c.policy_optim.update(lr=3e-3, horizon=200)
+    c.eval.update(every=50, problems=256)
+    c.run.update(folder="runs/pictures/sft", save_every=50)
+
+
 def smollm2(c):
     """Turns SmolLM2-135M into a block-diffusion model; see examples/smollm2."""
     c.model.path = "runs/smollm2/base"
@@ -166,6 +180,7 @@ def vrpo(c):
 PRESETS = {
     "arithmetic": arithmetic,
     "functions": functions,
+    "pictures": pictures,
     "smollm2": smollm2,
     "trace": trace,
     "adapt": adapt,

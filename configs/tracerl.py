@@ -76,6 +76,23 @@ def code(c):
     c.run.folder = "runs/functions/tracerl"
 
 
+def pictures(c):
+    """A tiny LLaDA-V on questions about pictures; see examples/pictures.
+
+    Its tower stays as it is, so that each picture is looked at once in a run.
+    """
+    arithmetic(c)
+    c.model.update(path="runs/pictures/sft/export", tiles=160)
+    c.data.train = "runs/pictures/train.jsonl"
+    c.data.heldout = "runs/pictures/heldout.jsonl"
+    c.sampler.update(max_prompt=56, max_new=8)
+    c.batch.update(rows=32, tokens=144)
+    c.rl.update(steps=40, prompts=16, value="trace", trusted_gap=-1.0)
+    c.policy_optim.lr = 1e-4
+    c.eval.update(every=10, problems=256)
+    c.run.update(folder="runs/pictures/tracerl", save_every=10)
+
+
 def smollm2(c):
     """SmolLM2-135M as a block-diffusion model, on one-digit arithmetic in chat form."""
     c.model.path = "runs/smollm2/sft/export"
@@ -166,6 +183,7 @@ PRESETS = {
     "arithmetic": arithmetic,
     "process": process,
     "code": code,
+    "pictures": pictures,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }
