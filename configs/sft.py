@@ -72,7 +72,7 @@ def pictures(c):
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8, rows=128)
     c.batch.update(rows=64, tokens=144)
-    c.sft.update(steps=150, examples=128)
+    c.sft.update(steps=120, examples=128)
     c.policy_optim.update(lr=3e-3, horizon=200)
     c.eval.update(every=50, problems=256)
     c.run.update(folder="runs/pictures/sft", save_every=50)

@@ -82,15 +82,15 @@ def pictures(c):
     Its tower stays as it is, so that each picture is looked at once in a run.
     """
     arithmetic(c)
-    c.model.update(path="runs/pictures/sft/export", tiles=160)
+    c.model.update(path="runs/pictures/sft/export", tiles=640)
     c.data.train = "runs/pictures/train.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8)
     c.batch.update(rows=32, tokens=144)
-    c.rl.update(steps=40, prompts=16, value="trace", trusted_gap=-1.0)
-    c.policy_optim.lr = 1e-4
-    c.eval.update(every=10, problems=256)
-    c.run.update(folder="runs/pictures/tracerl", save_every=10)
+    c.rl.update(steps=24, prompts=16, value="trace", trusted_gap=-1.0)
+    c.policy_optim.lr = 2e-4
+    c.eval.update(every=12, problems=256)
+    c.run.update(folder="runs/pictures/tracerl", save_every=6)
 
 
 def smollm2(c):
