@@ -16,6 +16,7 @@ from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import code, sandbox
 from examples.functions import make
 from examples.pictures import make as pictures
+from examples.pictures import show
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,6 +117,22 @@ def test_pictures_are_split_and_their_blank_model_answers(
     with jax.set_mesh(sharding.make_mesh()):
         generate.main([*asking, "--max-new-tokens=8", "--dtype=float32", ASKED[0][0]])
     assert capsys.readouterr().out.strip()
+
+
+def test_a_sheet_shows_pictures_with_answers(tmp_path, monkeypatch, capsys):
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    row = {"question": "what shape is present?", "answer": "circle", "image": "a.png"}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(row))
+    answered = tmp_path / "answered.jsonl"
+    answered.write_text(json.dumps({"text": "\\boxed{ circle }"}))
+    flags = [str(tmp_path / "asked.jsonl"), f"--out={tmp_path / 'sheet.png'}"]
+    monkeypatch.setattr(sys, "argv", ["show.py", *flags, f"now={answered}"])
+    show.main()
+    assert Image.open(tmp_path / "sheet.png").width > 300
+    answered.write_text("")
+    with pytest.raises(SystemExit):
+        show.main()
+    assert "0 answers to 1 questions" in capsys.readouterr().err
 
 
 def test_pictures_say_what_is_missing(easy_vqa, tmp_path, monkeypatch, capsys):

@@ -177,6 +177,17 @@ def test_an_image_is_seen_once(loaded, place, tmp_path):
     ]
 
 
+def test_a_record_answers_a_prompt_with_its_images_as_they_are(loaded, place):
+    prompt = asked(loaded, place, "A?", "0.png")
+    line = {"prompt_ids": list(prompt)} | answers.images_of(prompt)
+    assert answers.answers_prompt(line, prompt)
+    (picture,) = prompt.pictures
+    repainted = dataclasses.replace(picture, mark="other")
+    assert not answers.answers_prompt(line, prompts.Prompt(prompt, (repainted,)))
+    assert not answers.answers_prompt(line, prompt[:-1])
+    assert answers.answers_prompt({"prompt_ids": [1]}, [1])
+
+
 def test_pages_bear_the_images_names():
     ids = list(range(100, 116))
     plain = pages.page_names(ids, 8)
