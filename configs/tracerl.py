@@ -27,7 +27,7 @@ cannot write functions; its learning curve is not known. arithmetic: held-out ac
 87 %, tokens per forward from 2.3 to 2.9 (256 problems, three seeds; under three minutes on
 two CPU cores). smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19 minutes;
 docs/smollm2.md). pictures: from 62 to 69 %, and at temperature 0 from 73 to 70 % (500 problems,
-three seeds; under a minute of a CPU core; docs/multimodal.md). The presets of released models
+three seeds; about a minute of a CPU core; docs/multimodal.md). The presets of released models
 are unrun.
 """
 
