@@ -242,9 +242,8 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
 def check_same(sink: Answers, asked: list[data.Problem]):
     """Raises ValueError where a line that is there does not answer the problem asked."""
     for number, line in enumerate(sink.lines, 1):
-        if (
-            number > len(asked)
-            or line.get("prompt_ids") != asked[number - 1].prompt_ids
+        if number > len(asked) or not answers.answers_prompt(
+            line, asked[number - 1].prompt_ids
         ):
             raise sink.foreign(number, f"it does not answer problem {number}")
 

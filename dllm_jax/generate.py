@@ -341,7 +341,7 @@ def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
     """
     for number, line in enumerate(sink.lines, 1):
         known = number <= len(rows) and line.get("id") == rows[number - 1].get("id")
-        if not known or line.get("prompt_ids") != prompts[number - 1]:
+        if not known or not answers.answers_prompt(line, prompts[number - 1]):
             raise sink.foreign(number, f"it does not answer prompt {number}")
     return len(sink.lines)
 

@@ -140,6 +140,7 @@ def score(params: dict, batch: TrainBatch, *, model: ModelConfig, plans: dict):
     params: those of the networks that are asked, by name; plans: of these and others. The
     same function of the same arrays as in the loss, without gradient.
     """
+    params = {name: soft.attach(x, model) for name, x in params.items()}  # once
     zeros_mBU = jnp.zeros(batch.where_BU.shape, jnp.float32)
     asked = {name: plan for name, plan in plans.items() if name in params}
     blank = {
@@ -176,6 +177,7 @@ def loss(
     params,
     batch: TrainBatch,
     base=None,
+    shown=None,
     *,
     model: ModelConfig,
     plan: Plan,
@@ -183,10 +185,10 @@ def loss(
 ):
     """Returns (loss, sums) of one microbatch: the sum of the plan's objectives.
 
-    params: what is trained; base: see `update`. sums: see `objectives`, and with experts
-    their `load`.
+    params: what is trained; base: see `update`; shown: of `table`, where that was made
+    before. sums: see `objectives`, and with experts their `load`.
     """
-    joined = lora.join(base, params, model.lora)
+    joined = lora.join(base, params, model.lora) | (shown or {})
     out = outputs(joined, batch, model, plan.heads, plan.rule)
     total, sums = 0.0, {"load": out["load"]} if "load" in out else {}
     units = batch
@@ -241,6 +243,15 @@ def judged(
     return batch.replace(adv_BU=adv), told
 
 
+def table(params, base, model: ModelConfig) -> dict:
+    """Returns the table of a step's images under its name; {} where there are none.
+
+    params, base: see `loss`.
+    """
+    joined = lora.join(base, params, model.lora)
+    return {"soft": soft.attach(joined, model)["soft"]} if "seen" in joined else {}
+
+
 def gradients(
     params,
     batch: TrainBatch,
@@ -253,19 +264,22 @@ def gradients(
     """Returns (gradients, sums), both summed in f32 over the used microbatches.
 
     Their number is data and not shape, so that a run compiles the loop once. Losses of whole
-    answers look at all of them beforehand: a forward more (`judged`).
+    answers look at all of them beforehand: a forward more (`judged`). The images' table is
+    made before the loop, and its gradient goes on to projector and tower behind it, once.
     """
-    gradient = jax.value_and_grad(loss, has_aux=True)
+    gradient = jax.value_and_grad(loss, argnums=(0, 3), has_aux=True)
     # Once, and not in every microbatch, whose backward pass would gather f32 from `fsdp`.
     rounded, told = transformer.rounded(params, model), {}
+    shown, behind = jax.vjp(lambda x: table(x, base, model), rounded)
+    base = {name: x for name, x in (base or {}).items() if name != "seen"} or None
     for row in (objectives.OBJECTIVES[term] for term in plan.terms):
         if row.answers:
-            joined = lora.join(base, rounded, model.lora)
+            joined = lora.join(base, rounded, model.lora) | shown
             batch, told = judged(row, joined, batch, model=model, plan=plan, cfg=cfg)
 
     def of_microbatch(i):
         (total, sums), grads = gradient(
-            rounded, microbatch(batch, i), base, model=model, plan=plan, cfg=cfg
+            rounded, microbatch(batch, i), base, shown, model=model, plan=plan, cfg=cfg
         )
         return {"total": total, **sums}, grads
 
@@ -275,7 +289,11 @@ def gradients(
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of_microbatch, 0)
     )
-    sums, grads = jax.lax.fori_loop(0, batch.used, add, zeros)
+    sums, (grads, of_table) = jax.lax.fori_loop(0, batch.used, add, zeros)
+    if shown:
+        of_table = jax.tree.map(lambda x, of: x.astype(of.dtype), of_table, shown)
+        (more,) = behind(of_table)
+        grads = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), grads, more)
     return grads, sums | told
 
 

@@ -231,6 +231,13 @@ def record(answer: Answer, prompt: list[int]) -> dict:
     }
 
 
+def answers_prompt(line: dict, prompt) -> bool:
+    """Returns whether a record answers a prompt: its ids, and its images as they are now."""
+    marks = [picture.mark for picture in pictures_of(prompt)]
+    had = [image["mark"] for image in line.get("images", [])]
+    return line.get("prompt_ids") == prompt and had == marks
+
+
 def images_of(prompt) -> dict:
     """Returns a prompt's images as a record has them: {} where there are none.
 

@@ -23,9 +23,10 @@ MEASURES = {
 
 
 def key_of(row: dict):
-    """Returns what two answers to one prompt have in common."""
-    ids = row.get("prompt_ids")
-    return tuple(ids) if ids else (row.get("id"), row.get("question"))
+    """Returns what two answers to one prompt have in common: its ids, and its images'."""
+    ids, shown = row.get("prompt_ids"), row.get("images") or ()
+    marks = tuple(str(x.get("mark")) for x in shown if isinstance(x, dict))
+    return (tuple(ids), marks) if ids else (row.get("id"), row.get("question"))
 
 
 def groups(rows: list[dict]) -> dict:

@@ -106,6 +106,11 @@ def test_answers_are_paired_by_prompt_and_in_order():
     assert compare.pairs(shared) == [(0, 1), (1, 3), (3, 0)]
 
 
+def test_the_same_words_about_another_image_are_another_prompt():
+    shown = [answer(prompt_ids=[1], images=[{"mark": mark}]) for mark in "aba"]
+    assert compare.common(shown, shown[1:]) == [([0, 2], [1]), ([1], [0])]
+
+
 def test_a_file_compared_with_itself_gives_zero_and_no_width():
     rows = [answer(prompt_ids=[i], reward=float(i % 2)) for i in range(20)]
     told = compare.summary(rows, rows, compare.common(rows, rows))

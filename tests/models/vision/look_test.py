@@ -1,6 +1,7 @@
 """Prompts with images, the tables that they are put into, and answers to them."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 from dllm_jax import config, data, generate, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import look, prompts, soft
+from dllm_jax.rl import learner, views
+from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers, looking, pages
 from dllm_jax.sampling.config import SamplerConfig
 from tests.models.vision import common
@@ -175,6 +178,17 @@ def test_an_image_is_seen_once(loaded, place, tmp_path):
     ]
 
 
+def test_a_record_answers_a_prompt_with_its_images_as_they_are(loaded, place):
+    prompt = asked(loaded, place, "A?", "0.png")
+    line = {"prompt_ids": list(prompt)} | answers.images_of(prompt)
+    assert answers.answers_prompt(line, prompt)
+    (picture,) = prompt.pictures
+    repainted = dataclasses.replace(picture, mark="other")
+    assert not answers.answers_prompt(line, prompts.Prompt(prompt, (repainted,)))
+    assert not answers.answers_prompt(line, prompt[:-1])
+    assert answers.answers_prompt({"prompt_ids": [1]}, [1])
+
+
 def test_pages_bear_the_images_names():
     ids = list(range(100, 116))
     plain = pages.page_names(ids, 8)
@@ -294,6 +308,51 @@ def test_a_gradient_reaches_projector_newline_and_tower(loaded, place):
         for name in parts:
             assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(grads[name]))
     assert not any(x.any() for x in jax.tree.leaves(gradient(params, frozen)["vision"]))
+
+
+def test_microbatches_share_one_pass_of_tower_and_projector(loaded, place):
+    cfg, params, _ = loaded
+    cfg = dataclasses.replace(cfg, train_tower=True)
+    some = [asked(loaded, place, "A?", "0.png"), asked(loaded, place, "B?", "1.png")]
+    table = look.Eyes(None, cfg, one_device()).look(some)
+    ids = [table.placed(prompt, cfg.vocab) for prompt in some]
+    width = max(map(len, ids)) + 3
+    rows_m1T = np.array([[x + [cfg.mask_id] * (width - len(x))] for x in ids], np.int32)
+    place_m1T = np.broadcast_to(np.arange(width, dtype=np.int32), rows_m1T.shape)
+    batch = views.TrainBatch(
+        used=np.int32(2),
+        tokens_BT=rows_m1T,
+        pos_BT=place_m1T,
+        begin_BT=np.zeros_like(rows_m1T),
+        end_BT=np.full_like(rows_m1T, width),
+        group_BT=np.full_like(rows_m1T, -1),
+        where_BU=place_m1T[:, :, -3:],
+        target_BU=np.array([[[9, 10, 11]], [[12, 13, 14]]], np.int32),
+        weight_BU=np.ones((2, 1, 3), np.float32),
+    )
+    batch = jax.tree.map(jnp.asarray, batch)
+    how = {
+        "model": cfg,
+        "plan": learner.Plan(("nll",), OptimConfig(), 1),
+        "cfg": ObjectiveConfig(),
+    }
+    base = {"seen": table.seen}
+
+    def alone(params):
+        parts = (learner.microbatch(batch, i) for i in range(2))
+        return sum(learner.loss(params, part, base, **how)[0] for part in parts)
+
+    together = functools.partial(learner.gradients, **how)
+    want, (found, _) = jax.jit(
+        lambda params: (jax.grad(alone)(params), together(params, batch, base))
+    )(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, want)
+    assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(found["vision"]))
+    # Only the projector has a GELU by erf: it is outside of the loop over microbatches.
+    jaxpr = jax.make_jaxpr(together)(params, batch, base)
+    loops = [x for x in jaxpr.eqns if x.primitive.name == "while"]
+    assert loops and "erf" in str(jaxpr)
+    assert not any("erf" in str(loop) for loop in loops)
 
 
 def test_settings_that_do_not_go_together():

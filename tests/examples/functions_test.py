@@ -1,7 +1,6 @@
 """Problems that examples make: their own programs pass their tests."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from dllm_jax.rl import rewards
 from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import code, sandbox
 from examples.functions import make
-from examples.puzzles import make as puzzles
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,36 +65,3 @@ def test_the_bundled_model_has_words_for_every_answer_of_its_data():
     ids = [tok(row["response"])["input_ids"] for row in heldout + train]
     assert max(map(len, ids)) <= 15
     assert not any(tok.unk_token_id in row for row in ids)
-
-
-@pytest.mark.parametrize("task", puzzles.TASKS)
-def test_responses_to_puzzles_are_right_and_no_two_are_the_same(task):
-    draw, field, _ = puzzles.TASKS[task]
-    rows = draw(40, 3)
-    assert rows == draw(40, 3) and len({row[field] for row in rows}) == 40
-    grader = rewards.grader({"sudoku": "sudoku", "sums": "math"}[task], RewardConfig())
-    asked = [data.Problem([1], "", row.get("answer", ""), row) for row in rows]
-    for problem in asked:
-        grader.check(problem)
-    texts = [row["response"] for row in rows]
-    assert (grader.grade(texts, asked, None).reward_n == 1).all()
-    others = texts[1:] + texts[:1]
-    assert (grader.grade(others, asked, None).reward_n == 0).all()
-
-
-def test_held_out_problems_that_are_trained_on_are_counted():
-    old, new = [{"puzzle": "1"}, {"puzzle": "2"}], [{"puzzle": "2"}, {"puzzle": "2"}]
-    assert puzzles.shared(new, old, "puzzle") == 2
-    assert puzzles.shared(old, new, "puzzle") == 1
-
-
-def test_the_bundled_sudoku_is_what_its_command_makes():
-    folder = pathlib.Path(puzzles.__file__).parent / "sudoku"
-    heldout, train = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").open()]
-        for name in ("heldout", "train")
-    )
-    assert puzzles.sudoku(300, seed=0) == (heldout + train)[:300]
-    assert (len(heldout), puzzles.shared(heldout, train, "puzzle")) == (256, 0)
-    size = sum(file.stat().st_size for file in (folder / "model").iterdir())
-    assert size < 1e6

@@ -1,0 +1,44 @@
+"""Puzzles that examples make: their responses are right, and what is bundled is told."""
+
+import json
+import pathlib
+
+import pytest
+
+from dllm_jax import data
+from dllm_jax.rl import rewards
+from dllm_jax.rl.config import RewardConfig
+from examples.puzzles import make as puzzles
+
+
+@pytest.mark.parametrize("task", puzzles.TASKS)
+def test_responses_to_puzzles_are_right_and_no_two_are_the_same(task):
+    draw, field, _ = puzzles.TASKS[task]
+    rows = draw(40, 3)
+    assert rows == draw(40, 3) and len({row[field] for row in rows}) == 40
+    grader = rewards.grader({"sudoku": "sudoku", "sums": "math"}[task], RewardConfig())
+    asked = [data.Problem([1], "", row.get("answer", ""), row) for row in rows]
+    for problem in asked:
+        grader.check(problem)
+    texts = [row["response"] for row in rows]
+    assert (grader.grade(texts, asked, None).reward_n == 1).all()
+    others = texts[1:] + texts[:1]
+    assert (grader.grade(others, asked, None).reward_n == 0).all()
+
+
+def test_held_out_problems_that_are_trained_on_are_counted():
+    old, new = [{"puzzle": "1"}, {"puzzle": "2"}], [{"puzzle": "2"}, {"puzzle": "2"}]
+    assert puzzles.shared(new, old, "puzzle") == 2
+    assert puzzles.shared(old, new, "puzzle") == 1
+
+
+def test_the_bundled_sudoku_is_what_its_command_makes():
+    folder = pathlib.Path(puzzles.__file__).parent / "sudoku"
+    heldout, train = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").open()]
+        for name in ("heldout", "train")
+    )
+    assert puzzles.sudoku(300, seed=0) == (heldout + train)[:300]
+    assert (len(heldout), puzzles.shared(heldout, train, "puzzle")) == (256, 0)
+    size = sum(file.stat().st_size for file in (folder / "model").iterdir())
+    assert size < 1e6
