@@ -38,6 +38,14 @@ RL_FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")
 PAIR_FIELDS = ("adv_BU",)
 
 
+class Notes(NamedTuple):
+    """What a step found of its rollouts, for people to look at."""
+
+    keep_n: np.ndarray  # which are learned from
+    adv_nT: np.ndarray  # of a trajectory's first row of noise, as are the values
+    value_nT: np.ndarray
+
+
 def of_rollouts(
     rollouts: Rollouts,
     rng: np.random.Generator,
@@ -50,11 +58,10 @@ def of_rollouts(
     pack: Callable,
     score: Callable,
     mesh,
-    note: Callable = list,
     critic: Ridge | None = None,
     longest: int = 0,
-) -> tuple[dict[str, float], list[TrainBatch]]:
-    """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
+) -> tuple[dict[str, float], list[TrainBatch], Notes | None]:
+    """Returns (metrics, one complete TrainBatch on the mesh per update, Notes) of an RL step.
 
     rng: shuffles the rollouts; noised: noise.noised of all of them.
     as_sampled: the noise is the trace itself. Only then are tokens scored in the
@@ -63,16 +70,15 @@ def of_rollouts(
     params: of the networks by name: "policy", and as configured "value", "reference".
     pack: views.pack, bound but for trace, noise and group_n.
     score: learner.score, bound but for params and batch.
-    note: told, for people to look at, (keep_n [n], advantages and values [n, T]): those of
-    a trajectory's first row of noise.
     critic: with rl.value="trace"; it judges these rollouts, and then learns from them.
     longest: tokens that an answer may have, for rl.truncated="soft".
-    There are no batches where rl.filter finds no group that teaches something.
+    There are no batches, and no Notes, where rl.filter finds no group that teaches
+    something.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
-        return metrics, []
+        return metrics, [], None
     earned = earnings(rollouts, keep_n, rl, longest)
 
     # From here on every array has a place for each row of noise.
@@ -93,14 +99,15 @@ def of_rollouts(
     )
     if critic is not None:
         critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
-    note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
+    notes = Notes(keep_n, adv_nT[::copies], scores.value_nT[::copies])
     solved_n = rollouts.solved_n[trajectory_n]
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
     fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics |= told_of(deals, scores, noised, rl, as_sampled=as_sampled)
     metrics |= adv_metrics | cap_metrics
     of_deals = zip(deals, scores.ahead, strict=True)
-    return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
+    made = [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
+    return metrics, made, notes
 
 
 def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> dict:
