@@ -1,6 +1,7 @@
 """Eight fake CPU devices and exact matmuls, set before JAX starts; the tiny model."""
 
 import os
+import sys
 import tempfile
 
 from tests.served import HASTY
@@ -15,6 +16,13 @@ os.environ["XLA_FLAGS"] = (
 if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+    # So is Python where nothing may be left beside its source: jax's alone takes seconds
+    # in each of the many processes that tests start.
+    if sys.dont_write_bytecode:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(COMPILED.name, "python")
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+        sys.dont_write_bytecode = False
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import hypothesis
@@ -39,7 +47,9 @@ def pytest_configure(config):
 
 # The files that take longest, in that order: with two workers, one that begins last
 # leaves the other idle.
-LONG = ("train", "policy", "learner", "engine", "attention", "denoise", "reference")
+LONG = ("train", "badinput", "engine", "learner", "generate", "denoise", "moe")
+LONG += ("experts", "eval", "attention", "placement", "sandbox", "looking", "math")
+LONG += ("trajectories",)
 
 
 def pytest_collection_modifyitems(items):
