@@ -29,21 +29,13 @@ from dllm_jax.rl.noise import Noise
 from dllm_jax.rl.objectives import LIMIT, OBJECTIVES
 from dllm_jax.rl.rewards import process
 from dllm_jax.rl.ridge import Ridge
-from dllm_jax.rl.rollout import Rollouts
+from dllm_jax.rl.rollout import Notes, Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
 
 # The optional fields of a TrainBatch that RL attaches, at least, and that DPO does.
 RL_FIELDS = ("adv_BU", "old_logp_BU", "ref_logp_BU", "ret_BU", "old_value_BU")
 PAIR_FIELDS = ("adv_BU",)
-
-
-class Notes(NamedTuple):
-    """What a step found of its rollouts, for people to look at."""
-
-    keep_n: np.ndarray  # which are learned from
-    adv_nT: np.ndarray  # of a trajectory's first row of noise, as are the values
-    value_nT: np.ndarray
 
 
 def of_rollouts(
@@ -99,15 +91,16 @@ def of_rollouts(
     )
     if critic is not None:
         critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
-    notes = Notes(keep_n, adv_nT[::copies], scores.value_nT[::copies])
     solved_n = rollouts.solved_n[trajectory_n]
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
     fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics |= told_of(deals, scores, noised, rl, as_sampled=as_sampled)
     metrics |= adv_metrics | cap_metrics
-    of_deals = zip(deals, scores.ahead, strict=True)
-    made = [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
-    return metrics, made, notes
+    made = [
+        attached(dealt, fields, mesh, ahead)
+        for dealt, ahead in zip(deals, scores.ahead, strict=True)
+    ]
+    return metrics, made, Notes(keep_n, adv_nT[::copies], scores.value_nT[::copies])
 
 
 def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> dict:

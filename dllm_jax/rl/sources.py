@@ -210,9 +210,7 @@ class RL:
         if notes and settings.rl.value == "none":
             notes = notes._replace(value_nT=None)  # there are none to look at
         if tools.samples:
-            rollout.write(
-                tools.folder, step, rollouts, problems, tools.samples, *(notes or ())
-            )
+            rollout.write(tools.folder, step, rollouts, problems, tools.samples, notes)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
             self.say_skipped(step, sampled)
