@@ -1,5 +1,6 @@
 """Eight fake CPU devices and exact matmuls, set before JAX starts; the tiny model."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -36,6 +37,8 @@ from dllm_jax.models.config import ModelConfig
 from tests import properties
 
 hypothesis.settings.load_profile("test")  # `make soak` names another
+# Looking for garbage among what tracing makes took a fourteenth of some tests' time.
+gc.set_threshold(50_000, 20, 20)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -70,6 +73,7 @@ def compiled():
     """
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
