@@ -115,7 +115,7 @@ class Policy:
     def batch(self, number: int, rollouts, value: str, lam: float, critic):
         """Returns (metrics, the batch) of a minibatch, or (.., None): nothing to learn."""
         rl = dataclasses.replace(self.settings.rl, value=value, lam=lam)
-        told, made = batches.of_rollouts(
+        told, made, _ = batches.of_rollouts(
             rollouts,
             np.random.default_rng([self.settings.seed, number]),
             rl=rl,

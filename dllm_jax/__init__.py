@@ -110,6 +110,9 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/rewards/code.py           from records of many formats to a share of tests
     statistics.py                intervals, pass@k, maj@k, AUP: plain numpy
     rl/scores.py                 what an evaluation found, with its intervals
+    data/prompts.py              from records to problems: texts and conversations to ids
+    data/conversations.py        from records to answers that are learned
+    data/stream.py               which items come next
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/puzzles.py        puzzles judged by their rules

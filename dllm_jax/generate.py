@@ -43,6 +43,7 @@ from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import codes
+from dllm_jax.records import records
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
 
@@ -190,7 +191,7 @@ def read(path: str, tok, vocab: int, reader=None) -> tuple[list[list[int]], list
     read is said, and has no prompt: it will be skipped. Raises ValueError naming the record that has none of these fields, and the one
     whose ids are not a list of ids below `vocab`.
     """
-    rows = data.records(path)
+    rows = records(path)
     prompts = [[] for _ in rows]
     looker = data.Looker(reader, path, data.DataConfig())
     for number, row, shown in looker.rows():

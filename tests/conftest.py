@@ -1,6 +1,8 @@
 """Eight fake CPU devices and exact matmuls, set before JAX starts; the tiny model."""
 
+import gc
 import os
+import sys
 import tempfile
 
 from tests.served import HASTY
@@ -16,6 +18,13 @@ os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: sharding.spare_th
 if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+    # So is Python where nothing may be left beside its source: jax's alone takes seconds
+    # in each of the many processes that tests start.
+    if sys.dont_write_bytecode:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(COMPILED.name, "python")
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+        sys.dont_write_bytecode = False
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import hypothesis
@@ -29,6 +38,8 @@ from dllm_jax.models.config import ModelConfig
 from tests import properties
 
 hypothesis.settings.load_profile("test")  # `make soak` names another
+# Looking for garbage among what tracing makes took a fourteenth of some tests' time.
+gc.set_threshold(50_000, 20, 20)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -40,7 +51,9 @@ def pytest_configure(config):
 
 # The files that take longest, in that order: with two workers, one that begins last
 # leaves the other idle.
-LONG = ("train", "policy", "learner", "engine", "attention", "denoise", "reference")
+LONG = ("train", "badinput", "engine", "learner", "generate", "denoise", "moe")
+LONG += ("experts", "eval", "attention", "placement", "sandbox", "looking", "math")
+LONG += ("trajectories",)
 
 
 def pytest_collection_modifyitems(items):
@@ -61,6 +74,7 @@ def compiled():
     """
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

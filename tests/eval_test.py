@@ -17,9 +17,15 @@ from tests import served
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 
 
-def run(*args, program="eval"):
+def on(devices: int) -> dict:
+    """Returns the environment of a command on so many fake devices."""
+    flags = f"{served.HASTY} --xla_force_host_platform_device_count={devices}"
+    return {"XLA_FLAGS": flags}
+
+
+def run(*args, program="eval", devices=1):
     """Returns the finished command."""
-    return served.run(f"dllm_jax.{program}", [*args])
+    return served.run(f"dllm_jax.{program}", [*args], env=on(devices))
 
 
 def test_the_bundled_model(tmp_path):
@@ -29,6 +35,7 @@ def test_the_bundled_model(tmp_path):
         "--config.eval.problems=8",
         "--config.eval.answers=2",
         "--config.sampler.rows=16",
+        devices=8,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "eval.json").read_text())
@@ -199,7 +206,7 @@ def test_settings_of_a_sweep():
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     flags = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}"]
     flags += ["--config.sampler.rows=4", "--config.eval.problems=32"]
-    under_way = served.start("dllm_jax.eval", flags)
+    under_way = served.start("dllm_jax.eval", flags, env=on(1))
     file = tmp_path / "eval.jsonl"
     while not (file.exists() and file.stat().st_size):
         assert under_way.poll() is None, under_way.communicate()
@@ -211,7 +218,7 @@ def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     assert f"start the same command again to go on in {tmp_path}" in told
     kept = len(file.read_text().splitlines())
     assert 0 < kept < 96
-    done = served.run("dllm_jax.eval", flags)
+    done = served.run("dllm_jax.eval", flags, env=on(1))
     assert f"{kept} of 96 answers are there, and stay" in done.stderr
     assert len(file.read_text().splitlines()) == 96
 

@@ -29,7 +29,9 @@ PRELOAD = [
     *("dllm_jax.checkpoint", "dllm_jax.curves", "dllm_jax.command_line"),
     *("dllm_jax.rl.budget", "dllm_jax.rl.heldout", "dllm_jax.rl.sources"),
     *("matplotlib.pyplot", "orbax.checkpoint", "transformers", "tests.served"),
-    "transformers.models.auto.tokenization_auto",
+    *("transformers.models.auto.tokenization_auto", "jaxlib.mlir.dialects.mhlo"),
+    *("dllm_jax.rl.best", "dllm_jax.rl.guard", "dllm_jax.rl.rewards.worker"),
+    *("dllm_jax.trackers", "dllm_jax.viewer.leave"),
 ]
 # As data.tokenizer has it, which imports transformers only when it is called.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

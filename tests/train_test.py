@@ -17,6 +17,7 @@ from dllm_jax import convert, exits, metrics, sharding
 from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
+MODEL = ROOT / "examples" / "arithmetic" / "model"
 STEPS = 4
 # Compiling takes most of a short run's time.
 FLAGS = f"{served.HASTY} --xla_force_host_platform_device_count="
@@ -151,9 +152,7 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
     assert not (whole / "lock").exists()
     log = (whole / "run.log").read_text()
     assert "step 4/4" in log and "exported to" in log
-    start = safetensors.numpy.load_file(
-        ROOT / "examples/arithmetic/model/model.safetensors"
-    )
+    start = safetensors.numpy.load_file(MODEL / "model.safetensors")
     got = safetensors.numpy.load_file(whole / "export/model.safetensors")
     assert any((got[name] != x).any() for name, x in start.items())  # it has learned
 
@@ -166,7 +165,7 @@ def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
     rates = {f"tokens_per_second/{p}" for p in ("rollout", "reward", "score", "update")}
     sampling = {"tokens_per_second/rollout", "tokens_per_second/reward"}
     for folder, wanted in ((whole, rates), (others["none"][0], sampling)):
-        for row in metrics.history(folder)[1:]:
+        for row in metrics.history(folder)[-2:]:
             assert wanted == {n for n in row if n.startswith("tokens_per_second/")}
 
 
@@ -197,32 +196,6 @@ def test_killed_between_a_checkpoint_and_its_row(command, whole, tmp_path):
     same(folder, whole)
 
 
-def test_killed_and_resumed_is_bit_for_bit(command, whole, tmp_path):
-    folder = tmp_path / "run"
-    run = command(folder)
-    until(run, folder / "checkpoints" / "1")
-    second = command(folder)  # while the first one is there
-    assert f"error: {folder} is in use by pid {run.process.pid} on" in end(second, 2)
-    until(run, folder / "samples" / "step_000003.jsonl")
-    run.kill()
-    end(run, -signal.SIGKILL)
-    assert rows(folder)[-1]["step"] in (2, 3)
-    # A line in the middle is lost, too; its checkpoint is gone.
-    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
-    (folder / "metrics.jsonl").write_bytes(b"\n".join([b"\xff", *lines[1:]]))
-    told = end(command(folder))
-    assert f"resuming {folder} after step" in told
-    assert f"taken over from pid {run.process.pid} on" in told
-    assert "metrics.jsonl: left out as damaged: line 1\n" in told
-    text = (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(lines[0] + b"\n" + text)
-    same(folder, whole)
-    assert [x["ended"] for x in attempts(folder)] == [
-        "killed, or its machine was lost",
-        "done",
-    ]
-
-
 LEVERS = (
     "rl.value=trace",
     "rl.max_prompts=6",
@@ -241,17 +214,33 @@ LEVERS = (
 )
 
 
-def test_levers_that_remember_are_resumed_bit_for_bit(command, tmp_path):
+def test_killed_and_resumed_with_all_that_remembers_is_bit_for_bit(command, tmp_path):
     """A critic, problems that rest, a best checkpoint: all of it is in the checkpoint."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     told = end(command(whole, *LEVERS))
     assert "warning: step 1: entropy" in told
     run = command(folder, *LEVERS)
+    until(run, folder / "checkpoints" / "1")
+    second = command(folder, *LEVERS)  # while the first one is there
+    assert f"error: {folder} is in use by pid {run.process.pid} on" in end(second, 2)
     until(run, folder / "samples" / "step_000003.jsonl")
     run.kill()
     end(run, -signal.SIGKILL)
-    end(command(folder, *LEVERS))
+    assert rows(folder)[-1]["step"] in (2, 3)
+    # A line in the middle is lost, too; its checkpoint is gone.
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([b"\xff", *lines[1:]]))
+    resumed = end(command(folder, *LEVERS))
+    assert f"resuming {folder} after step" in resumed
+    assert f"taken over from pid {run.process.pid} on" in resumed
+    assert "metrics.jsonl: left out as damaged: line 1\n" in resumed
+    text = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(lines[0] + b"\n" + text)
     same(folder, whole)
+    assert [x["ended"] for x in attempts(folder)] == [
+        "killed, or its machine was lost",
+        "done",
+    ]
     written = rows(whole)
     accuracy = [row["heldout_accuracy"] for row in written]
     best = accuracy.index(max(accuracy))
@@ -282,7 +271,7 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
             "eval.every=1",
             "policy_optim.lr=1e-3",
             "rl.value_all=true",
-            "rl.value_path=examples/arithmetic/model",
+            f"rl.value_path={MODEL}",
             "run.export_value=true",
             "rl.min_solved=0.3",
         )
@@ -291,7 +280,7 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     first, *_, last = rows(tmp_path)[1:]
     assert "grad_norm" not in first and first["value_grad_norm"] > 0
     assert last["grad_norm"] > 0
-    start = safetensors.numpy.load_file("examples/arithmetic/model/model.safetensors")
+    start = safetensors.numpy.load_file(MODEL / "model.safetensors")
     exported = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")
     for key, x in start.items():  # what was best is what it began with
         np.testing.assert_array_equal(exported[key], x, err_msg=key)
@@ -342,7 +331,7 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     same(folder, whole)
 
 
-LORA = ("model.lora_rank=4", "data.heldout=", "policy_optim.lr=1e-2")
+LORA = ("model.lora_rank=4", "data.heldout=", "policy_optim.lr=1e-2", "rl.value=head")
 
 
 def pairs(path: pathlib.Path) -> pathlib.Path:
@@ -440,15 +429,12 @@ def test_models_that_judge_are_counted_and_resumed_bit_for_bit(command, tmp_path
 def others(command, tmp_path_factory):
     """Folders of short runs by name, with what they printed; they ran side by side."""
     folder = tmp_path_factory.mktemp("others")
-    two = ("rl.steps=2", "eval.every=2")
+    few = ("rl.min_solved=0.99", "rl.max_solved=0.995", "data.heldout=", "rl.steps=2")
     runs = {
-        "none": command(
-            folder / "none", *two, "rl.min_solved=0.99", "rl.max_solved=0.995"
-        ),
-        "head": command(folder / "head", *two, "rl.value=head", "rl.updates=1"),
+        "none": command(folder / "none", *few),
         "sft": command(
             folder / "sft",
-            "model.path=examples/arithmetic/model",
+            f"model.path={MODEL}",
             "sft.steps=2",
             "sft.examples=16",
             "sampler.rows=16",
@@ -456,7 +442,7 @@ def others(command, tmp_path_factory):
         ),
         "dpo": command(
             folder / "dpo",
-            "model.path=examples/arithmetic/model",
+            f"model.path={MODEL}",
             f"data.train={pairs(folder / 'pairs.jsonl')}",
             "data.heldout=",
             "sft.steps=6",
@@ -488,17 +474,16 @@ def test_no_group_left_is_reported_and_the_run_goes_on(others):
     folder, told = others["none"]
     for step in (1, 2):
         assert f"step {step}: no group is solvable" in told
-    assert [row["step"] for row in rows(folder)] == [0, 1, 2]
-    assert rows(folder)[1]["groups_kept"] == 0
-    start = ROOT / "examples/arithmetic/model"
-    want = safetensors.numpy.load_file(start / "model.safetensors")
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert rows(folder)[0]["groups_kept"] == 0
+    want = safetensors.numpy.load_file(MODEL / "model.safetensors")
     got = safetensors.numpy.load_file(folder / "export/model.safetensors")
     for name, x in want.items():
         np.testing.assert_array_equal(got[name], x)
 
 
 def test_the_value_may_be_a_head_on_the_policy(others):
-    folder, _ = others["head"]
+    folder, _ = others["lora"]
     last = rows(folder)[-1]
     assert last["step"] == 2
     assert np.isfinite(last["value_loss"])
@@ -568,7 +553,9 @@ def test_rl_with_full_attention(full, kind):
 
 def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_path):
     folder, told = others["lora"]
-    assert re.search(r": [\d,]+ parameters beside 619,584 frozen ones on", told)
+    start = safetensors.numpy.load_file(MODEL / "model.safetensors")
+    frozen = sum(x.size for x in start.values())
+    assert re.search(rf": [\d,]+ parameters beside {frozen:,} frozen ones on", told)
     assert rows(folder)[0]["logprob_gap_max"] < 1e-4
     resumed = shutil.copytree(folder, tmp_path / "resumed")
     shutil.rmtree(resumed / "checkpoints/2")  # as if it had been killed before
@@ -576,14 +563,12 @@ def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_pa
     assert f"resuming {resumed} after step 1" in told
     same(resumed, folder)
     size = sum(f.stat().st_size for f in (folder / "checkpoints/2/state").rglob("*"))
-    assert size < 619_584 * 4  # no copy of the weights that stay
+    assert size < frozen * 4  # no copy of the weights that stay
 
-    like = ROOT / "examples/arithmetic/model"
-    start = safetensors.numpy.load_file(like / "model.safetensors")
     got = safetensors.numpy.load_file(folder / "export/model.safetensors")
     for name, x in start.items():
         assert (got[name] != x).any() == name.endswith("proj.weight"), name
-    convert.main(["to-hf", str(folder), str(tmp_path / "out"), f"--like={like}"])
+    convert.main(["to-hf", str(folder), str(tmp_path / "out"), f"--like={MODEL}"])
     out = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     for name, x in got.items():
         np.testing.assert_allclose(out[name], x, atol=1e-8, err_msg=name)
@@ -618,7 +603,10 @@ def test_bad_flags_end_in_one_line(args, message):
 
 
 def test_what_cannot_fit_is_refused_before_it_is_made(command, tmp_path):
-    told = end(command(tmp_path / "run", "sampler.pages=10000000"), 2)
+    # Of one recomputation: what is tried before it is refused is budget_test's.
+    told = end(
+        command(tmp_path / "run", "sampler.pages=10000000", "model.remat=none"), 2
+    )
     assert "error: rollout needs" in told and "Traceback" not in told
     assert "lower sampler.rows or sampler.pages" in told
     assert not (tmp_path / "run").exists()
@@ -663,9 +651,7 @@ def test_a_run_keeps_the_defaults_that_it_began_with(command, whole, tmp_path):
 def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(
     command, tmp_path
 ):
-    start = shutil.copytree(
-        ROOT / "examples" / "arithmetic" / "model", tmp_path / "run" / "export"
-    )
+    start = shutil.copytree(MODEL, tmp_path / "run" / "export")
     before = {file.name: file.read_bytes() for file in start.iterdir()}
     told = end(command(tmp_path / "run", f"model.path={start}"), 2)
     assert f"error: cannot export to {start}: the original" in told
@@ -678,9 +664,7 @@ def test_must_resume_wants_a_checkpoint(command, tmp_path):
 
 
 def test_an_autoregressive_model_becomes_one_that_fills_blocks(command, tmp_path):
-    folder = shutil.copytree(
-        ROOT / "examples" / "arithmetic" / "model", tmp_path / "ar"
-    )
+    folder = shutil.copytree(MODEL, tmp_path / "ar")
     told = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3"}
     mask = told.pop("mask_token_id")
     del told["block_size"]

@@ -29,7 +29,7 @@ from dllm_jax.rl.noise import Noise
 from dllm_jax.rl.objectives import LIMIT, OBJECTIVES
 from dllm_jax.rl.rewards import process
 from dllm_jax.rl.ridge import Ridge
-from dllm_jax.rl.rollout import Rollouts
+from dllm_jax.rl.rollout import Notes, Rollouts
 from dllm_jax.rl.views import Source, TrainBatch
 from dllm_jax.sampling.state import Trace
 
@@ -50,11 +50,10 @@ def of_rollouts(
     pack: Callable,
     score: Callable,
     mesh,
-    note: Callable = list,
     critic: Ridge | None = None,
     longest: int = 0,
-) -> tuple[dict[str, float], list[TrainBatch]]:
-    """Returns (metrics, one complete TrainBatch on the mesh per update) of an RL step.
+) -> tuple[dict[str, float], list[TrainBatch], Notes | None]:
+    """Returns (metrics, one complete TrainBatch on the mesh per update, Notes) of an RL step.
 
     rng: shuffles the rollouts; noised: noise.noised of all of them.
     as_sampled: the noise is the trace itself. Only then are tokens scored in the
@@ -63,16 +62,15 @@ def of_rollouts(
     params: of the networks by name: "policy", and as configured "value", "reference".
     pack: views.pack, bound but for trace, noise and group_n.
     score: learner.score, bound but for params and batch.
-    note: told, for people to look at, (keep_n [n], advantages and values [n, T]): those of
-    a trajectory's first row of noise.
     critic: with rl.value="trace"; it judges these rollouts, and then learns from them.
     longest: tokens that an answer may have, for rl.truncated="soft".
-    There are no batches where rl.filter finds no group that teaches something.
+    There are no batches, and no Notes, where rl.filter finds no group that teaches
+    something.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
     if not keep_n.any():
-        return metrics, []
+        return metrics, [], None
     earned = earnings(rollouts, keep_n, rl, longest)
 
     # From here on every array has a place for each row of noise.
@@ -93,14 +91,16 @@ def of_rollouts(
     )
     if critic is not None:
         critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
-    note((keep_n, adv_nT[::copies], scores.value_nT[::copies]))
     solved_n = rollouts.solved_n[trajectory_n]
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
     fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
     metrics |= told_of(deals, scores, noised, rl, as_sampled=as_sampled)
     metrics |= adv_metrics | cap_metrics
-    of_deals = zip(deals, scores.ahead, strict=True)
-    return metrics, [attached(dealt, fields, mesh, ahead) for dealt, ahead in of_deals]
+    made = [
+        attached(dealt, fields, mesh, ahead)
+        for dealt, ahead in zip(deals, scores.ahead, strict=True)
+    ]
+    return metrics, made, Notes(keep_n, adv_nT[::copies], scores.value_nT[::copies])
 
 
 def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> dict:

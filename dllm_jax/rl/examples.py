@@ -30,13 +30,52 @@ from dllm_jax.rl.step import (
 from dllm_jax.rl.views import TrainBatch
 
 
-class Forgetful:
-    """What has nothing to remember but its place in the data, and one network to train."""
+class FromExamples:
+    """What SFT and the sources of pairs share: items of data.train, each with new noise.
+
+    An item is `each` rows of the examples, which follow each other. Nothing is remembered
+    but the place in the data, and one network is trained.
+    """
+
+    samples, reference, updates = False, False, 1
+    each = 1
+    term = "nll"  # of its objective: see learner.Plan
+    fields: tuple[str, ...] = ()  # the optional ones of its batches
+    compare = None  # how the answers of pairs are told apart: see batches.of_examples
+
+    @classmethod
+    def plans(cls, settings: Settings) -> dict[str, learner.Plan]:
+        """Returns the Plan of the policy."""
+        return networks.plans(
+            cls.term,
+            "none",
+            settings.policy_optim,
+            settings.value_optim,
+            updates=settings.sft_steps,
+        )
+
+    def __init__(self, settings: Settings, tools: Tools):
+        self.settings, self.tools = settings, tools
+        self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
+        self.objective = settings.objective
+        self.examples, self.sizes, self.weights = read_examples(
+            settings, tools, each=self.each
+        )
+        self.pack = packer(
+            settings,
+            tools.say,
+            trajectories=self.each * settings.sft_examples,
+            longest=int(self.examples.len_B.max()),
+            most_steps=most_steps(self.examples, settings),
+        )
 
     @property
     def memory(self) -> dict:
         """What was learned from earlier steps: nothing."""
         return {}
+
+    def recall(self, memory: dict) -> None:
+        """Puts back what `memory` was: nothing."""
 
     def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
@@ -46,86 +85,58 @@ class Forgetful:
         """Returns whether a step's other updates are left out: there are none."""
         return False
 
-    def recall(self, memory: dict) -> None:
-        """Puts back what `memory` was: nothing."""
-
-
-class SFT(Forgetful):
-    """Supervised fine-tuning: prompts with the answers to learn."""
-
-    samples, reference, updates = False, False, 1
-
-    @staticmethod
-    def plans(settings: Settings) -> dict[str, learner.Plan]:
-        """Returns the policy's Plan."""
-        return plans_of_examples(settings, "nll")
-
-    def __init__(self, settings: Settings, tools: Tools):
-        self.settings, self.tools = settings, tools
-        self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
-        self.objective = settings.objective
-        self.examples, self.sizes, self.weights = read_examples(
-            settings, tools, pairs=False
-        )
-        self.pack = packer(
-            settings,
-            tools.say,
-            trajectories=settings.sft_examples,
-            longest=int(self.examples.len_B.max()),
-            most_steps=most_steps(self.examples, settings),
-        )
-
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
-        return blank(self.settings, self.tools, self.pack, ())
+        return blank(self.settings, self.tools, self.pack, self.fields)
 
     def batches(self, step, taken, weights: Weights, score) -> StepBatches:
-        """Draws new noise for the examples that come next."""
+        """Draws new noise, of this step's own, for the items that come next.
+
+        The answers of pairs are scored by the networks, to be compared.
+        """
+        settings = self.settings
         chosen = in_order(
-            self.settings, self.sizes, taken, self.taken_per_step, self.weights
+            settings, self.sizes, taken, self.taken_per_step, self.weights
         )
-        return noised_batch(self, step, chosen)
+        row_n = batches.rows_of(chosen, self.each)
+        pictures = self.examples.pictures
+        shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
+        table = self.tools.look(shown)
+        examples = placed(self.examples, row_n, table, settings.model.vocab)
+        if self.compare is None:
+            score = None
+        else:
+            score = functools.partial(score, seeing(weights, table).scoring())
+        rng = np.random.default_rng([settings.seed, step])
+        metrics, complete = batches.of_examples(
+            examples,
+            noised=noise.noised(examples, settings.noise, settings.layout, rng),
+            copies=settings.noise.copies,
+            pack=self.pack,
+            mesh=self.tools.mesh,
+            score=score,
+            compare=self.compare,
+        )
+        return StepBatches(metrics, complete, table=table)
 
 
-class DPO(Forgetful):
+class SFT(FromExamples):
+    """Supervised fine-tuning: prompts with the answers to learn."""
+
+
+class DPO(FromExamples):
     """Direct preference optimization on evidence bounds (VRPO): pairs of answers.
 
     A pair is two neighbouring rows of the examples: the chosen answer, then the rejected.
     """
 
-    samples, reference, updates = False, True, 1
-
-    @staticmethod
-    def plans(settings: Settings) -> dict[str, learner.Plan]:
-        """Returns the policy's Plan."""
-        return plans_of_examples(settings, "dpo")
+    reference = True
+    each, term, fields = 2, "dpo", batches.PAIR_FIELDS
 
     def __init__(self, settings: Settings, tools: Tools):
-        self.settings, self.tools = settings, tools
-        self.steps, self.taken_per_step = settings.sft_steps, settings.sft_examples
+        super().__init__(settings, tools)
         # The reference is in the factors of the gradient, not in its objective.
         self.objective = dataclasses.replace(settings.objective, reference_beta=0.0)
-        self.examples, sizes, self.weights = read_examples(settings, tools, pairs=True)
-        self.sizes = [size // 2 for size in sizes]
-        self.pack = packer(
-            settings,
-            tools.say,
-            trajectories=2 * settings.sft_examples,
-            longest=int(self.examples.len_B.max()),
-            most_steps=most_steps(self.examples, settings),
-        )
-
-    def blank(self) -> TrainBatch:
-        """Returns the shapes of every batch."""
-        return blank(self.settings, self.tools, self.pack, batches.PAIR_FIELDS)
-
-    def batches(self, step, taken, weights: Weights, score) -> StepBatches:
-        """Draws new noise for the pairs that come next; policy and reference score it."""
-        chosen = in_order(
-            self.settings, self.sizes, taken, self.taken_per_step, self.weights
-        )
-        rows = batches.rows_of(chosen, 2)
-        return noised_batch(self, step, rows, weights, score, self.compare)
 
     def compare(self, outputs, share_nT, len_n):
         """Returns bounds.preference_factors of what policy and reference say."""
@@ -143,11 +154,7 @@ class Ranking(DPO):
     """A reward model: the same pairs, of which its value head tells the better answer."""
 
     reference = False
-
-    @staticmethod
-    def plans(settings: Settings) -> dict[str, learner.Plan]:
-        """Returns the Plan of the network, which has a value head alone."""
-        return plans_of_examples(settings, "ranking")
+    term = "ranking"  # the network has a value head alone
 
     def __init__(self, settings: Settings, tools: Tools):
         # An answer's end is where it is judged: nothing is learned after it.
@@ -159,21 +166,10 @@ class Ranking(DPO):
         return bounds.ranking_factors(outputs["policy"]["value"], share_nT)
 
 
-def plans_of_examples(settings: Settings, term: str) -> dict[str, learner.Plan]:
-    """Returns the Plan of a policy that learns from examples by one objective."""
-    return networks.plans(
-        term,
-        "none",
-        settings.policy_optim,
-        settings.value_optim,
-        updates=settings.sft_steps,
-    )
+def read_examples(settings: Settings, tools: Tools, *, each: int):
+    """Returns (examples of data.train, how many items each file has, the files' weights).
 
-
-def read_examples(settings: Settings, tools: Tools, *, pairs: bool):
-    """Returns (examples of data.train, how many each file has, the files' weights).
-
-    Says how many are left out.
+    each: rows of an item, 2 for pairs. Says how many records are left out.
     """
     weights, files, left_out = data.mixture(settings.data.train), [], 0
     for path in weights:
@@ -187,7 +183,7 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool):
             mask=settings.model.mask_id,
             block=settings.sampler.block,
             slots=settings.sampler.slots,
-            pairs=pairs,
+            pairs=each == 2,
             traced=settings.noise.kind == "trace",
             reader=tools.reader,
             drawn=settings.model.drawn,
@@ -195,12 +191,11 @@ def read_examples(settings: Settings, tools: Tools, *, pairs: bool):
         )
         files.append(examples)
         left_out += dropped
-    sizes = [len(file.len_B) for file in files]
-    count = settings.sft_examples * (2 if pairs else 1)
+    rows = [len(file.len_B) for file in files]
     examples = joined(files)
-    check_tiles(examples.pictures, count, settings, tools)
-    tools.say(f"{sum(sizes)} examples, {left_out} empty or too long and left out")
-    return examples, sizes, list(weights.values())
+    check_tiles(examples.pictures, settings.sft_examples * each, settings, tools)
+    tools.say(f"{sum(rows)} examples, {left_out} empty or too long and left out")
+    return examples, [count // each for count in rows], list(weights.values())
 
 
 def joined(files: list[data.Examples]) -> data.Examples:
@@ -228,36 +223,3 @@ def most_steps(examples: data.Examples, settings: Settings) -> int:
     if settings.noise.kind != "trace":
         return int(examples.len_B.max())
     return max(np.unique(step_T[step_T > 0]).size for step_T in examples.step_BT)
-
-
-def noised_batch(
-    source,
-    step: int,
-    row_n,
-    weights: Weights | None = None,
-    score=None,
-    compare=None,
-) -> StepBatches:
-    """Returns the batch of a source's examples with noise of this step's own.
-
-    row_n: which of its examples. weights, score: the networks, and learner.score, where the
-    examples are pairs; compare: how these are told apart. See batches.of_examples.
-    """
-    settings = source.settings
-    pictures = source.examples.pictures
-    shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
-    table = source.tools.look(shown)
-    examples = placed(source.examples, row_n, table, settings.model.vocab)
-    if weights is not None:
-        score = functools.partial(score, seeing(weights, table).scoring())
-    rng = np.random.default_rng([settings.seed, step])
-    metrics, complete = batches.of_examples(
-        examples,
-        noised=noise.noised(examples, settings.noise, settings.layout, rng),
-        copies=settings.noise.copies,
-        pack=source.pack,
-        mesh=source.tools.mesh,
-        score=score,
-        compare=compare,
-    )
-    return StepBatches(metrics, complete, table=table)

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -247,25 +248,31 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+class Notes(NamedTuple):
+    """What a step found of its rollouts, for people to look at."""
+
+    keep_n: np.ndarray  # which are learned from
+    adv_nT: np.ndarray  # of a trajectory's first row of noise, as are the values
+    value_nT: np.ndarray | None  # None where no network tells them
+
+
 def write(
     folder: pathlib.Path,
     step: int,
     rollouts: Rollouts,
     problems: list[Problem],
     count: int,
-    keep_n=None,
-    adv_nT=None,
-    value_nT=None,
+    notes: Notes | None = None,
 ):
     """Writes `count` of a step's rollouts with their traces, spread over its problems.
 
-    keep_n: which of them are learned from; of these each token's advantage and value are
-    written, too. value_nT: None where there is no network that tells them.
+    notes: of those that are learned from, each token's advantage and value are written,
+    too.
     """
     path = folder / "samples" / f"step_{step:06d}.jsonl"
     records = as_records(rollouts, problems)
-    told = {"advantage": adv_nT, "value": value_nT}
-    for i in () if keep_n is None else np.flatnonzero(keep_n).tolist():
+    told = {"advantage": notes.adv_nT, "value": notes.value_nT} if notes else {}
+    for i in np.flatnonzero(notes.keep_n).tolist() if notes else ():
         first = rollouts.trace.prompt_len_B[i]
         end = first + rollouts.trace.len_B[i]
         for name, x_nT in told.items():

@@ -183,7 +183,7 @@ class RL:
                 keep_n = batches.teaching(rollouts, settings.rl)
                 rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
             metrics |= process.summary(rollouts.chunks)
-        told, dropped = [], []
+        dropped = []
         table = tools.look([x.prompt_ids for x in problems])
         with tools.timer("score"):
             how = {
@@ -198,20 +198,19 @@ class RL:
                 "longest": settings.sampler.max_new,
                 "objective": settings.objective,
             }
-            learned, complete = batches.of_rollouts(
+            learned, complete, notes = batches.of_rollouts(
                 judged(rollouts, settings.rl),
                 rng,
                 as_sampled=settings.as_sampled,
-                note=told.extend,
                 critic=self.critic,
                 **how,
             )
             if settings.rl.value_all and complete:
                 dropped = batches.of_dropped(judged(rollouts, settings.rl), rng, **how)
-        if told and settings.rl.value == "none":
-            told[-1] = None  # there are no values to look at
+        if notes and settings.rl.value == "none":
+            notes = notes._replace(value_nT=None)  # there are none to look at
         if tools.samples:
-            rollout.write(tools.folder, step, rollouts, problems, tools.samples, *told)
+            rollout.write(tools.folder, step, rollouts, problems, tools.samples, notes)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
             self.say_skipped(step, sampled)

@@ -56,6 +56,10 @@ def widened(x):
 
 
 SPECIFIED = jax.jit(reference.paged_attention)
+OF_ANY = jax.jit(
+    functools.partial(pallas_kernels.paged_attention, implementation="any")
+)
+OF_CHUNKS = jax.jit(pallas_kernels.chunk_attention)
 
 
 # One block computes with one warpgroup; with two, in two tiles of its queries.
@@ -98,8 +102,7 @@ def test_no_more_pages_are_read_than_rows_hold(width):
     behind_BA = jnp.arange(A)[None] >= cut
     page = jnp.where(behind_BA, table_BA, len(pages[0][0]))
     spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
-    run = functools.partial(pallas_kernels.paged_attention, implementation="any")
-    found = jax.jit(run)(q, spoilt, *at, k, v)
+    found = OF_ANY(q, spoilt, *at, k, v)
     np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
 
 
@@ -115,8 +118,7 @@ def test_chunks_read_no_more_pages_than_they_see(reach):
     behind_BA = jnp.arange(A)[None] >= 1 << (reach - 1).bit_length()
     page = jnp.where(behind_BA, table_BA, len(pages[0][0]))
     spoilt = tuple(x.at[:, page].set(jnp.nan, mode="drop") for x in pages)
-    run = jax.jit(pallas_kernels.chunk_attention)
-    found = run(q, spoilt, layer, table_BA, seen)
+    found = OF_CHUNKS(q, spoilt, layer, table_BA, seen)
     np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
 
 

@@ -63,7 +63,7 @@ def made(off, rl=RL, as_sampled=True):
         zeros = np.zeros_like(logp_mBU)
         return {name: {"logp": logp_mBU, "entropy": zeros, "value": zeros}}
 
-    metrics, out = batches.of_rollouts(
+    metrics, out, _ = batches.of_rollouts(
         sampled,
         np.random.default_rng(0),
         rl=rl,

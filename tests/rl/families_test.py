@@ -39,7 +39,7 @@ def step_batch(model, plans, params, mesh):
         layout=layout,
         cfg=shape,
     )
-    metrics, (batch,) = batches.of_rollouts(
+    metrics, (batch,), _ = batches.of_rollouts(
         rollouts,
         np.random.default_rng(0),
         rl=RLConfig(prompts=2, group=4, value="head"),

@@ -148,7 +148,7 @@ def step(critic, rl):
         zeros = np.zeros(batch.where_BU.shape, np.float32)
         return {"policy": {"logp": zeros, "entropy": zeros}}
 
-    made = batches.of_rollouts(
+    metrics, made, _ = batches.of_rollouts(
         sampled,
         np.random.default_rng(0),
         rl=rl,
@@ -162,7 +162,7 @@ def step(critic, rl):
         critic=critic,
     )
     assert set(asked) == {"policy"}  # there is no network to score
-    return made
+    return metrics, made
 
 
 def test_a_step_is_judged_before_it_is_learned_from():

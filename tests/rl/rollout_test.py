@@ -344,14 +344,16 @@ def test_samples_tell_the_advantages_of_what_is_learned_from(mesh, tmp_path):
     )
     keep_n = np.arange(n) == 2
     adv_nT = np.arange(n * slots, dtype=np.float32).reshape(n, slots) / 3
-    rollout.write(tmp_path, 4, rollouts, problems, n, keep_n, adv_nT, None)
+    notes = rollout.Notes(keep_n, adv_nT, None)
+    valued = rollout.Notes(keep_n, adv_nT, 0 * adv_nT)
+    rollout.write(tmp_path, 4, rollouts, problems, n, notes)
     lines = (tmp_path / "samples" / "step_000004.jsonl").read_text().splitlines()
     told = [json.loads(line) for line in lines]
     first = len(PROMPTS[2])
     expected = [round(float(x), 4) for x in adv_nT[2, first : first + 3]]
     assert [row.get("advantage") for row in told] == [None, None, expected, *[None] * 3]
     assert not any("value" in row for row in told)  # there is no such network
-    rollout.write(tmp_path, 6, rollouts, problems, n, keep_n, adv_nT, 0 * adv_nT)
+    rollout.write(tmp_path, 6, rollouts, problems, n, valued)
     text = (tmp_path / "samples" / "step_000006.jsonl").read_text()
     assert json.loads(text.splitlines()[2])["value"] == [
         0.0,

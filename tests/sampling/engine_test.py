@@ -137,7 +137,7 @@ def wanted(tiny):
     return {name: defined(tiny, cfg, ASKED) for name, cfg in cfgs.items()}
 
 
-@examples(2)
+@examples(0.5)
 @hypothesis.given(
     strategy=st.sampled_from(STRATEGIES),
     order=st.lists(st.sampled_from(range(18)), min_size=1, unique=True),
@@ -183,7 +183,7 @@ def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
     model = dataclasses.replace(tiny[0], layers=3, sparse_step=2, **sparse)
     params = jax.tree.map(
         lambda x: x if (x == 1).all() else 8 * x,  # norms stay
-        transformer.init(KEY, model),
+        jax.device_get(jax.jit(transformer.init, static_argnums=1)(KEY, model)),
     )
     want = defined((model, params), CFG, ASKED[:6])
     made = Engine(model=model, cfg=CFG, mesh=ONE())

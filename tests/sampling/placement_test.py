@@ -48,7 +48,8 @@ def alone(tiny):
 
 
 @pytest.mark.parametrize("rollout", ["replicated", "model"])
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (2, 4, 1)], ids=str)
+# (2, 4, 1), with "model", is train_test's.
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
     model, params = tiny
     mesh = mesh_of(*shape)

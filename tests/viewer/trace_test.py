@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from dllm_jax.viewer import compare, leave, page, table, traces
-from tests.viewer.common import MODEL, ROOT, answer, write
+from tests import served
+from tests.viewer.common import MODEL, answer, write
 
 
 def test_numbers_arrive_in_the_page_as_they_were(tmp_path):
@@ -76,14 +75,7 @@ def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
     write(tmp_path / "b.jsonl", [answer(prompt_ids=[9])])
 
     def run(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "dllm_jax.trace", *map(str, words)],
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={"PATH": "", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        )
+        return served.run("dllm_jax.trace", [*map(str, words)])
 
     told = run(tmp_path / "a.jsonl", f"--model={MODEL}", "-o", tmp_path / "p.html")
     assert told.returncode == 0, told.stderr

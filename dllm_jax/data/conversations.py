@@ -1,0 +1,269 @@
+"""What a model learns from: a file's records to prompts with an answer, or a pair of them."""
+
+from typing import NamedTuple
+
+import flax.struct
+import numpy as np
+
+from dllm_jax.data import sets
+from dllm_jax.data.prompts import (
+    DataConfig,
+    Looker,
+    ask,
+    conversation,
+    field,
+    ids_of,
+    of_record,
+    render,
+    text,
+)
+
+STEPS = 2**30  # those of a trace are below it
+
+
+@flax.struct.dataclass
+class Examples:
+    """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
+
+    tokens_BT: np.ndarray
+    step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
+    prompt_len_B: np.ndarray
+    len_B: np.ndarray  # of the answers
+    # Of each prompt, for a model that looks; (): none has any. Not dealt out with the rows.
+    pictures: tuple = flax.struct.field(pytree_node=False, default=())
+
+
+class Example(NamedTuple):
+    """One of them, still of any length: ids, and the step of each token of the answer."""
+
+    prompt: list[int]
+    answer: list[int]
+    step: list[int]
+
+
+def supervised(row: dict, tok, cfg: DataConfig, shown=None):
+    """Returns (prompt ids, [its answer, text or ids]) of an SFT record.
+
+    It has `messages`; or prompt_ids and response_ids, as `generate` writes; or the fields
+    of question and response; or dLLM-RL's `prompt` and `response`, which are tokenised as
+    they are, chat tokens and all, unless the model looks: then they are what the user says.
+    shown: see `render`.
+    """
+    if "response_ids" in row:
+        prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
+        return prompt, [answer] if answer else []  # `generate` had no room for some
+    if "messages" in row:
+        *before, last = conversation(row["messages"])
+        if last["role"] != "assistant":
+            raise ValueError("the last message is not the assistant's")
+        return render(tok, before, shown), [last["content"]]
+    if "prompt" not in row or cfg.question in row:
+        prompt = ask(tok, cfg, text(row, cfg.question), shown=shown)
+    elif shown is None:
+        prompt = ids_of(tok, text(row, "prompt"))
+    else:
+        prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
+    if shown is not None and shown.plain:  # a caption, which an image answers
+        return prompt, [list(shown.answer)]
+    return prompt, [text(row, cfg.response)]
+
+
+def ids(row: dict, name: str, most: int = STEPS) -> list[int]:
+    """Returns a record's list of numbers below `most`; raises ValueError for others."""
+    given = field(row, name)
+    if not isinstance(given, list) or not all(
+        type(t) is int and 0 <= t < most for t in given
+    ):
+        raise ValueError(f"{name} must be a list of numbers in 0..{most - 1}")
+    return given
+
+
+def steps_of(row: dict, answer: list[int]) -> list[int]:
+    """Returns the step at which each token of the answer was unmasked, from 1.
+
+    The end token, if it was added to a text, comes last; steps beyond the answer are those
+    of a canvas's rest. Raises ValueError when there are none, or too few.
+    """
+    if "step_map" not in row:
+        raise ValueError(
+            "noise.kind='trace' needs a step_map. "
+            "Collect traces with python -m dllm_jax.generate --model=DIR "
+            "--prompts=FILE.jsonl --out=TRACES.jsonl, and set data.train=TRACES.jsonl"
+        )
+    steps = ids(row, "step_map")
+    # A text has no step for the end token, which was added to it.
+    needed = len(answer) if "response_ids" in row else len(answer) - 1
+    if not steps or len(steps) < needed:
+        raise ValueError(
+            f"step_map has {len(steps)} steps for {len(answer)} tokens; python -m "
+            "dllm_jax.generate --out writes a step for each of response_ids"
+        )
+    steps = (steps + [max(steps) + 1])[: len(answer)]
+    return [step - min(steps) + 1 for step in steps]
+
+
+def preference(row: dict, tok, cfg: DataConfig, shown=None):
+    """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
+
+    `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
+    the last.
+    """
+    prompt = field(row, "prompt")
+    answers = []
+    for name in ("chosen", "rejected"):
+        given = field(row, name)
+        if isinstance(given, list):
+            try:
+                last = conversation(given)[-1]
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
+            given = last["content"] if last["role"] == "assistant" else None
+        if type(given) is not str or not given.strip():
+            raise ValueError(
+                f"{name!r} is neither a text nor messages that end with the assistant's"
+            )
+        answers.append(given)
+    if answers[0] == answers[1]:
+        raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
+    if isinstance(prompt, list):
+        return render(tok, prompt, shown), answers
+    return ask(tok, cfg, text(row, "prompt"), shown=shown), answers
+
+
+def examples(
+    path: str,
+    tok,
+    cfg: DataConfig,
+    *,
+    end: int,
+    pad: int,
+    vocab: int,
+    block: int,
+    slots: int,
+    mask: int = -1,
+    pairs: bool = False,
+    traced: bool = False,
+    reader=None,
+    drawn: tuple[int, ...] = (),
+    tail: tuple[int, ...] = (),
+):
+    """Returns (Examples, how many records were empty or too long for `slots`, and left out).
+
+    A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
+
+    end, pad, mask: the tokens; no answer has the mask. vocab: the model's ids are below it.
+    block: positions of a block,
+    slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
+    traced: the steps are those of the record's step_map; otherwise all tokens are of one.
+    reader: see Looker. drawn: of images, which are whole blocks, the first id and that behind
+    the last; tail: the ids that stand behind them.
+    """
+    read = preference if pairs else supervised
+    kept, dropped = [], 0
+    slots -= len(tail)
+    sets.check(path)
+    for number, row, shown in Looker(reader, path, cfg).rows():
+        candidates = []
+        with of_record(path, number):
+            prompt, answers = read(row, tok, cfg, shown)
+            for answer in answers:
+                example = example_of(row, prompt, answer, tok, end=end, traced=traced)
+                free = slots - length(example)
+                if drawn:
+                    refuse_undrawn(example, drawn, block)
+                else:
+                    count = pads_after(
+                        example, cfg.post_num, block, free, traced=traced
+                    )
+                    example = padded(example, count, pad=pad, traced=traced)
+                refuse_foreign(example, vocab, mask)
+                candidates.append(example)
+        if candidates and max(map(length, candidates)) <= slots:
+            kept += candidates
+        else:
+            dropped += 1
+    if not kept:
+        raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
+    return stacked(kept, pad, slots, tail), dropped
+
+
+def length(example: Example) -> int:
+    """Returns how many positions a conversation takes."""
+    return len(example.prompt) + len(example.answer)
+
+
+def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Example:
+    """Returns a record's prompt with one of its answers, text or ids, and its steps."""
+    if isinstance(answer, str):
+        answer = ids_of(tok, answer)
+        if answer[-1:] != [end]:
+            answer.append(end)
+    steps = steps_of(row, answer) if traced else [1] * len(answer)
+    return Example(prompt, answer, steps)
+
+
+def pads_after(
+    example: Example, post_num: int, block: int, free: int, *, traced
+) -> int:
+    """Returns how many pads are learned after an answer: see DataConfig.post_num."""
+    if post_num >= 0:
+        return max(min(post_num, free), 0)
+    return 0 if traced else -length(example) % block
+
+
+def padded(example: Example, count: int, *, pad: int, traced: bool) -> Example:
+    """Returns the example with pads to learn, in a trace at a step of their own."""
+    step = max(example.step) + 1 if traced else 1
+    return Example(
+        example.prompt, example.answer + [pad] * count, example.step + [step] * count
+    )
+
+
+def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
+    """Raises ValueError for ids that the model does not have, or cannot answer with."""
+    if not example.prompt:
+        raise ValueError("its prompt has no tokens")
+    if mask in example.answer:
+        raise ValueError(
+            f"its answer has the mask token, {mask}, which stands for none"
+        )
+    images = sum(x.rows for x in getattr(example.prompt, "pictures", ()))
+    if max(example.prompt) >= vocab + images or max(example.answer, default=0) >= vocab:
+        raise ValueError(
+            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
+            "another model's trace or tokenizer?"
+        )
+
+
+def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:
+    """Raises ValueError for an answer that is no image of so many ids in this range."""
+    first, end = drawn
+    if len(example.answer) != count:
+        raise ValueError(
+            f"its image has {len(example.answer)} codes; model.image_size asks for {count}"
+        )
+    for token in example.answer:
+        if not first <= token < end:
+            raise ValueError(
+                f"its image has the id {token}; those of codes are {first}..{end - 1}"
+            )
+
+
+def stacked(
+    examples: list[Example], pad: int, slots: int, tail: tuple[int, ...] = ()
+) -> Examples:
+    """Returns examples as rows of `slots` positions and the tail's, filled up with pads."""
+    shape = len(examples), slots + len(tail)
+    tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
+    pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
+    for i, example in enumerate(examples):
+        first, end = len(example.prompt), length(example)
+        tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
+        step_BT[i, first:end] = example.step
+    return Examples(
+        tokens_BT=tokens_BT,
+        step_BT=step_BT,
+        prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
+        len_B=np.array([len(x.answer) for x in examples], np.int32),
+        pictures=pictures if any(pictures) else (),
+    )

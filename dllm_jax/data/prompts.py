@@ -1,0 +1,332 @@
+"""What a model is asked: a file's records to problems, texts and conversations to ids.
+
+Text is rendered by the checkpoint's own chat template and tokenised once.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+
+from dllm_jax import checks, limits
+from dllm_jax.data import sets
+from dllm_jax.exits import warn
+from dllm_jax.records import records
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
+# How dLLM-RL asks problems of models that attend by blocks, and of the others.
+MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+BOXED = (
+    "You need to put your final answer in \\boxed{}. This is the problem:\n{question}"
+)
+# Tokenizers that checkpoints bring as code, and the library's own that is the same.
+CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Files of problems (RL) or examples (SFT), of the formats that `records` reads."""
+
+    # Several with weights as in "a.jsonl:3,b.jsonl:1": items are drawn from them so often,
+    # each file in its own order (data.mixture).
+    train: str = ""
+    # Problems to evaluate on; "": no evaluation. A run takes several files, with commas:
+    # heldout_accuracy is of the first, heldout_NAME_accuracy of NAME.jsonl among the others.
+    heldout: str = ""
+    question: str = "question"  # field with the problem, the user's turn
+    answer: str = "answer"  # field with the gold answer
+    response: str = "response"  # SFT: field with the text to learn
+    template: str = "{question}"  # the user's turn; {question} is replaced
+    # The template is all of the prompt, chat tokens too; {prefix} is a field of the record,
+    # with which the answer begins.
+    raw: bool = False
+    image: str = (
+        "image"  # field with an image's path, or several; of a model that looks
+    )
+    image_root: str = ""  # the folder that images must not leave; "": the dataset's
+    # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
+    # sampler meets whenever an answer ends inside one; none if the answer has a trace.
+    post_num: int = -1
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        checks.fields(self, post_num=">= -1", seed=">= 0")
+        if "{question}" not in self.template:
+            raise ValueError("data.template must contain {question}")
+        if "{prefix}" in self.template and not self.raw:
+            raise ValueError("data.template: {prefix} needs data.raw=True")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question as the model sees it, and what its answer is graded against."""
+
+    prompt_ids: list[int]
+    text: str
+    answer: str  # the gold one; "" where its grader needs none
+    record: dict = dataclasses.field(default_factory=dict)  # all that the file says
+    begun: str = ""  # how the answer begins, which the prompt says already
+
+
+class Unreadable(ValueError):
+    """An image that cannot be read: its record is left out, and said to be."""
+
+
+class BadGold(ValueError):
+    """A gold answer that nobody can judge by."""
+
+
+@contextlib.contextmanager
+def of_record(path: str, number: int):
+    """Names the record in a ValueError that is raised inside."""
+    try:
+        yield
+    except Unreadable:  # said with its record by whoever leaves it out
+        raise
+    except ValueError as error:
+        raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
+
+
+def field(row: dict, name: str):
+    """Returns a record's field; raises ValueError naming what it has instead."""
+    if name not in row:
+        near = difflib.get_close_matches(name, row, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no field {name!r}, it has {sorted(row)}{hint}")
+    if row[name] is None:
+        raise ValueError(f"field {name!r} is null")
+    return row[name]
+
+
+def text(row: dict, name: str) -> str:
+    """Returns a record's text, a number as it is written; raises ValueError for others."""
+    given = field(row, name)
+    if type(given) not in (str, int, float):
+        raise ValueError(f"field {name!r} is {checks.shown(given)}, which is no text")
+    return str(given)
+
+
+def tokenizer(path: str):
+    """Returns the checkpoint's tokenizer.
+
+    Raises ValueError when the folder holds none.
+    """
+    # Imported here: it takes a quarter of the start, and not all need a tokenizer.
+    # Its notice that torch is missing is no news.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    try:
+        kind = get_tokenizer_config(path).get("tokenizer_class")
+        if kind in CLONES:
+            return getattr(transformers, CLONES[kind]).from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{str(path)!r} holds no usable tokenizer: {reason[:600]}"
+        ) from None
+
+
+def stop_ids(tok, *others: int) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the turn's end first, then the text's.
+
+    The tokenizer may be None; `others` are the model's own and the user's.
+    """
+    ids = []
+    if tok is not None:
+        ends = [tok.convert_tokens_to_ids(name) for name in TURN_ENDS]
+        ids = [i for i in ends if i is not None and i != tok.unk_token_id]
+        ids.append(tok.eos_token_id)
+    return tuple(dict.fromkeys(i for i in (*ids, *others) if i is not None))
+
+
+def conversation(messages) -> list[dict]:
+    """Returns messages with the text of each as its content, parts of it joined.
+
+    Raises ValueError naming a message that has no role, or no text.
+    """
+    if not (isinstance(messages, list) and messages):
+        raise ValueError("needs messages, each with a role and a content")
+    plain = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(
+                f"needs messages, each with a role and a content; message {number} is "
+                + checks.shown(message)
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"message {number}: role={checks.shown(message['role'])}: choose from "
+                + ", ".join(ROLES)
+            )
+        try:
+            plain.append(message | {"content": content(message["content"])})
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+    return plain
+
+
+def content(given) -> str:
+    """Returns the text of a message's content; raises ValueError if it has another kind."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"its content is {checks.shown(given)}, which is no text")
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else checks.shown(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"its content has a part of type {checks.shown(kind)}; only texts are read"
+            )
+    return "".join(part["text"] for part in given)
+
+
+def render(tok, messages: list[dict], shown=None) -> list[int]:
+    """Returns the ids of a conversation whose next turn is the assistant's.
+
+    shown: models.vision.prompts.Shown of its images, for a model that looks, or another with
+    its members; one that is `plain` knows no conversations, but the text of the last turn.
+    Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
+    are no messages.
+    """
+    messages = conversation(messages)
+    if shown is not None:
+        messages = shown.messages(messages)
+    plain = shown is not None and shown.plain
+    written = messages[-1]["content"] if plain else by_template(tok, messages)
+    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
+    if tok.unk_token_id is not None and tok.unk_token_id in ids:
+        warn_unknown(tok, written)
+    return ids
+
+
+def by_template(tok, messages: list[dict]) -> str:
+    """Returns a conversation as the tokenizer's chat template writes it; see `render`."""
+    name = f"tokenizer {str(tok.name_or_path)!r}"
+    if not tok.chat_template:
+        raise ValueError(f"{name} has no chat template")
+    try:
+        with limits.bounded():
+            written = tok.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        if len(written) > limits.CHARACTERS:
+            raise MemoryError
+    except MemoryError:
+        raise ValueError(f"{name}: its chat template writes without end") from None
+    except Exception as error:  # noqa: BLE001 (whatever its author wrote)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: its chat template fails: {reason}") from None
+    return written
+
+
+def warn_unknown(tok, text: str) -> None:
+    """Says, once for a tokenizer, which characters of a prompt the model does not know."""
+    if getattr(tok, "unknown_said", False):
+        return
+    tok.unknown_said = True
+    unknown = [
+        char
+        for char in dict.fromkeys(text)
+        if tok.unk_token_id in tok(char, add_special_tokens=False)["input_ids"]
+    ]
+    warn(
+        f"the tokenizer does not know {''.join(unknown)!r}, such as in the prompt "
+        f"{text[:200]!r}: the model reads {tok.unk_token!r} instead"
+    )
+
+
+def ids_of(tok, text: str) -> list[int]:
+    """Returns a text's token ids; raises ValueError for what is no text."""
+    if not checks.encodes(text):
+        raise ValueError(
+            f"{checks.shown(text)} has a lone surrogate, half of a character"
+        )
+    return tok(text, add_special_tokens=False)["input_ids"]
+
+
+def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> list[int]:
+    """Returns the prompt ids of one question.
+
+    prefix: how its answer begins; shown: see `render`.
+    """
+    if not question.strip():
+        raise ValueError("the question is empty")
+    if cfg.raw:
+        known = {"{question}": question, "{prefix}": prefix}
+        parts = re.split(r"(\{question\}|\{prefix\})", cfg.template)
+        return ids_of(tok, "".join(known.get(part, part) for part in parts))
+    content = cfg.template.replace("{question}", question)
+    return render(tok, [{"role": "user", "content": content}], shown)
+
+
+class Looker:
+    """Shows the images of one dataset's records, and leaves out those that it cannot.
+
+    Without a reader nothing is shown, and what records say of images is nobody's affair.
+    """
+
+    def __init__(self, reader, path: str, cfg: DataConfig):
+        """reader: models.vision.prompts.Reader, or None for a model that does not look."""
+        self.reader, self.path, self.cfg = reader, path, cfg
+        self.root = cfg.image_root or os.path.dirname(path) or "."
+        if reader is not None and not os.path.isdir(self.root):
+            raise ValueError(f"data.image_root={self.root!r} is no folder")
+        self.skipped, self.count = [], 0
+
+    def rows(self):
+        """Yields (a record's number, the record, its images) of those that can be shown."""
+        for number, row in enumerate(records(self.path), 1):
+            self.count = number
+            shown = None
+            try:
+                if self.reader is not None:
+                    with of_record(self.path, number):
+                        shown = self.reader.shown(row, self.cfg.image, self.root)
+            except Unreadable as error:
+                self.skipped.append(f"record {number}: {error}")
+                continue
+            yield number, row, shown
+        self.report()
+
+    def report(self):
+        """Says which records were left out; raises ValueError where all were."""
+        if not self.skipped:
+            return
+        more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
+        line = (
+            f"dataset {self.path!r}: {len(self.skipped)} of {self.count} records are "
+            f"skipped, as an image cannot be read: {'; '.join(self.skipped[:8])}{more}"
+        )
+        if len(self.skipped) == self.count:
+            raise ValueError(line)
+        warn(line)
+
+
+def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:
+    """Returns the file's problems; raises ValueError naming a missing or bad field.
+
+    grader: the Grader that they are for (rl.rewards); it refuses problems that it cannot
+    judge by. None is graded here: a run may begin with thousands of problems. reader: see
+    Looker.
+    """
+    out = []
+    sets.check(path)
+    for number, row, shown in Looker(reader, path, cfg).rows():
+        with of_record(path, number):
+            question = text(row, cfg.question)
+            answer = text(row, cfg.answer) if grader.gold else ""
+            begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
+            prompt = ask(tok, cfg, question, begun, shown)
+            problem = Problem(prompt, question, answer, row, begun=begun)
+            try:
+                grader.check(problem)
+            except BadGold as error:
+                raise ValueError(f"field {cfg.answer!r}: {error}") from None
+            out.append(problem)
+    return out
