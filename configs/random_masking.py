@@ -7,8 +7,8 @@ those of its masked tokens, one draw after the other. The clipped policy loss an
 everything else are TraceRL's, without a value model.
 
 Presets: arithmetic (default), sudoku, process, code, pictures, smollm2, sdar-1.7b, sdar-4b, sdar-8b,
-trado-4b, trado-8b,
-dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b; see configs/tracerl.py.
+trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, llada-v-8b,
+mmada-8b-images; see configs/tracerl.py.
 
 Result to expect. arithmetic, in the comparison of docs/methods.md (30 steps of 16 problems x
 8 answers; here it is 60 of 32 x 8): accuracy from 0.605 to 0.782 ± 0.018, 2.77 tokens per
