@@ -15,7 +15,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
         --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
     python -m dllm_jax.train --config=configs/sft.py:trace
 
-Presets: arithmetic (default), functions, smollm2, trace, adapt; for released models, with data of your
+Presets: arithmetic (default), functions, scenes, smollm2, trace, adapt; for released models, with data of your
 own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b,
 llada-1.5-8b, mmada-8b; and vrpo, which learns from pairs of answers (dpo: on the bundled
 model, with data.train of your own):
@@ -62,6 +62,33 @@ def functions(c):
     c.batch.update(rows=16, tokens=320)
     c.rl.reward = "code"
     c.run.folder = "runs/functions/sft"
+
+
+def scenes(c):
+    """A blank model learns to draw scenes, and stops halfway; see examples/scenes."""
+    c.model.path = "runs/scenes/blank"
+    c.model.dtype = "float32"
+    c.data.train = "runs/scenes/sft.jsonl"
+    c.data.heldout = "runs/scenes/heldout.jsonl"
+    c.sampler.update(
+        answers="image",
+        steps_per_block=4,
+        unmasking="cosine",
+        strategy="static",
+        target="log_confidence",
+        rank_temperature=1.0,
+        rank_cooling=True,
+        max_prompt=16,
+        rows=64,
+    )
+    c.batch.update(rows=16, tokens=128)
+    c.sft.update(steps=150, examples=64)
+    c.noise.update(rate="scope", upper=1.0)
+    c.rl.reward = "scene"
+    c.policy_optim.update(lr=2e-3, schedule="cosine", final=0.1, warmup=20)
+    c.policy_optim.horizon = 300
+    c.eval.update(every=50, answers=4, temperature=1.0)
+    c.run.update(folder="runs/scenes/sft", save_every=50)
 
 
 def smollm2(c):
@@ -166,6 +193,7 @@ def vrpo(c):
 PRESETS = {
     "arithmetic": arithmetic,
     "functions": functions,
+    "scenes": scenes,
     "smollm2": smollm2,
     "trace": trace,
     "adapt": adapt,

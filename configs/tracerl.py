@@ -9,7 +9,7 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), process, code, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
+Presets: arithmetic (default), process, code, scenes, smollm2, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and
 with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
@@ -74,6 +74,38 @@ def code(c):
     c.batch.update(rows=4, tokens=512)
     c.rl.update(reward="code", filter="varied", prompts=16)
     c.run.folder = "runs/functions/tracerl"
+
+
+def scenes(c):
+    """A tiny model that draws scenes, judged by a checker; see examples/scenes/make.py."""
+    c.model.path = "runs/scenes/sft/export"
+    c.model.dtype = "float32"
+    c.data.train = "runs/scenes/train.jsonl"
+    c.data.heldout = "runs/scenes/heldout.jsonl"
+    c.sampler.update(
+        answers="image",
+        steps_per_block=4,
+        unmasking="cosine",
+        strategy="static",
+        target="log_confidence",
+        rank_temperature=1.0,
+        rank_cooling=True,
+        max_prompt=16,
+        rows=64,
+    )
+    c.batch.update(rows=16, tokens=128)
+    c.rl.update(
+        steps=30,
+        prompts=16,
+        group=8,
+        updates=2,
+        reward="scene",
+        value="none",
+        filter="varied",
+    )
+    c.policy_optim.lr = 2e-4
+    c.eval.update(every=5, answers=4, temperature=1.0)
+    c.run.folder = "runs/scenes/tracerl"
 
 
 def smollm2(c):
@@ -166,6 +198,7 @@ PRESETS = {
     "arithmetic": arithmetic,
     "process": process,
     "code": code,
+    "scenes": scenes,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
 }

@@ -52,15 +52,21 @@ CONFIG = {
 }
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer of single characters with LLaDA's special tokens."""
-    vocab = {token: i for i, token in enumerate(SPECIAL + CHARS)}
+def tokenizer(
+    reserved=(), bos: str | None = None
+) -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters with LLaDA's special tokens.
+
+    reserved: more of these, behind them; bos: the one that begins a prompt.
+    """
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *reserved, *CHARS])}
     model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
     tok = tokenizers.Tokenizer(model)
     tok.decoder = tokenizers.decoders.Fuse()
-    tok.add_special_tokens(SPECIAL[:-1])
+    tok.add_special_tokens([*SPECIAL[:-1], *reserved])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok,
+        bos_token=bos,
         eos_token=SPECIAL[0],
         pad_token=SPECIAL[0],
         mask_token=SPECIAL[2],
