@@ -6,8 +6,9 @@ import pytest
 from dllm_jax import data
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import RewardConfig
-from dllm_jax.rl.rewards import code, sandbox
+from dllm_jax.rl.rewards import code, sandbox, scenes
 from examples.functions import make
+from examples.scenes import drawer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,3 +38,14 @@ def test_their_problems_differ_and_are_drawn_by_the_seed():
     assert rows == again and len({row["question"] for row in rows}) == len(rows) == 272
     responses = [code.extract(row["response"]) for row in rows]
     assert all(text.startswith("def f(x):\n    return ") for text in responses)
+
+
+def test_the_checker_agrees_with_the_drawer_of_cells():
+    rng, names = np.random.default_rng(0), list(scenes.ALL)
+    for _ in range(10_000):
+        right, other = (names[i] for i in rng.choice(len(names), 2, replace=False))
+        found = scenes.seen(drawer.draw(scenes.ALL[right], rng))
+        assert right in found
+        one, two = scenes.ALL[right], scenes.ALL[other]
+        if (one.count, one.colour, one.shape) != (two.count, two.colour, two.shape):
+            assert other not in found, (right, other)

@@ -14,7 +14,15 @@ KINDS = [(colour, shape) for colour in scenes.COLOURS for shape in scenes.SHAPES
 
 
 def draw(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
-    """Returns a picture [32, 32, 3], uint8: the scene's shapes in cells of its half."""
+    """Returns a picture [32, 32, 3], uint8, of a scene, its cells drawn at random."""
+    return filled(placed(scene, rng))
+
+
+def placed(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
+    """Returns what each of the 16 cells has, row after row: 0, nothing, or 1 + its kind.
+
+    The scene's shapes stand in cells of its half of the picture.
+    """
     y, x = np.mgrid[:GRID, :GRID]
     low = GRID // 2
     inside = {
@@ -23,20 +31,23 @@ def draw(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
         "at the top": y < low,
         "at the bottom": y >= low,
     }[scene.place]
-    cells = rng.choice(np.flatnonzero(inside), scene.count, replace=False)
-    return filled({int(cell): (scene.colour, scene.shape) for cell in cells})
+    cells_N = np.zeros(GRID * GRID, np.int32)
+    chosen = rng.choice(np.flatnonzero(inside), scene.count, replace=False)
+    cells_N[chosen] = 1 + KINDS.index((scene.colour, scene.shape))
+    return cells_N
 
 
 def crowd(rng: np.random.Generator) -> np.ndarray:
-    """Returns a picture of which about half of the cells have any shape of any colour."""
-    kinds = rng.integers(0, 2 * len(KINDS), GRID * GRID).tolist()
-    return filled({cell: KINDS[k] for cell, k in enumerate(kinds) if k < len(KINDS)})
+    """Returns cells of which about half have any shape of any colour: see `placed`."""
+    cells_N = rng.integers(1, len(KINDS) + 1, GRID * GRID, dtype=np.int32)
+    return np.where(rng.random(cells_N.shape) < 0.5, cells_N, 0)
 
 
-def filled(cells: dict[int, tuple[str, str]]) -> np.ndarray:
-    """Returns a picture of {cell, row after row: (colour, shape)}."""
+def filled(cells_N: np.ndarray) -> np.ndarray:
+    """Returns the picture of cells: see `placed`."""
     rgb = np.full((SIDE, SIDE, 3), scenes.WHITE, np.uint8)
-    for cell, (colour, shape) in cells.items():
+    for cell in np.flatnonzero(cells_N).tolist():
+        colour, shape = KINDS[cells_N[cell] - 1]
         top, left = cell // GRID * CELL, cell % GRID * CELL
         stamp = scenes.outline(shape, WIDTH)
         rgb[top : top + WIDTH, left : left + WIDTH][stamp] = scenes.COLOURS[colour]
