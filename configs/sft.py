@@ -82,13 +82,13 @@ def scenes(c):
         rows=64,
     )
     c.batch.update(rows=16, tokens=128)
-    c.sft.update(steps=150, examples=64)
+    c.sft.update(steps=120, examples=64)
     c.noise.update(rate="scope", upper=1.0)
     c.rl.reward = "scene"
     c.policy_optim.update(lr=2e-3, schedule="cosine", final=0.1, warmup=20)
     c.policy_optim.horizon = 300
-    c.eval.update(every=50, answers=4, temperature=1.0)
-    c.run.update(folder="runs/scenes/sft", save_every=50)
+    c.eval.update(every=20, answers=4, temperature=1.0)
+    c.run.update(folder="runs/scenes/sft", save_every=20)
 
 
 def smollm2(c):

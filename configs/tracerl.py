@@ -95,7 +95,7 @@ def scenes(c):
     )
     c.batch.update(rows=16, tokens=128)
     c.rl.update(
-        steps=30,
+        steps=24,
         prompts=16,
         group=8,
         updates=2,
@@ -103,8 +103,8 @@ def scenes(c):
         value="none",
         filter="varied",
     )
-    c.policy_optim.lr = 2e-4
-    c.eval.update(every=5, answers=4, temperature=1.0)
+    c.policy_optim.lr = 3e-4
+    c.eval.update(every=6, answers=4, temperature=1.0)
     c.run.folder = "runs/scenes/tracerl"
 
 
