@@ -63,8 +63,8 @@ def loss(params, pixels_BChw, codes_BN):
     signs_Bhwr = (2.0 * bit_BNr - 1).reshape(channels_Bhwr.shape)
     made_BChw = magvit.image_of_signs(params, signs_Bhwr)
     drawn = jnp.any(pixels_BChw < 0.99, axis=1, keepdims=True)
-    pixels = jnp.mean((1 + 4 * drawn) * jnp.square(made_BChw - pixels_BChw))
-    return pixels - jnp.mean(jax.nn.log_sigmoid(signs_Bhwr * channels_Bhwr))
+    wrong = jnp.mean((1 + 4 * drawn) * jnp.square(made_BChw - pixels_BChw))
+    return wrong - jnp.mean(jax.nn.log_sigmoid(signs_Bhwr * channels_Bhwr))
 
 
 def trained(steps: int, seed: int, say) -> dict[str, np.ndarray]:
