@@ -1,29 +1,29 @@
-"""Draws scenes whose shapes stand in the cells of a grid: what the tiny model learns to draw.
+"""Draws scenes as mosaics of 4 x 4 cells: what the tiny model learns to draw.
 
-A picture is 32 x 32 pixels, 4 x 4 cells of 8; a shape is 7 pixels wide and fills a cell. What
-a picture shows is judged by `dllm_jax.rl.rewards.scenes`, which knows of no cells.
+A picture is 16 x 16 pixels. Its squares are cells of a colour, no two of which touch along an
+edge, as `dllm_jax.rl.rewards.scenes`, which judges what a picture shows, takes two that do for
+one shape, which is no square.
 """
+
+import itertools
 
 import numpy as np
 
 from dllm_jax.rl.rewards import scenes
 
-SIDE, CELL, WIDTH = 32, 8, 7  # pixels: of a picture, a cell and a shape
+SIDE, CELL = 16, 4  # pixels: of a picture, and of a cell
 GRID = SIDE // CELL
-KINDS = [(colour, shape) for colour in scenes.COLOURS for shape in scenes.SHAPES]
+PALETTE = np.array([scenes.WHITE, *scenes.COLOURS.values()], np.uint8)
+# Caption: Scene.
+ALL = {name: scene for name, scene in scenes.ALL.items() if scene.shape == "square"}
 
 
 def draw(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
-    """Returns a picture [32, 32, 3], uint8, of a scene, its cells drawn at random."""
-    return filled(placed(scene, rng))
+    """Returns a picture [16, 16, 3], uint8: the scene's squares in its half, at random.
 
-
-def placed(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
-    """Returns what each of the 16 cells has, row after row: 0, nothing, or 1 + its kind.
-
-    The scene's shapes stand in cells of its half of the picture.
+    Every choice of cells that do not touch is as likely.
     """
-    y, x = np.mgrid[:GRID, :GRID]
+    y, x = np.divmod(np.arange(GRID * GRID), GRID)
     low = GRID // 2
     inside = {
         "on the left": x < low,
@@ -31,24 +31,13 @@ def placed(scene: scenes.Scene, rng: np.random.Generator) -> np.ndarray:
         "at the top": y < low,
         "at the bottom": y >= low,
     }[scene.place]
-    cells_N = np.zeros(GRID * GRID, np.int32)
-    chosen = rng.choice(np.flatnonzero(inside), scene.count, replace=False)
-    cells_N[chosen] = 1 + KINDS.index((scene.colour, scene.shape))
-    return cells_N
-
-
-def crowd(rng: np.random.Generator) -> np.ndarray:
-    """Returns cells of which about half have any shape of any colour: see `placed`."""
-    cells_N = rng.integers(1, len(KINDS) + 1, GRID * GRID, dtype=np.int32)
-    return np.where(rng.random(cells_N.shape) < 0.5, cells_N, 0)
-
-
-def filled(cells_N: np.ndarray) -> np.ndarray:
-    """Returns the picture of cells: see `placed`."""
-    rgb = np.full((SIDE, SIDE, 3), scenes.WHITE, np.uint8)
-    for cell in np.flatnonzero(cells_N).tolist():
-        colour, shape = KINDS[cells_N[cell] - 1]
-        top, left = cell // GRID * CELL, cell % GRID * CELL
-        stamp = scenes.outline(shape, WIDTH)
-        rgb[top : top + WIDTH, left : left + WIDTH][stamp] = scenes.COLOURS[colour]
-    return rgb
+    cells = np.flatnonzero(inside)
+    while True:
+        chosen = rng.choice(cells, scene.count, replace=False)
+        pairs = itertools.combinations(chosen, 2)
+        if all(abs(x[a] - x[b]) + abs(y[a] - y[b]) > 1 for a, b in pairs):
+            break
+    colours = np.zeros(GRID * GRID, np.int32)
+    colours[chosen] = 1 + list(scenes.COLOURS).index(scene.colour)
+    small = PALETTE[colours.reshape(GRID, GRID)]
+    return small.repeat(CELL, axis=0).repeat(CELL, axis=1)

@@ -19,7 +19,7 @@ from dllm_jax.models.vision import codes
 MODEL = "runs/scenes/blank"  # whose tokenizers all models of this example have
 CAPTIONS, DRAWN = 8, 4
 FRAMES = {True: (30, 150, 60), False: (200, 60, 50)}
-COLUMNS = [4 * i for i in range(CAPTIONS)]  # of the captions, as they come
+COLUMNS = range(CAPTIONS)  # of the captions, as they come
 
 
 def codec() -> codes.Codec:
@@ -43,7 +43,7 @@ def column(of: codes.Codec, rows: list[dict]) -> list[np.ndarray]:
     pictures = of.pictures([row["response_ids"] for row in rows[:DRAWN]])
     framed = []
     for picture, row in zip(pictures, rows, strict=False):
-        big = picture.repeat(2, axis=0).repeat(2, axis=1)
+        big = picture.repeat(4, axis=0).repeat(4, axis=1)
         frame = np.full((big.shape[0] + 6, big.shape[1] + 6, 3), 255, np.uint8)
         frame[1:-1, 1:-1] = FRAMES[row["reward"] >= 1]
         frame[3:-3, 3:-3] = big

@@ -108,7 +108,13 @@ def test_a_judge_of_texts_is_refused_before_anything_is_begun(place, tmp_path):
 def test_sft_learns_to_draw_and_to_look(place, tmp_path):
     keys = ["method=sft", "sft.steps=1", "sft.examples=4", "noise.kind=bernoulli"]
     drawing = [f"sampler.{x}" for x in (*DRAWING, "guidance=1.5")]
-    run(place, tmp_path / "draw", *keys, *drawing)
+    aside = place / "aside.jsonl"  # captions without a picture
+    aside.write_text(json.dumps({"question": "xyz"}) + "\n")
+    evaluated = [f"data.heldout={aside}", "rl.reward=jpeg", "eval.every=1"]
+    run(place, tmp_path / "draw", *keys, *drawing, *evaluated)
     assert moved(place, tmp_path / "draw")
+    assert common.metrics(tmp_path / "draw")[-1]["heldout_response_length"] == 16
+    told = run(place, tmp_path / "no", *keys, *drawing, f"data.train={aside}", code=2)
+    assert "record 1: it has no 'image', the image that is to be drawn" in told
     run(place, tmp_path / "look", *keys, "sampler.max_prompt=120", "batch.tokens=200")
     assert moved(place, tmp_path / "look")
