@@ -87,7 +87,7 @@ def scenes(c):
     c.rl.reward = "scene"
     c.policy_optim.update(lr=2e-3, schedule="cosine", final=0.1, warmup=20)
     c.policy_optim.horizon = 300
-    c.eval.update(every=20, answers=4, temperature=1.0)
+    c.eval.update(every=20, answers=16, temperature=1.0)
     c.run.update(folder="runs/scenes/sft", save_every=20)
 
 

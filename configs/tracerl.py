@@ -104,7 +104,7 @@ def scenes(c):
         filter="varied",
     )
     c.policy_optim.lr = 3e-4
-    c.eval.update(every=6, answers=4, temperature=1.0)
+    c.eval.update(every=6, answers=16, temperature=1.0)
     c.run.folder = "runs/scenes/tracerl"
 
 
