@@ -110,8 +110,11 @@ def test_sft_learns_to_draw_and_to_look(place, tmp_path):
     drawing = [f"sampler.{x}" for x in (*DRAWING, "guidance=1.5")]
     aside = place / "aside.jsonl"  # captions without a picture
     aside.write_text(json.dumps({"question": "xyz"}) + "\n")
+    blank = place / "blank.jsonl"  # what guidance leads away from is learned, too
+    rows = [{"question": "", "image": f"{i}.png"} for i in range(4)]
+    blank.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluated = [f"data.heldout={aside}", "rl.reward=jpeg", "eval.every=1"]
-    run(place, tmp_path / "draw", *keys, *drawing, *evaluated)
+    run(place, tmp_path / "draw", *keys, *drawing, *evaluated, f"data.train={blank}")
     assert moved(place, tmp_path / "draw")
     assert common.metrics(tmp_path / "draw")[-1]["heldout_response_length"] == 16
     told = run(place, tmp_path / "no", *keys, *drawing, f"data.train={aside}", code=2)
