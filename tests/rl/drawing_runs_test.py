@@ -65,7 +65,9 @@ def test_rl_of_drawings_trains_what_was_drawn(place, whole):
     assert all(0 < row["reward"] < 1 and row["truncated"] == 0 for row in rows)
     assert all(row["response_length"] == 16 for row in rows)
     assert any("q_proj" in name for name in moved(place, folder))
-    assert (folder / "export" / "vq" / "config.json").is_file()
+    for name in ("config.json", "model.safetensors"):
+        kept, given = (at / "vq" / name for at in (folder / "export", place / "model"))
+        assert kept.read_bytes() == given.read_bytes()
     samples = (folder / "samples" / "step_000001.jsonl").read_text()
     drawn = json.loads(samples.splitlines()[0])
     assert max(drawn["step_map"]) == 4
