@@ -64,6 +64,8 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
     else:
         prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
     if shown is not None and shown.plain:  # a caption, which an image answers
+        if not shown.answer:
+            raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
         return prompt, [list(shown.answer)]
     return prompt, [text(row, cfg.response)]
 

@@ -255,7 +255,8 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> li
 
     prefix: how its answer begins; shown: see `render`.
     """
-    if not question.strip():
+    drawn = shown is not None and shown.plain  # guidance leads away from no caption
+    if not question.strip() and not drawn:
         raise ValueError("the question is empty")
     if cfg.raw:
         known = {"{question}": question, "{prefix}": prefix}

@@ -644,6 +644,8 @@ def swap(partial: pathlib.Path, target: pathlib.Path) -> None:
 def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
     """Copies what is not weights: tokenizer, configs, remote code, model card.
 
+    Those of a tokenizer of images, a folder inside, are copied too: no run changes them.
+
     A link that leads out of the folder is not followed, as what it leads to may be no part
     of the model. Two are: a hub snapshot's into its repository's blobs, and config.json,
     which was read as the model's.
@@ -654,7 +656,10 @@ def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
     for item in origin.rglob("*"):
         name = item.relative_to(origin)
         hidden = any(folder.startswith(".") for folder in name.parts[:-1])
-        if not item.is_file() or hidden or any(map(item.match, WEIGHTS)):
+        weights = any(map(item.match, WEIGHTS)) and not (
+            item.parent != origin and autoencoder_of(item.parent)
+        )
+        if not item.is_file() or hidden or weights:
             continue
         source = item.resolve()
         inside = any(home in source.parents for home in homes)

@@ -13,29 +13,15 @@ from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
 from dllm_jax.sampling import denoise
-from dllm_jax.sampling.config import SamplerConfig
 from tests.rl import common
+from tests.sampling.common import CODES as N
+from tests.sampling.common import DRAWING as CFG
+from tests.sampling.common import DRAWN as PROMPTS
+from tests.sampling.common import DRAWN_WIDTH as WIDTH
 from tests.sampling.common import padded, row_keys
 
-N, WIDTH = 9, 8  # codes of an image; the longest prompt
-PROMPTS = [[7, 8, 5, 9, 6], [7, 8, 9, 6], [7, 8, 3, 4, 5, 2, 9, 6], [7, 3, 9, 6]]
 BATCH = BatchConfig(rows=8, tokens=64)
 PLANS = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
-CFG = SamplerConfig(
-    block=N,
-    max_new=N,
-    max_prompt=WIDTH,
-    steps_per_block=4,
-    unmasking="cosine",
-    strategy="static",
-    target="log_confidence",
-    rank_temperature=1.0,
-    rank_cooling=True,
-    guidance=1.5,
-    blank=(7, 9, 6),
-    tail=(12,),
-    cache="none",
-)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cfg"))

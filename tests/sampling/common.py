@@ -4,8 +4,28 @@ import jax
 import numpy as np
 
 from dllm_jax.models.mask import FAR
+from dllm_jax.sampling.config import SamplerConfig
 
 row_keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+
+
+CODES, DRAWN_WIDTH = 9, 8  # of an image; the longest of these prompts for one
+DRAWN = [[7, 8, 5, 9, 6], [7, 8, 9, 6], [7, 8, 3, 4, 5, 2, 9, 6], [7, 3, 9, 6]]
+DRAWING = SamplerConfig(
+    block=CODES,
+    max_new=CODES,
+    max_prompt=DRAWN_WIDTH,
+    steps_per_block=4,
+    unmasking="cosine",
+    strategy="static",
+    target="log_confidence",
+    rank_temperature=1.5,
+    rank_cooling=True,
+    guidance=1.5,
+    blank=(7, 9, 6),
+    tail=(12,),
+    cache="none",
+)
 
 
 def padded(prompts, width: int, rows: int | None = None):

@@ -18,26 +18,13 @@ from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import denoise, policy, schedules
 from dllm_jax.sampling.config import SamplerConfig
 from tests.goldens import reader
-from tests.sampling.common import padded, row_keys
+from tests.sampling.common import CODES as N
+from tests.sampling.common import DRAWING as CFG
+from tests.sampling.common import DRAWN, padded, row_keys
+from tests.sampling.common import DRAWN_WIDTH as WIDTH
 
-N, FIRST, END = 9, 40, 57  # codes of an image; the ids that it may have
-PROMPTS = [[7, 8, 5, 9, 6], [7, 8, 9, 6], [7, 8, 3, 4, 5, 2, 9, 6]]
-BLANK, TAIL, WIDTH = [7, 9, 6], [12], 8
-CFG = SamplerConfig(
-    block=N,
-    max_new=N,
-    max_prompt=WIDTH,
-    steps_per_block=4,
-    unmasking="cosine",
-    strategy="static",
-    target="log_confidence",
-    rank_temperature=1.5,
-    rank_cooling=True,
-    guidance=1.5,
-    blank=tuple(BLANK),
-    tail=tuple(TAIL),
-    cache="none",
-)
+FIRST, END = 40, 57  # the ids that codes may have
+BLANK, TAIL, PROMPTS = list(CFG.blank), list(CFG.tail), DRAWN[:3]
 CASES = {
     "guided": {},
     "unguided": {"guidance": 0.0},

@@ -351,9 +351,8 @@ class Captions:
         if self.reader is None or "response_ids" in row:
             return Caption(self.tokens)
         shown = self.reader.shown(row, field, root)
-        if shown is None:
-            raise ValueError(f"it has no {field!r}, the image that is to be drawn")
-        return Caption(self.tokens, tuple(self.tokens.ids(shown.codes[0])))
+        codes = () if shown is None else shown.codes[0]  # none: a caption set aside
+        return Caption(self.tokens, tuple(self.tokens.ids(codes)))
 
     def of_files(self, paths: list, root) -> "Caption":
         """Returns what `data.render` takes for a prompt without a record."""

@@ -261,6 +261,14 @@ def check_codes(codes, bits: int) -> None:
 @jax.jit
 def codes_of(params, pixels_BChw):
     """Returns the codes of images: see `encode`."""
+    x_Bhwr = channels_of(params, pixels_BChw)
+    weight_r = 2 ** jnp.arange(x_Bhwr.shape[-1])[::-1]
+    codes_Bhw = jnp.sum((x_Bhwr > 0) * weight_r[None, None, None], axis=-1)
+    return codes_Bhw.reshape(len(codes_Bhw), -1).astype(jnp.int32)
+
+
+def channels_of(params, pixels_BChw):
+    """Returns what the quantiser takes the signs of, f32 [B, h, w, bits]."""
     p = params["encoder"]
     x_BhwC = conv(jnp.moveaxis(pixels_BChw, 1, 3), p["conv_in"])
     for level in numbered(p["down"]):
@@ -271,20 +279,22 @@ def codes_of(params, pixels_BChw):
                 x_BhwC, level["downsample"]["conv"], stride=2, pad=((0, 1), (0, 1))
             )
     x_BhwC = conv(swish(norm(middle(x_BhwC, p["mid"]), p["norm_out"])), p["conv_out"])
-    x_Bhwr = conv(x_BhwC, p["quant_conv"])
-    weight_r = 2 ** jnp.arange(x_Bhwr.shape[-1])[::-1]
-    codes_Bhw = jnp.sum((x_Bhwr > 0) * weight_r[None, None, None], axis=-1)
-    return codes_Bhw.reshape(len(codes_Bhw), -1).astype(jnp.int32)
+    return conv(x_BhwC, p["quant_conv"])
 
 
 @jax.jit(static_argnums=(2, 3))
 def image_of(params, codes_BN, rows: int, columns: int):
     """Returns the images of a grid of codes: see `decode`."""
-    p = params["decoder"]
     shift_r = jnp.arange(bits_of(params))[::-1]
     bit_BNr = (codes_BN[..., None] >> shift_r[None, None]) & 1
-    x_BhwC = (2.0 * bit_BNr - 1).reshape(len(codes_BN), rows, columns, -1)
-    x_BhwC = conv(conv(x_BhwC.astype(jnp.float32), p["post_quant_conv"]), p["conv_in"])
+    x_Bhwr = (2.0 * bit_BNr - 1).reshape(len(codes_BN), rows, columns, -1)
+    return image_of_signs(params, x_Bhwr.astype(jnp.float32))
+
+
+def image_of_signs(params, x_Bhwr):
+    """Returns the images of codes that are told by their bits, -1 or 1."""
+    p = params["decoder"]
+    x_BhwC = conv(conv(x_Bhwr, p["post_quant_conv"]), p["conv_in"])
     x_BhwC = middle(x_BhwC, p["mid"])
     for level in reversed(numbered(p["up"])):
         for block in numbered(level["block"]):

@@ -102,7 +102,10 @@ def seen(rgb: np.ndarray) -> set[str]:
     nearest = away.argmin(-1)
     found = []
     for number, colour in enumerate(COLOURS, 1):
-        parts, _ = ndimage.label(nearest == number)
+        of_colour = nearest == number
+        if of_colour.sum() < SPECK * side * side:
+            continue
+        parts, _ = ndimage.label(of_colour)
         for part, box in enumerate(ndimage.find_objects(parts), 1):
             inside = parts[box] == part
             if inside.sum() >= SPECK * side * side:

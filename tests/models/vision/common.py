@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import safetensors.numpy
@@ -52,15 +53,21 @@ CONFIG = {
 }
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer of single characters with LLaDA's special tokens."""
-    vocab = {token: i for i, token in enumerate(SPECIAL + CHARS)}
+def tokenizer(
+    reserved=(), bos: str | None = None
+) -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer of single characters with LLaDA's special tokens.
+
+    reserved: more of these, behind them; bos: the one that begins a prompt.
+    """
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *reserved, *CHARS])}
     model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
     tok = tokenizers.Tokenizer(model)
     tok.decoder = tokenizers.decoders.Fuse()
-    tok.add_special_tokens(SPECIAL[:-1])
+    tok.add_special_tokens([*SPECIAL[:-1], *reserved])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok,
+        bos_token=bos,
         eos_token=SPECIAL[0],
         pad_token=SPECIAL[0],
         mask_token=SPECIAL[2],
@@ -112,6 +119,32 @@ def metrics(folder) -> list[dict]:
         {k: x for k, x in json.loads(line).items() if "second" not in k}
         for line in lines
     ]
+
+
+def cut(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Copies a run of two steps as if it had been killed after the first; returns it."""
+    shutil.copytree(source, target)
+    for newest in (target / "checkpoints").glob("*2"):
+        shutil.rmtree(newest)
+    lines = (target / "metrics.jsonl").read_text().splitlines(True)
+    kept = [line for line in lines if json.loads(line)["step"] <= 1]
+    (target / "metrics.jsonl").write_text("".join(kept))
+    shutil.rmtree(target / "export")
+    return target
+
+
+def weights(folder) -> dict:
+    """Returns the tensors that a run has exported."""
+    return safetensors.numpy.load_file(folder / "export" / "model.safetensors")
+
+
+def check_same(one: pathlib.Path, two: pathlib.Path) -> None:
+    """Asserts that two runs found the same and left the same weights, bit for bit."""
+    assert metrics(one) == metrics(two)
+    left, right = weights(one), weights(two)
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
 def run(place, folder, *overrides, devices: int = 1, code: int = 0) -> str:

@@ -5,21 +5,14 @@ import pathlib
 
 import numpy as np
 import safetensors.numpy
-import tokenizers
 import transformers
 
 from dllm_jax.models import families, hf
 from dllm_jax.models.vision import magvit
+from tests.models.vision import common
+from tests.models.vision.common import CHARS, SPECIAL
 
-SPECIAL = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>"]
-SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<unk>"]
 RESERVED = [f"<|reserved_token_{i}|>" for i in range(7)]
-CHARS = [chr(c) for c in range(32, 127)] + ["\n"]
-CHAT = (
-    "<|startoftext|>{% for m in messages %}<|start_header_id|>{{ m.role }}"
-    "<|end_header_id|>\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n"
-)
 BITS, SIDE = 5, 8  # of a code; pixels of an image, 2 x 2 of which are one code
 LENGTH = len(SPECIAL) + len(RESERVED) + len(CHARS)
 CONFIG = {
@@ -50,22 +43,8 @@ for tower in ("encoder", "decoder"):
 
 
 def tokenizer(reserved=RESERVED) -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer of single characters with LLaDA's special tokens."""
-    vocab = {token: i for i, token in enumerate(SPECIAL + reserved + CHARS)}
-    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
-    tok = tokenizers.Tokenizer(model)
-    tok.decoder = tokenizers.decoders.Fuse()
-    tok.add_special_tokens([*SPECIAL[:-1], *reserved])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok,
-        bos_token=SPECIAL[1],
-        eos_token=SPECIAL[0],
-        pad_token=SPECIAL[0],
-        mask_token=SPECIAL[2],
-        unk_token="<unk>",
-        chat_template=CHAT,
-        clean_up_tokenization_spaces=False,
-    )
+    """Returns a tokenizer of single characters whose special tokens make images."""
+    return common.tokenizer(reserved, bos=SPECIAL[1])
 
 
 def vq_tensors(raw: dict) -> dict[str, np.ndarray]:
