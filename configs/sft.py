@@ -18,8 +18,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
 Presets: arithmetic (default), full, sudoku, sums, functions, pictures, scenes, smollm2, trace, adapt; for
 released models, with data of your own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b,
 diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and about images llada-v-8b, mmada-8b-images; and vrpo,
-which learns from pairs of answers (dpo: on the bundled
-model, with data.train of your own):
+which learns from pairs of answers (dpo: on the bundled model, with data.train of your own):
 
     python -m dllm_jax.train --config=configs/sft.py:vrpo --config.model.path=DIR \
         --config.data.train=FILE.jsonl
