@@ -1,12 +1,13 @@
 """Scenes that an example draws: its checker and its codes agree with the drawer."""
 
 import numpy as np
+from PIL import ImageColor
 
 from dllm_jax import images
 from dllm_jax.models import hf
 from dllm_jax.models.vision import codes, magvit
 from dllm_jax.rl.rewards import scenes
-from examples.scenes import drawer, tokenizer
+from examples.scenes import drawer, gallery, tokenizer
 
 
 def test_the_checker_agrees_with_the_drawer_of_mosaics():
@@ -32,3 +33,17 @@ def test_codes_of_mosaics_lose_nothing(tmp_path):
     made = codes.shown(np.asarray(magvit.decode(params, codes_BN)))
     assert np.abs(made.astype(int) - drawn).max() <= 1
     assert sum(scenes.grade(list(made), list(drawer.ALL))) == 48
+
+
+def test_a_gallery_shows_two_evaluations_one_below_the_other():
+    def row(colour, reward):
+        uri = images.embedded(np.full((4, 4, 3), colour, np.uint8))
+        return {"question": "a red square", "picture": uri, "reward": reward}
+
+    before, after = [row(10, 0.0), row(20, 1.0)], [row(30, 1.0)]
+    sheet = gallery.sheet([{"a red square": before}, {"a red square": after}])
+    got = [colour for _, colour in sheet.getcolors(10_000)]
+    assert {(10,) * 3, (20,) * 3, (30,) * 3} <= set(got)
+    frames = [ImageColor.getrgb(x) for x in (gallery.RIGHT, gallery.WRONG)]
+    counts = {colour: count for count, colour in sheet.getcolors(10_000)}
+    assert counts[frames[0]] == 2 * counts[frames[1]] > 0
