@@ -131,20 +131,20 @@ def pictures(c):
 
 
 def scenes(c):
-    """A blank model learns to draw scenes, and stops halfway; see examples/scenes."""
+    """A blank model learns to draw scenes; see examples/scenes."""
     c.model.path = "runs/scenes/blank"
     c.model.dtype = "float32"
     c.data.train = "runs/scenes/sft.jsonl"
     c.data.heldout = "runs/scenes/heldout.jsonl"
     c.sampler.update(tracerl.SCENES)
     c.batch.update(rows=16, tokens=128)
-    c.sft.update(steps=140, examples=64)
+    c.sft.update(steps=300, examples=64)
     c.noise.update(rate="scope", upper=1.0)
     c.rl.reward = "scene"
     c.policy_optim.update(lr=2e-3, schedule="cosine", final=0.1, warmup=20)
     c.policy_optim.horizon = 300
-    c.eval.update(every=20, answers=16, temperature=1.0)
-    c.run.update(folder="runs/scenes/sft", save_every=20)
+    c.eval.update(every=50, answers=16, temperature=1.0)
+    c.run.update(folder="runs/scenes/sft", save_every=50)
 
 
 def smollm2(c):

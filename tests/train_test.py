@@ -372,6 +372,7 @@ def dice(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.soak
 def test_models_that_judge_are_counted_and_resumed_bit_for_bit(command, tmp_path):
     """A reward model that was just trained, and a checkpoint that gives verdicts."""
     ranks = tmp_path / "ranks"
