@@ -29,6 +29,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE, PAGE = ROOT / "docs" / "paper.jsonl", ROOT / "docs" / "paper.md"
+PICTURE = ROOT / "docs" / "images" / "paper.png"
 SEEDS = (0, 1, 2, 3, 4, 5)
 FEWEST = 3  # seeds below which nothing is said of a claim
 # Student's t of 95 %, two-sided, by degrees of freedom.
@@ -48,9 +49,25 @@ class Task(NamedTuple):
     draws: int
     static_draws: int
     keys: tuple[str, ...]
+    # Every answer takes as many forwards: nothing is said of them, and no row has others.
+    even: bool = False
+
+    @property
+    def methods(self) -> list[str]:
+        """The keys of METHODS that are tried on it."""
+        return [name for name in METHODS if not (self.even and "static" in name)]
 
 
 TASKS = {
+    "sudoku5": Task(
+        *("sudoku", "sudoku", 5, 20),
+        (
+            *("sampler.strategy=static", "sampler.steps_per_block=5"),
+            *("policy_optim.lr=2e-4", "rl.steps=48", "eval.every=16"),
+            *("eval.problems=256", "eval.answers=4"),
+        ),
+        even=True,
+    ),
     "sudoku": Task(
         *("sudoku", "sudoku", 4, 20),
         ("rl.steps=40", "eval.every=10", "eval.problems=256"),
@@ -202,7 +219,7 @@ def cells() -> list[Cell]:
         Cell(task, method, seed)
         for seed in SEEDS
         for task in TASKS
-        for method in METHODS
+        for method in TASKS[task].methods
     ]
 
 
@@ -416,10 +433,12 @@ def claims(known: dict, task: str) -> list[str]:
     """Returns the table of claims, and what the cells say of each."""
     lines = ["| claim | difference | seeds | |", "|---|---|---|---|"]
     for said, first, second, axis in CLAIMS:
+        if first not in TASKS[task].methods:
+            continue
         found = compared(known, task, first, second, axis)
         how = f"{said}, {AXES[axis]}"
         lines.append(f"| {how} | {found} | {found.seeds} | {verdict(found)} |")
-    for said, first, second in FASTER:
+    for said, first, second in () if TASKS[task].even else FASTER:
         found = saved(known, task, first, second)
         lines.append(f"| {said} | {found} | {found.seeds} | {verdict(found)} |")
     return lines
@@ -429,7 +448,7 @@ def missing(known: dict) -> list[str]:
     """Returns a list of the cells that are not in the file."""
     lines = []
     for task in TASKS:
-        for method in METHODS:
+        for method in TASKS[task].methods:
             seeds = [s for s in SEEDS if Cell(task, method, s) not in known]
             if seeds:
                 lines.append(f"* {task}, {method}: seeds {', '.join(map(str, seeds))}")
@@ -465,6 +484,74 @@ def write_page(known: dict) -> None:
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     PAGE.write_text(text)
+
+
+# ---- The picture -------------------------------------------------------------------------
+
+ACROSS = 4  # panels side by side
+COLORS = "#2563a8", "#d9662b"  # TraceRL's, and that of what it is compared with
+GRID = 60  # points of a curve's band
+
+
+def band(rows: list[dict], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (x, mean, half): a method's accuracy over an axis, with its 95 % interval.
+
+    Between evaluations the curve of a seed is straight; up to where the first seed ends.
+    """
+    x = np.linspace(0, min(row[axis][-1] for row in rows), GRID)
+    curves = np.stack([np.interp(x, row[axis], row["accuracy"]) for row in rows])
+    points = [interval(column) for column in curves.T]
+    return x, np.array([p.mean for p in points]), np.array([p.half for p in points])
+
+
+def draw(known: dict, task: str, path: pathlib.Path) -> None:
+    """Draws each method's held-out accuracy beside TraceRL's, over training tokens.
+
+    Methods of fewer than `FEWEST` seeds have no panel; without any nothing is written.
+    """
+    import matplotlib as mpl  # slow to import, and only wanted here
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from dllm_jax.curves import STYLE
+
+    found = {method: of_method(known, task, method) for method in METHODS}
+    found = {x: rows for x, rows in found.items() if len(rows) >= FEWEST}
+    first = found.pop("tracerl", None)
+    if not found or first is None:
+        return
+    down = -(-len(found) // ACROSS)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            *(down, ACROSS),
+            figsize=(2.8 * ACROSS, 2.2 * down),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for panel in axes.flat[len(found) :]:
+            panel.axis("off")
+        for panel, (method, rows) in zip(axes.flat, found.items(), strict=False):
+            for told, color in zip((first, rows), COLORS, strict=True):
+                x, mean_, half = band(told, "training_tokens")
+                panel.plot(x / 1000, mean_, color=color)
+                panel.fill_between(
+                    x / 1000, mean_ - half, mean_ + half, color=color, alpha=0.18, lw=0
+                )
+            panel.set_title(METHODS[method][0], color=COLORS[1])
+            panel.set_xlabel("training tokens, thousands")
+        for line in axes:
+            line[0].set_ylabel("held-out accuracy")
+        figure.suptitle("TraceRL", color=COLORS[0], fontsize=9, weight="bold")
+        figure.savefig(path, dpi=90)
+        plt.close(figure)
+
+
+def show(known: dict) -> None:
+    """Writes the page and its picture, which is of the first task."""
+    write_page(known)
+    draw(known, next(iter(TASKS)), PICTURE)
 
 
 def different(old: dict, new: dict) -> list[str]:
@@ -505,7 +592,7 @@ def main():
     if args.list or args.page:
         print("\n".join(cell.name for cell in asked) if args.list else PAGE)
         if args.page:
-            write_page(known)
+            show(known)
         return
     for cell in asked[: args.most or None]:
         row = run(cell, args.folder)
@@ -515,8 +602,8 @@ def main():
             continue
         with FILE.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        known[cell] = row
-        write_page(known)
+        known = load()  # another process may have added to it
+        show(known)
 
 
 if __name__ == "__main__":
