@@ -216,10 +216,10 @@ def digits(x) -> float:
 def cells() -> list[Cell]:
     """Returns all cells in the order in which they are run."""
     return [
-        Cell(task, method, seed)
+        Cell(name, method, seed)
         for seed in SEEDS
-        for task in TASKS
-        for method in TASKS[task].methods
+        for name, task in TASKS.items()
+        for method in task.methods
     ]
 
 
