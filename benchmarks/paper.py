@@ -22,6 +22,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import textwrap
 import zlib
 from typing import NamedTuple
 
@@ -532,7 +533,7 @@ def draw(known: dict, task: str, path: pathlib.Path) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             *(down, across),
-            figsize=(2.8 * across, 2.2 * down),
+            figsize=(2.8 * across, 2.4 * down),
             sharey=True,
             squeeze=False,
             layout="constrained",
@@ -546,7 +547,8 @@ def draw(known: dict, task: str, path: pathlib.Path) -> None:
                 panel.fill_between(
                     x / 1000, mean_ - half, mean_ + half, color=color, alpha=0.18, lw=0
                 )
-            panel.set_title(METHODS[method][0], color=COLORS[1])
+            title = textwrap.fill(METHODS[method][0], 28)
+            panel.set_title(title, color=COLORS[1])
             panel.set_xlabel("training tokens, thousands")
         for line in axes:
             line[0].set_ylabel("held-out accuracy")
