@@ -152,8 +152,8 @@ def paged_attention(
     q_BWNH, k_BQKH, v_BQKH: the windows' queries and own keys and values, all of which the
     window sees, or of more queries than keys the last ones; pages: pools (k, v), each
     [L, P, O, K, H]; layer: a scalar; table_BA: the pages of each row, in order; start_B: the
-    positions before the window, all seen. See `reference.paged_attention`. On a mesh, rows and pages are split alike: a table names
-    pages of its own device.
+    positions before the window, all seen. See `reference.paged_attention`. On a mesh, rows
+    and pages are split alike: a table names pages of its own device.
     """
     run = reference.paged_attention
     if module := kernel("paged_attention", implementation, q_BWNH.shape[3]):

@@ -45,9 +45,8 @@ from dllm_jax.sampling.rows import Rows, constrained
 from dllm_jax.sampling.state import SamplingState
 from dllm_jax.sharding import constrain
 
-TILE = (
-    64  # queries of a key head that a kernel takes together, whose pages are read once
-)
+# Queries of a key head that a kernel takes together, so that their pages are read once.
+TILE = 64
 
 
 def forward(
