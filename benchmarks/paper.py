@@ -1,7 +1,7 @@
 r"""The paper's claims (TraceRL, arXiv 2509.06949) in miniature: docs/paper.md, cell by cell.
 
     python -m benchmarks.paper --missing          what is not in docs/paper.jsonl yet
-    python -m benchmarks.paper --task sudoku --method tracerl --seed 0
+    python -m benchmarks.paper --task sudoku5 --method tracerl --seed 0
     python -m benchmarks.paper --page             docs/paper.md anew, nothing is run
 
 A cell is a task, a method and a seed: one `python -m dllm_jax.train` of a bundled model, some
