@@ -550,6 +550,8 @@ def draw(known: dict, task: str, path: pathlib.Path) -> None:
             title = textwrap.fill(METHODS[method][0], 28)
             panel.set_title(title, color=COLORS[1])
             panel.set_xlabel("training tokens, thousands")
+        low, high = axes[0, 0].get_ylim()  # of three seeds, a band may leave [0, 1]
+        axes[0, 0].set_ylim(max(low, 0), min(high, 1))
         for line in axes:
             line[0].set_ylabel("held-out accuracy")
         axes[0, 0].legend(axes[0, 0].lines[:1], [METHODS["tracerl"][0]])
