@@ -103,7 +103,8 @@ def test_the_kernel_is_the_specification_under_every_mask(
     found = jax.jit(functools.partial(with_gradients, kernel))
     q, dout = normal(B, T, N, H), normal(B, T, N, H, seed=1)
     k, v = normal(B, T, K, H, seed=2), normal(B, T, K, H, seed=3)
-    names = ["full, ragged", "packed"] if implementation == "gpu" else MASKS
+    # Ragged rows under the GPU's kernel are test_few_queries_over_cached_keys'.
+    names = ["packed"] if implementation == "gpu" else MASKS
     for name in names:
         seen = MASKS[name]
         # What sees nothing is the specification's to choose; nobody reads it.

@@ -125,7 +125,8 @@ ASKED = [
 ]
 
 
-STRATEGIES = ("dynamic", "entropy_bounded", "sequential", "static")
+# "sequential" is denoise_test's, and generate_test's in the engine.
+STRATEGIES = ("dynamic", "entropy_bounded", "static")
 GROUP = [(i, list(range(10, 29)), 1.0, 16) for i in range(12)]  # of one prompt
 ENOUGH = 20  # pages that all rows of CFG can use
 
@@ -137,7 +138,7 @@ def wanted(tiny):
     return {name: defined(tiny, cfg, ASKED) for name, cfg in cfgs.items()}
 
 
-@examples(0.5)
+@examples(0.3)
 @hypothesis.given(
     strategy=st.sampled_from(STRATEGIES),
     order=st.lists(st.sampled_from(range(18)), min_size=1, unique=True),
@@ -185,8 +186,10 @@ def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
         lambda x: x if (x == 1).all() else 8 * x,  # norms stay
         jax.device_get(jax.jit(transformer.init, static_argnums=1)(KEY, model)),
     )
-    want = defined((model, params), CFG, ASKED[:6])
-    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    # A page a row: for each width of pages more is compiled.
+    cfg = dataclasses.replace(CFG, page=40)
+    want = defined((model, params), cfg, ASKED[:6])
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, ASKED[:6])
     answers_as(made, params, want)
 
@@ -223,12 +226,12 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
 def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
     cfg = dataclasses.replace(
-        CFG, max_prompt=150, prefill=140
+        CFG, max_prompt=150, prefill=140, page=40
     )  # a chunk of 32, or five
     rng = np.random.default_rng(0)
     lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
     drawn = [rng.integers(10, 60, length).tolist() for length in lengths]
-    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # twelve pages are known
+    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # two pages are known
     asked = [(i, prompt, 1.0, 6) for i, prompt in enumerate(drawn)]
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, asked)
@@ -268,9 +271,10 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     made.submit(**good)  # its index is free again
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
-def test_on_a_mesh(tiny, shape):
+def test_on_a_mesh(tiny):
+    """Of every axis; (1, 8, 1) is placement_test's."""
     model, params = tiny
+    shape = (2, 2, 2)
     size = np.prod(shape)
     mesh = sharding.make_mesh(
         **dict(zip(("data", "fsdp", "model"), shape)), devices=jax.devices()[:size]
@@ -334,7 +338,7 @@ def as_on_tpu(op):
 
 
 def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
-    cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
+    cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:4]
     want = defined(tiny, cfg, asked)
     monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
     for name in ("chunk_attention", "paged_attention", "cache_update"):

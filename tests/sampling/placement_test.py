@@ -11,7 +11,7 @@ from dllm_jax.models import acting, transformer
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
-CFG = SamplerConfig(max_prompt=8, max_new=8, rows=8, page=4, prefill=8)
+CFG = SamplerConfig(max_prompt=8, max_new=8, rows=8, page=8, prefill=8)
 PROMPTS = [[5, 6, 7], [9] * 7, [11, 3], [8] * 8, [], [4]]
 
 
@@ -48,7 +48,6 @@ def alone(tiny):
 
 
 @pytest.mark.parametrize("rollout", ["replicated", "model"])
-# (2, 4, 1), with "model", is train_test's.
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
     model, params = tiny
