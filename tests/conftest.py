@@ -37,6 +37,7 @@ import pytest
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import held_pages
 from tests import properties
 
 hypothesis.settings.load_profile("test")  # `make soak` names another
@@ -81,6 +82,12 @@ def compiled():
     if not maps.exists() or maps.read_bytes().count(b"\n") > MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def one_width(monkeypatch):
+    """Lets attention over pages be compiled for whole tables: its widths are paged_test's."""
+    monkeypatch.setattr(held_pages, "widths", lambda A: [A])
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,8 @@ def same(folder, whole):
 def whole(command, tmp_path_factory):
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    (folder.parent / "told").write_text(end(command(folder, logged=True)))
+    keys = ["run.export_value=true"]
+    (folder.parent / "told").write_text(end(command(folder, *keys, logged=True)))
     return folder
 
 
@@ -157,6 +158,9 @@ def test_a_run_leaves_everything_behind(whole, tmp_path_factory):
     start = safetensors.numpy.load_file(MODEL / "model.safetensors")
     got = safetensors.numpy.load_file(whole / "export/model.safetensors")
     assert any((got[name] != x).any() for name, x in start.items())  # it has learned
+    critic = safetensors.numpy.load_file(whole / "value" / "model.safetensors")
+    assert critic.keys() - start.keys() == {"value_head.weight"}
+    assert critic["value_head.weight"].any()
 
 
 def test_seconds_are_of_the_step_and_of_what_was_done(whole, others):
@@ -262,9 +266,11 @@ def test_killed_and_resumed_with_all_that_remembers_is_bit_for_bit(command, tmp_
     assert (line in told) == (best < 3)
 
 
+@pytest.mark.soak
 def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     command, tmp_path
 ):
+    """Without `make soak`: passes are sources_test's, patience best_test's."""
     told = end(
         command(
             tmp_path,

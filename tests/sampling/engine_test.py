@@ -179,17 +179,17 @@ def test_the_engine_is_the_definition(
     empty_again(made)
 
 
-def test_the_engine_is_the_definition_where_only_some_layers_have_experts(tiny):
+def test_the_engine_is_the_definition_where_only_some_layers_have_experts(
+    tiny, one_width
+):
     sparse = {"experts": 4, "experts_per_token": 2, "expert_ffw": 12}
     model = dataclasses.replace(tiny[0], layers=3, sparse_step=2, **sparse)
     params = jax.tree.map(
         lambda x: x if (x == 1).all() else 8 * x,  # norms stay
         jax.device_get(jax.jit(transformer.init, static_argnums=1)(KEY, model)),
     )
-    # A page a row: for each width of pages more is compiled.
-    cfg = dataclasses.replace(CFG, page=40)
-    want = defined((model, params), cfg, ASKED[:6])
-    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    want = defined((model, params), CFG, ASKED[:6])
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
     ask(made, ASKED[:6])
     answers_as(made, params, want)
 
@@ -223,15 +223,15 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_long_prompts_in_chunks_of_many_rows(tiny, shift):
+def test_long_prompts_in_chunks_of_many_rows(tiny, one_width, shift):
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
     cfg = dataclasses.replace(
-        CFG, max_prompt=150, prefill=140, page=40
+        CFG, max_prompt=150, prefill=140
     )  # a chunk of 32, or five
     rng = np.random.default_rng(0)
     lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
     drawn = [rng.integers(10, 60, length).tolist() for length in lengths]
-    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # two pages are known
+    drawn[-2] = drawn[0][:100] + drawn[-2][100:]  # twelve pages are known
     asked = [(i, prompt, 1.0, 6) for i, prompt in enumerate(drawn)]
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, asked)
@@ -271,7 +271,7 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     made.submit(**good)  # its index is free again
 
 
-def test_on_a_mesh(tiny):
+def test_on_a_mesh(tiny, one_width):
     """Of every axis; (1, 8, 1) is placement_test's."""
     model, params = tiny
     shape = (2, 2, 2)

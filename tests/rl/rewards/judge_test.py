@@ -326,7 +326,7 @@ def test_a_function_may_judge(mine):
 # ---- A checkpoint ----------------------------------------------------------------------
 
 
-def test_a_checkpoint_judges_with_the_engine(capsys):
+def test_a_checkpoint_judges_with_the_engine(capsys, one_width):
     """The bundled model knows sums alone: what it says of others' is no verdict."""
     folder = str(lent.ARITHMETIC / "model")
     cfg = JudgeConfig(at=folder, votes=2, tokens=4, prompt=700, rows=1)
