@@ -344,7 +344,7 @@ def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:4]
     want = defined((model, params), cfg, asked)
     monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (model.head_dim,))
-    for name in ("chunk_attention", "paged_attention", "cache_update"):
+    for name in ("chunk_attention", "paired_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
         monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     made = Engine(model=model, cfg=cfg, mesh=ONE())
