@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import paper
 from benchmarks.paper import Cell
+from tests import served
 
 
 def row(method, seed, accuracy, tokens, task="sudoku"):
@@ -125,11 +126,18 @@ def test_a_coin_is_the_same_for_the_same_step():
     assert (first == paper.coin(["y"] * 400, None, Trace)).all()
 
 
-def test_one_cell_in_little(tmp_path):
+def test_one_cell_in_little(tmp_path, monkeypatch):
     """A step of the control with a coin's reward: accuracy is the puzzle's all the same."""
+
+    def run(words, **how):
+        assert words[1] == "-m" and how["check"]
+        done = served.run(words[2], words[3:], served.split(1))
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(paper.subprocess, "run", run)
     little = ["rl.steps=1", "rl.prompts=2", "rl.group=2", "eval.problems=4"]
     little += ["eval.every=1", "sampler.rows=4", "batch.rows=1", "rl.updates=1"]
-    little += ["rl.min_solved=0.0", "rl.max_solved=1.0"]
+    little += ["rl.min_solved=0.0", "rl.max_solved=1.0", "sampler.page=64"]
     told = paper.run(
         Cell("sudoku", "random_reward", 0),
         tmp_path,

@@ -467,6 +467,28 @@ def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
     assert answer_nT.sum() < held.sum() <= bound or bound == 0
 
 
+def test_what_rows_hold_is_a_share_of_the_microbatches_in_use():
+    """Of two microbatches of two rows of four slots; by hand."""
+    ids, seats = np.zeros((2, 2, 4), np.int32), np.zeros((2, 2, 3), np.int32)
+    batch = views.TrainBatch(
+        used=np.int32(1),
+        tokens_BT=ids,
+        pos_BT=ids,
+        begin_BT=ids + 1,
+        end_BT=ids + 1,
+        group_BT=ids - 1,
+        where_BU=seats,
+        target_BU=seats,
+        weight_BU=seats,
+    )
+    assert (batch.held, batch.fill) == (0, 0)
+    batch.end_BT[0, 0] = [3, 2, 1, 0]  # the first two see something
+    batch.group_BT[0, 1, :3] = [0, 1, -1]  # so do these
+    assert (batch.held, batch.fill) == (4, 4 / 8)
+    assert batch.replace(used=np.int32(2)).fill == 4 / 16
+    assert batch.replace(used=np.int32(0)).fill == 4  # of nothing: no division by zero
+
+
 def test_a_long_trajectory_is_split_into_the_same_views():
     order = [GIVEN] * 5 + [1 + (7 * i) % 27 for i in range(27)]
     trace = dllm_rl.trace([range(32)], [order], [5], [27])
