@@ -192,7 +192,12 @@ class Checkpoints:
             if target is not None:
                 stored = self.manager.item_metadata(number).state
                 path = self.folder / str(number)
-                alike(stored, target, f"{path} does not fit this configuration")
+                alike(
+                    stored,
+                    target,
+                    f"{path} does not fit this configuration: another model, adapters or "
+                    "value network (rl.value) made it; name another run.folder",
+                )
             return self.load(number, target), meta, number
         if candidates:
             raise CannotGoOn(

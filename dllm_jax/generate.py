@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import NamedTuple
 
@@ -137,6 +138,14 @@ def spelled_out(argv: list[str]) -> list[str]:
     return words
 
 
+def report_idle(argv: list[str]):
+    """Tells of overrides that have no effect here: nobody is to wait for one."""
+    for arg in argv:
+        key = re.match(r"--config\.([^=]+)", arg)
+        if key and (not key[1].startswith(USED) or key[1].startswith(UNUSED)):
+            exits.warn(f"{arg}: nothing of it is used to answer prompts")
+
+
 def parsed(argv: list[str]):
     """Returns (the prompt or None, absl's flags: image, prompts, out and config).
 
@@ -157,6 +166,7 @@ def parsed(argv: list[str]):
     if not file and any(word.startswith("--image_out") for word in words):
         tree.sampler.update(DRAWING)
     _, prompts = command_line.parse(words, tree, values, arguments=1)
+    report_idle(words)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
     if values.image and not prompts:
@@ -212,9 +222,9 @@ def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
     if tok is None:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
-        return data.render(tok, row["messages"], shown)
+        return data.check_known(data.render(tok, row["messages"], shown), vocab)
     if asked := {"prompt", "question"} & row.keys():
-        return turn(tok, data.text(row, min(asked)), shown)
+        return data.check_known(turn(tok, data.text(row, min(asked)), shown), vocab)
     raise ValueError(
         f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
     )
@@ -465,7 +475,8 @@ def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
         return read(options.prompts, tok, model.vocab, reader)
     if tok is None:
         raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
-    return [turn(tok, prompt, reader and reader.of_files(options.image, None))], []
+    ids = turn(tok, prompt, reader and reader.of_files(options.image, None))
+    return [data.check_known(ids, model.vocab)], []
 
 
 def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:

@@ -229,12 +229,8 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         raise ValueError(
             f"its answer has the mask token, {mask}, which stands for none"
         )
-    images = sum(x.rows for x in getattr(example.prompt, "pictures", ()))
-    if max(example.prompt) >= vocab + images or max(example.answer, default=0) >= vocab:
-        raise ValueError(
-            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
-            "another model's trace or tokenizer?"
-        )
+    check_known(example.prompt, vocab)
+    check_known(example.answer, vocab)
 
 
 def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
+import warnings
 
 from dllm_jax import checks, limits
 from dllm_jax.data import sets
@@ -22,6 +23,7 @@ BOXED = (
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
+NAMED = ("question", "answer", "response")  # fields that a key of DataConfig names
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -93,8 +95,10 @@ def of_record(path: str, number: int):
 def field(row: dict, name: str):
     """Returns a record's field; raises ValueError naming what it has instead."""
     if name not in row:
-        near = difflib.get_close_matches(name, row, n=1)
+        near = difflib.get_close_matches(name, row, n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if not near and name in NAMED:
+            hint = f"; data.{name} names the field"
         raise ValueError(f"no field {name!r}, it has {sorted(row)}{hint}")
     if row[name] is None:
         raise ValueError(f"field {name!r} is null")
@@ -121,10 +125,13 @@ def tokenizer(path: str):
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
-        kind = get_tokenizer_config(path).get("tokenizer_class")
-        if kind in CLONES:
-            return getattr(transformers, CLONES[kind]).from_pretrained(path)
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with warnings.catch_warnings():  # of keys in config.json that it will rename
+            warnings.simplefilter("ignore", FutureWarning)
+            kind = get_tokenizer_config(path).get("tokenizer_class")
+            if kind in CLONES:
+                return getattr(transformers, CLONES[kind]).from_pretrained(path)
+            load = transformers.AutoTokenizer.from_pretrained
+            return load(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -307,6 +314,20 @@ class Looker:
         if len(self.skipped) == self.count:
             raise ValueError(line)
         warn(line)
+
+
+def check_known(ids, vocab: int) -> list[int]:
+    """Returns a prompt's or an answer's ids; raises ValueError for one that no model has.
+
+    vocab: the model's are below it; rows of a prompt's images have ids behind them.
+    """
+    images = sum(picture.rows for picture in getattr(ids, "pictures", ()))
+    if max(ids, default=0) >= vocab + images:
+        raise ValueError(
+            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
+            "another model's trace or tokenizer?"
+        )
+    return ids
 
 
 def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:

@@ -123,7 +123,7 @@ def bytes_of(placement: Placement, beside: int, limit: int) -> float:
     try:
         return needs + memory.program_bytes(lowered.compile())
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not memory.exhausted(error):
             raise
         return math.inf
 
