@@ -195,8 +195,9 @@ class Checkpoints:
                 alike(
                     stored,
                     target,
-                    f"{path} does not fit this configuration: another model, adapters or "
-                    "value network (rl.value) made it; name another run.folder",
+                    f"{path} does not fit this configuration",
+                    "; another model, or other networks beside it, made it: name another "
+                    "run.folder",
                 )
             return self.load(number, target), meta, number
         if candidates:
@@ -281,14 +282,17 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def alike(stored, target, complaint: str) -> None:
-    """Raises ValueError, which begins with `complaint`, naming a leaf whose shapes differ."""
+def alike(stored, target, complaint: str, advice: str = "") -> None:
+    """Raises ValueError naming a leaf whose shapes differ.
+
+    It begins with `complaint` and ends with `advice`.
+    """
     has, wants = shapes_of(stored), shapes_of(target)
     for leaf in sorted(has.keys() | wants.keys()):
         if has.get(leaf) != wants.get(leaf):
             raise ValueError(
                 f"{complaint}: {leaf} is {has.get(leaf, 'missing')}, "
-                f"expected {wants.get(leaf, 'no such array')}"
+                f"expected {wants.get(leaf, 'no such array')}{advice}"
             )
 
 

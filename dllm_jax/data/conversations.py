@@ -10,6 +10,7 @@ from dllm_jax.data.prompts import (
     DataConfig,
     Looker,
     ask,
+    check_known,
     conversation,
     field,
     ids_of,
