@@ -18,7 +18,7 @@ def records(path: str) -> list[dict]:
     Raises ValueError naming the file, and the line where one is not a JSON object.
     """
     file = pathlib.Path(path)
-    if file.is_dir():
+    if path and file.is_dir():
         raise ValueError(f"dataset {path!r}: a folder; name a file in it")
     if not file.is_file():
         raise ValueError(f"dataset {path!r}: no such file")

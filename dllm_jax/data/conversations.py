@@ -59,7 +59,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
             raise ValueError("the last message is not the assistant's")
         return render(tok, before, shown), [last["content"]]
     if "prompt" not in row or cfg.question in row:
-        prompt = ask(tok, cfg, text(row, cfg.question), shown=shown)
+        prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)
     elif shown is None:
         prompt = ids_of(tok, text(row, "prompt"))
     else:
@@ -68,7 +68,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         if not shown.answer:
             raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
         return prompt, [list(shown.answer)]
-    return prompt, [text(row, cfg.response)]
+    return prompt, [text(row, cfg.response, "data.response")]
 
 
 def ids(row: dict, name: str, most: int = STEPS) -> list[int]:

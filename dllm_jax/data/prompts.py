@@ -23,7 +23,6 @@ BOXED = (
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
-NAMED = ("question", "answer", "response")  # fields that a key of DataConfig names
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -92,22 +91,28 @@ def of_record(path: str, number: int):
         raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
 
 
-def field(row: dict, name: str):
-    """Returns a record's field; raises ValueError naming what it has instead."""
+def field(row: dict, name: str, key: str = ""):
+    """Returns a record's field; raises ValueError naming what it has instead.
+
+    key: of the configuration, which names the field.
+    """
     if name not in row:
         near = difflib.get_close_matches(name, row, n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        if not near and name in NAMED:
-            hint = f"; data.{name} names the field"
+        if key:
+            hint += f"; {key} names the field"
         raise ValueError(f"no field {name!r}, it has {sorted(row)}{hint}")
     if row[name] is None:
         raise ValueError(f"field {name!r} is null")
     return row[name]
 
 
-def text(row: dict, name: str) -> str:
-    """Returns a record's text, a number as it is written; raises ValueError for others."""
-    given = field(row, name)
+def text(row: dict, name: str, key: str = "") -> str:
+    """Returns a record's text, a number as it is written; raises ValueError for others.
+
+    key: see `field`.
+    """
+    given = field(row, name, key)
     if type(given) not in (str, int, float):
         raise ValueError(f"field {name!r} is {checks.shown(given)}, which is no text")
     return str(given)
@@ -341,8 +346,8 @@ def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Probl
     sets.check(path)
     for number, row, shown in Looker(reader, path, cfg).rows():
         with of_record(path, number):
-            question = text(row, cfg.question)
-            answer = text(row, cfg.answer) if grader.gold else ""
+            question = text(row, cfg.question, "data.question")
+            answer = text(row, cfg.answer, "data.answer") if grader.gold else ""
             begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
             prompt = ask(tok, cfg, question, begun, shown)
             problem = Problem(prompt, question, answer, row, begun=begun)
