@@ -465,6 +465,18 @@ def test_no_memory_left_is_one_line(capsys, monkeypatch, flag):
     assert "lower sampler.rows" in said and said.count("\n") == 1
 
 
+def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
+    """Also where nothing waits for signals, as in a download."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["data"])
+    with pytest.raises(SystemExit, match="75"):
+        command_line.entry(main)
+    assert capsys.readouterr().err == "stopped by a signal\n"
+
+
 def test_a_defect_of_xla_keeps_its_traceback(monkeypatch):
     def main():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
