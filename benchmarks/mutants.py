@@ -1,6 +1,6 @@
 """Whether reference solutions with one change are found out: mutants, graded by their tests.
 
-    python -m benchmarks.mutants HumanEval.jsonl.gz [mbpp.jsonl ...] [--count=300] [--inputs=500]
+    python -m benchmarks.mutants HumanEval.jsonl.gz [mbpp.jsonl ...] [--count=300]
 
 The protocol. A mutant is a reference solution with one operator or comparison swapped for
 another (SWAPS). Different ones are drawn until `count` of them count, and each is graded as
@@ -48,7 +48,7 @@ SWAPS = {
     ast.In: ast.NotIn,
 }
 PASSED = "missed", "lenient", "unseen"
-GENERATED = 500  # inputs beside those of the tests
+GENERATED = 2000  # inputs beside those of the tests
 LINES = 20_000  # that a solution may run for one input; a mutant ten times as many
 # Compares two programs; `given` is put before it. Prints how many inputs there were, and
 # how many told them apart, of the tests and of the generated ones.
@@ -219,13 +219,10 @@ def verdict(row: dict, mutant: str, generated: int = GENERATED) -> tuple[str, di
     return "unseen" if found["generated_differ"] else "equivalent", found
 
 
-def found_out(
-    rows: list[dict], count: int, generated: int = GENERATED
-) -> dict[str, list]:
+def found_out(rows: list[dict], count: int) -> dict[str, list]:
     """Returns task, verdict and reason of all that passed, by verdict; `count` are graded.
 
-    rows: a set's records. generated: inputs beside those of the tests. Where all mutants
-    together are fewer, "counted" says how many.
+    rows: a set's records. Where all mutants together are fewer, "counted" says how many.
     """
     every = {text: row for row in rows for text in mutants(solution(row))}
     order = random.Random(0).sample(sorted(every), len(every))
@@ -237,9 +234,7 @@ def found_out(
         jobs = [(text, every[text]) for text in drawn]
         grades = graded(jobs, seconds=1, all_cases=False)
         for (text, row), grade in zip(jobs, grades, strict=True):
-            kind, why = "found out", {}
-            if grade == 1:
-                kind, why = verdict(row, text, generated)
+            kind, why = verdict(row, text) if grade == 1 else ("found out", {})
             if kind != "found out":
                 told[kind].append((row["task_id"], why))
             if kind != "equivalent":
@@ -252,11 +247,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--inputs", type=int, default=GENERATED, help="made of tests'")
     args = parser.parse_args()
     print(sandbox.available())
     for path in args.files:
-        told = found_out(list(records(path)), args.count, args.inputs)
+        told = found_out(list(records(path)), args.count)
         parts = ", ".join(f"{len(told[kind])} {kind}" for kind in PASSED)
         print(
             f"{path}: {sum(len(told[kind]) for kind in PASSED)} of "

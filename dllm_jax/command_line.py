@@ -68,7 +68,7 @@ def entry(main, help_text: str = "") -> None:
         if jax.process_index() == 0:
             print(stop, file=sys.stderr)
         sys.exit(exits.STOPPED)
-    except KeyboardInterrupt:  # where nobody listens to signals: nothing is half done
+    except KeyboardInterrupt:  # where no exits.StopSignal listens
         print("stopped by a signal", file=sys.stderr)
         sys.exit(exits.STOPPED)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
