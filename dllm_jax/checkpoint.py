@@ -23,7 +23,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from dllm_jax.exits import CannotGoOn, room, warn
+from dllm_jax.exits import CannotGoOn, free, room, warn
+from dllm_jax.memory import GIB
 
 SUMS = "checksums.json"
 META = "meta/metadata"  # where Orbax puts the JSON
@@ -66,7 +67,7 @@ class Checkpoints:
     def __init__(
         self, folder, keep: int | None = 2, keep_every: int | None = None
     ) -> None:
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder, self.keep = pathlib.Path(folder).absolute(), keep
         # Orbax tells every file that it touches, and of a save that fails 600 lines more;
         # what counts of these is raised.
         logging.set_verbosity(logging.FATAL)
@@ -100,6 +101,25 @@ class Checkpoints:
         # All processes need an array of one size; what process 0 put in it is what counts.
         steps_n = np.resize(np.array(steps, np.int32), count)
         return multihost_utils.broadcast_one_to_all(steps_n).tolist()
+
+    def scarce(self, tree) -> list[str]:
+        """Returns a warning, where the disk has not room for all that is to stay there.
+
+        tree: what will be saved, as shapes. Those that stay and the one being written are
+        counted, less those that are there, by the bytes of their arrays: packed they may
+        take less.
+        """
+        there = sum(item.name.isdigit() for item in self.folder.glob("*"))
+        each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        wanted = each * max((self.keep or 0) + 1 - there, 1)
+        if wanted <= free(self.folder):
+            return []
+        line = (
+            f"warning: {self.folder}: {free(self.folder) / GIB:.2f} GiB are free, and "
+            f"checkpoints of {each / GIB:.2f} GiB each may want {wanted / GIB:.2f} more "
+            f"(run.keep={self.keep} of them, and the one being written)"
+        )
+        return [line]
 
     def save(self, step: int, tree, meta: dict) -> None:
         """Saves a pytree of arrays with a JSON-able dict.
