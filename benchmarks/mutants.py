@@ -27,6 +27,7 @@ import random
 import warnings
 
 from benchmarks.jail import entry, graded, solution
+from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import code, sandbox
 
@@ -263,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)
