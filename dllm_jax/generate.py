@@ -100,7 +100,10 @@ def defaults() -> ml_collections.ConfigDict:
 def help_text() -> str:
     """Returns what --help prints."""
     leaves = config.flat(dataclasses.asdict(config.freeze(defaults())))
-    options = {"PROMPT": "one prompt, on a terminal shown as it is unmasked"}
+    options = {
+        "PROMPT": "one prompt, on a terminal shown as it is unmasked",
+        "-- -PROMPT": "... one that begins with a dash",
+    }
     for name, (key, text) in SHORT.items():
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
