@@ -24,7 +24,6 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from dllm_jax.exits import CannotGoOn, free, room, warn
-from dllm_jax.memory import GIB
 
 SUMS = "checksums.json"
 META = "meta/metadata"  # where Orbax puts the JSON
@@ -115,8 +114,8 @@ class Checkpoints:
         if wanted <= free(self.folder):
             return []
         line = (
-            f"warning: {self.folder}: {free(self.folder) / GIB:.2f} GiB are free, and "
-            f"checkpoints of {each / GIB:.2f} GiB each may want {wanted / GIB:.2f} more "
+            f"warning: {self.folder}: {free(self.folder) / 2**30:.2f} GiB are free, and "
+            f"checkpoints of {each / 2**30:.2f} GiB each may want {wanted / 2**30:.2f} more "
             f"(run.keep={self.keep} of them, and the one being written)"
         )
         return [line]

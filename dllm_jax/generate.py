@@ -345,7 +345,11 @@ class Terminal:
         """Writes an answer."""
         text = json.dumps(line, ensure_ascii=False)
         with exits.room(self.path, len(text)):
-            print(text, file=self.file, flush=True)
+            try:
+                print(text, file=self.file, flush=True)
+            except BrokenPipeError:  # whoever read it, such as `| head`, has enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+                sys.exit()
 
 
 def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:

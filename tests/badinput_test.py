@@ -313,7 +313,7 @@ COMMANDS = """
     generate  either one prompt or --prompts
     generate hello  --model=DIR is required
     generate --model= hello  --model=DIR is required
-    generate --model=none/at/all hello  'none/at/all' is not a folder
+    generate --model=none/at/all hello  is not a folder, nor a hub repository like org/name; looked for in
     generate --model=tests hello  tests is not a checkpoint
     generate --model=MODEL  either one prompt or --prompts
     generate --model=MODEL hello world  'world'
