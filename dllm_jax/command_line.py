@@ -20,7 +20,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import checks, config, exits, folder, memory, processes, sharding
+from dllm_jax import checks, config, exits, folder, processes, sharding
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -72,7 +72,7 @@ def entry(main, help_text: str = "") -> None:
         print("stopped by a signal", file=sys.stderr)
         sys.exit(exits.STOPPED)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not memory.exhausted(error):
+        if not exits.exhausted(error):
             raise
         print(f"error: {NO_MEMORY.format(checks.shown(str(error)))}", file=sys.stderr)
         sys.exit(exits.STUCK)

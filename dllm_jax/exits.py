@@ -50,6 +50,15 @@ def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
+def exhausted(error: BaseException) -> bool:
+    """Returns whether an error says that a device, or the host, has no memory left."""
+    words = "RESOURCE_EXHAUSTED", "Out of memory"
+    told = isinstance(error, jax.errors.JaxRuntimeError)
+    return isinstance(error, MemoryError) or (
+        told and any(x in str(error) for x in words)
+    )
+
+
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What libraries make of them: Orbax a ValueError, safetensors an error of its own.
 FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")

@@ -62,15 +62,6 @@ def program_bytes(compiled) -> int:
     return analysis.temp_size_in_bytes + results
 
 
-def exhausted(error: BaseException) -> bool:
-    """Returns whether an error says that a device, or the host, has no memory left."""
-    words = "RESOURCE_EXHAUSTED", "Out of memory"
-    told = isinstance(error, jax.errors.JaxRuntimeError)
-    return isinstance(error, MemoryError) or (
-        told and any(x in str(error) for x in words)
-    )
-
-
 def device_bytes() -> int | None:
     """Returns what a device of this process can give, or None where it does not say.
 
