@@ -43,9 +43,8 @@ class DataConfig:
     # The template is all of the prompt, chat tokens too; {prefix} is a field of the record,
     # with which the answer begins.
     raw: bool = False
-    image: str = (
-        "image"  # field with an image's path, or several; of a model that looks
-    )
+    # Field with an image's path, or several; of a model that looks.
+    image: str = "image"
     image_root: str = ""  # the folder that images must not leave; "": the dataset's
     # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
     # sampler meets whenever an answer ends inside one; none if the answer has a trace.
