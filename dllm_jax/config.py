@@ -518,6 +518,9 @@ def frozen(kind: type, tree, prefix: str = ""):
 
 def unknown(name: str, known: list[str]) -> str:
     """Returns the message for a key that does not exist, with the nearest that does."""
+    inside = [key for key in known if key.startswith(f"{name}.")]
+    if inside:
+        return f"config key {name!r} is a section: set its keys, such as {inside[0]!r}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"unknown config key {name!r}; the nearest is {near[0]!r}"
 
@@ -565,6 +568,22 @@ def flat(tree: dict, prefix: str = "") -> dict:
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
+
+
+def declared() -> dict[str, str]:
+    """Returns where each section's keys are declared: "Class in dllm_jax/...py", by name.
+
+    "" is the keys of no section.
+    """
+    found, waiting = {}, [("", Config)]
+    for section, kind in waiting:
+        found[section] = f"{kind.__name__} in {kind.__module__.replace('.', '/')}.py"
+        waiting += [
+            (f"{section}.{field.name}".lstrip("."), field.type)
+            for field in dataclasses.fields(kind)
+            if dataclasses.is_dataclass(field.type)
+        ]
+    return found
 
 
 def keys(tree: dict) -> list[str]:

@@ -183,6 +183,7 @@ def main(argv=None):
         to_orbax(args.source, args.out, args.dtype)
     else:
         to_hf(args.source, args.out, args.like, args.step, args.network)
+    print(args.out)
 
 
 if __name__ == "__main__":

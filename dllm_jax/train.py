@@ -184,6 +184,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
     )
+    for line in checkpoints.scarce(shapes):
+        say(line)
     restored = None if resume == "never" else checkpoints.restore(shapes)
     states, base, start, meta = begin_or_resume(
         restored, cfg=cfg, model=model, plans=plans, places=places, mesh=mesh, say=say

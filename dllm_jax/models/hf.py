@@ -57,8 +57,9 @@ def find(path) -> pathlib.Path:
     if folder.is_dir():
         return folder
     if folder.is_absolute() or str(path).count("/") != 1:
+        seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
         raise ValueError(
-            f"{str(path)!r} is not a folder, nor a hub repository like org/name"
+            f"{str(path)!r} is not a folder, nor a hub repository like org/name{seen_from}"
         )
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path)))

@@ -251,9 +251,8 @@ class RLConfig:
     truncated: str = "wrong"  # an answer cut at its limit: a key of TRUNCATED
     # soft: the last tokens of sampler.max_new, which cost more and more; 0: a fifth of it.
     truncated_tail: int = 0
-    whiten: bool = (
-        False  # advantages to mean 0 and std 1 over a step's tokens, after GAE
-    )
+    # Advantages to mean 0 and standard deviation 1 over a step's tokens, after GAE.
+    whiten: bool = False
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
     # Answers of an update, instead: a step has as many updates as its kept answers fill,
     # at least one; 0: `updates` decides.
@@ -400,9 +399,7 @@ class JudgeConfig:
     votes: int = 3  # answers of a model to each question
     temperature: float = 0.6
     tokens: int = 1024  # of an answer, at most
-    prompt: int = (
-        4096  # a checkpoint's: tokens of a question; longer ones are not asked
-    )
+    prompt: int = 4096  # a checkpoint's: tokens of a question; longer are not asked
     rows: int = 16  # a checkpoint's: questions answered together
     seconds: float = 120.0  # an endpoint's: for a question, each time that it is asked
     tries: int = 4  # an endpoint's: how often a question is asked that gets no answer

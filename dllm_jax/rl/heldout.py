@@ -39,7 +39,13 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
         alone = dataclasses.replace(settings.data, heldout=path)
         one = dataclasses.replace(settings, data=alone)
         found[name] = problems(one, tools)
-        rollout.report_long(found[name], settings.sampler.max_prompt, tools.say, path)
+        rollout.check_prompts(
+            found[name],
+            settings.sampler.max_prompt,
+            settings.model.vocab,
+            tools.say,
+            path,
+        )
     return found
 
 

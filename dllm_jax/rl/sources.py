@@ -44,9 +44,7 @@ from dllm_jax.rl import (
     ridge,
     rollout,
 )
-from dllm_jax.rl.config import (
-    RLConfig,
-)
+from dllm_jax.rl.config import RLConfig
 from dllm_jax.rl.curriculum import Curriculum
 from dllm_jax.rl.examples import DPO, SFT, Ranking
 from dllm_jax.rl.networks import Weights
@@ -320,7 +318,13 @@ def read_problems(settings: Settings, tools: Tools):
         files.append(
             data.problems(path, tools.tok, settings.data, tools.grader, tools.reader)
         )
-        rollout.report_long(files[-1], settings.sampler.max_prompt, tools.say, path)
+        rollout.check_prompts(
+            files[-1],
+            settings.sampler.max_prompt,
+            settings.model.vocab,
+            tools.say,
+            path,
+        )
     problems = [problem for file in files for problem in file]
     pictures = [pictures_of(problem.prompt_ids) for problem in problems]
     most = settings.rl.max_prompts or settings.rl.prompts

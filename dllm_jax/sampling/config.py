@@ -80,9 +80,8 @@ class SamplerConfig:
     # Classifier-free: logits move by so many times what they are beyond those behind `blank`.
     # 0: off.
     guidance: float = 0.0
-    blank: tuple[
-        int, ...
-    ] = ()  # the prompt that asks for nothing, which guidance leads from
+    # The prompt that asks for nothing, from which guidance leads away.
+    blank: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()  # ids that stand behind every answer, given
     max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
     max_new: int = 512  # tokens of the answer, the stop token included
