@@ -5,6 +5,8 @@ and what it may be, where two groups go ill together. What a key may be by itsel
 dataclass says.
 """
 
+import dataclasses
+
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
 
@@ -21,6 +23,8 @@ def check(cfg):
         check_likelihood,
         check_rounds,
         check_value,
+        check_head,
+        check_block,
         check_levers,
     ):
         one(cfg)
@@ -50,6 +54,49 @@ def check_value(cfg):
             f"noise.kind={cfg.noise.kind!r} and noise.grid={cfg.noise.grid!r}; set "
             "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
         )
+
+
+def check_head(cfg):
+    """Raises ValueError for what a head on the policy's trunk reads of no optimizer."""
+    if (cfg.method, cfg.rl.value) != ("rl", "head"):
+        return
+    for field in dataclasses.fields(cfg.value_optim):
+        value = getattr(cfg.value_optim, field.name)
+        if field.name != "lr" and value != field.default:
+            raise ValueError(
+                f"value_optim.{field.name}={value}: with rl.value='head' the head has the "
+                "policy's optimizer, policy_optim, and only value_optim.lr is its own; "
+                f"leave it at {field.default}"
+            )
+
+
+def enlarged(cfg) -> bool:
+    """Returns whether other blocks are trained than the sampler's, as far as is known."""
+    sampled = cfg.sampler.block or cfg.noise.block  # 0: asked again, completed
+    return cfg.noise.block not in (0, sampled)
+
+
+def check_block(cfg):
+    """Raises ValueError where a trace does not say how larger blocks were unmasked."""
+    if not enlarged(cfg):
+        return
+    key = f"noise.block={cfg.noise.block}"
+    if cfg.noise.kind == "trace" and cfg.noise.block % cfg.sampler.block:
+        raise ValueError(
+            f"{key}: a trace's steps lie in blocks of sampler.block={cfg.sampler.block}; "
+            "with noise.kind='trace' set it to a multiple, or to 0"
+        )
+    wrong = {
+        "rl.trusted_gap": cfg.rl.trusted_gap > 0 and 0,
+        "objective.likelihood": cfg.objective.likelihood != "tokens" and "tokens",
+        "objective.importance_cap": cfg.objective.importance_cap > 0 and 0,
+    }
+    for name, right in wrong.items():
+        if right is not False:
+            raise ValueError(
+                f"{key}: {name} is of tokens in the sampler's blocks, of "
+                f"{cfg.sampler.block}; set {name}={right!r}, or noise.block=0"
+            )
 
 
 def check_reward(cfg):

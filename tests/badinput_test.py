@@ -133,6 +133,7 @@ VALUES = """
     noise.lower nan -0.1 0.95
     noise.upper nan 0 1.1
     noise.grid round
+    noise.block -1 6
     objective.loss best
     objective.clip nan inf -1
     objective.clip_high nan -0.1

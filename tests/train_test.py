@@ -271,6 +271,8 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
             "eval.every=1",
             "policy_optim.lr=1e-3",
             "rl.value_all=true",
+            "rl.value_record=true",
+            "noise.block=8",  # twice the sampler's
             f"rl.value_path={MODEL}",
             "run.export_value=true",
             "rl.min_solved=0.3",
@@ -285,8 +287,9 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     for key, x in start.items():  # what was best is what it began with
         np.testing.assert_array_equal(exported[key], x, err_msg=key)
     critic = safetensors.numpy.load_file(tmp_path / "value" / "model.safetensors")
-    assert critic.keys() - start.keys() == {"value_head.weight"}
-    assert critic["value_head.weight"].any()
+    added = {"value_head.weight", "value_record.weight"}
+    assert critic.keys() - start.keys() == added
+    assert all(critic[name].any() for name in added)
 
 
 def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(

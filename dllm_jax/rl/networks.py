@@ -43,21 +43,6 @@ def plans(
     return trained
 
 
-def idle_keys(value: str, value_optim: OptimConfig) -> list[str]:
-    """Returns the keys of value_optim that say something and do nothing.
-
-    value: rl.value. A head on the policy has the policy's optimizer; only its rate is its
-    own. Without a value model nothing is read, and nobody expects it to be.
-    """
-    if value != "head":
-        return []
-    usual = OptimConfig(lr=value_optim.lr)
-    names = [field.name for field in dataclasses.fields(OptimConfig)]
-    return [
-        name for name in names if getattr(value_optim, name) != getattr(usual, name)
-    ]
-
-
 def scored(plans: dict[str, learner.Plan], reference: bool) -> dict[str, learner.Plan]:
     """Returns the Plans of what `learner.score` runs: with a reference, it beside all."""
     if not reference:

@@ -65,8 +65,11 @@ class Settings:
     @property
     def as_sampled(self) -> bool:
         """Whether tokens are scored in the context, and by the guidance, they had."""
+        shown = self.layout
         return (
-            self.noise.kind == "trace" and self.layout.guidance == self.sampler.guidance
+            self.noise.kind == "trace"
+            and shown.guidance == self.sampler.guidance
+            and self.noise.block in (0, self.sampler.block)
         )
 
 
@@ -147,13 +150,19 @@ def in_order(
 
 
 def packer(
-    settings: Settings, say, *, trajectories: int, longest: int, most_steps: int
+    settings: Settings,
+    say,
+    *,
+    trajectories: int,
+    longest: int,
+    most_steps: int,
+    record: bool = False,
 ):
     """Returns views.pack, bound to the microbatches that always suffice for an update.
 
     say: is told where not even one of them can be filled. trajectories: the most of an
     update; longest: tokens of the longest answer; most_steps: of an answer, as its trace
-    has them.
+    has them; record: see views.pack.
     """
     layout, cfg = settings.layout, settings.batch
     rows = layouts.most_rows(
@@ -180,6 +189,7 @@ def packer(
         aggregate=settings.objective.aggregate,
         copies=settings.noise.copies,
         draws=settings.noise.draws,
+        record=record,
     )
 
 

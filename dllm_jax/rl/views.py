@@ -21,7 +21,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
-from dllm_jax.rl.noise import Noise, taught
+from dllm_jax.rl.noise import Noise, taught, unmasked
 from dllm_jax.sampling.state import Trace
 
 
@@ -46,6 +46,9 @@ class TrainBatch:
     # states are led from it (transformer.guided).
     beside_BU: np.ndarray | None = None
     guidance: np.ndarray | None = None  # f32 scalar
+    # For a value network: log-probs, nats, with which the shown tokens were drawn; 0: of
+    # masks, and of what was given.
+    record_BT: np.ndarray | None = None
     adv_BU: np.ndarray | None = None
     old_logp_BU: np.ndarray | None = None
     ref_logp_BU: np.ndarray | None = None
@@ -108,6 +111,7 @@ def pack(
     copies: int = 1,
     draws: int = 1,
     group_n: np.ndarray | None = None,
+    record: bool = False,
 ) -> tuple[TrainBatch, Source]:
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
@@ -115,6 +119,7 @@ def pack(
     copies: each trajectory has so many consecutive rows, `copies / draws` for each draw
     (two of a mask and its complement, else one).
     aggregate: a key of AGGREGATES; group_n: the group of each row (None: each its own).
+    record: whether the log-probs of a trace's shown tokens are told.
     Raises ValueError where a view, or all of them together, do not fit.
     """
     n = len(noise.step_nT)
@@ -134,6 +139,9 @@ def pack(
             prompt_len = int(trace.prompt_len_B[i])
             shown = present(piece, prompt_len, noise, supervised_nT, layout)
             lay(packed, b, slot, seat, shown, trace.tokens_BT[i], mask_id)
+            if record:
+                slots = slice(slot, slot + len(shown.pos_T))
+                packed.record_BT[b, slots] = recorded(shown, trace, i)
             slot, seat = slot + len(shown.pos_T), seat + len(shown.pos_U)
     supervised = Seats(
         row_BU=packed.row_BU,
@@ -153,7 +161,15 @@ def pack(
     batch, source = packed.stacked(weight_BU, used, most, layout.guidance)
     if layout.selection is None:
         batch = batch.replace(unit_BU=None, limit_BU=None)
-    return batch, source
+    return batch if record else batch.replace(record_BT=None), source
+
+
+def recorded(shown: Shown, trace: Trace, i: int) -> np.ndarray:
+    """Returns the log-probs with which trajectory i's shown tokens were drawn; 0: not so."""
+    drawn_T = ~shown.masked_T & unmasked(trace.step_BT[i])[shown.pos_T]
+    if shown.given_T is not None:
+        drawn_T &= shown.given_T < 0
+    return np.where(drawn_T, trace.logp_BT[i][shown.pos_T], 0.0)
 
 
 def pieces_of(
@@ -200,7 +216,7 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
 class Rows:
     """The rows of all microbatches in the making, filled piece by piece.
 
-    int32, but for the limits, which are f32.
+    int32, but for limits and log-probs, which are f32.
     """
 
     tokens_BT: np.ndarray  # as in TrainBatch
@@ -216,6 +232,7 @@ class Rows:
     size_BU: np.ndarray  # supervised tokens of its view
     unit_BU: np.ndarray  # as in TrainBatch
     limit_BU: np.ndarray
+    record_BT: np.ndarray
 
     def stacked(
         self, weight_BU, used: int, most: int, guidance: float
@@ -239,6 +256,7 @@ class Rows:
             guidance=np.float32(guidance) if guidance else None,
             unit_BU=stack(self.unit_BU),
             limit_BU=stack(self.limit_BU),
+            record_BT=stack(self.record_BT),
         )
         return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
 
@@ -267,6 +285,7 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
         size_BU=filled(seats, 1),
         unit_BU=filled(seats, -1),
         limit_BU=np.full((rows, seats), np.inf, np.float32),
+        record_BT=np.zeros((rows, slots), np.float32),
     )
 
 
