@@ -9,6 +9,7 @@ import dataclasses
 
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
+from dllm_jax.sampling.config import variants
 
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
@@ -25,6 +26,7 @@ def check(cfg):
         check_value,
         check_head,
         check_block,
+        check_samplers,
         check_levers,
     ):
         one(cfg)
@@ -97,6 +99,19 @@ def check_block(cfg):
                 f"{key}: {name} is of tokens in the sampler's blocks, of "
                 f"{cfg.sampler.block}; set {name}={right!r}, or noise.block=0"
             )
+
+
+def check_samplers(cfg):
+    """Raises ValueError for further samplers of an evaluation that there is not."""
+    try:
+        found = variants(cfg.eval.samplers, cfg.sampler)
+    except ValueError as error:
+        raise ValueError(f"eval.samplers: {error}") from None
+    if found and (not cfg.data.heldout or cfg.sampler.answers == "image"):
+        raise ValueError(
+            f"eval.samplers={cfg.eval.samplers!r}: they answer held-out problems in words; "
+            "set data.heldout, or leave it empty"
+        )
 
 
 def check_reward(cfg):
@@ -218,6 +233,13 @@ def check_levers(cfg):
             f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
             f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
             "to -1"
+        )
+    if cfg.rl.reference_reset and (
+        cfg.method != "rl" or not cfg.objective.reference_beta or cfg.model.lora_rank
+    ):
+        raise ValueError(
+            f"rl.reference_reset={cfg.rl.reference_reset}: it needs method='rl', a reference "
+            "(objective.reference_beta above 0), and one of its own (model.lora_rank=0)"
         )
     if cfg.rl.value_path and cfg.model.lora_rank:
         raise ValueError(

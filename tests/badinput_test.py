@@ -175,6 +175,7 @@ VALUES = """
     rl.entropy_floor nan
     rl.value_warmup 2147483647
     rl.value_epochs 0
+    rl.reference_reset -1 4
     rl.value_path nowhere
     rl.trusted_gap nan inf -2 -0.5
     batch.rows 0 -8
@@ -199,6 +200,7 @@ VALUES = """
     eval.temperature nan inf -1
     eval.answers 0
     eval.best nan inf -1 101
+    eval.samplers wide a:rows=3 a:block=x
     eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2

@@ -264,6 +264,9 @@ class RLConfig:
     # at least one; 0: `updates` decides.
     answers_per_update: int = 0
     epochs: int = 1  # passes over a step's answers
+    # Every so many steps the policy becomes the reference of objective.reference_beta, in
+    # the place of the first policy; 0: never.
+    reference_reset: int = 0
     # Where an update finds the policy so many nats (its k3 estimate, a token) from the one
     # that sampled, the step's remaining updates are left out; 0: never.
     target_kl: float = 0.0
@@ -311,6 +314,7 @@ class RLConfig:
             answers_per_update=">= 0",
             epochs=">= 1",
             target_kl=">= 0",
+            reference_reset=">= 0",
             entropy_floor=">= 0",
             value_warmup=">= 0",
             value_epochs=">= 1",

@@ -109,6 +109,24 @@ def reference(path: str, model: ModelConfig, mesh, base):
     return params
 
 
+def abstract_reference(model: ModelConfig, mesh):
+    """Returns what `reference` returns without a base, as shapes with shardings."""
+    return transformer.abstract(model, mesh, model.dtype, parts(model, ("lm",)))
+
+
+def as_reference(policy, like):
+    """Returns a copy of the policy as the reference from now on.
+
+    policy: its trained parameters, which may be donated then. like: abstract_reference.
+    """
+
+    def copied(params):
+        return jax.tree.map(lambda x, to: jnp.copy(x).astype(to.dtype), params, like)
+
+    places = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(copied, out_shardings=places)({name: policy[name] for name in like})
+
+
 def check_value(path: str, model: ModelConfig) -> None:
     """Raises ValueError where a checkpoint's layers are no value network beside a policy."""
     try:

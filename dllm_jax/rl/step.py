@@ -56,6 +56,7 @@ class Settings:
     heldout_temperature: float
     model: ModelConfig
     heldout_answers: int = 1  # to each of them
+    samplers: dict[str, SamplerConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def layout(self) -> layouts.Layout:
@@ -89,6 +90,7 @@ class Tools:
     samples: int  # rollouts of a step to write there
     # Where it samples is decided, and compiled, when all that it asks has been read.
     answerer: answers.Batches | answers.Engine | Looking | None = None
+    others: dict = dataclasses.field(default_factory=dict)  # of Settings.samplers
     reader: Reader | None = None  # of a model that looks at images
     eyes: Eyes | None = None  # what looks, once there are weights
     # Of a Trace, its answers as graders take them; None: texts, decoded by `tok`.
