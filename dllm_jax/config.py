@@ -143,7 +143,7 @@ class EvalConfig:
     temperature: float = 0.0
     answers: int = 1  # to each problem: pass@k up to it
     # Further samplers, each with metrics of its own, as in
-    # "one:strategy=static;wide:block=8": heldout_one_accuracy, heldout_wide_accuracy.
+    # "one:strategy=static/wide:block=8": heldout_one_accuracy, heldout_wide_accuracy.
     samplers: str = ""
     # The rest is of `python -m dllm_jax.eval` alone.
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.

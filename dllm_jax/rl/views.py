@@ -140,8 +140,7 @@ def pack(
             shown = present(piece, prompt_len, noise, supervised_nT, layout)
             lay(packed, b, slot, seat, shown, trace.tokens_BT[i], mask_id)
             if record:
-                slots = slice(slot, slot + len(shown.pos_T))
-                packed.record_BT[b, slots] = recorded(shown, trace, i)
+                lay_record(packed, b, slot, shown, trace, i)
             slot, seat = slot + len(shown.pos_T), seat + len(shown.pos_U)
     supervised = Seats(
         row_BU=packed.row_BU,
@@ -158,18 +157,7 @@ def pack(
     if noise.weight_nT is not None:
         weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]
     used, weight_BU = -(-len(rows) // cfg.rows), weight_BU.astype(np.float32)
-    batch, source = packed.stacked(weight_BU, used, most, layout.guidance)
-    if layout.selection is None:
-        batch = batch.replace(unit_BU=None, limit_BU=None)
-    return batch if record else batch.replace(record_BT=None), source
-
-
-def recorded(shown: Shown, trace: Trace, i: int) -> np.ndarray:
-    """Returns the log-probs with which trajectory i's shown tokens were drawn; 0: not so."""
-    drawn_T = ~shown.masked_T & unmasked(trace.step_BT[i])[shown.pos_T]
-    if shown.given_T is not None:
-        drawn_T &= shown.given_T < 0
-    return np.where(drawn_T, trace.logp_BT[i][shown.pos_T], 0.0)
+    return packed.stacked(weight_BU, used, most, layout, record)
 
 
 def pieces_of(
@@ -235,9 +223,10 @@ class Rows:
     record_BT: np.ndarray
 
     def stacked(
-        self, weight_BU, used: int, most: int, guidance: float
+        self, weight_BU, used: int, most: int, layout: Layout, record: bool
     ) -> tuple[TrainBatch, Source]:
         """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
+        guidance, exact = layout.guidance, layout.selection is not None
 
         def stack(x):
             return x.reshape(most, len(x) // most, -1)
@@ -254,9 +243,9 @@ class Rows:
             weight_BU=stack(weight_BU),
             beside_BU=stack(self.beside_BU) if guidance else None,
             guidance=np.float32(guidance) if guidance else None,
-            unit_BU=stack(self.unit_BU),
-            limit_BU=stack(self.limit_BU),
-            record_BT=stack(self.record_BT),
+            unit_BU=stack(self.unit_BU) if exact else None,
+            limit_BU=stack(self.limit_BU) if exact else None,
+            record_BT=stack(self.record_BT) if record else None,
         )
         return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
 
@@ -314,6 +303,18 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     rows.size_BU[b, seats] = shown.size_U
     rows.unit_BU[b, seats] = first + shown.lead_U
     rows.limit_BU[b, seats] = shown.limit_U
+
+
+def lay_record(rows: Rows, b: int, slot: int, shown: Shown, trace: Trace, i: int):
+    """Writes, as `lay` does, the log-probs with which a piece's shown tokens were drawn.
+
+    i: the row of the trace.
+    """
+    drawn_T = ~shown.masked_T & unmasked(trace.step_BT[i])[shown.pos_T]
+    if shown.given_T is not None:
+        drawn_T &= shown.given_T < 0
+    record_T = np.where(drawn_T, trace.logp_BT[i][shown.pos_T], 0.0)
+    rows.record_BT[b, slot : slot + len(record_T)] = record_T
 
 
 # ---- What a supervised token weighs --------------------------------------------------

@@ -231,19 +231,19 @@ VARIED += ("entropy_bound", "before_stop", "cache", "horizon", "top_k", "top_p")
 
 
 def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:
-    """Returns the samplers of "name:key=value,key=value;name:key=value", by their names.
+    """Returns the samplers of "name:key=value,key=value/name:key=value", by their names.
 
     Each is cfg but for its keys, some of VARIED. Raises ValueError for a text that says
     something else, and for values that make no sampler.
     """
     found, types = {}, {x.name: x.type for x in dataclasses.fields(SamplerConfig)}
-    for part in filter(None, map(str.strip, text.split(";"))):
+    for part in filter(None, map(str.strip, text.split("/"))):
         name, _, pairs = part.partition(":")
         name, changes = name.strip(), {}
         if not re.fullmatch("[a-z][a-z0-9]*", name) or name in found or not pairs:
             raise ValueError(
                 f"{checks.shown(part)}: a name of small letters and digits, another for "
-                "each, and keys, as in one:strategy=static;wide:block=8"
+                "each, and keys, as in one:strategy=static/wide:block=8"
             )
         for pair in pairs.split(","):
             key, _, value = map(str.strip, pair.partition("="))

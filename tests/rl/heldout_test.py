@@ -106,7 +106,7 @@ def test_samplers_are_told_by_their_keys():
     cfg = SamplerConfig()
     assert variants("", cfg) == {}
     found = variants(
-        "one: strategy=static , top_p=0.5; wide:block=8,before_stop=True", cfg
+        "one: strategy=static , top_p=0.5 / wide:block=8,before_stop=True", cfg
     )
     assert found == {
         "one": dataclasses.replace(cfg, strategy="static", top_p=0.5),
@@ -122,7 +122,7 @@ def test_samplers_are_told_by_their_keys():
             "'wide': a name of small letters and digits, another for each, and keys",
         ),
         ("Wide:block=8", "'Wide:block=8': a name of small"),
-        ("a:block=8;a:block=4", "'a:block=4': a name of small"),
+        ("a:block=8/a:block=4", "'a:block=4': a name of small"),
         ("a:rows=3", "a: 'rows' cannot be varied; choose from block, steps"),
         ("a:block=x", "a: block='x': needs a int"),
         ("a:before_stop=1", "a: before_stop='1': needs a bool"),
