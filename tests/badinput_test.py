@@ -134,6 +134,7 @@ VALUES = """
     noise.lower nan -0.1 0.95
     noise.upper nan 0 1.1
     noise.grid round
+    noise.block -1 6
     objective.loss best
     objective.clip nan inf -1
     objective.clip_high nan -0.1
@@ -175,6 +176,7 @@ VALUES = """
     rl.entropy_floor nan
     rl.value_warmup 2147483647
     rl.value_epochs 0
+    rl.reference_reset -1 4
     rl.value_path nowhere
     rl.trusted_gap nan inf -2 -0.5
     batch.rows 0 -8
@@ -199,6 +201,7 @@ VALUES = """
     eval.temperature nan inf -1
     eval.answers 0
     eval.best nan inf -1 101
+    eval.samplers wide a:rows=3 a:block=x
     eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2
