@@ -506,3 +506,21 @@ def test_prompts_of_like_lengths_are_sampled_by_one_program():
     sizes = {1: 32, 32: 32, 33: 64, 300: 512, 513: 1024, 1100: 1536}
     assert {size: generate.rounded(size, 4) for size in sizes} == sizes
     assert generate.rounded(30, 5) == 35
+
+
+def test_a_reader_that_has_enough_ends_the_command(monkeypatch):
+    """As `| head -1` leaves: no error, and nothing more is answered."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            generate.Terminal(None).add({"text": "2"})
+    assert not ended.value.code
+
+
+def test_what_has_no_effect_is_told(capsys):
+    keys = ("rl.steps=3", "sampler.max_prompt=5", "model.lora_rank=2", "run.folder=x")
+    generate.report_idle(["--config.seed=1", *(f"--config.{x}" for x in keys)])
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == [f"--config.{x}" for x in keys]

@@ -107,6 +107,16 @@ def test_what_a_run_told_is_summed_up():
     assert told["steps"] == [0, 2] and told["accuracy"] == [0.25, 0.5]
     assert told["training_tokens"] == [0, 600] and told["forwards"] == [0, 160]
     assert told["entropy"] == 0.75 and "selection_bias" not in told
+    rows = [
+        row
+        | {
+            k.replace("heldout", "heldout_wide"): 2 * x
+            for k, x in row.items()
+            if "heldout" in k
+        }
+        for row in rows
+    ]
+    assert paper.told_of(rows, per_step=8)["accuracy"] == [0.5, 1.0]
 
 
 def test_every_cell_is_of_its_configuration_and_the_page_is_the_file():

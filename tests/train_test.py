@@ -9,11 +9,13 @@ import signal
 import tarfile
 import time
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from dllm_jax import convert, exits, metrics, sharding
+from dllm_jax.checkpoint import Checkpoints
 from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -281,6 +283,9 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
             "eval.every=1",
             "policy_optim.lr=1e-3",
             "rl.value_all=true",
+            "rl.value_record=true",
+            "noise.block=8",  # twice the sampler's
+            "eval.samplers=wide:block=8",
             f"rl.value_path={MODEL}",
             "run.export_value=true",
             "rl.min_solved=0.3",
@@ -288,6 +293,7 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     )
     assert "in 3 evaluations: the run ends after step 3" in told
     first, *_, last = rows(tmp_path)[1:]
+    assert {"heldout_accuracy", "heldout_wide_accuracy"} <= last.keys()
     assert "grad_norm" not in first and first["value_grad_norm"] > 0
     assert last["grad_norm"] > 0
     start = safetensors.numpy.load_file(MODEL / "model.safetensors")
@@ -295,8 +301,32 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     for key, x in start.items():  # what was best is what it began with
         np.testing.assert_array_equal(exported[key], x, err_msg=key)
     critic = safetensors.numpy.load_file(tmp_path / "value" / "model.safetensors")
-    assert critic.keys() - start.keys() == {"value_head.weight"}
-    assert critic["value_head.weight"].any()
+    added = {"value_head.weight", "value_record.weight"}
+    assert critic.keys() - start.keys() == added
+    assert all(critic[name].any() for name in added)
+
+
+def test_the_reference_moves_and_a_resumed_run_has_it(command, tmp_path):
+    keys = ("objective.reference_beta=0.5", "rl.reference_reset=2", "run.keep=9")
+    keys += ("policy_optim.lr=1e-3", "rl.value=none")
+    end(command(tmp_path / "whole", *keys))
+    saved = Checkpoints(tmp_path / "whole" / "checkpoints", keep=None)
+    trees = {step: saved.load(step, None) for step in (1, 2, 3)}
+    saved.close()
+    policy = {step: tree["policy"]["params"] for step, tree in trees.items()}
+    start = trees[1]["reference"]["embed"]
+    assert np.abs(start - policy[1]["embed"]).max() > 0
+    for step in (2, 3):  # the policy of step 2, not of 3
+        jax.tree.map(np.testing.assert_array_equal, trees[step]["reference"], policy[2])
+    assert np.abs(policy[3]["embed"] - policy[2]["embed"]).max() > 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "again" / "export")
+    end(command(tmp_path / "again", *keys))
+    file = pathlib.Path("export", "model.safetensors")
+    assert (tmp_path / "again" / file).read_bytes() == (
+        tmp_path / "whole" / file
+    ).read_bytes()
 
 
 def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(

@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -321,6 +322,21 @@ def test_a_function_may_judge(mine):
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
         judge.judge(JudgeConfig(at="my_judge:none"))
+
+
+@pytest.mark.parametrize("spec", ["judge", "judge:1,length:0.1", "math"])
+def test_a_judge_of_answers_and_of_chunks_is_one(monkeypatch, spec):
+    """A checkpoint that is named for both is loaded, and counted, once."""
+    made = []
+
+    def one(cfg):
+        made.append(cfg)
+        return judge.Judge(votes=lambda questions: [], begin=lambda: ["one"])
+
+    monkeypatch.setattr(judge, "judge", one)
+    cfg = RewardConfig(split="tokens", judge=JudgeConfig(at="DIR"))
+    grader = rewards.grader(spec, cfg, types.SimpleNamespace(decode=str))
+    assert grader.steps and grader.begin() == ["one"] and len(made) == 1
 
 
 # ---- A checkpoint ----------------------------------------------------------------------
