@@ -142,6 +142,9 @@ class EvalConfig:
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
     answers: int = 1  # to each problem: pass@k up to it
+    # Further samplers, each with metrics of its own, as in
+    # "one:strategy=static/wide:block=8": heldout_one_accuracy, heldout_wide_accuracy.
+    samplers: str = ""
     # The rest is of `python -m dllm_jax.eval` alone.
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
     sweep: str = ""
@@ -288,7 +291,7 @@ class Config:
         compatible.check(self)
         guided = self.sampler.guidance and self.noise.guided
         beside = self.sampler.slots_beside if guided else 0
-        room = self.sampler.slots + max(self.sampler.block, beside)
+        room = self.sampler.slots + max(self.sampler.block, self.noise.block, beside)
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
             raise ValueError(
@@ -404,7 +407,7 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     filters = sampler.temperature != 1 or sampler.top_k or sampler.top_p < 1
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
-        "the noise is not the trace as it is": not traced,
+        "the noise is not the trace as it is": not traced or compatible.enlarged(cfg),
         "noise.guided=False trains another distribution": not drawn.guided
         and sampler.guidance > 0,
         "nothing recorded the probability of steps": cfg.objective.likelihood

@@ -152,7 +152,7 @@ def read_network(
         )
     stored = networks[network]["params"]
     heads = ("lm",) if network == "policy" or "head" in stored else ()
-    heads += tuple(name for name in ("value", "vision") if name in stored)
+    heads += tuple(name for name in ("value", "record", "vision") if name in stored)
     expected = transformer.abstract(cfg, mesh, jnp.float32, heads)
     alike(stored, expected, f"{name} does not hold the weights of {like}")
     target = jax.tree.map(

@@ -542,6 +542,32 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         ({"run.keep_best": "heldout_accuracy"}, "set data.heldout"),
         ({"rl.value": "trace", "rl.value_warmup": 1}, "rl.value_warmup=1: needs"),
         ({"rl.value": "none", "rl.value_all": True}, "rl.value_all=True: needs"),
+        ({"eval.samplers": "a:block=8"}, "eval.samplers='a:block=8': they answer held"),
+        ({"eval.samplers": "a"}, "eval.samplers: 'a': a name of small letters"),
+        ({"rl.reference_reset": 5}, "rl.reference_reset=5: it needs method='rl', a"),
+        (
+            {
+                "rl.reference_reset": 5,
+                "objective.reference_beta": 0.1,
+                "model.lora_rank": 4,
+            },
+            "rl.reference_reset=5: it needs",
+        ),
+        ({"rl.value": "head", "value_optim.b1": 0.8}, "value_optim.b1=0.8: with rl.v"),
+        ({"noise.block": 6, "sampler.block": 4}, "noise.block=6: a trace's steps lie"),
+        (
+            {"noise.block": 8, "sampler.block": 4, "rl.trusted_gap": 0.1},
+            "noise.block=8: rl.trusted_gap is of tokens in the sampler's blocks, of 4",
+        ),
+        (
+            {
+                "noise.block": 8,
+                "sampler.block": 4,
+                "rl.trusted_gap": 0.0,
+                "objective.likelihood": "selection",
+            },
+            "set objective.likelihood='tokens', or noise.block=0",
+        ),
         (
             {"rl.value": "trace", "noise.kind": "bernoulli", "rl.trusted_gap": 0.0},
             "a value model would see the future",

@@ -83,7 +83,9 @@ class RL:
         if "value" in plans:
             updates *= rl.steps * rl.value_epochs
             updates *= 1 + rl.value_all  # at most
-            plans["value"] = dataclasses.replace(plans["value"], updates=updates)
+            plans["value"] = dataclasses.replace(
+                plans["value"], updates=updates, record=rl.value_record
+            )
         if exact := settings.layout.selection:
             plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
         return plans
@@ -99,12 +101,6 @@ class RL:
             networks.check_value(rl.value_path, settings.model)
         self.weights, self.problems, self.sizes = read_problems(settings, tools)
         self.recall({})
-        if idle := networks.idle_keys(rl.value, settings.value_optim):
-            tools.say(
-                f"value_optim.{', value_optim.'.join(idle)}: without effect, as with "
-                "rl.value='head' the value head has the policy's optimizer, "
-                "policy_optim, and only value_optim.lr is its own"
-            )
         if rl.value == "own":
             share = networks.value_share(
                 settings.model, settings.layout.seats(settings.batch), settings.batch
@@ -125,6 +121,7 @@ class RL:
             trajectories=rl.largest_update,
             longest=sampler.max_new,
             most_steps=sampler.most_steps,
+            record=rl.value_record,
         )
 
     def blank(self) -> TrainBatch:

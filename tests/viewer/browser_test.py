@@ -31,7 +31,7 @@ HOSTILE = {
     "control": "a\x00\x1b[31mb",
     "template": "{{data}} ${x} \\u003c \u2028",
     "empty": "",
-    "long": "wörd " * 20_000,
+    "long": "wörd " * 5_000,
 }
 
 
