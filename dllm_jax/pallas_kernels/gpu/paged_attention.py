@@ -2,7 +2,8 @@
 
 The W·G queries of a key head share a block: one warpgroup, or two, computes, 64 of them
 each, and another copies the keys, first the window's own, then the row's pages, a chunk
-of which makes a tile of `attention`. Pages at or beyond `start` are never touched.
+of which makes a tile of `attention`. Pages at or beyond `start` are never touched. Where the
+window has fewer keys than queries only the last queries see them.
 
 Where rows and key heads are too few to occupy the chip, several blocks share a row's pages
 out (Flash-Decoding's split of the keys): each gives the attention of its part and the log of
@@ -33,7 +34,7 @@ def parts_of(blocks: int, positions: int) -> int:
     return max(min(BLOCKS // blocks, -(-positions // TILE)), 1)
 
 
-def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H].
 
     Raises ValueError for pages that no whole number of makes a tile.
@@ -51,9 +52,11 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
     wgs = 1 if queries <= ROWS else 2
     tiles_of_queries = -(-queries // (wgs * ROWS))
     parts = parts_of(B * K * tiles_of_queries, table_BA.shape[1] * O)
-    window_tile = -(-W // ROWS) * ROWS
+    own = k_BQKH.shape[1]
+    blind = (W - own) * (N // K)  # queries that see none of the window's keys
+    window_tile = -(-own // ROWS) * ROWS
     q_BKfH = tiles.pad(q_BKfH, 2, 8)  # copies are of whole tiles of 8
-    window = tuple(tiles.pad(x_BWKH, 1, 8) for x_BWKH in (k_BWKH, v_BWKH))
+    window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in (k_BQKH, v_BQKH))
 
     def body(
         scalars,
@@ -74,10 +77,10 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
         b, part = lax.div(p, jnp.int32(parts)), lax.rem(p, jnp.int32(parts))
         start = start_ref[b]
         tiles_held = lax.div(start + (TILE - 1), jnp.int32(TILE))
-        first, end = (
+        begin, end = (
             lax.div(tiles_held * (part + x), jnp.int32(parts)) for x in (0, 1)
         )
-        steps = end - first
+        steps = end - begin
 
         @pl.when(wg < wgs)
         def _():
@@ -88,9 +91,12 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             plgpu.copy_gmem_to_smem(q_ref.at[b, h, rows], q_rH, q_arrived.at[wg])
             plgpu.barrier_wait(q_arrived.at[wg])
 
-            def fold(carry, kv, seen):
+            def fold(carry, kv, seen, blind=0):
                 def mask(score_rc):
                     seen_rc = attention.columns(score_rc) < seen
+                    if blind:
+                        first = (i * wgs + wg) * ROWS
+                        seen_rc &= attention.rows(score_rc) >= blind - first
                     return jnp.where(seen_rc, score_rc, attention.NEVER)
 
                 return attention.forward_step(
@@ -100,14 +106,14 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             def compute(n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
                 plgpu.barrier_wait(ready.at[slot])
-                seen = start - (first + n) * TILE
+                seen = start - (begin + n) * TILE
                 carry = fold(carry, [x.at[slot] for x in pages_smem], seen)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
             plgpu.barrier_wait(window_arrived)
-            own = W if parts == 1 else jnp.where(part == 0, W, 0)
-            carry = fold(attention.forward_start(H), window_smem, own)
+            seen = own if parts == 1 else jnp.where(part == 0, own, 0)
+            carry = fold(attention.forward_start(H), window_smem, seen, blind)
             carry = lax.fori_loop(0, steps, compute, carry)
             out_rH, lse_r = attention.forward_end(carry)
             if parts > 1:
@@ -131,7 +137,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             def fetch(n, slot):
                 for c in range(TILE // O):
                     # Past the last page it is copied again: finite, and hidden.
-                    nth = (first + n) * (TILE // O) + c
+                    nth = (begin + n) * (TILE // O) + c
                     page = table_ref[b, jnp.minimum(nth, last)]
                     for pool, buffer in zip(pools, pages_smem, strict=True):
                         plgpu.copy_gmem_to_smem(
@@ -180,7 +186,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
 def joined(out_pKfH, lse_pKf, parts: int):
     """Returns the attention [B, K, f, H] of rows from that of their `parts`, each one's lse."""
     lse_BsKf = lse_pKf.reshape(-1, parts, *lse_pKf.shape[1:])
-    # -NEVER says that a part sees nothing; the first always sees the window's own keys.
+    # -NEVER says that a query sees nothing of a part. Of none: the parts are zeros then.
     lse_BsKf = jnp.where(lse_BsKf >= -attention.NEVER / 2, attention.NEVER, lse_BsKf)
     weight_BsKf = jax.nn.softmax(lse_BsKf, axis=1)
     out_BsKfH = out_pKfH.reshape(-1, parts, *out_pKfH.shape[1:]).astype(jnp.float32)
