@@ -147,6 +147,21 @@ def scenes(c):
     c.run.update(folder="runs/scenes/sft", save_every=50)
 
 
+def questions(c):
+    """The model that draws scenes learns to answer questions about some; see examples/scenes."""
+    scenes(c)
+    c.model.path = "runs/scenes/sft/export"
+    c.data.train = "runs/scenes/questions.jsonl"
+    c.data.heldout = "runs/scenes/asked.jsonl"
+    c.sampler.update(config.default().sampler.to_dict() | tracerl.QUESTIONS)
+    c.batch.update(rows=16, tokens=136)
+    c.sft.steps = 30
+    c.rl.reward = "short"
+    c.policy_optim.horizon = 200  # stops at 30, while there is something left to learn
+    c.eval.update(every=6, answers=1)
+    c.run.update(folder="runs/scenes/questions/sft", save_every=10)
+
+
 def smollm2(c):
     """Turns SmolLM2-135M into a block-diffusion model; see examples/smollm2."""
     c.model.path = "runs/smollm2/base"
@@ -277,6 +292,7 @@ PRESETS = {
     "functions": functions,
     "pictures": pictures,
     "scenes": scenes,
+    "questions": questions,
     "smollm2": smollm2,
     "trace": trace,
     "adapt": adapt,

@@ -9,8 +9,8 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
-Presets: arithmetic (default), sudoku, process, code, pictures, scenes, smollm2, sdar-1.7b, sdar-4b,
-sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
+Presets: arithmetic (default), sudoku, process, code, pictures, scenes, questions, smollm2, sdar-1.7b,
+sdar-4b, sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, and on questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
 attention sample with stale keys, as published; the gap to training is logged, and
@@ -144,6 +144,24 @@ def scenes(c):
     c.run.folder = "runs/scenes/tracerl"
 
 
+# How questions about its scenes are answered: a word and the end.
+QUESTIONS = {"block": 2, "max_prompt": 40, "max_new": 2, "rows": 128}
+
+
+def questions(c):
+    """A tiny model that answers from codes what scenes show; see examples/scenes/make.py."""
+    scenes(c)
+    c.model.path = "runs/scenes/questions/sft/export"
+    c.data.train = "runs/scenes/questions.jsonl"
+    c.data.heldout = "runs/scenes/asked.jsonl"
+    c.sampler.update(config.default().sampler.to_dict() | QUESTIONS)
+    c.batch.update(rows=32, tokens=136)
+    c.rl.update(steps=40, prompts=32, reward="short")
+    c.policy_optim.lr = 5e-4
+    c.eval.update(every=10, answers=1)
+    c.run.folder = "runs/scenes/questions/tracerl"
+
+
 def smollm2(c):
     """SmolLM2-135M as a block-diffusion model, on one-digit arithmetic in chat form."""
     c.model.path = "runs/smollm2/sft/export"
@@ -275,6 +293,7 @@ PRESETS = {
     "code": code,
     "pictures": pictures,
     "scenes": scenes,
+    "questions": questions,
     "smollm2": smollm2,
     **released.presets("tracerl", block=published, dream=dream, llada=llada),
     **released.looking("tracerl", lladav=lladav, mmada=mmada),
