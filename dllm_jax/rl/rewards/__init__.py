@@ -31,6 +31,7 @@ from dllm_jax.rl.rewards import (
     code,
     judge,
     math,
+    ocr,
     process,
     puzzles,
     ranking,
@@ -241,7 +242,7 @@ def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
-PICTURES = ("scene", "jpeg")  # keys of GRADERS that judge images alone
+PICTURES = ("scene", "jpeg", "ocr")  # keys of GRADERS that judge images alone
 # name: the Grader that a RewardConfig, the policy's tokenizer and whether its problems may be
 # about images make of it.
 GRADERS: dict[str, Callable[[object, object, bool], Grader]] = {
@@ -257,6 +258,9 @@ GRADERS: dict[str, Callable[[object, object, bool], Grader]] = {
         shortness, anything, gold=False, judges=("text", "image")
     ),
     "scene": lambda cfg, tok, looks: by_gold(scenes, judges=("image",)),
+    "ocr": lambda cfg, tok, looks: dataclasses.replace(
+        by_gold(ocr, judges=("image",)), begin=ocr.begin
+    ),
     "jpeg": lambda cfg, tok, looks: Grader(
         compact, anything, gold=False, judges=("image",)
     ),
