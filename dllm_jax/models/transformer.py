@@ -456,14 +456,21 @@ def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelC
         *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
         implementation=cfg.kernels,
     )
-    held = q_BWNH, pages, number, window.table_BA
-    if window.mask is None:
+    held, how = (q_BWNH, pages, number), {"implementation": cfg.kernels}
+    if window.mask is not None:
+        out_BWNH = pallas_kernels.chunk_attention(
+            *held, window.table_BA, window.mask, **how
+        )
+    elif window.pairs is None:
         out_BWNH = pallas_kernels.paged_attention(
-            *held, window.start_B, k_BWKH, v_BWKH, implementation=cfg.kernels
+            *held, window.table_BA, window.start_B, k_BWKH, v_BWKH, **how
         )
     else:
-        out_BWNH = pallas_kernels.chunk_attention(
-            *held, window.mask, implementation=cfg.kernels
+        by_row = window.pairs
+        out_BWNH = pallas_kernels.paired_attention(
+            *(*held, by_row.table_BA, by_row.start_B, k_BWKH, v_BWKH),
+            *(by_row.window_B2, by_row.place_R),
+            **how,
         )
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.

@@ -20,6 +20,7 @@ from dllm_jax.pallas_kernels.attend import (
     cache_update,
     chunk_attention,
     paged_attention,
+    paired_attention,
     planned,
 )
 from dllm_jax.pallas_kernels.choice import CHOICES
@@ -35,6 +36,7 @@ __all__ = [
     "chunk_attention",
     "grouped_matmul",
     "paged_attention",
+    "paired_attention",
     "planned",
     "selection",
     "token_draw",
