@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.shapes import RELEASED
-from dllm_jax import pallas_kernels, sharding
+from dllm_jax import command_line, pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import denoise, engine, state
@@ -283,4 +283,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)
