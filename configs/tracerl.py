@@ -34,7 +34,9 @@ two CPU cores). smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19
 docs/smollm2.md). sudoku: docs/paper.md. pictures: from 62 to 69 %, and at temperature 0 from 73 to 70 %
 (500 problems, three seeds; about a minute of a CPU core; docs/multimodal.md). scenes: right drawings of
 12 held-out captions go from 23 % to between 45 and 59 % in 100 steps (576 drawings, three seeds; three
-minutes of a CPU core; docs/multimodal.md). The presets of released models are unrun.
+minutes of a CPU core; docs/multimodal.md). questions: right answers to 256 held-out ones from 16 to
+75 % at temperature 1, from 24 to 75 % at 0, in 40 steps (three seeds; about three minutes of a CPU
+core; docs/multimodal.md). The presets of released models are unrun.
 """
 
 from configs import released
