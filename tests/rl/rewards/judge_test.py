@@ -437,7 +437,7 @@ def test_a_judge_of_answers_and_of_chunks_is_one(monkeypatch, spec):
     """A checkpoint that is named for both is loaded, and counted, once."""
     made = []
 
-    def one(cfg):
+    def one(cfg, *, looks):
         made.append(cfg)
         return judge.Judge(votes=lambda questions: [], begin=lambda: ["one"])
 
