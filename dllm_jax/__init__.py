@@ -117,6 +117,7 @@ and for who wants to know how it is fast, or what surrounds it:
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/puzzles.py        puzzles judged by their rules
+    rl/rewards/ocr.py            drawings judged by the words that can be read in them
     rl/ridge.py                  a critic that reads what the sampler recorded
     rl/curriculum.py             which problems are asked next
     rl/best.py                   the best evaluation, which stays

@@ -89,8 +89,9 @@ def test_the_package_imports_neither_torch_nor_what_stands_around_it():
 # what graders take of a device, 80 for images' tables, marks and pages' pictures.
 CORE, FILE = 15_140, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
-# and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise.
-REWARDS = 2_940  # a jail, a judge, seven formats
+# and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
+# 80 for judges who are shown images, and 60 for words read in drawings.
+REWARDS = 3_080  # a jail, a judge, seven formats
 LOOKED_AT = 700
 VISION = 1_150  # what images become: a tower's features, and codes
 PAGES = "viewer", "trace", "report"  # what people look at
