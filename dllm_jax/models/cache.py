@@ -68,6 +68,11 @@ class Window:
     # Of a part of a prompt: its keys are the positions of the row's pages, and it sees
     # nothing else.
     mask: Mask | None = None
+    # Of a canvas: its keys are its own positions, and it sees nothing else.
+    own: Mask | None = None
+    # Of a window that is kept, and sees the positions before `end`: its own, those before
+    # it and maybe others behind it.
+    end_B: jax.Array | None = None
 
 
 def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
@@ -83,6 +88,32 @@ def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
         keep_BJ=pos_BW[:, ::Q] < end_B[:, None],
         mask=ranged(q_end_BW, slots_BS),
     )
+
+
+def canvas(table_BA, pos_BW, end_B, cache: PagedKVCache) -> Window:
+    """Returns the Window of canvases, positions `pos` from 0 on of whole pages.
+
+    Each sees its own positions before `end`, and the pages that hold these are kept.
+    """
+    O = cache.k_LPOKH.shape[2]
+    q_end_BW = jnp.broadcast_to(end_B[:, None], pos_BW.shape)
+    return Window(
+        table_BA=table_BA,
+        start_B=pos_BW[:, 0],
+        keep_BJ=pos_BW[:, ::O] < end_B[:, None],
+        own=ranged(q_end_BW, pos_BW),
+    )
+
+
+def cut(end_B, width: int):
+    """Returns (start_B, pos_BW): the positions before `end` as those before `start`, and W.
+
+    Attention does not ask for the order of keys, nor how often they are given if that is
+    equally often: where there are fewer than W, these go round.
+    """
+    start_B = jnp.mod(-width, end_B)
+    pos_BW = start_B[:, None] + jnp.arange(width)[None]
+    return start_B, jnp.mod(pos_BW, end_B[:, None])
 
 
 def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:

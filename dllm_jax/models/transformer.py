@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache, Window
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window, cut
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
@@ -291,6 +291,11 @@ def trunk(
     paged = isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
+        if mask.own is not None:
+            own = pallas_kernels.planned(
+                mask.own, cfg.head_dim, implementation=cfg.kernels
+            )
+            mask = mask.replace(own=own)
     else:
         if cache is None:
             mask = pallas_kernels.planned(
@@ -457,13 +462,21 @@ def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelC
         implementation=cfg.kernels,
     )
     held = q_BWNH, pages, number, window.table_BA
-    if window.mask is None:
-        out_BWNH = pallas_kernels.paged_attention(
-            *held, window.start_B, k_BWKH, v_BWKH, implementation=cfg.kernels
+    if window.own is not None:
+        out_BWNH = pallas_kernels.attention(
+            q_BWNH, k_BWKH, v_BWKH, window.own, implementation=cfg.kernels
         )
-    else:
+    elif window.mask is not None:
         out_BWNH = pallas_kernels.chunk_attention(
             *held, window.mask, implementation=cfg.kernels
+        )
+    else:
+        start_B, fresh = window.start_B, (k_BWKH, v_BWKH)
+        if window.end_B is not None:
+            start_B, pos_BW = cut(window.end_B, x_BWD.shape[1])
+            fresh = pallas_kernels.cached_at(*held[1:], pos_BW)
+        out_BWNH = pallas_kernels.paged_attention(
+            *held, start_B, *fresh, implementation=cfg.kernels
         )
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.

@@ -39,10 +39,14 @@ from dllm_jax.sampling.state import Answer, SamplingState, Trace
 
 
 def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
-    """Returns the answerer that serves the model's attention."""
-    if policy.choose(cfg, model.attention).final:
-        return Engine(model=model, cfg=cfg, mesh=mesh)
-    return Batches(model=model, cfg=cfg, mesh=mesh)
+    """Returns the answerer that serves what the config asks for.
+
+    Guidance, for which every row has a second canvas, and what stands behind an answer are
+    for whole batches: those that draw have rows of one length, which end together.
+    """
+    policy.choose(cfg, model.attention)  # refuses what goes with neither
+    together = cfg.guidance or cfg.tail
+    return (Batches if together else Engine)(model=model, cfg=cfg, mesh=mesh)
 
 
 class Batches:

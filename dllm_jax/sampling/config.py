@@ -218,6 +218,40 @@ class SamplerConfig:
         return tuple(sorted({-(-many // 8), many}))
 
     @property
+    def window(self) -> int:
+        """Positions of a window over keys that are not final.
+
+        `horizon` counts no further than an answer can be long.
+        """
+        return max(min(self.block + self.horizon, self.max_new), self.block)
+
+    def present_counts(self, rows: int) -> tuple[int, ...]:
+        """Returns how many such windows a forward of `rows` rows' blocks may be made for.
+
+        A row has one at most, and none while its canvas answers for its block: so has none
+        of rows that all began a block together.
+        """
+        return tuple(sorted({0, rows // 4, rows // 2, rows} if rows >= 8 else {0, rows}))
+
+    @property
+    def canvas_widths(self) -> tuple[int, ...]:
+        """Positions that a canvas may be run with, whole pages: the least that holds it.
+
+        The longest, and one halfway to the shortest, for short prompts.
+        """
+        longest, shortest = self.max_prompt + self.max_new, self.max_new + 1
+        ends = (longest + shortest) // 2, longest
+        return tuple(sorted({-(-end // self.page_slots) * self.page_slots for end in ends}))
+
+    def canvas_counts(self, rows: int, width: int) -> tuple[int, ...]:
+        """Returns how many canvases of `width` a forward of `rows` rows' may be made for.
+
+        As of chunks: see chunk_counts.
+        """
+        many = min(max(self.prefill // width, 1), rows)
+        return tuple(sorted({-(-many // 8), many}))
+
+    @property
     def page_slots(self) -> int:
         """Positions of a cache page: whole blocks."""
         return -(-self.page // self.block) * self.block

@@ -228,7 +228,8 @@ class Engine:
         for request in ended:
             if request.running:
                 answer = answers[request]
-                self.tainted = self.tainted or bool(answer.bad)
+                in_pages = bool(answer.bad) and self.page_count > 0
+                self.tainted = self.tainted or in_pages
                 self.scheduler.end(request)
                 yield request, answer
 

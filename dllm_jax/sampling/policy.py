@@ -54,6 +54,15 @@ POLICIES = {
 }
 
 
+def first_block(prompt_len, attention: str, Q: int):
+    """Returns the position at which the first block of a prompt's answer begins.
+
+    Blocks of full attention are counted from the answer's start: its keys are never
+    shared, so there is no grid to keep to.
+    """
+    return prompt_len if attention == "full" else prompt_len // Q * Q
+
+
 def choose(cfg, attention: str) -> CachePolicy:
     """Returns the policy that `cfg.cache` names; "auto" is the exact one of the family.
 
