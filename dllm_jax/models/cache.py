@@ -90,18 +90,17 @@ def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
     )
 
 
-def canvas(table_BA, pos_BW, end_B, cache: PagedKVCache) -> Window:
-    """Returns the Window of canvases, positions `pos` from 0 on of whole pages.
+def canvas(table_BA, own: Mask, end_B, cache: PagedKVCache) -> Window:
+    """Returns the Window of canvases, of whole pages; own: who sees whom in them.
 
-    Each sees its own positions before `end`, and the pages that hold these are kept.
+    The pages that hold their positions before `end` are kept.
     """
-    O = cache.k_LPOKH.shape[2]
-    q_end_BW = jnp.broadcast_to(end_B[:, None], pos_BW.shape)
+    begin_J = jnp.arange(0, own.k_pos_BS.shape[1], cache.k_LPOKH.shape[2])
     return Window(
         table_BA=table_BA,
-        start_B=pos_BW[:, 0],
-        keep_BJ=pos_BW[:, ::O] < end_B[:, None],
-        own=ranged(q_end_BW, pos_BW),
+        start_B=jnp.zeros_like(end_B),
+        keep_BJ=begin_J[None] < end_B[:, None],
+        own=own,
     )
 
 

@@ -280,7 +280,8 @@ def trunk(
                   It is only read, and returned is the same as without: keeping the fresh
                   keys is the caller's decision, and not keeping them is how a denoising
                   step is undone.
-    PagedKVCache  pages. The Window says what is kept; returned is the whole pool.
+    PagedKVCache  pages. The Window says what is kept, and whether they are seen; returned
+                  is the whole pool.
 
     unroll: the layers are compiled one after the other, and not as a loop.
 

@@ -1,9 +1,8 @@
 """Prompts in, answers out: the front door of sampling.
 
-An *answerer* is what answers the prompts of a run: `Engine` where keys are final once
-their block is (continuous batching over pages), `Batches` where they are not (families
-with full attention). Every answerer has these two methods, and its callers know no
-others:
+An *answerer* is what answers the prompts of a run: `Engine` (continuous batching), or
+`Batches` where an answer is guided or something stands behind it, as in drawings. Every
+answerer has these two methods, and its callers know no others:
 
     stream(params, prompts, key, *, temperature, watch=None, stop=None)
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
@@ -42,11 +41,13 @@ def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
     """Returns the answerer that serves what the config asks for.
 
     Guidance, for which every row has a second canvas, and what stands behind an answer are
-    for whole batches: those that draw have rows of one length, which end together.
+    of whole batches: drawn answers have one length and end together. Raises ValueError as
+    `policy.choose` does.
     """
-    policy.choose(cfg, model.attention)  # refuses what goes with neither
-    together = cfg.guidance or cfg.tail
-    return (Batches if together else Engine)(model=model, cfg=cfg, mesh=mesh)
+    policy.choose(cfg, model.attention)
+    if cfg.guidance or cfg.tail:
+        return Batches(model=model, cfg=cfg, mesh=mesh)
+    return Engine(model=model, cfg=cfg, mesh=mesh)
 
 
 class Batches:

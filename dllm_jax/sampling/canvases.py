@@ -19,6 +19,7 @@ Letters: d shards, b rows of a shard, w windows of a shard, c canvases of a shar
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,9 @@ from dllm_jax.sampling.shards import Ran, by_shard, joined, of_rows
 from dllm_jax.sharding import constrain
 
 
-def due(rows: Rows):
+def due(rows: Rows, Q: int):
     """Returns which rows' canvases are to be run before they go on."""
-    return rows.s.live_B & (rows.filled_B != rows.s.start_B)
+    return rows.s.live_B & (rows.filled_B != rows.s.start_B + Q)
 
 
 # ---- Of canvases ---------------------------------------------------------------------
@@ -51,7 +52,7 @@ def programs(
     A program takes the rows and runs canvases that are due: of a width the smallest that
     holds one of them, and of that width all it can.
     """
-    needed_B = jnp.where(due(rows), rows.s.limit_B, FAR)
+    needed_B = jnp.where(due(rows, cfg.block), rows.s.limit_B, FAR)
     least, before = needed_B.min(), 0
     which, branches = 0, []
     for width in cfg.canvas_widths:
@@ -93,23 +94,22 @@ def run_canvases(
 
     pos_dcW = jnp.broadcast_to(jnp.arange(width)[None, None], (*row_dc.shape, width))
     shown_dcW = of_shards.shown(rows.s, row_dc, pos_dcW, model)
-    end_B = joined(jnp.where(real_dc, of(rows.s.limit_B), 0))  # what is no canvas sees none
-    if rows.s.cache is None:
-        seen = mask.full(joined(pos_dcW), end_B)
-    else:
-        seen = kv.canvas(
-            joined(of(rows.table_BA)), joined(pos_dcW), end_B, rows.s.cache
-        )
+    end_B = joined(jnp.where(real_dc, of(rows.s.limit_B), 0))  # no canvas sees nothing
+    seen = mask.clean(model.attention, joined(pos_dcW), end_B, cfg.block)
+    if rows.s.cache is not None:
+        seen = kv.canvas(joined(of(rows.table_BA)), seen, end_B, rows.s.cache)
     x_dcWD, cache = of_shards.run(params, rows, shown_dcW, pos_dcW, seen, model)
     start_dc = of(rows.s.start_B)
-    answering_dcW = (start_dc - model.shift)[..., None] + jnp.arange(cfg.block)[None, None]
+    answering_dcW = (start_dc - model.shift)[..., None] + jnp.arange(cfg.block)[
+        None, None
+    ]
     said_dcWD = jnp.take_along_axis(
         x_dcWD, answering_dcW[..., None], axis=2, mode="clip"
     )
     target_dc = jnp.where(real_dc, row_dc, due_db.shape[1])  # past: dropped
     put = jax.vmap(lambda old, row, new: old.at[row].set(new, mode="drop"))
     x_dbWD = put(by_shard(rows.entry_BWD, shards), target_dc, said_dcWD)
-    filled_db = put(by_shard(rows.filled_B, shards), target_dc, start_dc)
+    filled_db = put(by_shard(rows.filled_B, shards), target_dc, start_dc + cfg.block)
     x_BWD = constrain(joined(x_dbWD), "BWD")
     kept = None if rows.s.cache is None else cache
     return Ran(x_BWD, rows.last_BD, joined(filled_db), kept)
@@ -142,7 +142,9 @@ def decoders(
         return Ran(constrain(x_BWD, "BWD"), rows.last_BD, rows.filled_B, cache)
 
     # The smallest that holds all.
-    fits = jnp.searchsorted(jnp.asarray(sizes[:-1], jnp.int32), used_db.sum(axis=1).max())
+    fits = jnp.searchsorted(
+        jnp.asarray(sizes[:-1], jnp.int32), used_db.sum(axis=1).max()
+    )
     return fits, [functools.partial(decode, count=size) for size in sizes]
 
 
@@ -163,6 +165,8 @@ def run_windows(
     nothing answers for a block's first position: zeros.
     """
     shards, width = len(used_db), cfg.window
+    # As in which it is written: none is longer than a page.
+    pieces = width // math.gcd(width, cfg.block)
     row_db, nth_db = of_shards.first(used_db)
     row_dw = row_db[:, :count]
     used_dw = of_rows(used_db, row_dw)
@@ -173,12 +177,14 @@ def run_windows(
     # A window of no use keeps nothing, and its result is dropped.
     start_dw = jnp.where(used_dw, of(rows.s.start_B), 0)
     limit_dw = jnp.where(used_dw, of(rows.s.limit_B), width)
-    end_dw = limit_dw if cache_policy.suffix else jnp.minimum(start_dw + width, limit_dw)
+    end_dw = (
+        limit_dw if cache_policy.suffix else jnp.minimum(start_dw + width, limit_dw)
+    )
     pos_dwW = start_dw[..., None] + jnp.arange(width)[None, None]
     seen = kv.Window(
         table_BA=joined(of(rows.table_BA)),
         start_B=joined(start_dw),
-        keep_BJ=joined(used_dw)[:, None],
+        keep_BJ=jnp.repeat(joined(used_dw)[:, None], pieces, axis=1),
         end_B=joined(end_dw),
     )
     shown_dwW = of_shards.shown(rows.s, row_dw, pos_dwW, model)

@@ -90,7 +90,9 @@ class SamplerConfig:
     rows: int = 64  # canvases sampled together
     page: int = 32  # positions of a cache page, rounded up to whole blocks
     pages: int = 0  # of one device's rows; 0: as many as all of them can use
-    prefill: int = 512  # prompt tokens of one forward, on each device
+    # Prompt tokens of one forward, on each device; with full attention canvases' positions,
+    # or eight times as many where rows begin together.
+    prefill: int = 512
 
     def __post_init__(self):
         checks.fields(
@@ -231,7 +233,8 @@ class SamplerConfig:
         A row has one at most, and none while its canvas answers for its block: so has none
         of rows that all began a block together.
         """
-        return tuple(sorted({0, rows // 4, rows // 2, rows} if rows >= 8 else {0, rows}))
+        least = rows // 2 if rows >= 8 else rows
+        return tuple(sorted({0, least, rows}))
 
     @property
     def canvas_widths(self) -> tuple[int, ...]:
@@ -241,15 +244,19 @@ class SamplerConfig:
         """
         longest, shortest = self.max_prompt + self.max_new, self.max_new + 1
         ends = (longest + shortest) // 2, longest
-        return tuple(sorted({-(-end // self.page_slots) * self.page_slots for end in ends}))
+        return tuple(
+            sorted({-(-end // self.page_slots) * self.page_slots for end in ends})
+        )
 
     def canvas_counts(self, rows: int, width: int) -> tuple[int, ...]:
         """Returns how many canvases of `width` a forward of `rows` rows' may be made for.
 
-        As of chunks: see chunk_counts.
+        As few as have `prefill` positions, for rows that come to a block one by one; and
+        eight times as many, for those that do together. The greatest is the last.
         """
-        many = min(max(self.prefill // width, 1), rows)
-        return tuple(sorted({-(-many // 8), many}))
+        few = max(self.prefill // width, 1)
+        many = max(8 * self.prefill // width, 1)
+        return tuple(sorted({min(few, rows), min(many, rows)}))
 
     @property
     def page_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""The engine: continuous batching over fixed rows and a paged cache.
+"""The engine: continuous batching over fixed rows, and a paged cache where there is one.
 
 Requests wait in a queue, are admitted to rows as these come free, and leave with their
 answers. Who gets which row and which pages is for `scheduler.py` to say; `forwards.py`

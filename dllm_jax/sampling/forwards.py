@@ -60,7 +60,8 @@ def forward(
         prefilled, fill = cfg.max_prompt >= 2 * cfg.block, prefillers
     else:
         fits, branches = canvases.decoders(params, rows, **static)
-        prompts, prefilled, fill = canvases.due(rows).any(), True, canvases.programs
+        prompts = canvases.due(rows, cfg.block).any()
+        prefilled, fill = True, canvases.programs
     if prefilled:
         which, prefills = fill(params, rows, **static)
         fits = jnp.where(prompts, len(branches) + which, fits)

@@ -25,7 +25,7 @@ class Rows:
     s: SamplingState  # its cache is a PagedKVCache
     table_BA: jax.Array  # the row's pages, in their order, counted on its shard
     # Positions whose keys are in the pages, where these are final; otherwise where the
-    # block begins at whose entry the row's canvas was run, 0 for none.
+    # block ends for which the row's canvas was run, 0 for none.
     filled_B: jax.Array
     room_B: jax.Array  # positions that the row's pages hold
     last_BD: jax.Array  # hidden state before the present block, for models with a shift
@@ -33,7 +33,9 @@ class Rows:
     # where keys are final.
     entry_BWD: jax.Array | None
     forwards: jax.Array  # how many there were
-    clean: jax.Array  # blocks whose keys were written; canvases, where keys are not final
+    clean: (
+        jax.Array
+    )  # blocks whose keys were written; canvases, where keys are not final
 
 
 @flax.struct.dataclass

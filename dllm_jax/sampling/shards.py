@@ -83,4 +83,3 @@ def of_rows(x, row_w):
 def of_positions(x_bT, row_w, pos_wW):
     """Returns what x, [d, b, T], has at the positions of windows: [d, w, W]."""
     return x_bT.at[row_w[:, None], pos_wW].get(mode="clip")
-
