@@ -450,14 +450,19 @@ def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelC
     B, J = window.keep_BJ.shape
     Q = x_BWD.shape[1] // J
     start_BJ = window.start_B[:, None] + Q * jnp.arange(J)[None]
+    # Of a row's pages the two that a block can touch: a table for each block of a canvas
+    # would be more than a TPU's scalars may take.
+    page_BJ2 = (start_BJ // pages[0].shape[2])[..., None] + jnp.arange(2)[None, None]
+    page_BJ2 = jnp.minimum(page_BJ2, window.table_BA.shape[1] - 1)
+    table_BJ2 = jnp.take_along_axis(window.table_BA[:, None], page_BJ2, axis=2)
     # The pages are written before they are read: where a block and the next one of the
     # same answer are two windows of this batch, the next one sees the block's kept keys.
     # Block by block: the last may end in a page where the answer goes on.
     pages = pallas_kernels.cache_update(
         pages,
         number,
-        jnp.repeat(window.table_BA, J, axis=0),
-        start_BJ.reshape(-1),
+        table_BJ2.reshape(B * J, 2),
+        (start_BJ % pages[0].shape[2]).reshape(-1),
         window.keep_BJ.reshape(-1),
         *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
         implementation=cfg.kernels,

@@ -100,9 +100,8 @@ def run_canvases(
         seen = kv.canvas(joined(of(rows.table_BA)), seen, end_B, rows.s.cache)
     x_dcWD, cache = of_shards.run(params, rows, shown_dcW, pos_dcW, seen, model)
     start_dc = of(rows.s.start_B)
-    answering_dcW = (start_dc - model.shift)[..., None] + jnp.arange(cfg.block)[
-        None, None
-    ]
+    seat_11W = jnp.arange(cfg.block)[None, None]
+    answering_dcW = start_dc[..., None] - model.shift + seat_11W
     said_dcWD = jnp.take_along_axis(
         x_dcWD, answering_dcW[..., None], axis=2, mode="clip"
     )
@@ -142,9 +141,8 @@ def decoders(
         return Ran(constrain(x_BWD, "BWD"), rows.last_BD, rows.filled_B, cache)
 
     # The smallest that holds all.
-    fits = jnp.searchsorted(
-        jnp.asarray(sizes[:-1], jnp.int32), used_db.sum(axis=1).max()
-    )
+    smaller = jnp.asarray(sizes[:-1], jnp.int32)
+    fits = jnp.searchsorted(smaller, used_db.sum(axis=1).max())
     return fits, [functools.partial(decode, count=size) for size in sizes]
 
 
@@ -177,9 +175,8 @@ def run_windows(
     # A window of no use keeps nothing, and its result is dropped.
     start_dw = jnp.where(used_dw, of(rows.s.start_B), 0)
     limit_dw = jnp.where(used_dw, of(rows.s.limit_B), width)
-    end_dw = (
-        limit_dw if cache_policy.suffix else jnp.minimum(start_dw + width, limit_dw)
-    )
+    behind = FAR if cache_policy.suffix else width
+    end_dw = jnp.minimum(start_dw + behind, limit_dw)
     pos_dwW = start_dw[..., None] + jnp.arange(width)[None, None]
     seen = kv.Window(
         table_BA=joined(of(rows.table_BA)),
