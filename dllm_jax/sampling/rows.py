@@ -33,9 +33,8 @@ class Rows:
     # where keys are final.
     entry_BWD: jax.Array | None
     forwards: jax.Array  # how many there were
-    clean: (
-        jax.Array
-    )  # blocks whose keys were written; canvases, where keys are not final
+    # Blocks whose keys were written; where these are not final, canvases that were run.
+    clean: jax.Array
 
 
 @flax.struct.dataclass
