@@ -29,7 +29,7 @@ from dllm_jax import memory
 from dllm_jax.models import acting
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
-from dllm_jax.sampling import placement
+from dllm_jax.sampling import forwards, placement
 
 FILE = pathlib.Path(__file__).with_name("budget.json")
 GIB, MIB = 2**30, 2**20
@@ -213,6 +213,7 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
         mesh.shape["model"],
         rows=due,
         windows=sizes[enough],
+        held=rows if forwards.pairs_fit(run.model, cfg.block) else due,
         width=cfg.block,
         seats=rows * cfg.block,
         context=min(roofline.CONTEXT, cfg.slots // 2),
@@ -241,6 +242,7 @@ def of_prompts(cell, run, program, body: str, mesh, rows: int) -> dict:
         mesh.shape["model"],
         rows=many,
         windows=many,
+        held=many,
         width=cfg.chunk,
         seats=0,
         context=cfg.max_prompt,
@@ -289,6 +291,7 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         run.mesh.shape["model"],
         rows=batch.rows // run.rows_on,
         windows=batch.rows // run.rows_on,
+        held=0,
         width=batch.tokens,
         seats=batch.rows // run.rows_on * run.settings.layout.seats(batch),
         context=0,

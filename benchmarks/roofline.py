@@ -33,6 +33,7 @@ class Facts(NamedTuple):
 
     rows: float  # of a microbatch, or windows of a forward that are used
     windows: int  # that a forward computes
+    held: float  # rows whose pages are read, for one window or two
     width: int  # T of a packed row, or Q
     seats: int  # positions that the head is asked for
     context: int  # positions that a window's row has in pages
@@ -67,13 +68,15 @@ def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
 
 
 def paged(f: Facts) -> hlo.Counted:
-    """A layer's attention of windows over pages."""
-    Q, size = f.width, f.itemsize
-    own = f.windows * Q * f.H * size
+    """A layer's attention over pages: of windows, or of two of a row together."""
+    Q, size, paired = f.width, f.itemsize, f.held < f.rows
+    # Of a pair both are computed, though one may be missing; by itself such a one sees nothing.
+    computed, windows = (2 * f.held,) * 2 if paired else (f.rows, f.windows)
+    keys = f.held * f.context + (f.held if paired else f.windows) * Q
     return hlo.Counted(
-        flops=4.0 * f.rows * Q * (f.context + Q) * f.N * f.H,
-        read=f.rows * f.context * 2 * f.K * f.H * size + own * (f.N + 2 * f.K),
-        written=own * f.N,
+        flops=4.0 * computed * Q * (f.context + Q) * f.N * f.H,
+        read=(keys * 2 * f.K + windows * Q * f.N) * f.H * size,
+        written=windows * Q * f.N * f.H * size,
     )
 
 

@@ -54,6 +54,20 @@ class PagedKVCache:
 
 
 @flax.struct.dataclass
+class Pairs:
+    """The windows of a batch by the rows whose they are, a row's pages being read once.
+
+    Rows are in an order of their own. Of a row's two windows the second begins where the
+    first, which is kept, ends. What is what: `pallas_kernels.paired_attention`.
+    """
+
+    table_BA: jax.Array
+    start_B: jax.Array  # where a row's second window begins
+    window_B2: jax.Array  # the first and the second, or its only one twice
+    place_R: jax.Array  # of each window, among those of all rows
+
+
+@flax.struct.dataclass
 class Window:
     """Who sees whom where the cache is paged: in the place of a Mask.
 
@@ -68,6 +82,7 @@ class Window:
     # Of a part of a prompt: its keys are the positions of the row's pages, and it sees
     # nothing else.
     mask: Mask | None = None
+    pairs: Pairs | None = None  # of windows that may be two of one row
     # Of a canvas: its keys are its own positions, and it sees nothing else.
     own: Mask | None = None
     # Of a window that is kept, and sees the positions before `end`: its own, those before

@@ -197,12 +197,16 @@ def pages(wide: Widths, rng):
 
 
 def paged_attention(wide: Widths, rng):
-    """Windows of a block over rows that hold pages for various lengths."""
+    """A block, or two of which the second has keys, over rows of pages for various lengths."""
     pools, layer, table_BA, start_B, _, k, v = pages(wide, rng)
-    q = normal(rng, (ROWS, wide.block, wide.heads, wide.head_dim), wide.dtype)
+    q = normal(rng, (ROWS, 2 * wide.block, wide.heads, wide.head_dim), wide.dtype)
+    start_B += wide.block  # the first of two sees something
 
-    def run(implementation, *arrays):
-        return pallas_kernels.paged_attention(*arrays, implementation=implementation)
+    def run(implementation, q, *arrays):
+        return [
+            pallas_kernels.paged_attention(some, *arrays, implementation=implementation)
+            for some in (q, q[:, wide.block :])
+        ]
 
     return run, (q, pools, layer, table_BA, start_B, k, v)
 

@@ -467,27 +467,38 @@ def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelC
         *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
         implementation=cfg.kernels,
     )
-    held = q_BWNH, pages, number, window.table_BA
-    if window.own is not None:
-        out_BWNH = pallas_kernels.attention(
-            q_BWNH, k_BWKH, v_BWKH, window.own, implementation=cfg.kernels
-        )
-    elif window.mask is not None:
-        out_BWNH = pallas_kernels.chunk_attention(
-            *held, window.mask, implementation=cfg.kernels
-        )
-    else:
-        start_B, fresh = window.start_B, (k_BWKH, v_BWKH)
-        if window.end_B is not None:
-            start_B, pos_BW = cut(window.end_B, x_BWD.shape[1])
-            fresh = pallas_kernels.cached_at(*held[1:], pos_BW)
-        out_BWNH = pallas_kernels.paged_attention(
-            *held, start_B, *fresh, implementation=cfg.kernels
-        )
+    out_BWNH = attend_window(
+        (q_BWNH, k_BWKH, v_BWKH), window, pages, number, implementation=cfg.kernels
+    )
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.
     out_BWNH, pages = jax.lax.optimization_barrier((out_BWNH, pages))
     return add_attention(x_BWD, p, out_BWNH), pages
+
+
+def attend_window(fresh, window: Window, pages, number, **how):
+    """Returns the attention of windows over pages that are written: [B, W, N, H].
+
+    fresh: the windows' own (q_BWNH, k_BWKH, v_BWKH). how: implementation.
+    """
+    (q_BWNH, *own), table_BA = fresh, window.table_BA
+    held = q_BWNH, pages, number
+    if window.own is not None:
+        return pallas_kernels.attention(*fresh, window.own, **how)
+    if window.mask is not None:
+        return pallas_kernels.chunk_attention(*held, table_BA, window.mask, **how)
+    if window.pairs is not None:
+        by_row = window.pairs
+        return pallas_kernels.paired_attention(
+            *(*held, by_row.table_BA, by_row.start_B, *own),
+            *(by_row.window_B2, by_row.place_R),
+            **how,
+        )
+    start_B = window.start_B
+    if window.end_B is not None:
+        start_B, pos_BW = cut(window.end_B, q_BWNH.shape[1])
+        own = pallas_kernels.cached_at(pages, number, table_BA, pos_BW)
+    return pallas_kernels.paged_attention(*held, table_BA, start_B, *own, **how)
 
 
 def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):

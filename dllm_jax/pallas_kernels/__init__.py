@@ -21,6 +21,7 @@ from dllm_jax.pallas_kernels.attend import (
     cached_at,
     chunk_attention,
     paged_attention,
+    paired_attention,
     planned,
 )
 from dllm_jax.pallas_kernels.choice import CHOICES
@@ -37,6 +38,7 @@ __all__ = [
     "chunk_attention",
     "grouped_matmul",
     "paged_attention",
+    "paired_attention",
     "planned",
     "selection",
     "token_draw",

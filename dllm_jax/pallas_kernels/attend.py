@@ -141,29 +141,59 @@ def paged_attention(
     layer,
     table_BA,
     start_B,
-    k_BWKH,
-    v_BWKH,
+    k_BQKH,
+    v_BQKH,
     *,
     implementation="auto",
     interpret=False,
 ):
     """Returns the attention of each row's window: [B, W, N, H] in q's dtype.
 
-    q_BWNH, k_BWKH, v_BWKH: the windows' queries and own keys and values, all of which the
-    window sees; pages: pools (k, v), each [L, P, O, K, H]; layer: a scalar; table_BA: the
-    pages of each row, in order; start_B: the positions before the window, all seen. See
-    `reference.paged_attention`. On a mesh, rows and pages are split alike: a table names
-    pages of its own device.
+    q_BWNH, k_BQKH, v_BQKH: the windows' queries and own keys and values, all of which the
+    window sees, or of more queries than keys the last ones; pages: pools (k, v), each
+    [L, P, O, K, H]; layer: a scalar; table_BA: the pages of each row, in order; start_B: the
+    positions before the window, all seen. See `reference.paged_attention`. On a mesh, rows
+    and pages are split alike: a table names pages of its own device.
     """
     run = reference.paged_attention
     if module := kernel("paged_attention", implementation, q_BWNH.shape[3]):
         run = functools.partial(module.attend, interpret=interpret)
-    N, K = head_letters(q_BWNH.shape[2], k_BWKH.shape[2])
-    q_dims, k_dims, pool_dims = f"BW{N}H", f"BW{K}H", f"LPO{K}H"
+    N, K = head_letters(q_BWNH.shape[2], k_BQKH.shape[2])
+    q_dims, k_dims, pool_dims = f"BW{N}H", f"BQ{K}H", f"LPO{K}H"
     dims_in = q_dims, (pool_dims, pool_dims), "", "BA", "B", k_dims, k_dims
     return sharding.per_device(
-        run, dims_in, q_dims, q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH
+        run, dims_in, q_dims, q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH
     )
+
+
+def paired_attention(
+    q_RWNH, pages, layer, table_BA, start_B, k_RWKH, v_RWKH, window_B2, place_R, **how
+):
+    """Returns the attention of rows' windows, of which each row has one or two.
+
+    It is `paged_attention` of both windows of a row together, which reads its pages once.
+    Of two, the first ends and the second begins at `start`, and the first's keys are in the
+    pages by now. R is of all windows, in any order: window_B2 are the first and the second of
+    each row, or the one that it has twice; place_R is the window's own place among those of
+    all rows, the first and the second of row 0, then of row 1. Both count on a device. how:
+    implementation and interpret.
+    """
+
+    def run(
+        q_RWNH, pages, layer, table_BA, start_B, k_RWKH, v_RWKH, window_B2, place_R
+    ):
+        B, W = len(window_B2), q_RWNH.shape[1]
+        q_BWNH = q_RWNH[window_B2].reshape(B, 2 * W, *q_RWNH.shape[2:])
+        own = (x_RWKH[window_B2[:, 1]] for x_RWKH in (k_RWKH, v_RWKH))
+        out_BWNH = paged_attention(q_BWNH, pages, layer, table_BA, start_B, *own, **how)
+        return out_BWNH.reshape(2 * B, *q_RWNH.shape[1:])[place_R]
+
+    N, K = head_letters(q_RWNH.shape[2], k_RWKH.shape[2])
+    q_dims, k_dims, pool_dims = f"RW{N}H", f"RW{K}H", f"LPO{K}H"
+    pools = pool_dims, pool_dims
+    dims_in = q_dims, pools, "", "BA", "B", k_dims, k_dims, "B2", "R"
+    arrays = q_RWNH, pages, layer, table_BA, start_B, k_RWKH, v_RWKH, window_B2, place_R
+    return sharding.per_device(run, dims_in, q_dims, *arrays)
 
 
 def chunk_attention(

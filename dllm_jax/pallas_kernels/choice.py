@@ -13,13 +13,14 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         A query that sees nothing gets zero, and gives no gradient: its lse is 1e30.
         (`reference` gives it a mean of all values; nobody may read either.)
     paged_attention
-        attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret)
+        attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret)
             -> out_BWNH in q's dtype
-        pages: (k, v), each [L, P, O, K, H]; layer: a scalar. A query sees its own window,
-        if nothing else. Pages that begin at `start` or beyond are never read and may hold
-        NaN; the row's pages before them are finite to their ends. "any", and `reference`,
-        read more than that: for them a row's pages are finite up to the next power of two
-        of the longest row's, or all.
+        pages: (k, v), each [L, P, O, K, H]; layer: a scalar. There may be more queries than
+        keys k, v: the first ones see none of these, and what is given for them is finite
+        where they see no page either. Pages that begin at `start` or beyond are never read
+        and may hold NaN; the row's pages before them are finite to their ends. "any", and
+        `reference`, read more than that: for them a row's pages are finite up to the next
+        power of two of the longest row's, or all.
     cache_update
         update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
             -> pages, the same memory, written where `keep`

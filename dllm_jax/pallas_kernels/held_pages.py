@@ -32,7 +32,7 @@ def over_held(run, needed, table_BA, *arrays):
     return jax.lax.switch(narrower, [over(width) for width in ways], table_BA, *arrays)
 
 
-def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H] in q's dtype."""
     del interpret  # nothing is to be
 
@@ -40,5 +40,5 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
         return reference.paged_attention(q_BWNH, pages, layer, table_BA, *own)
 
     needed = -(-jnp.max(start_B) // pages[0].shape[2])
-    arrays = q_BWNH, pages, layer, start_B, k_BWKH, v_BWKH
+    arrays = q_BWNH, pages, layer, start_B, k_BQKH, v_BQKH
     return over_held(run, needed, table_BA, *arrays)

@@ -69,19 +69,22 @@ def attend(q_BTNH, pairs, sees_BTS):
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H)
 
 
-def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH):
+def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH):
     """Returns the attention of each row's window: [B, W, N, H] in q's dtype.
 
     A query sees the positions before `start` in its row's pages, and all of the window's
-    own keys `k`, `v`. pages: (k, v), each [L, P, O, K, H]; position s of row b is slot
-    s % O of page table[b, s // O] in `layer`.
+    own keys `k`, `v`. Where there are fewer of these than queries they belong to the last
+    queries; those before them see the pages alone. pages: (k, v), each [L, P, O, K, H];
+    position s of row b is slot s % O of page table[b, s // O] in `layer`.
     """
     B, W = q_BWNH.shape[:2]
-    cached = gathered(pages, layer, table_BA)
+    cached, own = gathered(pages, layer, table_BA), k_BQKH.shape[1]
     before_BS = jnp.arange(cached[0].shape[1])[None] < start_B[:, None]
-    sees_BS = jnp.concatenate([before_BS, jnp.ones((B, W), bool)], axis=1)
-    sees_BWS = jnp.broadcast_to(sees_BS[:, None], (B, W, sees_BS.shape[1]))
-    return attend(q_BWNH, [cached, (k_BWKH, v_BWKH)], sees_BWS)
+    before_BWS = jnp.broadcast_to(before_BS[:, None], (B, W, before_BS.shape[1]))
+    last_W = jnp.arange(W) >= W - own
+    own_BWS = jnp.broadcast_to(last_W[None, :, None], (B, W, own))
+    sees_BWS = jnp.concatenate([before_BWS, own_BWS], axis=2)
+    return attend(q_BWNH, [cached, (k_BQKH, v_BQKH)], sees_BWS)
 
 
 def gathered(pages, layer, table_BA):

@@ -14,6 +14,10 @@ are gathered once for many positions. No row decodes in it, and while a prompt o
 blocks or more is due no forward is of blocks: prompts come first, so that later forwards
 are full. What is left of one block rides beside decoding rows, as if just filled.
 
+The two windows that a row may have are *paired*: attention reads the row's pages once for
+both. What lies before the second is what the first sees, itself included, as its keys are in
+the pages by then.
+
 How many windows and chunks there are is known on the device alone, while shapes are
 fixed: there are few programs, each forward by the smallest that holds what is due.
 
@@ -22,8 +26,9 @@ within one.
 
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 
-Letters: d shards, b rows of a shard, w windows of a shard, c chunks of a shard, k places
-for windows: one for the full block of each row of a shard, then one for its present block.
+Letters: d shards, b rows of a shard, r the same in another order, and some, w windows of a
+shard, c chunks of a shard, k places for windows: one for the full block of each row of a
+shard, then one for its present block.
 """
 
 import functools
@@ -41,6 +46,9 @@ from dllm_jax.sampling.rows import Rows, constrained
 from dllm_jax.sampling.shards import Ran, by_shard, first, joined, of_rows, run, shown
 from dllm_jax.sampling.state import SamplingState
 from dllm_jax.sharding import constrain
+
+# Queries of a key head that a kernel takes together, so that their pages are read once.
+TILE = 64
 
 
 def forward(
@@ -105,6 +113,7 @@ class Windows(NamedTuple):
     shown_dwW: jax.Array  # its tokens, where they are known
     keep_dw: jax.Array  # its keys are written
     nth_dk: jax.Array  # the window of each place
+    used_dk: jax.Array  # whether there is one
 
 
 def able(s: SamplingState, room_B, Q: int):
@@ -166,7 +175,38 @@ def windows_of(rows: Rows, used_dk, model: ModelConfig, Q: int) -> Windows:
     start_dw = jnp.where(used_dw, start_dw, 0)
     pos_dwW = start_dw[..., None] + jnp.arange(Q)[None, None]
     shown_dwW = shown(rows.s, row_dw, pos_dwW, model)
-    return Windows(row_dw, pos_dwW, shown_dwW, used_dw & full_dw, nth_dk)
+    return Windows(row_dw, pos_dwW, shown_dwW, used_dw & full_dw, nth_dk, used_dk)
+
+
+def pairs_fit(model: ModelConfig, Q: int) -> bool:
+    """Returns whether a kernel takes the queries of a row's two windows together."""
+    return 2 * Q * (model.heads // model.kv_heads) <= TILE
+
+
+def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:
+    """Returns the pairs of the first `count` windows of each shard: see kv.Pairs.
+
+    Rows with a window come first; of those behind them no page is read.
+    """
+    shards, b = len(windows.row_dw), windows.nth_dk.shape[1] // 2
+    used_d2b, window_d2b = (
+        x_dk.reshape(shards, 2, b) for x_dk in (windows.used_dk, windows.nth_dk)
+    )
+    # Of a row with one window it is both: none is of another, whatever comes of that.
+    window_d2b = jnp.where(used_d2b, window_d2b, window_d2b[:, ::-1])
+    window_db2 = jnp.minimum(jnp.swapaxes(window_d2b, 1, 2), count - 1)
+    here_db = used_d2b.any(axis=1)
+    row_dr, nth_db = first(here_db)
+    row_dr = row_dr[:, :count]  # no more rows than windows
+    start_db = jnp.where(here_db, by_shard(rows.s.start_B, shards), 0)
+    second_dw = ~windows.keep_dw  # also of those of no use, whose results are dropped
+    place_dw = 2 * of_rows(nth_db, windows.row_dw) + second_dw
+    return kv.Pairs(
+        table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dr)),
+        start_B=joined(of_rows(start_db, row_dr)),
+        window_B2=joined(of_rows(window_db2, row_dr)),
+        place_R=joined(jnp.minimum(place_dw[:, :count], 2 * row_dr.shape[1] - 1)),
+    )
 
 
 def run_windows(
@@ -179,11 +219,13 @@ def run_windows(
     window they are another's.
     """
     shards, b = len(windows.row_dw), windows.nth_dk.shape[1] // 2
-    row_dw, pos_dwW, shown_dwW, keep_dw = (x[:, :count] for x in windows[:-1])
+    row_dw, pos_dwW, shown_dwW, keep_dw = (x[:, :count] for x in windows[:4])
+    paired = count > 1 and pairs_fit(model, pos_dwW.shape[2])
     seen = kv.Window(
         table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dw)),
         start_B=joined(pos_dwW[..., 0]),
         keep_BJ=joined(keep_dw)[:, None],
+        pairs=pairs_of(rows, windows, count) if paired else None,
     )
     x_dwWD, cache = run(params, rows, shown_dwW, pos_dwW, seen, model)
     nth_dk = jnp.minimum(windows.nth_dk, count - 1)

@@ -114,14 +114,21 @@ def test_experts(topology, implementation):
     "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 2, 128)]
 )
 def test_pages(topology, implementation, rows, Q, heads, kv_heads, size):
-    """SDAR-1.7B, 4B and 8B, heads of 64, and a part of 8B on four devices."""
+    """SDAR-1.7B, 4B and 8B, heads of 64, and a part of 8B on four devices.
+
+    Blocks of 4 are read two of a row together, as the engine's forwards do.
+    """
     windows, A, O = 2 * rows + 512 // Q, 87, 32  # 2,784 positions
 
-    def step(pages, layer, table, start, keep, q, k, v):
-        at = layer, table, start
-        pages = pallas_kernels.cache_update(pages, *at, keep, k, v)
-        return pages, pallas_kernels.paged_attention(
-            q, pages, *at, k, v, implementation=implementation
+    def step(pages, layer, table, start, keep, q, k, v, two, place):
+        pages = pallas_kernels.cache_update(pages, layer, table, start, keep, k, v)
+        if Q > 4:
+            return pages, pallas_kernels.paged_attention(
+                q, pages, layer, table, start, k, v, implementation=implementation
+            )
+        return pages, pallas_kernels.paired_attention(
+            *(q, pages, layer, table[:rows], start[:rows], k, v, two, place),
+            implementation=implementation,
         )
 
     pool, q, k = arrays(
@@ -131,8 +138,8 @@ def test_pages(topology, implementation, rows, Q, heads, kv_heads, size):
         (windows, Q, kv_heads, size),
     )
     table, start, layer = arrays(jnp.int32, (windows, A), (windows,), ())
-    keep = start.update(dtype=bool)
-    args = (pool, pool), layer, table, start, keep, q, k, k
+    keep, two = start.update(dtype=bool), start.update(shape=(rows, 2))
+    args = (pool, pool), layer, table, start, keep, q, k, k, two, start
     program = compiled(topology, step, *args, donate_argnums=0)
     # Pools are written where they are: what is made is windows, and no pool. XLA's own
     # arrays of heads of 64 lie otherwise: those are copied, at a program's ends.

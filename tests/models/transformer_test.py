@@ -432,7 +432,8 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
         table_BA, pool = row_B[:, None], kv.pool(cfg, 4, 4)
         window = kv.Window(table_BA, row_B, row_B[:, None] > 0)
         chunk = kv.chunk(table_BA, pos_BT, row_B + 4, 4, pool)
-        for seen in (window, chunk):
+        pairs = kv.Pairs(table_BA, row_B, jnp.zeros((2, 2), int), row_B)
+        for seen in (window, window.replace(pairs=pairs), chunk):
             transformer.trunk(params, x_BTD, pos_BT, seen, cfg, pool)
         keys, hot_B = jax.random.split(jax.random.key(1)), jnp.ones(2)
         transformer.token_draw(params, x_BTD, keys, hot_B, cfg)

@@ -83,6 +83,66 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "implementation, W, N, K, H",
+    [("tpu", 4, 8, 2, 128), ("gpu", 4, 8, 2, 64), ("gpu", 33, 2, 1, 64)],
+)
+def test_more_queries_than_keys(implementation, W, N, K, H, capfd):
+    """The first see pages alone, or nothing: then whatever is given for them is finite."""
+    q, pages, *at, k, v = case(6, 2 * W, N, K, H)
+    own = k[:, :W], v[:, :W]
+    want = SPECIFIED(q, pages, *at, *own)
+    how = {"implementation": implementation, "interpret": True}
+    found = pallas_kernels.paged_attention(q, spoiled(pages, *at), *at, *own, **how)
+    assert START[0] == 0 and np.isfinite(found[0, :W]).all()
+    for sees in (np.s_[0, W:], np.s_[1:]):
+        np.testing.assert_allclose(found[sees], want[sees], atol=2e-5, rtol=1e-4)
+    assert "RACE" not in capfd.readouterr().out
+
+
+# Windows of four rows of a device in the order in which they stand: (row, which of its two).
+MIXED = ((2, 1), (0, 0), (3, 0), (0, 1), (2, 0), (1, 1))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "tpu"])
+def test_windows_of_a_row_together_are_each_alone(implementation):
+    """On a mesh whose devices have four rows each: two have both windows, two have one."""
+    W, N, K, H, devices = 4, 4, 2, 64, 4
+    mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
+    pages = tuple(normal(L, devices * 4 * A, O, K, H, seed=seed) for seed in (1, 2))
+    rng = np.random.default_rng(3)
+    table = np.concatenate([rng.permutation(4 * A).reshape(4, A) for _ in range(4)])
+    second = np.tile([8, 0, 12, 20], devices)  # where rows' second windows begin
+    row, which = np.tile(np.array(MIXED).T, devices)
+    device = np.repeat(np.arange(devices), len(MIXED))
+    start = second[4 * device + row] - W * (1 - which)
+    q, k, v = (
+        normal(len(row), W, heads, H, seed=seed)
+        for seed, heads in ((4, N), (5, K), (6, K))
+    )
+    windows = np.tile([[1, 3], [5, 5], [4, 0], [2, 2]], (devices, 1))
+    of_windows = table[4 * device + row], start
+
+    def alone(pages, table_RA, start_R):
+        at = jnp.int32(1), table_RA, start_R
+        pages = pallas_kernels.cache_update(pages, *at, which == 0, k, v)
+        return pages, pallas_kernels.paged_attention(
+            q, pages, *at, k, v, implementation="reference"
+        )
+
+    def together(pages):
+        return pallas_kernels.paired_attention(
+            *(q, pages, jnp.int32(1), table, second, k, v, windows, 2 * row + which),
+            implementation=implementation,
+            interpret=True,
+        )
+
+    with jax.set_mesh(mesh):
+        written, want = jax.jit(alone)(pages, *of_windows)
+        found = jax.jit(together)(written)
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+
+
 def test_a_table_is_cut_to_few_widths():
     """Powers of two, but none of more than three quarters of the whole."""
     assert held_pages.widths(1) == [1]

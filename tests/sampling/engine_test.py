@@ -337,7 +337,7 @@ def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     cfg, asked = dataclasses.replace(CFG, rows=3, pages=7), ASKED[:5]
     want = defined(tiny, cfg, asked)
     monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (tiny[0].head_dim,))
-    for name in ("chunk_attention", "paged_attention", "cache_update"):
+    for name in ("chunk_attention", "paired_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
         monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
     made = Engine(model=tiny[0], cfg=cfg, mesh=ONE())

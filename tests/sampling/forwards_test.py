@@ -1,6 +1,7 @@
 """The engine's forwards: how windows and chunks are dealt out to rows."""
 
 import functools
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -56,6 +57,40 @@ def test_fewer_chunks_are_the_first_of_more(rows):
     due_b = np.random.default_rng(rows).integers(0, 4, rows)
     for few_c, many_c in zip(dealer(2)(due_b), dealer(7)(due_b), strict=True):
         np.testing.assert_array_equal(few_c, many_c[:2])
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_the_two_windows_of_a_row_are_paired(count):
+    """A row has its full block, its next one, both or neither: two shards of four rows."""
+    full = np.array([[1, 0, 0, 1], [0, 0, 0, 0]], bool)
+    now = np.array([[1, 1, 0, 0], [0, 0, 1, 0]], bool)
+    if count == 2:
+        full[0], now[0] = [0, 0, 1, 0], [0, 0, 1, 0]
+    used = np.concatenate([full, now], axis=1)
+    place, nth = (np.asarray(x) for x in forwards.first(used))
+    row, of_full = place % 4, place < 4
+    keep = np.take_along_axis(used, place, axis=1) & of_full
+    windows = forwards.Windows(row, None, None, keep, nth, used)
+    start, table = 4 * np.arange(1, 9), np.arange(16).reshape(8, 2)
+    rows = types.SimpleNamespace(s=types.SimpleNamespace(start_B=start), table_BA=table)
+    pairs = jax.tree.map(np.asarray, forwards.pairs_of(rows, windows, count))
+    held = min(count, 4)
+    for d in range(2):
+        at = np.s_[d * held : d * held + held]
+        here = np.flatnonzero(full[d] | now[d])
+        row_of = (pairs.table_BA[at, 0] // 2 - 4 * d).tolist()
+        assert row_of[: len(here)] == here.tolist()
+        begins = start.reshape(2, 4)[d, here].tolist()
+        assert pairs.start_B[at].tolist() == begins + [0] * (held - len(here))
+        places = pairs.place_R[d * count : d * count + count]
+        assert (places < 2 * held).all() and (pairs.window_B2[at] < count).all()
+        for window in range(used[d].sum()):  # each is where its row looks for it
+            own, second = row_of.index(row[d, window]), int(not of_full[d, window])
+            assert places[window] == 2 * own + second
+            assert pairs.window_B2[at][own, second] == window
+        for own, (first, second) in enumerate(pairs.window_B2[at][: len(here)]):
+            both = full[d, here[own]] and now[d, here[own]]
+            assert (first != second) == both
 
 
 @examples(2)

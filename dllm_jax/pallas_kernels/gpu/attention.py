@@ -76,6 +76,12 @@ def wide(x, axis: int, like):
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
+def rows(like):
+    """Returns each element's row, in the registers of an accumulator."""
+    layout = plgpu.Layout.WGMMA
+    return plgpu.broadcasted_iota(jnp.int32, like.shape, 0, layout=layout)
+
+
 def columns(like):
     """Returns each element's column, in the registers of an accumulator."""
     layout = plgpu.Layout.WGMMA

@@ -2,7 +2,8 @@
 
 The W·G queries of a key head share a block: one warpgroup, or two, computes, 64 of them
 each, and another copies the keys, first the window's own, then the row's pages, a chunk
-of which makes a tile of `attention`. Pages at or beyond `start` are never touched.
+of which makes a tile of `attention`. Pages at or beyond `start` are never touched. Where the
+window has fewer keys than queries only the last queries see them.
 
 Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of one tile.
 """
@@ -18,7 +19,7 @@ from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
 
 
-def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H].
 
     Raises ValueError for pages that no whole number of makes a tile.
@@ -34,9 +35,11 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     queries = q_BKfH.shape[2]
     wgs = 1 if queries <= ROWS else 2
-    window_tile = -(-W // ROWS) * ROWS
+    own = k_BQKH.shape[1]
+    blind = (W - own) * (N // K)  # queries that see none of the window's keys
+    window_tile = -(-own // ROWS) * ROWS
     q_BKfH = tiles.pad(q_BKfH, 2, 8)  # copies are of whole tiles of 8
-    window = tuple(tiles.pad(x_BWKH, 1, 8) for x_BWKH in (k_BWKH, v_BWKH))
+    window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in (k_BQKH, v_BQKH))
 
     def body(
         scalars,
@@ -66,9 +69,12 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
             plgpu.copy_gmem_to_smem(q_ref.at[place], q_rH, q_arrived.at[wg])
             plgpu.barrier_wait(q_arrived.at[wg])
 
-            def fold(carry, kv, seen):
+            def fold(carry, kv, seen, blind=0):
                 def mask(score_rc):
                     seen_rc = attention.columns(score_rc) < seen
+                    if blind:
+                        first = (i * wgs + wg) * ROWS
+                        seen_rc &= attention.rows(score_rc) >= blind - first
                     return jnp.where(seen_rc, score_rc, attention.NEVER)
 
                 return attention.forward_step(
@@ -83,7 +89,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
                 return carry
 
             plgpu.barrier_wait(window_arrived)
-            carry = fold(attention.forward_start(H), window_smem, W)
+            carry = fold(attention.forward_start(H), window_smem, own, blind)
             carry = lax.fori_loop(0, steps, compute, carry)
             out_rH, _ = attention.forward_end(carry)
             q_rH[...] = out_rH.astype(q_rH.dtype)

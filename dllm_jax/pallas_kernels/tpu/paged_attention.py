@@ -3,8 +3,9 @@
 The pools stay in memory, whole. A step of the grid is a row; it reads its pages in
 chunks, the next chunk, of this row or the next that has any, on its way while one is in
 use, and folds them into a running softmax (arXiv 2205.14135, algorithm 1) that begins
-with the window's own keys. Pages at or beyond `start` are never touched. The W·G queries
-of a key head fill a tile together. Chips with two cores halve the rows.
+with the window's own keys, which only the last queries see where these are fewer. Pages at
+or beyond `start` are never touched. The W·G queries of a key head fill a tile together. Chips
+with two cores halve the rows.
 
 Letters: f queries of one key head (W·G), s keys, c cores, b rows of one core, e b + 1.
 """
@@ -56,8 +57,12 @@ def kernel(
     arrived,
     *,
     chunk_pages: int,
+    blind: int,
 ):
-    """Computes a row's attention; `plan` made chunks, turn and ahead."""
+    """Computes a row's attention; `plan` made chunks, turn and ahead.
+
+    blind: how many queries of a head see none of the window's keys, the first ones.
+    """
     i, rows = pl.program_id(1), pl.num_programs(1)
     b, B, O = pl.program_id(0) * rows + i, start_ref.shape[0], k_pool.shape[2]
     A, positions = table_ref.shape[0] // B, chunk_pages * O
@@ -97,13 +102,12 @@ def kernel(
 
     q_KfH = q_ref[0]
 
-    def fold(carry, k_sKH, v_sKH, seen=None):
-        """Returns (maximum, sum, weighted values) with the first `seen` keys added."""
+    def fold(carry, k_sKH, v_sKH, sees):
+        """Returns (maximum, sum, weighted values) with the keys added that queries see."""
         max_Kf1, sum_Kf1, acc_KfH = carry
         score_Kfs = scores(q_KfH, k_sKH)
-        if seen is not None:
-            at_11s = jax.lax.broadcasted_iota(jnp.int32, (1, 1, positions), 2)
-            score_Kfs = jnp.where(at_11s < seen, score_Kfs, NEVER)
+        if sees is not None:
+            score_Kfs = jnp.where(sees, score_Kfs, NEVER)
         top_Kf1 = jnp.maximum(max_Kf1, score_Kfs.max(axis=2, keepdims=True))
         prob_Kfs = jnp.exp(score_Kfs - top_Kf1)
         fade_Kf1 = jnp.exp(max_Kf1 - top_Kf1)
@@ -120,11 +124,17 @@ def kernel(
             1 - slot,
         )
         copies(lambda copy: copy.wait(), b, n, slot)
-        return fold(carry, k_buffer[slot], v_buffer[slot], start_ref[b] - n * positions)
+        at_11s = jax.lax.broadcasted_iota(jnp.int32, (1, 1, positions), 2)
+        seen_11s = at_11s < start_ref[b] - n * positions
+        return fold(carry, k_buffer[slot], v_buffer[slot], seen_11s)
 
     zero_KfH = jnp.zeros(q_KfH.shape, jnp.float32)
     zero_Kf1 = zero_KfH[..., :1]
-    carry = fold((zero_Kf1 + NEVER, zero_Kf1, zero_KfH), k_ref[0], v_ref[0])
+    own_1fs = None
+    if blind:
+        shape = 1, q_KfH.shape[1], k_ref.shape[1]
+        own_1fs = jax.lax.broadcasted_iota(jnp.int32, shape, 1) >= blind
+    carry = fold((zero_Kf1 + NEVER, zero_Kf1, zero_KfH), k_ref[0], v_ref[0], own_1fs)
     _, sum_Kf1, acc_KfH = jax.lax.fori_loop(0, chunks_ref[b], body, carry)
     out_ref[0] = (acc_KfH / sum_Kf1).astype(out_ref.dtype)
 
@@ -144,12 +154,13 @@ def plan(start_B, size: int, cores: int):
     return [x.reshape(-1) for x in (chunks_cb, turn_cb, ahead_ce)]
 
 
-def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret=False):
+def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H]."""
     B, W, _, H = q_BWNH.shape
     _, _, O, K, _ = pages[0].shape
     q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
+    blind = (W - k_BQKH.shape[1]) * q_BKWGH.shape[3]
     bytes_of_a_page = O * K * max(H, 128) * pages[0].dtype.itemsize
     A = table_BA.shape[1]
     chunk_pages = min(max(CHUNK // bytes_of_a_page, 1), A)
@@ -171,12 +182,12 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((2, chunk_pages * O, K, H), pages[0].dtype)
     out_BKfH = pl.pallas_call(
-        functools.partial(kernel, chunk_pages=chunk_pages),
+        functools.partial(kernel, chunk_pages=chunk_pages, blind=blind),
         out_shape=jax.ShapeDtypeStruct(q_BKfH.shape, q_BWNH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, B // cores),
-            in_specs=[row(q_BKfH), row(k_BWKH), row(v_BWKH), in_memory, in_memory],
+            in_specs=[row(q_BKfH), row(k_BQKH), row(v_BQKH), in_memory, in_memory],
             out_specs=row(q_BKfH),
             scratch_shapes=[buffer, buffer, pltpu.SemaphoreType.DMA((2,))],
         ),
@@ -186,5 +197,5 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BWKH, v_BWKH, *, interpret
         ),
         interpret=interpret,
         name="paged_attention",
-    )(*(x.astype(jnp.int32) for x in scalars), q_BKfH, k_BWKH, v_BWKH, *pages)
+    )(*(x.astype(jnp.int32) for x in scalars), q_BKfH, k_BQKH, v_BQKH, *pages)
     return jnp.swapaxes(out_BKfH.reshape(B, K, W, -1, H), 1, 2).reshape(q_BWNH.shape)
