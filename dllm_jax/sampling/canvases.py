@@ -178,11 +178,12 @@ def run_windows(
     behind = FAR if cache_policy.suffix else width
     end_dw = jnp.minimum(start_dw + behind, limit_dw)
     pos_dwW = start_dw[..., None] + jnp.arange(width)[None, None]
-    seen = kv.Window(
-        table_BA=joined(of(rows.table_BA)),
-        start_B=joined(start_dw),
-        keep_BJ=jnp.repeat(joined(used_dw)[:, None], pieces, axis=1),
-        end_B=joined(end_dw),
+    seen = kv.within(
+        joined(of(rows.table_BA)),
+        joined(pos_dwW),
+        joined(end_dw),
+        jnp.repeat(joined(used_dw)[:, None], pieces, axis=1),
+        rows.s.cache,
     )
     shown_dwW = of_shards.shown(rows.s, row_dw, pos_dwW, model)
     x_dwWD, cache = of_shards.run(params, rows, shown_dwW, pos_dwW, seen, model)

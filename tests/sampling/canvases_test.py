@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import acting
+from dllm_jax.models import cache as kv
 from dllm_jax.sampling import answers, denoise, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -132,13 +133,23 @@ def test_a_forward_of_canvases_or_windows_copies_no_pages(tiny):
 
 def test_over_the_kernels_of_pages(tiny, monkeypatch):
     """By the interpreter; windows of more positions than some rows have keys."""
-    model, params, cfg = case(tiny, "prefix, shift, horizon", rows=3)
-    requests = [*asked(3), (7, [30], 1.0, 3)]
+    model, params, cfg = case(tiny, "prefix, shift, horizon", rows=2, max_prompt=9)
+    requests = [(5, list(range(30, 39)), 1.0, 11), (7, [30], 1.0, 3)]
     want = defined(model, params, cfg, requests)
     monkeypatch.setattr(pallas_kernels.choice, "HEAD_SIZES", (model.head_dim,))
     for name in ("paged_attention", "cache_update"):
         op = functools.partial(getattr(pallas_kernels, name), interpret=True)
         monkeypatch.setattr(pallas_kernels, name, as_on_tpu(op))
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    ask(made, requests)
+    same({r.index: answer for r, answer in made.run(params, KEY)}, want)
+
+
+def test_windows_wider_than_kernels_of_pages_take(tiny, monkeypatch):
+    model, params, cfg = case(tiny, "prefix, shift, horizon", rows=2, max_prompt=20)
+    requests = [r for r in asked(9) if len(r[1]) <= cfg.max_prompt]
+    want = defined(model, params, cfg, requests)
+    monkeypatch.setattr(kv, "PAGED", cfg.window - 1)
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, requests)
     same({r.index: answer for r, answer in made.run(params, KEY)}, want)
