@@ -26,10 +26,10 @@ BASE = SamplerConfig(
     stop_ids=(3, 19, 20),
     rows=8,
     page=8,
-    prefill=40,  # one canvas of either width, or of rows that begin together all eight
+    prefill=4,  # a canvas at a time; in a case that says so all eight rows' as well
 )
 CASES = {  # shift, what differs from BASE
-    "prefix": (0, {"cache": "prefix"}),
+    "prefix": (0, {"cache": "prefix", "prefill": 40}),
     "prefix, shift, horizon": (1, {"cache": "prefix", "horizon": 6}),
     "dual": (0, {"cache": "dual", "strategy": "entropy_bounded", "entropy_bound": 1.0}),
     "dual, shift": (1, {"cache": "dual", "strategy": "static", "steps_per_block": 2}),
