@@ -292,17 +292,10 @@ def trunk(
     paged = isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
-        if mask.own is not None:
-            own = pallas_kernels.planned(
-                mask.own, cfg.head_dim, implementation=cfg.kernels
-            )
-            mask = mask.replace(own=own)
     else:
-        if cache is None:
-            mask = pallas_kernels.planned(
-                mask, cfg.head_dim, implementation=cfg.kernels
-            )
         real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
+    if paged or cache is None:
+        mask = planned(mask, cfg)
 
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
@@ -329,6 +322,16 @@ def trunk(
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     return x_BTD, PagedKVCache(*pages) if paged else KVCache(*fresh), load
+
+
+def planned(mask: Mask | Window, cfg: ModelConfig):
+    """Returns the mask with what kernels have to know of it, once for all layers.
+
+    That is where the keys are the queries' own: of a Window, if it is a canvas.
+    """
+    if not isinstance(mask, Window):
+        return pallas_kernels.planned(mask, cfg.head_dim, implementation=cfg.kernels)
+    return mask if mask.own is None else mask.replace(own=planned(mask.own, cfg))
 
 
 def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
