@@ -29,7 +29,11 @@ def checkout(commit: str):
     """A folder with the files of a commit, for a while."""
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "-q", "--detach", folder, commit], check=True)
+        made = subprocess.run(
+            [*git, "add", "-q", "--detach", folder, commit], check=False
+        )
+        if made.returncode:  # git has said why
+            sys.exit(f"error: {commit} is no commit of {ROOT}")
         try:
             yield pathlib.Path(folder)
         finally:

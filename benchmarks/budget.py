@@ -462,11 +462,12 @@ def main():
     p.add_argument("--write", action="store_true", help="into budget.json and the page")
     p.add_argument("--missing", action="store_true", help="only cells not in the file")
     args = p.parse_args()
+    asked = [x for x in cells() if all(word in x.name.split() for word in args.word)]
+    if not asked:
+        p.error(f"no cell has all of {args.word}: one is {cells()[0].name!r}")
     lines = []
-    for cell in cells():
+    for cell in asked:
         known = load()
-        if not all(word in cell.name.split() for word in args.word):
-            continue
         if args.missing and cell.name in known:
             continue
         row = figures(cell)

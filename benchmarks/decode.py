@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.shapes import RELEASED
-from dllm_jax import pallas_kernels, sharding
+from dllm_jax import command_line, pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -316,4 +316,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

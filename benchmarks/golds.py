@@ -13,6 +13,7 @@ import collections
 import random
 import re
 
+from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import math
 
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

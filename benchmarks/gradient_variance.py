@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from configs import tracerl
-from dllm_jax import config, metrics, sharding, train
+from dllm_jax import command_line, config, metrics, sharding, train
 from dllm_jax.rl import (
     batches,
     learner,
@@ -236,4 +236,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

@@ -15,6 +15,7 @@ import concurrent.futures
 import os
 import time
 
+from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import code, sandbox
 from tests.rl.rewards import cheats
@@ -106,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

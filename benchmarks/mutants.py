@@ -27,6 +27,7 @@ import random
 import warnings
 
 from benchmarks.jail import entry, graded, solution
+from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import code, sandbox
 
@@ -48,7 +49,7 @@ SWAPS = {
     ast.In: ast.NotIn,
 }
 PASSED = "missed", "lenient", "unseen"
-GENERATED = 500  # inputs beside those of the tests
+GENERATED = 2000  # inputs beside those of the tests
 LINES = 20_000  # that a solution may run for one input; a mutant ten times as many
 # Compares two programs; `given` is put before it. Prints how many inputs there were, and
 # how many told them apart, of the tests and of the generated ones.
@@ -263,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

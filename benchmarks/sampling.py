@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import report, train_step
 from benchmarks.decode import SHAPES, timed
-from dllm_jax import sharding
+from dllm_jax import command_line, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise
@@ -165,4 +165,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from benchmarks import decode, report
-from dllm_jax import pallas_kernels
+from dllm_jax import command_line, pallas_kernels
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
@@ -320,4 +320,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import report
 from configs import tracerl
-from dllm_jax import config, data
+from dllm_jax import command_line, config, data
 from dllm_jax.models import hf
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise, rewards, rollout, views
@@ -192,4 +192,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

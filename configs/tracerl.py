@@ -9,6 +9,9 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
         --config.model.path=DIR --config.data.train=MATH_train.json \
         --config.data.heldout=MATH500.json
 
+on files as dLLM-RL has them; `python -m dllm_jax.data get math_train` downloads the same
+records with other fields, and says by which keys they are read.
+
 Presets: arithmetic (default), sudoku, process, code, pictures, scenes, smollm2, sdar-1.7b, sdar-4b,
 sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, and on questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from dllm_jax.exits import CannotGoOn, room, warn
+from dllm_jax.exits import CannotGoOn, free, room, warn
 
 SUMS = "checksums.json"
 META = "meta/metadata"  # where Orbax puts the JSON
@@ -66,7 +66,7 @@ class Checkpoints:
     def __init__(
         self, folder, keep: int | None = 2, keep_every: int | None = None
     ) -> None:
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder, self.keep = pathlib.Path(folder).absolute(), keep
         # Orbax tells every file that it touches, and of a save that fails 600 lines more;
         # what counts of these is raised.
         logging.set_verbosity(logging.FATAL)
@@ -100,6 +100,25 @@ class Checkpoints:
         # All processes need an array of one size; what process 0 put in it is what counts.
         steps_n = np.resize(np.array(steps, np.int32), count)
         return multihost_utils.broadcast_one_to_all(steps_n).tolist()
+
+    def scarce(self, tree) -> list[str]:
+        """Returns a warning, where the disk has not room for all that is to stay there.
+
+        tree: what will be saved, as shapes. Those that stay and the one being written are
+        counted, less those that are there, by the bytes of their arrays: packed they may
+        take less.
+        """
+        there = sum(item.name.isdigit() for item in self.folder.glob("*"))
+        each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        wanted = each * max((self.keep or 0) + 1 - there, 1)
+        if wanted <= free(self.folder):
+            return []
+        line = (
+            f"warning: {self.folder}: {free(self.folder) / 2**30:.2f} GiB are free, and "
+            f"checkpoints of {each / 2**30:.2f} GiB each may want {wanted / 2**30:.2f} more "
+            f"(run.keep={self.keep} of them, and the one being written)"
+        )
+        return [line]
 
     def save(self, step: int, tree, meta: dict) -> None:
         """Saves a pytree of arrays with a JSON-able dict.
@@ -192,7 +211,13 @@ class Checkpoints:
             if target is not None:
                 stored = self.manager.item_metadata(number).state
                 path = self.folder / str(number)
-                alike(stored, target, f"{path} does not fit this configuration")
+                alike(
+                    stored,
+                    target,
+                    f"{path} does not fit this configuration",
+                    "; another model, or other networks beside it, made it: name another "
+                    "run.folder",
+                )
             return self.load(number, target), meta, number
         if candidates:
             raise CannotGoOn(
@@ -276,14 +301,17 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def alike(stored, target, complaint: str) -> None:
-    """Raises ValueError, which begins with `complaint`, naming a leaf whose shapes differ."""
+def alike(stored, target, complaint: str, advice: str = "") -> None:
+    """Raises ValueError naming a leaf whose shapes differ.
+
+    It begins with `complaint` and ends with `advice`.
+    """
     has, wants = shapes_of(stored), shapes_of(target)
     for leaf in sorted(has.keys() | wants.keys()):
         if has.get(leaf) != wants.get(leaf):
             raise ValueError(
                 f"{complaint}: {leaf} is {has.get(leaf, 'missing')}, "
-                f"expected {wants.get(leaf, 'no such array')}"
+                f"expected {wants.get(leaf, 'no such array')}{advice}"
             )
 
 

@@ -7,6 +7,7 @@ known ends of a command are one line and an exit code (exits.py), wherever they 
 """
 
 import dataclasses
+import difflib
 import pathlib
 import re
 import runpy
@@ -19,7 +20,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import config, exits, folder, processes, sharding
+from dllm_jax import checks, config, exits, folder, processes, sharding
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -34,8 +35,14 @@ LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
 MODEL_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json")
 MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
 EVERY_KEY = (
-    "Every key of the configuration and its default (a config file may set others):"
+    "Every key of the configuration and its default (a config file may set others). What a\n"
+    "key means stands where it is declared: behind # are the class and its file."
 )
+NO_MEMORY = (
+    "no memory left ({}): lower sampler.rows, sampler.max_prompt or sampler.max_new, in "
+    "training batch.rows, or let more devices share the weights (mesh.model, mesh.fsdp)"
+)
+KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 @processes.together()
@@ -45,6 +52,7 @@ def entry(main, help_text: str = "") -> None:
     help_text: what --help prints; "" where `main` has a help of its own.
     """
     sharding.spare_threads()
+    sys.argv[1:] = map(at_home, sys.argv[1:])
     if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(help_text)
@@ -60,6 +68,22 @@ def entry(main, help_text: str = "") -> None:
         if jax.process_index() == 0:
             print(stop, file=sys.stderr)
         sys.exit(exits.STOPPED)
+    except KeyboardInterrupt:  # where no exits.StopSignal listens
+        print("stopped by a signal", file=sys.stderr)
+        sys.exit(exits.STOPPED)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not exits.exhausted(error):
+            raise
+        print(f"error: {NO_MEMORY.format(checks.shown(str(error)))}", file=sys.stderr)
+        sys.exit(exits.STUCK)
+
+
+def at_home(arg: str) -> str:
+    """Returns an argument in which a path ~/... is spelled out: shells leave --key=~/..."""
+    key, equals, path = arg.partition("=")
+    if not (equals and key.startswith("-") and path.startswith("~/")):
+        return arg
+    return f"{key}={pathlib.Path(path).expanduser()}"
 
 
 def usage(
@@ -82,7 +106,12 @@ def describe(leaves: dict | None = None) -> str:
     leaves = (
         config.flat(dataclasses.asdict(config.Config())) if leaves is None else leaves
     )
-    return "\n".join(f"  --config.{key}={value!r}" for key, value in leaves.items())
+    lines, declared = [], config.declared()
+    for key, value in leaves.items():
+        if place := declared.pop(key.rpartition(".")[0], ""):
+            lines.append(f"  # {place}")
+        lines.append(f"  --config.{key}={value!r}")
+    return "\n".join(lines)
 
 
 def from_command_line(argv: list[str], example: str) -> config.Config:
@@ -182,7 +211,10 @@ def place_and_reason(error: BaseException, path: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == path:
         lines = [error.lineno]
     place = f", line {lines[-1]}" if lines and lines[-1] else ""
-    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    if isinstance(error, checks.Refused) and error.field == "preset":
+        place = ""  # no error of the file's
+    refused = type(error) in (ValueError, checks.Refused)
+    kind = "" if refused else f"{type(error).__name__}: "
     return f"{place}: {kind}{' '.join(str(error).split())}"
 
 
@@ -202,13 +234,52 @@ def parse(
     try:
         holder = config_flags.DEFINE_config_dict("config", tree, **given)
         words = flag_values(argv)[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise ValueError(unknown_flag(error.flagname, flag_values)) from None
     except (flags.Error, TypeError, ValueError) as error:
-        raise ValueError(str(error).strip().splitlines()[-1]) from None
+        raise ValueError(
+            of_kind(argv, tree) or str(error).strip().splitlines()[-1]
+        ) from None
     if words[arguments:]:
         raise ValueError(
             f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
         )
     return holder.value, words
+
+
+def unknown_flag(name: str, known: flags.FlagValues) -> str:
+    """Returns the message for a flag that does not exist, with what may be meant."""
+    keys = config.keys(dataclasses.asdict(config.Config()))
+    bare = name.replace("-", "_")
+    named = [key for key in keys if bare in (key, key.rpartition(".")[2])]
+    near = difflib.get_close_matches(bare, [x for x in known if "." not in x], n=1)
+    meant = [f"--config.{key}" for key in named] or [
+        f"--{x.replace('_', '-') if '-' in name else x}" for x in near
+    ]
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else "; see --help"
+    return f"Unknown command line flag {name!r}{hint}"
+
+
+def of_kind(argv: list[str], tree: ml_collections.ConfigDict) -> str:
+    """Returns the message for the first override whose value its leaf cannot have, or ""."""
+    leaves = config.flat(tree.to_dict())
+    for arg in argv[1:]:
+        given = re.fullmatch(r"--?config\.([^=]+)=(.*)", arg, re.DOTALL)
+        kind = type(leaves.get(given[1])) if given else None
+        if kind in KINDS and not parses(given[2], kind):
+            return f"--config.{given[1]}={checks.shown(given[2])[1:-1]}: must be {KINDS[kind]}"
+    return ""
+
+
+def parses(text: str, kind: type) -> bool:
+    """Returns whether a text is a value of a kind, as absl's flags read them."""
+    if kind is bool:
+        return text.lower() in ("true", "t", "1", "false", "f", "0")
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def page_arguments(argv: list[str], named: str, out: str, **texts: str):
@@ -228,7 +299,20 @@ def page_arguments(argv: list[str], named: str, out: str, **texts: str):
         raise ValueError(str(error).splitlines()[-1]) from None
     if len(paths) not in (1, 2):
         raise ValueError(f"name one or two {named}, not {len(paths)}")
+    if values.out is not None:
+        check_page(pathlib.Path(values.out))
     return values, paths
+
+
+def check_page(out: pathlib.Path):
+    """Raises ValueError where a page cannot go to `out`, or would replace what is no page."""
+    if out.is_dir() or not out.parent.is_dir():
+        reason = "a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ValueError(f"--out={out}: {reason}; name a file, such as page.html")
+    if out.is_file() and out.suffix not in (".html", ".htm"):
+        raise ValueError(
+            f"--out={out} is there, and no page: name a file that ends in .html"
+        )
 
 
 def check_overrides(argv: list[str]):

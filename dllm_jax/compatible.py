@@ -5,8 +5,11 @@ and what it may be, where two groups go ill together. What a key may be by itsel
 dataclass says.
 """
 
+import dataclasses
+
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
+from dllm_jax.sampling.config import variants
 
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
@@ -21,6 +24,9 @@ def check(cfg):
         check_likelihood,
         check_rounds,
         check_value,
+        check_head,
+        check_block,
+        check_samplers,
         check_levers,
     ):
         one(cfg)
@@ -49,6 +55,62 @@ def check_value(cfg):
             f"rl.value={cfg.rl.value!r}: a value model would see the future with "
             f"noise.kind={cfg.noise.kind!r} and noise.grid={cfg.noise.grid!r}; set "
             "rl.value='none', or noise.kind='trace' with noise.grid='absolute'"
+        )
+
+
+def check_head(cfg):
+    """Raises ValueError for what a head on the policy's trunk reads of no optimizer."""
+    if (cfg.method, cfg.rl.value) != ("rl", "head"):
+        return
+    for field in dataclasses.fields(cfg.value_optim):
+        value = getattr(cfg.value_optim, field.name)
+        if field.name != "lr" and value != field.default:
+            raise ValueError(
+                f"value_optim.{field.name}={value}: with rl.value='head' the head has the "
+                "policy's optimizer, policy_optim, and only value_optim.lr is its own; "
+                f"leave it at {field.default}"
+            )
+
+
+def enlarged(cfg) -> bool:
+    """Returns whether other blocks are trained than the sampler's, as far as is known."""
+    sampled = cfg.sampler.block or cfg.noise.block  # 0: asked again, completed
+    return cfg.noise.block not in (0, sampled)
+
+
+def check_block(cfg):
+    """Raises ValueError where a trace does not say how larger blocks were unmasked."""
+    if not enlarged(cfg):
+        return
+    key = f"noise.block={cfg.noise.block}"
+    if cfg.noise.kind == "trace" and cfg.noise.block % cfg.sampler.block:
+        raise ValueError(
+            f"{key}: a trace's steps lie in blocks of sampler.block={cfg.sampler.block}; "
+            "with noise.kind='trace' set it to a multiple, or to 0"
+        )
+    wrong = {
+        "rl.trusted_gap": cfg.rl.trusted_gap > 0 and 0,
+        "objective.likelihood": cfg.objective.likelihood != "tokens" and "tokens",
+        "objective.importance_cap": cfg.objective.importance_cap > 0 and 0,
+    }
+    for name, right in wrong.items():
+        if right is not False:
+            raise ValueError(
+                f"{key}: {name} is of tokens in the sampler's blocks, of "
+                f"{cfg.sampler.block}; set {name}={right!r}, or noise.block=0"
+            )
+
+
+def check_samplers(cfg):
+    """Raises ValueError for further samplers of an evaluation that there is not."""
+    try:
+        found = variants(cfg.eval.samplers, cfg.sampler)
+    except ValueError as error:
+        raise ValueError(f"eval.samplers: {error}") from None
+    if found and (not cfg.data.heldout or cfg.sampler.answers == "image"):
+        raise ValueError(
+            f"eval.samplers={cfg.eval.samplers!r}: they answer held-out problems in words; "
+            "set data.heldout, or leave it empty"
         )
 
 
@@ -171,6 +233,13 @@ def check_levers(cfg):
             f"objective.reference_beta_final={cfg.objective.reference_beta_final}: the "
             f"weight stays with method={cfg.method!r} and objective.loss={loss!r}; set it "
             "to -1"
+        )
+    if cfg.rl.reference_reset and (
+        cfg.method != "rl" or not cfg.objective.reference_beta or cfg.model.lora_rank
+    ):
+        raise ValueError(
+            f"rl.reference_reset={cfg.rl.reference_reset}: it needs method='rl', a reference "
+            "(objective.reference_beta above 0), and one of its own (model.lora_rank=0)"
         )
     if cfg.rl.value_path and cfg.model.lora_rank:
         raise ValueError(

@@ -142,6 +142,9 @@ class EvalConfig:
     problems: int = 0  # of the held-out file, from its start; 0: all
     temperature: float = 0.0
     answers: int = 1  # to each problem: pass@k up to it
+    # Further samplers, each with metrics of its own, as in
+    # "one:strategy=static/wide:block=8": heldout_one_accuracy, heldout_wide_accuracy.
+    samplers: str = ""
     # The rest is of `python -m dllm_jax.eval` alone.
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
     sweep: str = ""
@@ -288,7 +291,7 @@ class Config:
         compatible.check(self)
         guided = self.sampler.guidance and self.noise.guided
         beside = self.sampler.slots_beside if guided else 0
-        room = self.sampler.slots + max(self.sampler.block, beside)
+        room = self.sampler.slots + max(self.sampler.block, self.noise.block, beside)
         # Blocks of 0: asked again, completed.
         if self.sampler.block and 0 < self.batch.tokens < room:
             raise ValueError(
@@ -404,7 +407,7 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     filters = sampler.temperature != 1 or sampler.top_k or sampler.top_p < 1
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
-        "the noise is not the trace as it is": not traced,
+        "the noise is not the trace as it is": not traced or compatible.enlarged(cfg),
         "noise.guided=False trains another distribution": not drawn.guided
         and sampler.guidance > 0,
         "nothing recorded the probability of steps": cfg.objective.likelihood
@@ -518,6 +521,9 @@ def frozen(kind: type, tree, prefix: str = ""):
 
 def unknown(name: str, known: list[str]) -> str:
     """Returns the message for a key that does not exist, with the nearest that does."""
+    inside = [key for key in known if key.startswith(f"{name}.")]
+    if inside:
+        return f"config key {name!r} is a section: set its keys, such as {inside[0]!r}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"unknown config key {name!r}; the nearest is {near[0]!r}"
 
@@ -565,6 +571,22 @@ def flat(tree: dict, prefix: str = "") -> dict:
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
+
+
+def declared() -> dict[str, str]:
+    """Returns where each section's keys are declared: "Class in dllm_jax/...py", by name.
+
+    "" is the keys of no section.
+    """
+    found, waiting = {}, [("", Config)]
+    for section, kind in waiting:
+        found[section] = f"{kind.__name__} in {kind.__module__.replace('.', '/')}.py"
+        waiting += [
+            (f"{section}.{field.name}".lstrip("."), field.type)
+            for field in dataclasses.fields(kind)
+            if dataclasses.is_dataclass(field.type)
+        ]
+    return found
 
 
 def keys(tree: dict) -> list[str]:

@@ -152,7 +152,7 @@ def read_network(
         )
     stored = networks[network]["params"]
     heads = ("lm",) if network == "policy" or "head" in stored else ()
-    heads += tuple(name for name in ("value", "vision") if name in stored)
+    heads += tuple(name for name in ("value", "record", "vision") if name in stored)
     expected = transformer.abstract(cfg, mesh, jnp.float32, heads)
     alike(stored, expected, f"{name} does not hold the weights of {like}")
     target = jax.tree.map(
@@ -183,6 +183,7 @@ def main(argv=None):
         to_orbax(args.source, args.out, args.dtype)
     else:
         to_hf(args.source, args.out, args.like, args.step, args.network)
+    print(args.out)
 
 
 if __name__ == "__main__":

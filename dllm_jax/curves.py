@@ -78,13 +78,24 @@ def panels_of(rows: list[dict]) -> list[tuple[str, dict]]:
     panels = []
     for title, metrics in PANELS.items():
         lines = {}
-        for metric in metrics:
+        for metric in (name for known in metrics for name in kin(known, rows)):
             points = points_of(rows, metric)
             if points and points not in lines.values():
                 lines[metric] = points
         if lines:
             panels.append((title, lines))
     return panels
+
+
+def kin(metric: str, rows: list[dict]) -> list[str]:
+    """Returns a metric and, of held-out ones, those of further files and samplers."""
+    head, held_out, tail = metric.partition("heldout_")
+    if head or not held_out:
+        return [metric]
+    told = dict.fromkeys(name for row in rows for name in row if name != metric)
+    return [metric] + [
+        x for x in told if x.startswith("heldout_") and x.endswith(f"_{tail}")
+    ]
 
 
 def points_of(rows: list[dict], metric: str) -> list[tuple[int, float]]:
@@ -132,7 +143,10 @@ def draw_panel(axis, title: str, lines: dict, legend_size: int):
 def label_of(metric: str, lines: dict) -> str:
     """Returns what the legend calls a metric; lines: all of its panel."""
     if metric.startswith("heldout_"):
-        return "held-out problems"
+        known = (x for metrics in PANELS.values() for x in metrics)
+        tail = next(x for x in known if metric.endswith(x.removeprefix("heldout_")))
+        more = metric.removesuffix(tail.removeprefix("heldout_"))[len("heldout_") :]
+        return "held-out problems" + (more and f", {more[:-1].replace('_', ' ')}")
     if f"heldout_{metric}" in lines:
         return "rollouts"
     return metric.replace("_", " ")

@@ -218,7 +218,9 @@ def asked_of(cfg: config.Config, model, tok, say, grader) -> list[data.Problem]:
     for number, problem in enumerate(problems if cfg.eval.by else (), 1):
         with data.of_record(cfg.data.heldout, number):
             data.text(problem.record, cfg.eval.by)
-    rollout.report_long(problems, cfg.sampler.max_prompt, say, cfg.data.heldout)
+    rollout.check_prompts(
+        problems, cfg.sampler.max_prompt, model.vocab, say, cfg.data.heldout
+    )
     return [problem for problem in problems for _ in range(cfg.eval.answers)]
 
 

@@ -3,8 +3,8 @@
     0   done
     1   a defect of the program: a traceback
     2   refused: what the user gave is wrong, and the last line says what would be right
-    3   cannot go on: it diverged, the disk is full, no checkpoint is whole. The same
-        command would end the same way
+    3   cannot go on: it diverged, the disk or a device's memory is full, no checkpoint is
+        whole. The same command would end the same way
     75  stopped, by a signal or since another process is lost: the same command goes on
 
 A launcher starts a command again after 75 and after nothing else. ValueError is the
@@ -48,6 +48,15 @@ def warn(text: str) -> None:
     """Tells the terminal, once for all processes."""
     if jax.process_index() == 0:
         print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def exhausted(error: BaseException) -> bool:
+    """Returns whether an error says that a device, or the host, has no memory left."""
+    words = "RESOURCE_EXHAUSTED", "Out of memory"
+    told = isinstance(error, jax.errors.JaxRuntimeError)
+    return isinstance(error, MemoryError) or (
+        told and any(x in str(error) for x in words)
+    )
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -23,7 +23,7 @@ import traceback
 
 import jax
 
-from dllm_jax.exits import STUCK, CannotGoOn, Stopped, room, warn
+from dllm_jax.exits import STUCK, CannotGoOn, Stopped, exhausted, room, warn
 
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
@@ -411,6 +411,8 @@ def ended(error: BaseException | None) -> str:
     names |= {SystemExit: "stopped", KeyboardInterrupt: "stopped"}
     if error is None:
         return "done"
+    if exhausted(error):
+        return f"cannot go on: no memory left: {str(error).strip()[:300]}"
     return f"{names.get(type(error), 'defect')}: {str(error) or type(error).__name__}"
 
 

@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import NamedTuple
 
@@ -99,7 +100,10 @@ def defaults() -> ml_collections.ConfigDict:
 def help_text() -> str:
     """Returns what --help prints."""
     leaves = config.flat(dataclasses.asdict(config.freeze(defaults())))
-    options = {"PROMPT": "one prompt, on a terminal shown as it is unmasked"}
+    options = {
+        "PROMPT": "one prompt, on a terminal shown as it is unmasked",
+        "-- -PROMPT": "... one that begins with a dash",
+    }
     for name, (key, text) in SHORT.items():
         default = "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
@@ -137,6 +141,14 @@ def spelled_out(argv: list[str]) -> list[str]:
     return words
 
 
+def report_idle(argv: list[str]):
+    """Tells of overrides that have no effect here: nobody is to wait for one."""
+    for arg in argv:
+        key = re.match(r"--config\.([^=]+)", arg)
+        if key and (not key[1].startswith(USED) or key[1].startswith(UNUSED)):
+            exits.warn(f"{arg}: nothing of it is used to answer prompts")
+
+
 def parsed(argv: list[str]):
     """Returns (the prompt or None, absl's flags: image, prompts, out and config).
 
@@ -157,6 +169,7 @@ def parsed(argv: list[str]):
     if not file and any(word.startswith("--image_out") for word in words):
         tree.sampler.update(DRAWING)
     _, prompts = command_line.parse(words, tree, values, arguments=1)
+    report_idle(words)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
     if values.image and not prompts:
@@ -212,9 +225,9 @@ def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
     if tok is None:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
-        return data.render(tok, row["messages"], shown)
+        return data.check_known(data.render(tok, row["messages"], shown), vocab)
     if asked := {"prompt", "question"} & row.keys():
-        return turn(tok, data.text(row, min(asked)), shown)
+        return data.check_known(turn(tok, data.text(row, min(asked)), shown), vocab)
     raise ValueError(
         f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
     )
@@ -332,7 +345,11 @@ class Terminal:
         """Writes an answer."""
         text = json.dumps(line, ensure_ascii=False)
         with exits.room(self.path, len(text)):
-            print(text, file=self.file, flush=True)
+            try:
+                print(text, file=self.file, flush=True)
+            except BrokenPipeError:  # whoever read it, such as `| head`, has enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+                sys.exit()
 
 
 def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
@@ -465,7 +482,8 @@ def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
         return read(options.prompts, tok, model.vocab, reader)
     if tok is None:
         raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
-    return [turn(tok, prompt, reader and reader.of_files(options.image, None))], []
+    ids = turn(tok, prompt, reader and reader.of_files(options.image, None))
+    return [data.check_known(ids, model.vocab)], []
 
 
 def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:

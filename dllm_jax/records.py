@@ -18,7 +18,9 @@ def records(path: str) -> list[dict]:
     Raises ValueError naming the file, and the line where one is not a JSON object.
     """
     file = pathlib.Path(path)
-    if not file.is_file():
+    if path and file.is_dir():
+        raise ValueError(f"dataset {path!r}: a folder; name a file in it")
+    if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
         raise ValueError(f"dataset {path!r}: no such file")
     try:
         kind = pathlib.Path(file.name.removesuffix(".gz")).suffix

@@ -44,6 +44,7 @@ from dllm_jax.rl import (
     sources,
 )
 from dllm_jax.sampling import looking, placement
+from dllm_jax.sampling.config import variants
 from dllm_jax.viewer import leave
 
 RESUME = (
@@ -79,7 +80,12 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What is trained: networks, as shapes with shardings until they fit -----------
     rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
-    checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
+    samplers = cfg.sampler, *variants(cfg.eval.samplers, cfg.sampler).values()
+    checked = dict.fromkeys(
+        line
+        for one in samplers
+        for line in config.check_kernels(model, one, cfg.run.compile_cache)
+    )
     for line in (*kept, *choices, *config.warnings(cfg, model, rows_on), *checked):
         say(line)
     settings = settings_of(cfg, model, rows_on)
@@ -131,6 +137,12 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         limit=limit if samples else None,
     )
     tools.answerer = sampling.answerer
+    tools.others = {
+        name: placement.placed(
+            dataclasses.replace(model, block=one.block), one, sampling.answerer.mesh
+        ).answerer
+        for name, one in settings.samplers.items()
+    }
     if samples and sampling.note:
         say(sampling.note)
 
@@ -152,6 +164,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
             model=model,
             mesh=mesh,
             sampling=sampling if samples else None,
+            others=tuple(tools.others.values()),
             update=update,
             guest=guest,
         )
@@ -184,7 +197,12 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
     )
-    restored = None if resume == "never" else checkpoints.restore(shapes)
+    moves = cfg.rl.reference_reset  # else the reference is the checkpoint's
+    anchor = networks.abstract_reference(model, mesh) if moves else None
+    target = shapes | ({"reference": anchor} if moves else {})
+    for line in checkpoints.scarce(target):
+        say(line)
+    restored = None if resume == "never" else checkpoints.restore(target)
     states, base, start, meta = begin_or_resume(
         restored, cfg=cfg, model=model, plans=plans, places=places, mesh=mesh, say=say
     )
@@ -195,8 +213,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     tools.eyes = networks.eyes(cfg.model.path, model, mesh)
     if tools.eyes:
         tools.answerer = looking.Looking(sampling.answerer, tools.eyes)
-    reference = None
-    if source.reference:
+        tools.others = {
+            name: looking.Looking(x, tools.eyes) for name, x in tools.others.items()
+        }
+    reference = states.pop("reference", None)  # it is saved where it moves
+    if source.reference and reference is None:
         reference = networks.reference(cfg.model.path, model, mesh, base)
     weights = functools.partial(
         networks.Weights,
@@ -238,6 +259,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
             policy = states["policy"].params
             with timer("best"):
                 networks.export(folder / "best", policy, cfg.model.path, model, mesh)
+
+    def saving() -> dict:
+        return states | ({"reference": reference} if moves else {})
 
     if not (problems or source.samples):
         with watch.sampling(start):
@@ -285,6 +309,9 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
                     [x for x in updates if x.keys() == updates[0].keys()]
                 )
                 row |= watch.note(step, updates, trained_on)
+        if moves and step % moves == 0:
+            reference = networks.as_reference(states["policy"].params, anchor)
+            weights = functools.partial(weights, reference=reference)
         used = step_batches.taken or source.taken_per_step
         if row.get("entropy", math.inf) < cfg.rl.entropy_floor:
             row["entropy_low"] = 1.0
@@ -309,7 +336,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         meta |= {"memory": source.memory, "best": champion.memory}
         if step % cfg.run.save_every == 0 or step == source.steps:
             with timer("checkpoint"):
-                saved = watch.save(step, states, meta) or saved
+                saved = watch.save(step, saving(), meta) or saved
         if not pending:
             writer.write(step, row | timer.pop())
         watch.check()
@@ -318,7 +345,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     # ---- What is left behind ---------------------------------------------------------
     if done > saved:  # a signal came before a save was due
-        watch.save(done, states, meta)
+        watch.save(done, saving(), meta)
     checkpoints.close()
     writer.close()
     if main:
@@ -399,6 +426,7 @@ def settings_of(
         heldout_problems=cfg.eval.problems,
         heldout_temperature=cfg.eval.temperature,
         heldout_answers=cfg.eval.answers,
+        samplers=variants(cfg.eval.samplers, cfg.sampler),
         model=model,
     )
 

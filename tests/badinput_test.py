@@ -10,11 +10,12 @@ import json
 import math
 import pathlib
 
+import absl.flags
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from dllm_jax import config, data, generate
+from dllm_jax import command_line, config, data, generate
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import RewardConfig
 from tests import properties, served
@@ -133,6 +134,7 @@ VALUES = """
     noise.lower nan -0.1 0.95
     noise.upper nan 0 1.1
     noise.grid round
+    noise.block -1 6
     objective.loss best
     objective.clip nan inf -1
     objective.clip_high nan -0.1
@@ -174,6 +176,7 @@ VALUES = """
     rl.entropy_floor nan
     rl.value_warmup 2147483647
     rl.value_epochs 0
+    rl.reference_reset -1 4
     rl.value_path nowhere
     rl.trusted_gap nan inf -2 -0.5
     batch.rows 0 -8
@@ -198,6 +201,7 @@ VALUES = """
     eval.temperature nan inf -1
     eval.answers 0
     eval.best nan inf -1 101
+    eval.samplers wide a:rows=3 a:block=x
     eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2
@@ -213,18 +217,40 @@ VALUES = """
 """
 
 
+def refusal(flags: list[str]) -> str:
+    """Returns what a run says of its keys before it looks at anything else, or ""."""
+    words, file = command_line.without_file(["train", *flags])
+    try:
+        tree, _ = command_line.parse(
+            words, command_line.of_file(file), absl.flags.FlagValues()
+        )
+        config.freeze(tree)
+    except ValueError as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [(key, value) for key, values in lines(VALUES) for value in values.split()],
+    ("key", "value", "first"),
+    [
+        (key, value, value == values.split()[0])
+        for key, values in lines(VALUES)
+        for value in values.split()
+    ],
 )
-def test_a_value_that_makes_no_sense(refused, tmp_path, key, value):
+def test_a_value_that_makes_no_sense(refused, tmp_path, key, value, first):
+    """The first of each key by the command, and what is not refused sooner."""
     group, _, leaf = key.partition(".")
     if (key, value) == ("rl", "5"):
         leaf = "rl."  # a group has no value
     elif key == "model.path":
         leaf = value
     flags = [*train(tmp_path), f"--config.{key}={value}"]
-    refused("dllm_jax.train", *flags, says=leaf or group)
+    if not first and (said := refusal(flags)):
+        assert (leaf or group) in said
+    else:
+        refused("dllm_jax.train", *flags, says=leaf or group)
 
 
 @pytest.mark.parametrize("name", ["policy_optim", "value_optim"])
@@ -255,7 +281,9 @@ TOGETHER = """
     model.attention=causal the model's shift is 0
     model.lora_rank=2,model.lora_targets=nothing no weight 'nothing'
     mesh.data=2,mesh.fsdp=1 does not cover
-    data.question=nothing no field 'nothing'
+    data.question=nothing no field 'nothing', it has ['answer', 'question', 'response']; data.question names
+    data.answer=anwser did you mean 'answer'?; data.answer names the field
+    data.train=MATH_train.json python -m dllm_jax.data get math_train downloads
     data.train= no such file
     data.heldout=nothing.jsonl 'nothing.jsonl': no such file
 """
@@ -284,11 +312,20 @@ COMMANDS = """
     train --resume=maybe  <auto|must|never>
     train --resume=must  has no checkpoint
     train more  'more'
+    train --rl.steps=3  did you mean --config.rl.steps?
+    train --steps=3  did you mean --config.rl.steps or --config.sft.steps?
+    train --resum=must  did you mean --resume?
+    train --config.rl  'rl' is a section: set its keys, such as 'rl.steps'
+    train --config.rl.prompts=2.5  --config.rl.prompts=2.5: must be a whole number
+    train --config.rl.gamma=1x  --config.rl.gamma=1x: must be a number
+    train --config.rl.whiten=yes  --config.rl.whiten=yes: must be True or False
+    train --config.data.train=examples  'examples': a folder; name a file in it
+    train --config.model.path=~/none/at/all  /none/at/all
     train --config=  --config=FILE is required
     train --config=configs  --config=configs: there is no such file
     train --config=configs/none.py  --config=configs/none.py: there is no such file
     train --config=configs/smoke.py:preset  configs/smoke.py: TypeError
-    train --config=configs/tracerl.py:none  preset='none': choose from
+    train --config=configs/tracerl.py:none  --config=configs/tracerl.py: preset='none': choose from
     train --config.mesh=1  'mesh'
     train --config.sampler.stop_ids=abc  stop_ids
     train --config.data.shuffle=perhaps  shuffle
@@ -302,10 +339,18 @@ COMMANDS = """
     generate  either one prompt or --prompts
     generate hello  --model=DIR is required
     generate --model= hello  --model=DIR is required
-    generate --model=none/at/all hello  'none/at/all' is not a folder
+    generate --model=none/at/all hello  is not a folder, nor a hub repository like org/name; looked for in
     generate --model=tests hello  tests is not a checkpoint
     generate --model=MODEL  either one prompt or --prompts
     generate --model=MODEL hello world  'world'
+    generate --modle=MODEL hello  'modle'
+    generate --model=MODEL hello --top_p=0.5  did you mean --config.sampler.top_p?
+    generate --model=MODEL hello --imgae-out=x.png  did you mean --image-out?
+    trace  name one or two files of answers, not 0
+    trace x.jsonl --out=none/at/all.html  there is no folder none/at
+    trace x.jsonl --out=tests  --out=tests: a folder
+    trace README.md --out=README.md  --out=README.md is there, and no page
+    report runs --out=pyproject.toml  --out=pyproject.toml is there, and no page
     generate --model=MODEL hello --prompts=x.jsonl  either one prompt or --prompts
     generate --model=MODEL hello --tempered-threshold  sampler.tempered_threshold
     generate --model=MODEL hello --temperature=nan  sampler.temperature=nan

@@ -22,7 +22,10 @@ from dllm_jax.rl.rewards import sandbox
 CALLS = {
     "decode": (
         decode,
-        "--model=tiny --rows 2 --prompt 16 --new 8 --repeats 1 --waves 2 --group 2",
+        (
+            "--model=tiny --rows 2 --prompt 16 --new 8 --repeats 1 --waves 2 --group 2 "
+            "--prefill 16"
+        ),
     ),
     "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul"),
 }

@@ -53,6 +53,23 @@ def largest(folder) -> pathlib.Path:
     return max(files, key=lambda f: f.stat().st_size)
 
 
+@pytest.mark.parametrize(("there", "times"), [(0, 3), (1, 2), (2, 1), (5, 1)])
+def test_a_disk_too_small_for_what_is_to_stay_is_told_at_the_start(
+    tmp_path, monkeypatch, there, times
+):
+    """Two that stay and one in the making, less those that are there; one at least."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    shapes = {"a": jax.ShapeDtypeStruct((2**20, 64), jnp.float32)}  # 0.25 GiB
+    for step in range(there):
+        (tmp_path / str(step)).mkdir()
+    monkeypatch.setattr(checkpoint, "free", lambda folder: times * 2**28)
+    assert checkpoints.scarce(shapes) == []
+    monkeypatch.setattr(checkpoint, "free", lambda folder: times * 2**28 - 1)
+    (line,) = checkpoints.scarce(shapes)
+    assert f"0.25 GiB each may want {times / 4:.2f} more" in line and "\n" not in line
+    checkpoints.close()
+
+
 def test_restore_lays_arrays_out_on_another_mesh(tmp_path):
     checkpoints = fill(tmp_path, [3])
     like = tree(0, data=2, fsdp=2, model=2)

@@ -6,7 +6,9 @@ import json
 import pathlib
 import re
 import shutil
+import sys
 
+import jax
 import pytest
 
 from dllm_jax import checks, command_line, config, data, generate, train
@@ -392,6 +394,11 @@ def test_help_of_train_lists_every_key():
         assert f"--config.{key}=" in told
     assert "--config=FILE[:PRESET]" in told
     assert "--distributed" in told
+    judge = "\n  # JudgeConfig in dllm_jax/rl/config.py\n  --config.reward.judge.at="
+    assert judge in told and "\n  # Config in dllm_jax/config.py\n" in told
+    for place in config.declared().values():  # each where it says
+        name, _, file = place.partition(" in ")
+        assert f"\nclass {name}:" in (ROOT / file).read_text()
 
 
 def test_help_of_generate_lists_its_flags_and_keys():
@@ -439,6 +446,44 @@ def test_errors_of_the_user_end_in_one_line(capsys):
         except ValueError as error:
             command_line.fail(error)
     assert capsys.readouterr().err == "error: method='ppo': choose from rl, sft\n"
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--config.sampler.rows"])
+def test_no_memory_left_is_one_line(capsys, monkeypatch, flag):
+    """What XLA says of a device that is full, of 500 lines, is told in one."""
+    told = "RESOURCE_EXHAUSTED: Out of memory allocating 38400012288 bytes.\nmore"
+
+    def main():
+        assert sys.argv[1] == f"{flag}={pathlib.Path.home() / 'x'}"
+        raise jax.errors.JaxRuntimeError(told)
+
+    monkeypatch.setattr(sys, "argv", ["generate", f"{flag}=~/x"])
+    with pytest.raises(SystemExit, match="3"):
+        command_line.entry(main)
+    said = capsys.readouterr().err
+    assert said.startswith("error: no memory left ('RESOURCE_EXHAUSTED: Out of memory")
+    assert "lower sampler.rows" in said and said.count("\n") == 1
+
+
+def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
+    """Also where nothing waits for signals, as in a download."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["data"])
+    with pytest.raises(SystemExit, match="75"):
+        command_line.entry(main)
+    assert capsys.readouterr().err == "stopped by a signal\n"
+
+
+def test_a_defect_of_xla_keeps_its_traceback(monkeypatch):
+    def main():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(sys, "argv", ["generate"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        command_line.entry(main)
 
 
 def test_defects_keep_their_traceback():
@@ -497,6 +542,32 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         ({"run.keep_best": "heldout_accuracy"}, "set data.heldout"),
         ({"rl.value": "trace", "rl.value_warmup": 1}, "rl.value_warmup=1: needs"),
         ({"rl.value": "none", "rl.value_all": True}, "rl.value_all=True: needs"),
+        ({"eval.samplers": "a:block=8"}, "eval.samplers='a:block=8': they answer held"),
+        ({"eval.samplers": "a"}, "eval.samplers: 'a': a name of small letters"),
+        ({"rl.reference_reset": 5}, "rl.reference_reset=5: it needs method='rl', a"),
+        (
+            {
+                "rl.reference_reset": 5,
+                "objective.reference_beta": 0.1,
+                "model.lora_rank": 4,
+            },
+            "rl.reference_reset=5: it needs",
+        ),
+        ({"rl.value": "head", "value_optim.b1": 0.8}, "value_optim.b1=0.8: with rl.v"),
+        ({"noise.block": 6, "sampler.block": 4}, "noise.block=6: a trace's steps lie"),
+        (
+            {"noise.block": 8, "sampler.block": 4, "rl.trusted_gap": 0.1},
+            "noise.block=8: rl.trusted_gap is of tokens in the sampler's blocks, of 4",
+        ),
+        (
+            {
+                "noise.block": 8,
+                "sampler.block": 4,
+                "rl.trusted_gap": 0.0,
+                "objective.likelihood": "selection",
+            },
+            "set objective.likelihood='tokens', or noise.block=0",
+        ),
         (
             {"rl.value": "trace", "noise.kind": "bernoulli", "rl.trusted_gap": 0.0},
             "a value model would see the future",

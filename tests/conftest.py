@@ -2,10 +2,11 @@
 
 import gc
 import os
+import pathlib
 import sys
 import tempfile
 
-from tests.served import HASTY
+from tests.served import HASTY, RARELY
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -13,8 +14,8 @@ os.environ["XLA_FLAGS"] = (
     + f" --xla_force_host_platform_device_count=8 {HASTY}"
 )
 os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: sharding.spare_threads
-# Compilation is most of the tests' time: what two of them compile, in whatever process, is
-# compiled once. The folder goes when the process that made it ends, not a worker of xdist.
+# What commands compile, each in a process of its own, is compiled once. The folder goes when
+# the process that made it ends, not a worker of xdist.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
@@ -25,7 +26,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(COMPILED.name, "python")
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
         sys.dont_write_bytecode = False
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # nobody reads where an op is from
 
 import hypothesis
 import jax
@@ -35,11 +37,14 @@ import pytest
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import held_pages
 from tests import properties
 
 hypothesis.settings.load_profile("test")  # `make soak` names another
-# Looking for garbage among what tracing makes took a fourteenth of some tests' time.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(*RARELY)
+# Of what tests compile in this process hardly anything is found again in a file, and writing
+# it there took a fifteenth of their time.
+jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -51,9 +56,9 @@ def pytest_configure(config):
 
 # The files that take longest, in that order: with two workers, one that begins last
 # leaves the other idle.
-LONG = ("train", "badinput", "engine", "learner", "generate", "denoise", "moe")
-LONG += ("experts", "eval", "attention", "placement", "sandbox", "looking", "math")
-LONG += ("trajectories",)
+LONG = ("train", "badinput", "engine", "learner", "denoise", "generate", "eval", "moe")
+LONG += ("looking", "attention", "sandbox", "trajectories", "drawing_runs", "look")
+LONG += ("placement", "acting", "math", "policy", "budget", "checkpoint", "browser")
 
 
 def pytest_collection_modifyitems(items):
@@ -66,15 +71,23 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
+MAPPINGS = 30_000  # beyond 65,530, Linux's limit, compilation crashes
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Drops a file's programs with it: each maps memory, of which Linux limits the count.
-
-    Beyond 65,530 mappings compilation crashes.
-    """
+    """Drops programs where there are many: files share them, but each maps memory."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+@pytest.fixture
+def one_width(monkeypatch):
+    """Lets attention over pages be compiled for whole tables: its widths are paged_test's."""
+    monkeypatch.setattr(held_pages, "widths", lambda A: [A])
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,19 @@ def test_what_has_no_data_or_repeats_another_is_left_out():
     }
 
 
+def test_further_files_and_samplers_are_drawn_with_the_first():
+    row = {"step": 1, "accuracy": 0.2, "heldout_accuracy": 0.5}
+    row |= {"heldout_hard_accuracy": 0.4, "heldout_hard_wide_accuracy": 0.3}
+    ((title, lines),) = curves.panels_of([row])
+    assert title == "accuracy"
+    assert {name: curves.label_of(name, lines) for name in lines} == {
+        "heldout_accuracy": "held-out problems",
+        "heldout_hard_accuracy": "held-out problems, hard",
+        "heldout_hard_wide_accuracy": "held-out problems, hard wide",
+        "accuracy": "rollouts",
+    }
+
+
 @pytest.mark.parametrize("count", range(1, 16))
 def test_the_grid_is_full(count):
     """Every cell belongs to one panel; the second row's are all there or none below it."""

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import warnings
 
 import hypothesis
 import numpy as np
@@ -190,6 +191,18 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     whole = "no usable tokenizer: .* convert a slow tokenizer to a fast one"
     with pytest.raises(ValueError, match=whole):
         data.tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_says_nothing_of_keys_that_a_library_will_rename(tmp_path):
+    """Published configurations have `rope_scaling`, which transformers warns of."""
+    model = ROOT / "examples" / "arithmetic" / "model"
+    for file in model.glob("tokenizer*"):
+        (tmp_path / file.name).symlink_to(file)
+    told = {"model_type": "Dream", "rope_scaling": None, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(data.tokenizer(tmp_path)) == len(data.tokenizer(model))
 
 
 # ---- Examples of SFT -----------------------------------------------------------------

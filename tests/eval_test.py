@@ -17,6 +17,10 @@ from tests import served
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 
 
+# A page a row, and a chunk a prompt: for every other number more is compiled.
+FEW = ("--config.sampler.page=64", "--config.sampler.prefill=16")
+
+
 def on(devices: int) -> dict:
     """Returns the environment of a command on so many fake devices."""
     flags = f"{served.HASTY} --xla_force_host_platform_device_count={devices}"
@@ -35,7 +39,8 @@ def test_the_bundled_model(tmp_path):
         "--config.eval.problems=8",
         "--config.eval.answers=2",
         "--config.sampler.rows=16",
-        devices=8,
+        *FEW,
+        devices=2,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "eval.json").read_text())
@@ -70,6 +75,7 @@ SMALL = (
     "--config.eval.problems=4",
     "--config.eval.answers=2",
     "--config.sampler.rows=4",
+    *FEW,
 )
 
 
@@ -205,7 +211,7 @@ def test_settings_of_a_sweep():
 
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     flags = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}"]
-    flags += ["--config.sampler.rows=4", "--config.eval.problems=32"]
+    flags += ["--config.sampler.rows=4", "--config.eval.problems=32", *FEW]
     under_way = served.start("dllm_jax.eval", flags, env=on(1))
     file = tmp_path / "eval.jsonl"
     while not (file.exists() and file.stat().st_size):
@@ -254,6 +260,7 @@ def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program, keys, where)
     safetensors.numpy.save_file(loud, folder / "model.safetensors")
     keys += f"model.path={folder}", f"run.folder={tmp_path}/run", "eval.problems=4"
     keys += ("data.train=examples/arithmetic/heldout.jsonl",)  # few, so soon read
+    keys += ("sampler.page=64",)
     done = run(
         "--config=configs/smoke.py", *(f"--config.{x}" for x in keys), program=program
     )

@@ -181,6 +181,7 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
         exits.CannotGoOn("disk full"),
         exits.Stopped("by a signal"),
         KeyError("step"),
+        MemoryError("14 GiB"),
     ):
         with pytest.raises(type(error)), enter(tmp_path, steps=2):
             raise error
@@ -188,8 +189,9 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
     assert [attempt["ended"] for attempt in told] == [
         *("done", "refused: no such file", "cannot go on: disk full"),
         *("stopped: by a signal", "defect: 'step'"),
+        "cannot go on: no memory left: 14 GiB",
     ]
-    assert [attempt["config"]["steps"] for attempt in told] == [1, 2, 2, 2, 2]
+    assert [attempt["config"]["steps"] for attempt in told] == [1, 2, 2, 2, 2, 2]
     assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "steps": 2}
     first = told[0]
     assert first["start"] <= first["end"]

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import paper
 from benchmarks.paper import Cell
+from tests import served
 
 
 def row(method, seed, accuracy, tokens, task="sudoku"):
@@ -106,6 +107,16 @@ def test_what_a_run_told_is_summed_up():
     assert told["steps"] == [0, 2] and told["accuracy"] == [0.25, 0.5]
     assert told["training_tokens"] == [0, 600] and told["forwards"] == [0, 160]
     assert told["entropy"] == 0.75 and "selection_bias" not in told
+    rows = [
+        row
+        | {
+            k.replace("heldout", "heldout_wide"): 2 * x
+            for k, x in row.items()
+            if "heldout" in k
+        }
+        for row in rows
+    ]
+    assert paper.told_of(rows, per_step=8)["accuracy"] == [0.5, 1.0]
 
 
 def test_every_cell_is_of_its_configuration_and_the_page_is_the_file():
@@ -125,11 +136,18 @@ def test_a_coin_is_the_same_for_the_same_step():
     assert (first == paper.coin(["y"] * 400, None, Trace)).all()
 
 
-def test_one_cell_in_little(tmp_path):
+def test_one_cell_in_little(tmp_path, monkeypatch):
     """A step of the control with a coin's reward: accuracy is the puzzle's all the same."""
+
+    def run(words, **how):
+        assert words[1] == "-m" and how["check"]
+        done = served.run(words[2], words[3:], served.split(1))
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(paper.subprocess, "run", run)
     little = ["rl.steps=1", "rl.prompts=2", "rl.group=2", "eval.problems=4"]
     little += ["eval.every=1", "sampler.rows=4", "batch.rows=1", "rl.updates=1"]
-    little += ["rl.min_solved=0.0", "rl.max_solved=1.0"]
+    little += ["rl.min_solved=0.0", "rl.max_solved=1.0", "sampler.page=64"]
     told = paper.run(
         Cell("sudoku", "random_reward", 0),
         tmp_path,

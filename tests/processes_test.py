@@ -33,6 +33,7 @@ def command(tmp_path_factory):
             "data.train=examples/arithmetic/heldout.jsonl",  # few, so soon read
             "rl.steps=2",
             "rl.updates=1",
+            "sampler.page=64",  # a row's: for each width of pages more is compiled
             # A gradient that is nothing but rounding moves no weight by a whole step.
             "policy_optim.eps=1e-3",
             "value_optim.eps=1e-3",
@@ -237,10 +238,10 @@ def test_processes_find_each_other_by_their_launcher(launcher):
 
 
 def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
-    arguments = ["--config=configs/smoke.py", "--join_within=2"]
+    arguments = ["--config=configs/smoke.py", "--join_within=1"]
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
     (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
-    assert "waited 2 seconds at the coordinator, localhost:1" in last(told)
+    assert "waited 1 seconds at the coordinator, localhost:1" in last(told)
 
 
 def test_where_nothing_moves_is_told(capfd):

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import sys
+import threading
 
 import pytest
 
@@ -22,6 +24,21 @@ def test_every_spelling_of_the_same_records(tmp_path, name, end, coding, packed)
     file = tmp_path / (f"{name}.gz" if packed else name)
     file.write_bytes(gzip.compress(content) if packed else content)
     assert records.records(str(file)) == ROWS
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    """As --prompts=/dev/stdin, or <(command)."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(TEXTS["x.jsonl"],))
+    writer.start()
+    assert records.records(str(pipe)) == ROWS
+    writer.join()
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match="a folder; name a file in it"):
+        records.records(str(tmp_path))
 
 
 def test_escapes_of_whole_characters_are_read(tmp_path):

@@ -10,6 +10,7 @@ from dllm_jax.data.prompts import (
     DataConfig,
     Looker,
     ask,
+    check_known,
     conversation,
     field,
     ids_of,
@@ -58,7 +59,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
             raise ValueError("the last message is not the assistant's")
         return render(tok, before, shown), [last["content"]]
     if "prompt" not in row or cfg.question in row:
-        prompt = ask(tok, cfg, text(row, cfg.question), shown=shown)
+        prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)
     elif shown is None:
         prompt = ids_of(tok, text(row, "prompt"))
     else:
@@ -67,7 +68,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         if not shown.answer:
             raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
         return prompt, [list(shown.answer)]
-    return prompt, [text(row, cfg.response)]
+    return prompt, [text(row, cfg.response, "data.response")]
 
 
 def ids(row: dict, name: str, most: int = STEPS) -> list[int]:
@@ -229,12 +230,8 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         raise ValueError(
             f"its answer has the mask token, {mask}, which stands for none"
         )
-    images = sum(x.rows for x in getattr(example.prompt, "pictures", ()))
-    if max(example.prompt) >= vocab + images or max(example.answer, default=0) >= vocab:
-        raise ValueError(
-            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
-            "another model's trace or tokenizer?"
-        )
+    check_known(example.prompt, vocab)
+    check_known(example.answer, vocab)
 
 
 def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:

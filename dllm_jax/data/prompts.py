@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
+import warnings
 
 from dllm_jax import checks, limits
 from dllm_jax.data import sets
@@ -42,9 +43,8 @@ class DataConfig:
     # The template is all of the prompt, chat tokens too; {prefix} is a field of the record,
     # with which the answer begins.
     raw: bool = False
-    image: str = (
-        "image"  # field with an image's path, or several; of a model that looks
-    )
+    # Field with an image's path, or several; of a model that looks.
+    image: str = "image"
     image_root: str = ""  # the folder that images must not leave; "": the dataset's
     # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
     # sampler meets whenever an answer ends inside one; none if the answer has a trace.
@@ -90,20 +90,28 @@ def of_record(path: str, number: int):
         raise ValueError(f"dataset {path!r}, record {number}: {error}") from None
 
 
-def field(row: dict, name: str):
-    """Returns a record's field; raises ValueError naming what it has instead."""
+def field(row: dict, name: str, key: str = ""):
+    """Returns a record's field; raises ValueError naming what it has instead.
+
+    key: of the configuration, which names the field.
+    """
     if name not in row:
-        near = difflib.get_close_matches(name, row, n=1)
+        near = difflib.get_close_matches(name, row, n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if key:
+            hint += f"; {key} names the field"
         raise ValueError(f"no field {name!r}, it has {sorted(row)}{hint}")
     if row[name] is None:
         raise ValueError(f"field {name!r} is null")
     return row[name]
 
 
-def text(row: dict, name: str) -> str:
-    """Returns a record's text, a number as it is written; raises ValueError for others."""
-    given = field(row, name)
+def text(row: dict, name: str, key: str = "") -> str:
+    """Returns a record's text, a number as it is written; raises ValueError for others.
+
+    key: see `field`.
+    """
+    given = field(row, name, key)
     if type(given) not in (str, int, float):
         raise ValueError(f"field {name!r} is {checks.shown(given)}, which is no text")
     return str(given)
@@ -121,10 +129,13 @@ def tokenizer(path: str):
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
-        kind = get_tokenizer_config(path).get("tokenizer_class")
-        if kind in CLONES:
-            return getattr(transformers, CLONES[kind]).from_pretrained(path)
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with warnings.catch_warnings():  # of keys in config.json that it will rename
+            warnings.simplefilter("ignore", FutureWarning)
+            kind = get_tokenizer_config(path).get("tokenizer_class")
+            if kind in CLONES:
+                return getattr(transformers, CLONES[kind]).from_pretrained(path)
+            load = transformers.AutoTokenizer.from_pretrained
+            return load(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -309,6 +320,20 @@ class Looker:
         warn(line)
 
 
+def check_known(ids, vocab: int) -> list[int]:
+    """Returns a prompt's or an answer's ids; raises ValueError for one that no model has.
+
+    vocab: the model's are below it; rows of a prompt's images have ids behind them.
+    """
+    images = sum(picture.rows for picture in getattr(ids, "pictures", ()))
+    if max(ids, default=0) >= vocab + images:
+        raise ValueError(
+            f"a token id is beyond the model's vocabulary, 0..{vocab - 1}; is it "
+            "another model's trace or tokenizer?"
+        )
+    return ids
+
+
 def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
@@ -320,8 +345,8 @@ def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Probl
     sets.check(path)
     for number, row, shown in Looker(reader, path, cfg).rows():
         with of_record(path, number):
-            question = text(row, cfg.question)
-            answer = text(row, cfg.answer) if grader.gold else ""
+            question = text(row, cfg.question, "data.question")
+            answer = text(row, cfg.answer, "data.answer") if grader.gold else ""
             begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
             prompt = ask(tok, cfg, question, begun, shown)
             problem = Problem(prompt, question, answer, row, begun=begun)

@@ -251,13 +251,25 @@ def place(name: str) -> pathlib.Path:
 
 
 def check(path: str) -> None:
-    """Raises ValueError for a file of the cache that is not there, naming its command."""
+    """Raises ValueError for a file that is not there and can be got, naming the command.
+
+    It is one of the cache, or has the name of a published one.
+    """
     file = pathlib.Path(path)
-    if file.parent == cache() and not file.exists():
+    if file.exists():
+        return
+    if file.parent == cache():
         raise ValueError(
             f"dataset {path!r}: it was not downloaded yet: python -m dllm_jax.data get "
             f"{file.stem}"
         )
+    for name, known in SETS.items():
+        published = pathlib.PurePosixPath(known.url)
+        if published.name == file.name and published.stem not in ("train", "test"):
+            raise ValueError(
+                f"dataset {path!r}: no such file; python -m dllm_jax.data get {name} "
+                f"downloads what is published by this name to {place(name)}"
+            )
 
 
 def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:

@@ -35,6 +35,7 @@ LLAMA_NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
     "value": "value_head.weight",
+    "record": "value_record.weight",
 }
 EXPERT_NAMES = {  # in the layers that have experts
     "layers.router": "model.layers.{}.mlp.gate.weight",
@@ -62,6 +63,7 @@ LLADA_NAMES = {  # those of OLMo, from whose code LLaDA's is made
     "norm": "model.transformer.ln_f.weight",
     "head": "model.transformer.ff_out.weight",
     "value": "value_head.weight",
+    "record": "value_record.weight",
 }
 SIGLIP_LAYER = "encoder.layers.{}."
 SIGLIP_NAMES = {
@@ -119,6 +121,7 @@ LLADA2_NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
     "value": "value_head.weight",
+    "record": "value_record.weight",
 }
 LLADA2_MERGED_NAMES = LLADA2_NAMES | {  # a layer's experts in one tensor
     "layers.e_gate": "model.layers.{}.mlp.experts.gate_proj",

@@ -32,7 +32,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes, family_of, read_config, read_json
 from dllm_jax.models.vision import magvit, siglip
 
-HEADS = ("lm", "value", "vision")  # all that a checkpoint may have
+HEADS = ("lm", "value", "record", "vision")  # all that a checkpoint may have
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -57,8 +57,9 @@ def find(path) -> pathlib.Path:
     if folder.is_dir():
         return folder
     if folder.is_absolute() or str(path).count("/") != 1:
+        seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
         raise ValueError(
-            f"{str(path)!r} is not a folder, nor a hub repository like org/name"
+            f"{str(path)!r} is not a folder, nor a hub repository like org/name{seen_from}"
         )
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path)))
@@ -205,7 +206,7 @@ AS_STORED = ("VD", "pe", "ecyx")  # tables, and patches' weights
 def spans_of(dims: str, spec) -> tuple[str, ...]:
     """Returns the letters that each dimension of a tensor spans; ours are `dims`."""
     if dims == "D" and spec.init == "zeros":
-        return "", "D"  # the value head: a matrix of one row
+        return "", "D"  # the value head and its record's: matrices of one row
     if dims in AS_STORED:
         return tuple(dims)
     if dims.islower() and len(dims) == 2:  # a vision tower's
@@ -261,7 +262,7 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
 
     A language head is needed where `heads` has "lm"; a value head never is.
     """
-    optional = {"value"} if "lm" in heads else {"head", "value"}
+    optional = {"value", "record"} | (set() if "lm" in heads else {"head"})
     shapes, needed = {}, set()
     for path, spec, stored in parameters(cfg, HEADS):
         for index, place in stored.items():
@@ -336,8 +337,9 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
-        valued = family_of(cfg).names.get("value") in tensors.file_of
-        heads = ("lm", "vision") + (("value",) if valued else ())
+        names = family_of(cfg).names
+        heads = ("lm", "vision")
+        heads += tuple(x for x in ("value", "record") if names[x] in tensors.file_of)
     check_tensors(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params, not_finite, all_zero = {}, [], []

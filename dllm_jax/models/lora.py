@@ -64,9 +64,7 @@ def specs(tree: dict, cfg: Lora) -> dict:
         name: {target: pair(node[target]) for target in targets if target in node}
         for name, node in stacks.items()
     }
-    if "value" in tree:
-        trained["value"] = tree["value"]
-    return trained
+    return trained | {x: tree[x] for x in ("value", "record") if x in tree}
 
 
 def join(base: dict | None, trained: dict, cfg: Lora | None) -> dict:

@@ -36,6 +36,8 @@ from dllm_jax.sharding import PARAM, constrain, named
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
 
 INPUT = "layer_input"  # names it for `REMAT`
+# Parameters that compute in f32, or are looked up.
+EXACT = {"embed", "record", "router", "router_bias", "value"}
 # What the backward pass may read instead of computing it again, by ModelConfig.remat.
 REMAT = {
     "none": None,
@@ -73,8 +75,8 @@ class Spec:
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
 
-    Keys: embed, norm, layers and, where the model has them, first (dense layers, which
-    come first in a tower with experts or in each group of its layers), head, value,
+    And "record", where it sees the log-probs of its tokens (`with_record`). Keys: embed, norm, layers and, where the model has them, first (dense layers, which
+    come first in a tower with experts or in each group of its layers), head, value, record,
     projector and newline (of images), and vision (their tower), which `heads` must name,
     too. With `cfg.lora` it is the tree of what is trained: `lora.join` adds the frozen
     weights.
@@ -87,6 +89,8 @@ def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
         tree["head"] = Spec("DV")
     if "value" in heads:
         tree["value"] = Spec("D", "zeros")  # V = 0 before the first update
+    if "record" in heads:
+        tree["record"] = Spec("D", "zeros")  # nothing is seen of it then
     if cfg.vision:
         tree |= declared(soft.PARAMETERS)
     if cfg.vision and "vision" in heads:
@@ -180,7 +184,7 @@ def rounded(params: Params, cfg: ModelConfig) -> Params:
     """
 
     def leaf(path, x):
-        exact = {key.key for key in path} & {"embed", "router", "router_bias", "value"}
+        exact = {key.key for key in path} & EXACT
         return x if exact else x.astype(cfg.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
@@ -253,6 +257,15 @@ def embed(params: Params, tokens_BT, cfg: ModelConfig):
     row_BT = jnp.clip(tokens_BT - cfg.vocab, 0, len(params["soft"]) - 1)
     soft_BTD = embedding.lookup_summed_in_f32(params["soft"], row_BT, cfg.dtype)
     return jnp.where((tokens_BT >= cfg.vocab)[..., None], soft_BTD, x_BTD)
+
+
+def with_record(params: Params, x_BTD, logp_BT):
+    """Returns embeddings plus log-probs (nats; 0: none) times the learned "record" [D].
+
+    It starts at zero, so that a network begins as one that does not see them.
+    """
+    seen_BTD = logp_BT[..., None] * widen(params["record"].astype(jnp.float32), 3)
+    return x_BTD + seen_BTD.astype(x_BTD.dtype)
 
 
 # ---- The tower -------------------------------------------------------------------------

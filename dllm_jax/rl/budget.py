@@ -44,13 +44,15 @@ def plan(
     mesh,
     sampling: Placement | None,
     update,
+    others: tuple = (),
     guest: memory.Claim = memory.NOTHING,
 ) -> Budget:
     """Returns the Budget of a run; compiles its two large programs.
 
     source: its source (rl/sources.py), for `blank`, `updates` and `reference`.
     states: by name, as shapes with shardings.
-    sampling: where it samples; None where nothing does.
+    sampling: where it samples; None where nothing does. others: the further answerers of
+    its evaluations.
     update: learner.update, jitted as the run calls it.
     guest: what the graders take, Grader.claim.
     Raises ValueError, with the settings to change, where a program does not even compile.
@@ -62,7 +64,8 @@ def plan(
     always |= guest.always
     if sampling is not None:
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
-        always["rows and pages"] = memory.array_bytes(between_calls)
+        kept = [between_calls, *(x.lower(sampling.weights)[1] for x in others)]
+        always["rows and pages"] = memory.array_bytes(kept)
         stacked = lora.join(base, states["policy"].params, model.lora)
         shown = sampling.weights.get("soft", ())  # a table, made for sampling
         phases["rollout"] = {

@@ -28,13 +28,14 @@ class NoiseConfig:
     # random in one block, with all later ones masked. subset: of each scope's answer
     # tokens so many, at random, as a uniform draw from 1 to all of them says. quadrature:
     # as many as the levels of a quadrature of `draws` points over the mask rate say. end:
-    # an answer's last token, for reward models. ar: nothing; each token is predicted
-    # from those before it. A *scope* is a block, or the whole answer where the model's
+    # an answer's last token, for reward models. left_to_right: a token each round, with
+    # those behind it. ar: nothing; each token is predicted from those before it. A *scope* is a block, or the whole answer where the model's
     # attention is full.
     kind: str = "trace"
     draws: int = 1  # of random kinds, for each trajectory of an update
     shrink: int = 1  # trace: this many neighbouring steps of a scope become one round
-    # trace: rounds of an answer that are trained on, with weights for the others; 0: all.
+    # trace, left_to_right: rounds of an answer that are trained on, with weights for the
+    # others; 0: all.
     rounds: int = 0
     pick: str = "uniform"  # which: "uniform", or by "surprise", -log p of their tokens
     # Random kinds but subset: a masking probability is drawn from the uniform
@@ -43,6 +44,9 @@ class NoiseConfig:
     lower: float = 0.1
     upper: float = 0.9
     grid: str = "absolute"  # "response": blocks counted from the answer's first token
+    # Of models that attend by blocks: the size of the blocks that are trained, such as
+    # twice sampler.block; trace: a multiple of it. 0: the sampler's.
+    block: int = 0
     # Of answers drawn with sampler.guidance: the loss scores both branches. False: the one
     # with the prompt alone, in half the slots, and old log-probs are its own.
     guided: bool = True
@@ -58,14 +62,15 @@ class NoiseConfig:
             rate=("token", "scope"),
             lower=">= 0",
             upper="> 0, <= 1",
+            block=">= 0",
             grid=("absolute", "response"),
         )
         if self.lower > self.upper:
             raise checks.Refused("lower", f"={self.lower}: above upper={self.upper}")
-        if self.rounds and self.kind != "trace":
+        if self.rounds and not KINDS[self.kind].ordered:
             raise ValueError(
-                f"noise.rounds={self.rounds}: rounds are picked of noise.kind='trace', not "
-                f"{self.kind!r}; set it to 0"
+                f"noise.rounds={self.rounds}: rounds are picked of noise.kind='trace' or "
+                f"'left_to_right', not {self.kind!r}; set it to 0"
             )
         if self.draws > 1 and not KINDS[self.kind].random:
             raise ValueError(
@@ -251,14 +256,16 @@ class RLConfig:
     truncated: str = "wrong"  # an answer cut at its limit: a key of TRUNCATED
     # soft: the last tokens of sampler.max_new, which cost more and more; 0: a fifth of it.
     truncated_tail: int = 0
-    whiten: bool = (
-        False  # advantages to mean 0 and std 1 over a step's tokens, after GAE
-    )
+    # Advantages to mean 0 and standard deviation 1 over a step's tokens, after GAE.
+    whiten: bool = False
     updates: int = 1  # optimizer updates per step; rollouts are dealt out to them
     # Answers of an update, instead: a step has as many updates as its kept answers fill,
     # at least one; 0: `updates` decides.
     answers_per_update: int = 0
     epochs: int = 1  # passes over a step's answers
+    # Every so many steps the policy becomes the reference of objective.reference_beta, in
+    # the place of the first policy; 0: never.
+    reference_reset: int = 0
     # Where an update finds the policy so many nats (its k3 estimate, a token) from the one
     # that sampled, the step's remaining updates are left out; 0: never.
     target_kl: float = 0.0
@@ -272,6 +279,8 @@ class RLConfig:
     # own: a checkpoint that the value network starts from, such as another run's value/
     # (run.export_value); "": the policy's.
     value_path: str = ""
+    # own: it sees, beside the tokens, with which log-probs the sampler drew them.
+    value_record: bool = False
     # own: its passes over a step's answers, for each of the policy's.
     value_epochs: int = 1
     # What the sampler recorded stands for old log-probs, which saves the policy's
@@ -304,6 +313,7 @@ class RLConfig:
             answers_per_update=">= 0",
             epochs=">= 1",
             target_kl=">= 0",
+            reference_reset=">= 0",
             entropy_floor=">= 0",
             value_warmup=">= 0",
             value_epochs=">= 1",
@@ -351,6 +361,7 @@ class RLConfig:
             ),
             ("value_warmup", self.value_warmup and self.value != "own", apart),
             ("value_epochs", self.value_epochs > 1 and self.value != "own", apart),
+            ("value_record", self.value_record and self.value != "own", apart),
             ("value_all", self.value_all and self.value != "own", apart),
             ("value_path", self.value_path and self.value != "own", apart),
             (
@@ -400,9 +411,7 @@ class JudgeConfig:
     votes: int = 3  # answers of a model to each question
     temperature: float = 0.6
     tokens: int = 1024  # of an answer, at most
-    prompt: int = (
-        4096  # a checkpoint's: tokens of a question; longer ones are not asked
-    )
+    prompt: int = 4096  # a checkpoint's: tokens of a question; longer are not asked
     rows: int = 16  # a checkpoint's: questions answered together
     seconds: float = 120.0  # an endpoint's: for a question, each time that it is asked
     tries: int = 4  # an endpoint's: how often a question is asked that gets no answer

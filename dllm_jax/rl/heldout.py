@@ -26,7 +26,8 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
     """Returns the problems of every file that data.heldout names, with commas.
 
     By what stands between heldout_ and the name of a metric: nothing for the first file,
-    the name of the file for each other. Raises ValueError where two have one name.
+    the name of the file for each other. Raises ValueError where two have one name, or a
+    file that of one of eval.samplers.
     """
     found = {}
     for path in filter(None, map(str.strip, settings.data.heldout.split(","))):
@@ -36,24 +37,41 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
                 f"data.heldout={settings.data.heldout!r}: two files named {name[:-1]!r}, "
                 "and their metrics would be, too"
             )
+        if name[:-1] in settings.samplers:
+            raise ValueError(
+                f"data.heldout={settings.data.heldout!r}: a file named {name[:-1]!r}, as one "
+                "of eval.samplers, and their metrics would be, too"
+            )
         alone = dataclasses.replace(settings.data, heldout=path)
         one = dataclasses.replace(settings, data=alone)
         found[name] = problems(one, tools)
-        rollout.report_long(found[name], settings.sampler.max_prompt, tools.say, path)
+        rollout.check_prompts(
+            found[name],
+            settings.sampler.max_prompt,
+            settings.model.vocab,
+            tools.say,
+            path,
+        )
     return found
 
 
 def evaluate_sets(
     step: int, weights: Weights, sets: dict, settings: Settings, tools: Tools
 ) -> dict[str, float] | None:
-    """Returns `evaluate`'s metrics of every set of `sets`, each by its name."""
+    """Returns `evaluate`'s metrics of every set of `sets`, each by its name.
+
+    And of every further sampler, whose name stands behind the set's.
+    """
     row = {}
-    for name, asked in sets.items():
-        metrics = evaluate(step, weights, asked, settings, tools)
-        if metrics is None:
-            return None
-        told = {key.removeprefix("heldout_"): x for key, x in metrics.items()}
-        row |= {f"heldout_{name}{key}": x for key, x in told.items()}
+    for sampler, answerer in {"": tools.answerer, **tools.others}.items():
+        lent = dataclasses.replace(tools, answerer=answerer)
+        for name, asked in sets.items():
+            metrics = evaluate(step, weights, asked, settings, lent)
+            if metrics is None:
+                return None
+            prefix = f"heldout_{name}{sampler and sampler + '_'}"
+            told = {key.removeprefix("heldout_"): x for key, x in metrics.items()}
+            row |= {f"{prefix}{key}": x for key, x in told.items()}
     return row
 
 

@@ -50,7 +50,7 @@ class Layout:
 
     attention: str = "block"  # ModelConfig.attention, a key of ATTENTIONS
     shift: int = 0  # ModelConfig.shift: position i - shift answers for position i
-    block: int = 4  # Q
+    block: int = 4  # Q: SamplerConfig.block, or NoiseConfig.block where that is set
     grid: str = "absolute"  # NoiseConfig.grid
     longest: int = 512  # tokens of an answer's canvas, at least
     tail: int = 0  # tokens that stand behind it, given: SamplerConfig.tail
@@ -150,7 +150,7 @@ def of(model, sampler, noise, objective=None) -> Layout:
     return Layout(
         attention=model.attention,
         shift=model.shift,
-        block=sampler.block,
+        block=noise.block or sampler.block,
         grid=noise.grid,
         longest=1 if noise.whole else sampler.max_new,
         tail=len(sampler.tail),

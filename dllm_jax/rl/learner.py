@@ -46,12 +46,14 @@ class Plan:
     # How tokens were drawn, where the log-probs are those of the sampler's steps; None: they
     # are the tokens' own.
     rule: Rule | None = None
+    record: bool = False  # it sees what the sampler recorded of the tokens shown
 
     @property
     def heads(self) -> tuple[str, ...]:
         """The heads that the network needs: see transformer.specs."""
         needed = {objectives.OBJECTIVES[term].head for term in self.terms}
-        return tuple(head for head in ("lm", "value") if head in needed)
+        needed |= {"record"} if self.record else set()
+        return tuple(head for head in ("lm", "value", "record") if head in needed)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Returns the network's optimizer."""
@@ -107,6 +109,8 @@ def outputs(
     seen = mask.packed(batch.begin_BT, batch.end_BT, batch.group_BT)
     params = soft.attach(params, model)
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
+    if "record" in heads:
+        x_BTD = transformer.with_record(params, x_BTD, batch.record_BT)
     # A loop over layers copies what its backward pass reads of each: on CPU a gradient of
     # 3 layers of 128 took 1.1 times as long. Deep models would compile much longer.
     unroll = choice.platform() == "cpu" and model.layers <= UNROLLED

@@ -43,21 +43,6 @@ def plans(
     return trained
 
 
-def idle_keys(value: str, value_optim: OptimConfig) -> list[str]:
-    """Returns the keys of value_optim that say something and do nothing.
-
-    value: rl.value. A head on the policy has the policy's optimizer; only its rate is its
-    own. Without a value model nothing is read, and nobody expects it to be.
-    """
-    if value != "head":
-        return []
-    usual = OptimConfig(lr=value_optim.lr)
-    names = [field.name for field in dataclasses.fields(OptimConfig)]
-    return [
-        name for name in names if getattr(value_optim, name) != getattr(usual, name)
-    ]
-
-
 def scored(plans: dict[str, learner.Plan], reference: bool) -> dict[str, learner.Plan]:
     """Returns the Plans of what `learner.score` runs: with a reference, it beside all."""
     if not reference:
@@ -122,6 +107,24 @@ def reference(path: str, model: ModelConfig, mesh, base):
     heads = parts(model, ("lm",))
     _, params = hf.load(path, mesh=mesh, dtype=model.dtype, heads=heads)
     return params
+
+
+def abstract_reference(model: ModelConfig, mesh):
+    """Returns what `reference` returns without a base, as shapes with shardings."""
+    return transformer.abstract(model, mesh, model.dtype, parts(model, ("lm",)))
+
+
+def as_reference(policy, like):
+    """Returns a copy of the policy as the reference from now on.
+
+    policy: its trained parameters, which may be donated then. like: abstract_reference.
+    """
+
+    def copied(params):
+        return jax.tree.map(lambda x, to: jnp.copy(x).astype(to.dtype), params, like)
+
+    places = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(copied, out_shardings=places)({name: policy[name] for name in like})
 
 
 def check_value(path: str, model: ModelConfig) -> None:

@@ -196,6 +196,17 @@ def end(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
     return [StepMap(out_T, share_T)]
 
 
+def left_to_right(step_T, answer_T, scope_T, block_T, rng, cfg, draw=0):
+    """One token a round, from left to right: JustGRPO's order (arXiv 2601.15165).
+
+    Each is predicted with those before it shown and those behind it masked. The log-probs
+    of all rounds add up to the log-likelihood of the answer sampled in this order.
+    """
+    out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
+    out_T[answer_T] = 1 + np.arange(np.count_nonzero(answer_T))
+    return [StepMap(out_T, answer_T.astype(np.float32))]
+
+
 # ---- How many rounds a scope has at most, in all rows of noise: see `rounds` ---------
 
 
@@ -207,6 +218,11 @@ def rounds_of_steps(cfg, layout: Layout, answer: int, steps: int) -> int:
     """
     rounds = -(-min(layout.most_steps(answer), steps) // cfg.shrink)
     return min(layout.largest_scope(answer), rounds)
+
+
+def round_of_token(cfg, layout: Layout, answer: int, steps: int) -> int:
+    """One for each token of the scope."""
+    return min(layout.largest_scope(answer), answer)
 
 
 def round_of_row(cfg, layout: Layout, answer: int, steps: int) -> int:
@@ -236,11 +252,13 @@ class Kind:
     random: bool = True  # draws differ, so that a trajectory may have several
     masks: bool = True  # False: it hides nothing; only causal attention learns then
     whole: bool = False  # the answer's length is no secret: its canvas ends with it
+    ordered: bool = False  # its rounds are an order, of which some may be picked
     bounds: bool = False  # its shares make log-probs an estimate of the evidence bound
 
 
 KINDS = {
-    "trace": Kind(traced, rounds_of_steps, random=False),
+    "trace": Kind(traced, rounds_of_steps, random=False, ordered=True),
+    "left_to_right": Kind(left_to_right, round_of_token, random=False, ordered=True),
     "bernoulli": Kind(bernoulli, round_of_row),
     "complement": Kind(complement, round_of_row, rows=2),
     "semi_ar": Kind(semi_ar, rounds_of_blocks),
@@ -360,6 +378,16 @@ def rounds(cfg, layout: Layout, answer: int, steps: int = FAR) -> int:
 def check(cfg, layout: Layout):
     """Raises ValueError for noise that a model cannot learn from."""
     kind = KINDS[cfg.kind]
+    if cfg.block and not layout.facts.by_block:
+        raise ValueError(
+            f"noise.block={cfg.block}: a model with attention={layout.attention!r} is "
+            "trained on whole answers, not on blocks; set it to 0"
+        )
+    if kind.ordered and cfg.kind != "trace" and not layout.facts.masks:
+        raise ValueError(
+            f"noise.kind={cfg.kind!r} masks tokens, but the model's attention is causal; "
+            "set noise.kind='ar'"
+        )
     if layout.facts.masks and not kind.masks:
         raise ValueError(
             f"noise.kind={cfg.kind!r} trains causal attention, but the export would "

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dllm_jax import images, sharding, statistics
+from dllm_jax import data, images, sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
 from dllm_jax.rl.beside import Beside
@@ -181,11 +181,15 @@ def answered(
         return settled(trace, texts, group_n, grades, truncated_wrong=truncated_wrong)
 
 
-def report_long(problems: list[Problem], max_prompt: int, say, path: str):
+def check_prompts(problems: list[Problem], max_prompt: int, vocab: int, say, path: str):
     """Says how many prompts are too long; they are skipped with a reward of 0.
 
-    Raises ValueError naming the file, `path`, where all are.
+    Raises ValueError naming the file, `path`, where all are, and where one has ids that
+    are not below the model's `vocab`.
     """
+    for number, problem in enumerate(problems, 1):
+        with data.of_record(path, number):
+            data.check_known(problem.prompt_ids, vocab)
     skipped = sum(len(problem.prompt_ids) > max_prompt for problem in problems)
     if problems and skipped == len(problems):
         shortest = min(len(problem.prompt_ids) for problem in problems)

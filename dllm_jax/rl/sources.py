@@ -44,9 +44,7 @@ from dllm_jax.rl import (
     ridge,
     rollout,
 )
-from dllm_jax.rl.config import (
-    RLConfig,
-)
+from dllm_jax.rl.config import RLConfig
 from dllm_jax.rl.curriculum import Curriculum
 from dllm_jax.rl.examples import DPO, SFT, Ranking
 from dllm_jax.rl.networks import Weights
@@ -85,7 +83,9 @@ class RL:
         if "value" in plans:
             updates *= rl.steps * rl.value_epochs
             updates *= 1 + rl.value_all  # at most
-            plans["value"] = dataclasses.replace(plans["value"], updates=updates)
+            plans["value"] = dataclasses.replace(
+                plans["value"], updates=updates, record=rl.value_record
+            )
         if exact := settings.layout.selection:
             plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
         return plans
@@ -101,12 +101,6 @@ class RL:
             networks.check_value(rl.value_path, settings.model)
         self.weights, self.problems, self.sizes = read_problems(settings, tools)
         self.recall({})
-        if idle := networks.idle_keys(rl.value, settings.value_optim):
-            tools.say(
-                f"value_optim.{', value_optim.'.join(idle)}: without effect, as with "
-                "rl.value='head' the value head has the policy's optimizer, "
-                "policy_optim, and only value_optim.lr is its own"
-            )
         if rl.value == "own":
             share = networks.value_share(
                 settings.model, settings.layout.seats(settings.batch), settings.batch
@@ -127,6 +121,7 @@ class RL:
             trajectories=rl.largest_update,
             longest=sampler.max_new,
             most_steps=sampler.most_steps,
+            record=rl.value_record,
         )
 
     def blank(self) -> TrainBatch:
@@ -320,7 +315,13 @@ def read_problems(settings: Settings, tools: Tools):
         files.append(
             data.problems(path, tools.tok, settings.data, tools.grader, tools.reader)
         )
-        rollout.report_long(files[-1], settings.sampler.max_prompt, tools.say, path)
+        rollout.check_prompts(
+            files[-1],
+            settings.sampler.max_prompt,
+            settings.model.vocab,
+            tools.say,
+            path,
+        )
     problems = [problem for file in files for problem in file]
     pictures = [pictures_of(problem.prompt_ids) for problem in problems]
     most = settings.rl.max_prompts or settings.rl.prompts

@@ -56,6 +56,7 @@ class Settings:
     heldout_temperature: float
     model: ModelConfig
     heldout_answers: int = 1  # to each of them
+    samplers: dict[str, SamplerConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def layout(self) -> layouts.Layout:
@@ -65,8 +66,11 @@ class Settings:
     @property
     def as_sampled(self) -> bool:
         """Whether tokens are scored in the context, and by the guidance, they had."""
+        shown = self.layout
         return (
-            self.noise.kind == "trace" and self.layout.guidance == self.sampler.guidance
+            self.noise.kind == "trace"
+            and shown.guidance == self.sampler.guidance
+            and self.noise.block in (0, self.sampler.block)
         )
 
 
@@ -86,6 +90,7 @@ class Tools:
     samples: int  # rollouts of a step to write there
     # Where it samples is decided, and compiled, when all that it asks has been read.
     answerer: answers.Batches | answers.Engine | Looking | None = None
+    others: dict = dataclasses.field(default_factory=dict)  # of Settings.samplers
     reader: Reader | None = None  # of a model that looks at images
     eyes: Eyes | None = None  # what looks, once there are weights
     # Of a Trace, its answers as graders take them; None: texts, decoded by `tok`.
@@ -147,13 +152,19 @@ def in_order(
 
 
 def packer(
-    settings: Settings, say, *, trajectories: int, longest: int, most_steps: int
+    settings: Settings,
+    say,
+    *,
+    trajectories: int,
+    longest: int,
+    most_steps: int,
+    record: bool = False,
 ):
     """Returns views.pack, bound to the microbatches that always suffice for an update.
 
     say: is told where not even one of them can be filled. trajectories: the most of an
     update; longest: tokens of the longest answer; most_steps: of an answer, as its trace
-    has them.
+    has them; record: see views.pack.
     """
     layout, cfg = settings.layout, settings.batch
     rows = layouts.most_rows(
@@ -180,6 +191,7 @@ def packer(
         aggregate=settings.objective.aggregate,
         copies=settings.noise.copies,
         draws=settings.noise.draws,
+        record=record,
     )
 
 

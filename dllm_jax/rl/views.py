@@ -21,7 +21,7 @@ import flax.struct
 import numpy as np
 
 from dllm_jax.rl.layout import Layout, Piece, Shown, cut, present, views_of
-from dllm_jax.rl.noise import Noise, taught
+from dllm_jax.rl.noise import Noise, taught, unmasked
 from dllm_jax.sampling.state import Trace
 
 
@@ -46,6 +46,9 @@ class TrainBatch:
     # states are led from it (transformer.guided).
     beside_BU: np.ndarray | None = None
     guidance: np.ndarray | None = None  # f32 scalar
+    # For a value network: log-probs, nats, with which the shown tokens were drawn; 0: of
+    # masks, and of what was given.
+    record_BT: np.ndarray | None = None
     adv_BU: np.ndarray | None = None
     old_logp_BU: np.ndarray | None = None
     ref_logp_BU: np.ndarray | None = None
@@ -108,6 +111,7 @@ def pack(
     copies: int = 1,
     draws: int = 1,
     group_n: np.ndarray | None = None,
+    record: bool = False,
 ) -> tuple[TrainBatch, Source]:
     """Returns (TrainBatch, Source) of `most` microbatches for one update.
 
@@ -115,6 +119,7 @@ def pack(
     copies: each trajectory has so many consecutive rows, `copies / draws` for each draw
     (two of a mask and its complement, else one).
     aggregate: a key of AGGREGATES; group_n: the group of each row (None: each its own).
+    record: whether the log-probs of a trace's shown tokens are told.
     Raises ValueError where a view, or all of them together, do not fit.
     """
     n = len(noise.step_nT)
@@ -134,6 +139,8 @@ def pack(
             prompt_len = int(trace.prompt_len_B[i])
             shown = present(piece, prompt_len, noise, supervised_nT, layout)
             lay(packed, b, slot, seat, shown, trace.tokens_BT[i], mask_id)
+            if record:
+                lay_record(packed, b, slot, shown, trace, i)
             slot, seat = slot + len(shown.pos_T), seat + len(shown.pos_U)
     supervised = Seats(
         row_BU=packed.row_BU,
@@ -150,10 +157,7 @@ def pack(
     if noise.weight_nT is not None:
         weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]
     used, weight_BU = -(-len(rows) // cfg.rows), weight_BU.astype(np.float32)
-    batch, source = packed.stacked(weight_BU, used, most, layout.guidance)
-    if layout.selection is None:
-        batch = batch.replace(unit_BU=None, limit_BU=None)
-    return batch, source
+    return packed.stacked(weight_BU, used, most, layout, record)
 
 
 def pieces_of(
@@ -200,7 +204,7 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
 class Rows:
     """The rows of all microbatches in the making, filled piece by piece.
 
-    int32, but for the limits, which are f32.
+    int32, but for limits and log-probs, which are f32.
     """
 
     tokens_BT: np.ndarray  # as in TrainBatch
@@ -216,11 +220,13 @@ class Rows:
     size_BU: np.ndarray  # supervised tokens of its view
     unit_BU: np.ndarray  # as in TrainBatch
     limit_BU: np.ndarray
+    record_BT: np.ndarray
 
     def stacked(
-        self, weight_BU, used: int, most: int, guidance: float
+        self, weight_BU, used: int, most: int, layout: Layout, record: bool
     ) -> tuple[TrainBatch, Source]:
         """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
+        guidance, exact = layout.guidance, layout.selection is not None
 
         def stack(x):
             return x.reshape(most, len(x) // most, -1)
@@ -237,8 +243,9 @@ class Rows:
             weight_BU=stack(weight_BU),
             beside_BU=stack(self.beside_BU) if guidance else None,
             guidance=np.float32(guidance) if guidance else None,
-            unit_BU=stack(self.unit_BU),
-            limit_BU=stack(self.limit_BU),
+            unit_BU=stack(self.unit_BU) if exact else None,
+            limit_BU=stack(self.limit_BU) if exact else None,
+            record_BT=stack(self.record_BT) if record else None,
         )
         return batch, Source(row_mBU=stack(self.row_BU), pos_mBU=stack(self.at_BU))
 
@@ -267,6 +274,7 @@ def empty(rows: int, slots: int, seats: int) -> Rows:
         size_BU=filled(seats, 1),
         unit_BU=filled(seats, -1),
         limit_BU=np.full((rows, seats), np.inf, np.float32),
+        record_BT=np.zeros((rows, slots), np.float32),
     )
 
 
@@ -295,6 +303,18 @@ def lay(rows: Rows, b: int, slot: int, seat: int, shown: Shown, tokens_T, mask_i
     rows.size_BU[b, seats] = shown.size_U
     rows.unit_BU[b, seats] = first + shown.lead_U
     rows.limit_BU[b, seats] = shown.limit_U
+
+
+def lay_record(rows: Rows, b: int, slot: int, shown: Shown, trace: Trace, i: int):
+    """Writes, as `lay` does, the log-probs with which a piece's shown tokens were drawn.
+
+    i: the row of the trace.
+    """
+    drawn_T = ~shown.masked_T & unmasked(trace.step_BT[i])[shown.pos_T]
+    if shown.given_T is not None:
+        drawn_T &= shown.given_T < 0
+    record_T = np.where(drawn_T, trace.logp_BT[i][shown.pos_T], 0.0)
+    rows.record_BT[b, slot : slot + len(record_T)] = record_T
 
 
 # ---- What a supervised token weighs --------------------------------------------------

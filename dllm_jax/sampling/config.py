@@ -1,6 +1,7 @@
 """How to sample; every field is documented here and nowhere else."""
 
 import dataclasses
+import re
 
 from dllm_jax import checks
 from dllm_jax.sampling import schedules
@@ -80,9 +81,8 @@ class SamplerConfig:
     # Classifier-free: logits move by so many times what they are beyond those behind `blank`.
     # 0: off.
     guidance: float = 0.0
-    blank: tuple[
-        int, ...
-    ] = ()  # the prompt that asks for nothing, which guidance leads from
+    # The prompt that asks for nothing, from which guidance leads away.
+    blank: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()  # ids that stand behind every answer, given
     max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
     max_new: int = 512  # tokens of the answer, the stop token included
@@ -262,3 +262,45 @@ class SamplerConfig:
     def page_slots(self) -> int:
         """Positions of a cache page: whole blocks."""
         return -(-self.page // self.block) * self.block
+
+
+# What a run's evaluation may sample otherwise than its rollouts: see `variants`.
+VARIED = ("block", "steps_per_block", "unmasking", "strategy", "threshold")
+VARIED += ("tempered_threshold", "target", "rank_temperature", "rank_cooling")
+VARIED += ("entropy_bound", "before_stop", "cache", "horizon", "top_k", "top_p")
+
+
+def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:
+    """Returns the samplers of "name:key=value,key=value/name:key=value", by their names.
+
+    Each is cfg but for its keys, some of VARIED. Raises ValueError for a text that says
+    something else, and for values that make no sampler.
+    """
+    found, types = {}, {x.name: x.type for x in dataclasses.fields(SamplerConfig)}
+    for part in filter(None, map(str.strip, text.split("/"))):
+        name, _, pairs = part.partition(":")
+        name, changes = name.strip(), {}
+        if not re.fullmatch("[a-z][a-z0-9]*", name) or name in found or not pairs:
+            raise ValueError(
+                f"{checks.shown(part)}: a name of small letters and digits, another for "
+                "each, and keys, as in one:strategy=static/wide:block=8"
+            )
+        for pair in pairs.split(","):
+            key, _, value = map(str.strip, pair.partition("="))
+            if key not in VARIED:
+                raise ValueError(
+                    f"{name}: {checks.shown(key)} cannot be varied; choose from "
+                    + ", ".join(VARIED)
+                )
+            try:
+                known = {"true": True, "false": False} if types[key] is bool else None
+                changes[key] = known[value.lower()] if known else types[key](value)
+            except (KeyError, ValueError):
+                raise ValueError(
+                    f"{name}: {key}={checks.shown(value)}: needs a {types[key].__name__}"
+                ) from None
+        try:
+            found[name] = dataclasses.replace(cfg, **changes)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return found

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from dllm_jax import memory, sharding
+from dllm_jax import exits, memory, sharding
 from dllm_jax.models import acting, hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
@@ -123,7 +123,7 @@ def bytes_of(placement: Placement, beside: int, limit: int) -> float:
     try:
         return needs + memory.program_bytes(lowered.compile())
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not exits.exhausted(error):
             raise
         return math.inf
 

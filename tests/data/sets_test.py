@@ -53,6 +53,14 @@ def published(rows: list[dict]) -> bytes:
 AIME = [{"question": f"What is {i}?", "ground_truth_answer": str(i)} for i in range(3)]
 
 
+def test_a_published_file_that_is_missing_is_named_with_its_command():
+    for name, known in (("data/MATH_train.json", "math_train"), ("mbpp.jsonl", "mbpp")):
+        with pytest.raises(ValueError, match=f"no such file; .*data get {known} "):
+            sets.check(name)
+    sets.check("nothing/of/theirs.json")  # whoever reads it says so
+    sets.check("runs/pictures/train.jsonl")
+
+
 def test_a_set_is_downloaded_once_and_its_checksum_is_noted(mirror):
     url = sets.SETS["aime24"].url
     assert url.endswith("Gen-Verse/AIME2024/resolve/main/test/AIME2024.json")

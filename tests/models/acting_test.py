@@ -66,8 +66,10 @@ def run_paged(params, tokens_BT, model):
     return transformer.trunk(params, x_BTD, pos_BT, window, model, pool)[:2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("program", [run, run_paged])
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [*((run, kind) for kind in KINDS), (run_paged, "dense"), (run_paged, "between")],
+)
 def test_layers_of_their_own_compute_what_the_stack_does(tiny, kind, program):
     model, params = made(tiny, kind)
     like = acting.abstract(model, mesh_of())

@@ -93,15 +93,28 @@ def test_balance_by_hand():
 # ---- In the tower --------------------------------------------------------------------
 
 
+def hidden(params, tokens_BT, cfg):
+    """Returns (hidden states, loads)."""
+    pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    seen = mask.block(pos_BT, cfg.block)
+    x_BTD = transformer.embed(params, tokens_BT, cfg)
+    x_BTD, _, load = transformer.trunk(params, x_BTD, pos_BT, seen, cfg)
+    return x_BTD, load
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def forward(params, tokens_BT, cfg):
+    """Returns (logits, loads)."""
+    x_BTD, load = hidden(params, tokens_BT, cfg)
+    return transformer.logits(params, x_BTD, cfg), load
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def run(params, tokens_BT, cfg):
     """Returns (logits, loads, gradient of a number that depends on every parameter)."""
-    pos_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    seen = mask.block(pos_BT, cfg.block)
 
     def mean(params):
-        x_BTD = transformer.embed(params, tokens_BT, cfg)
-        x_BTD, _, load = transformer.trunk(params, x_BTD, pos_BT, seen, cfg)
+        x_BTD, load = hidden(params, tokens_BT, cfg)
         logits_BTV = transformer.logits(params, x_BTD, cfg)
         logp, entropy = transformer.token_logprob(params, x_BTD, tokens_BT, cfg)
         return jnp.mean(logp) + 0.1 * jnp.mean(entropy), (logits_BTV, load)
@@ -115,7 +128,7 @@ def test_logits_and_routing_of_the_reference(block):
     cfg, params = hf.load(reader.checkpoint("sdar_moe"))
     g = reader.tensors("sdar_moe/forward/goldens.safetensors")
     tokens = g["input_ids"][None]
-    logits, load, _ = run(params, tokens, dataclasses.replace(cfg, block=block))
+    logits, load = forward(params, tokens, dataclasses.replace(cfg, block=block))
     keep = np.arange(cfg.vocab) != cfg.mask_id
     want = g[f"logits_bs{block}"]
     np.testing.assert_allclose(logits[0][:, keep], want[:, keep], **NEAR)
@@ -133,7 +146,8 @@ def test_logits_and_routing_of_the_reference(block):
 def test_logits_of_llada2(block):
     cfg, params = hf.load(reader.checkpoint("llada2"))
     g = reader.tensors("llada2/forward/goldens.safetensors")
-    logits, _, _ = run(params, g["input_ids"], dataclasses.replace(cfg, block=block))
+    cfg = dataclasses.replace(cfg, block=block)
+    logits, _ = forward(params, g["input_ids"], cfg)
     keep = np.arange(cfg.vocab) != cfg.mask_id
     want = g[f"logits_bs{block}"]
     np.testing.assert_allclose(logits[..., keep], want[..., keep], **NEAR)

@@ -88,7 +88,7 @@ SPECIFIED_ALONE = jax.jit(reference.attention)
 # The interpreters are slow: few heads; of GPU kernels two that share a key head.
 KINDS = [
     *(("any", N, 1, H), ("any", N, 2, 24), ("any", 2, 2, H)),
-    *(("tpu", 2, 1, H), ("tpu", N, 2, 2 * H), ("tpu", 2, 2, H)),
+    *(("tpu", 2, 1, H), ("tpu", N, 2, 2 * H)),
     *(("gpu", 2, 1, H), ("gpu", 2, 1, 2 * H)),
 ]
 
@@ -103,7 +103,8 @@ def test_the_kernel_is_the_specification_under_every_mask(
     found = jax.jit(functools.partial(with_gradients, kernel))
     q, dout = normal(B, T, N, H), normal(B, T, N, H, seed=1)
     k, v = normal(B, T, K, H, seed=2), normal(B, T, K, H, seed=3)
-    names = ["full, ragged", "packed"] if implementation == "gpu" else MASKS
+    # Ragged rows under the GPU's kernel are test_few_queries_over_cached_keys'.
+    names = ["packed"] if implementation == "gpu" else MASKS
     for name in names:
         seen = MASKS[name]
         # What sees nothing is the specification's to choose; nobody reads it.

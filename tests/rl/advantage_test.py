@@ -71,6 +71,31 @@ def solvable(correct_n, group_n):
     return advantage.kept(correct_n, none_n, group_n, "solvable", 0.2, 0.8)
 
 
+def test_wd1_weighs_by_two_softmaxes():
+    rewards = np.array([1.0, 0, 0.5, 0])
+    up, down = np.exp(rewards - 0.375), np.exp(0.375 - rewards)
+    want = up / up.sum() - down / down.sum()
+    np.testing.assert_allclose(advantage.wd1(rewards), want, rtol=1e-6)
+    # However large rewards are: e to 2,000 is no number.
+    np.testing.assert_allclose(advantage.wd1(np.array([2000.0, 0])), [1, -1])
+    np.testing.assert_allclose(advantage.wd1(np.array([-2000.0, 0])), [-1, 1])
+
+
+def test_speed_counts_as_much_as_its_weight():
+    reward_n, speed_n = np.array([0, 1, 1.0]), np.array([1, 2, 4.0])
+    one = np.zeros(3), np.ones(3, bool)
+    found = advantage.combined(reward_n, speed_n, *one, "zscore", speed=0.5)
+    want = advantage.zscore(advantage.zscore(reward_n) + advantage.zscore(speed_n) / 2)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_one_right_answer_and_a_hundredth_of_speed_are_enough():
+    mixed, wrong = np.array([0, 1.0]), np.zeros(2)
+    assert advantage.paced(mixed, np.array([0, 0.01]), 0, 1)
+    assert not advantage.paced(mixed, np.array([0, 0.009]), 0, 1)
+    assert not advantage.paced(wrong, np.array([0, 1.0]), 0, 1)
+
+
 def test_filters():
     reward_n = np.array([0, 0, 0, 0.5, 1, 1, 0, 1, 0, 1])
     speed_n = np.array([1, 2, 1, 2, 1, 2, 3, 3, 1, 1.005])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.rl import advantage, batches, bounds, learner, noise, views
+from dllm_jax.rl import batches, bounds, learner, noise, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from tests.rl import dllm_rl
@@ -209,13 +209,6 @@ def test_right_answers_are_made_likelier_and_k2_is_a_square(tiny):
     found, sums = gradients(params, batch, model, objective)
     check(found, jax.jit(jax.grad(plain))(params))
     assert sums["right_nll"] > 0
-
-
-def test_wd1_weighs_by_two_softmaxes():
-    rewards = np.array([1.0, 0, 0.5, 0])
-    up, down = np.exp(rewards - 0.375), np.exp(0.375 - rewards)
-    want = up / up.sum() - down / down.sum()
-    np.testing.assert_allclose(advantage.wd1(rewards), want, rtol=1e-6)
 
 
 def test_a_quadrature_of_levels_is_the_bound_of_what_is_linear():

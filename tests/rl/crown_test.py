@@ -26,11 +26,9 @@ CFG = SamplerConfig(max_prompt=9, max_new=NEW, threshold=0.4, stop_ids=STOPS)
 STATIC = {"strategy": "static", "steps_per_block": 2}
 EXACT = {  # attention, shift, what differs from CFG
     "LLaDA": ("full", 0, {}),
-    "LLaDA, static": ("full", 0, STATIC),
     "Dream": ("full", 1, {}),
     "Dream, static": ("full", 1, STATIC),
     "Fast-dLLM v2": ("block", 1, {}),
-    "Fast-dLLM v2, static": ("block", 1, STATIC),
     "next tokens": ("causal", 1, {"block": 1, "steps_per_block": 1}),
 }
 

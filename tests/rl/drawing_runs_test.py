@@ -30,7 +30,7 @@ def run(place, folder, *overrides, **how) -> str:
     """Runs a training to its end; returns what it printed."""
     keys = [
         *("data.heldout=", "sampler.max_prompt=16", "sampler.rows=8"),
-        *("batch.rows=8", "batch.tokens=64"),
+        *("batch.rows=4", "batch.tokens=64"),
         *overrides,
     ]
     return common.run(place, folder, *keys, **how)
@@ -90,12 +90,12 @@ def test_a_killed_run_of_drawings_goes_on_bit_for_bit(place, whole, tmp_path):
     common.check_same(whole[0], cut)
 
 
-def test_eight_devices_draw_and_learn_as_one(place, whole, tmp_path):
+def test_four_devices_draw_and_learn_as_one(place, whole, tmp_path):
     keys = [*RL, f"data.heldout={place / 'train.jsonl'}", "rl.steps=1"]
-    run(place, tmp_path / "8", *keys, devices=8)
+    run(place, tmp_path / "4", *keys, devices=4)
     one, many = (
         next(row for row in common.metrics(folder) if "groups_kept" in row)
-        for folder in (whole[0], tmp_path / "8")
+        for folder in (whole[0], tmp_path / "4")
     )
     for name in ("reward", "advantage_std", "grad_norm", "entropy", "groups_kept"):
         assert one[name] == pytest.approx(many[name], rel=1e-4), name

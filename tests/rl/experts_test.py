@@ -16,6 +16,10 @@ from tests.models import common as small
 from tests.rl import common
 
 CFG = dataclasses.replace(small.SIGMOID, kv_heads=4, block=common.BLOCK)
+# Every other layer is dense.
+STEPPED = dataclasses.replace(
+    small.STEPPED, kv_heads=4, block=common.BLOCK, remat="full"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,50 +52,44 @@ def test_log_probs_are_those_recorded_in_sampling(sampled):
 
 
 def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
-    params, trace = sampled
-    alone, *_ = common.on_mesh((1, 1, 1), CFG, params, trace)
-    spread, states, traced = common.on_mesh((2, 2, 2), CFG, params, trace)
+    """The other router's gradients on a mesh are moe_test's."""
+    _, trace = sampled
+    value = jnp.linspace(-1, 1, STEPPED.d_model)
+    params = small.weights(STEPPED) | {"value": value}
+    # The answers are another model's: their log-probs are made this one's.
+    batch, source = common.cut(trace, STEPPED, common.CUT)
+    plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
+    out = common.score({"policy": params}, batch, model=STEPPED, plans=plans)["policy"]
+    trace = trace.replace(logp_BT=source.scatter(out["logp"], trace.step_BT.shape))
+    plans = common.Plans(policy=common.PLANS["policy"])
+    alone, *_ = common.on_mesh((1, 1, 1), STEPPED, params, trace, plans)
+    spread, states, traced = common.on_mesh((2, 2, 2), STEPPED, params, trace, plans)
     assert traced == 1
     for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
         common.check_equal(ours, single)
     spec = states["policy"].params["layers"]["e_down"].sharding.spec
     assert tuple(spec) == (None, "model", None, "fsdp")
+    for name in ("first", "layers"):
+        moved = states["policy"].params[name]["wq"] - params[name]["wq"]
+        assert (np.abs(moved).max(axis=(1, 2, 3)) > 0).all()  # of every layer
 
     batch, _, (_, metrics) = alone[0]
+    trunk = jax.jit(transformer.trunk, static_argnums=4)
     total = None  # of the microbatches in use, by one forward of each
     for i in range(int(batch.used)):
         micro = jax.tree.map(lambda x, i=i: x[i] if x.ndim else x, batch)
         seen = mask.packed(micro.begin_BT, micro.end_BT, micro.group_BT)
-        x_BTD = transformer.embed(params, micro.tokens_BT, CFG)
-        load = jax.jit(transformer.trunk, static_argnums=4)(
-            params, x_BTD, micro.pos_BT, seen, CFG
-        )[2]
+        x_BTD = transformer.embed(params, micro.tokens_BT, STEPPED)
+        load = trunk(params, x_BTD, micro.pos_BT, seen, STEPPED)[2]
         assert load.tokens[0] == np.sum(
             (micro.end_BT > micro.begin_BT) | (micro.group_BT >= 0)
         )
         total = load if total is None else jax.tree.map(jnp.add, total, load)
-    for name, x in moe.balance(total, CFG.experts_per_token).items():
+    for name, x in moe.balance(total, STEPPED.experts_per_token).items():
         assert float(metrics[name]) == pytest.approx(float(x), rel=1e-4)
     assert metrics["expert_max_load"] > 1
+    update = functools.partial(
+        learner.update, model=STEPPED, plans=common.PLANS, cfg=common.OBJECTIVE
+    )
+    _, metrics = jax.eval_shape(update, common.begin(params), batch)
     assert metrics.keys() > {"value_expert_aux_loss", "value_expert_max_load"}
-
-
-def test_an_update_where_some_layers_are_dense_is_the_same_on_a_mesh(sampled):
-    _, trace = sampled
-    cfg = dataclasses.replace(small.STEPPED, kv_heads=4, block=common.BLOCK)
-    cfg = dataclasses.replace(cfg, remat="full")
-    value = jnp.linspace(-1, 1, cfg.d_model)
-    params = small.weights(cfg) | {"value": value}
-    # The answers are another model's: their log-probs are made this one's.
-    batch, source = common.cut(trace, cfg, common.CUT)
-    plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
-    out = common.score({"policy": params}, batch, model=cfg, plans=plans)["policy"]
-    trace = trace.replace(logp_BT=source.scatter(out["logp"], trace.step_BT.shape))
-    plans = common.Plans(policy=common.PLANS["policy"])
-    alone, *_ = common.on_mesh((1, 1, 1), cfg, params, trace, plans)
-    spread, states, _ = common.on_mesh((2, 2, 2), cfg, params, trace, plans)
-    for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
-        common.check_equal(ours, single)
-    for name in ("first", "layers"):
-        moved = states["policy"].params[name]["wq"] - params[name]["wq"]
-        assert (np.abs(moved).max(axis=(1, 2, 3)) > 0).all()  # of every layer

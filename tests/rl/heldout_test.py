@@ -1,10 +1,12 @@
 """Held-out problems: which they are, what is told of them, and whose time it is."""
 
 import dataclasses
+import re
 
 import pytest
 
 from dllm_jax.rl import heldout
+from dllm_jax.sampling.config import SamplerConfig, variants
 from tests.rl import lent
 
 
@@ -68,3 +70,67 @@ def test_several_answers_to_each_problem(tmp_path):
     assert row["heldout_accuracy"] == row["heldout_pass@1"] == pytest.approx(1 / 3)
     assert row["heldout_pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 1 / 2) / 3)
     assert row["heldout_pass@4"] == 1
+
+
+def test_several_samplers_have_metrics_by_their_names(tmp_path):
+    settings = lent.settings()
+    tools = lent.tools(settings, tmp_path)
+    sets = heldout.sets(settings, tools)
+    alone = heldout.evaluate_sets(2, lent.Weights(), sets, settings, tools)
+
+    class Slow(lent.Answerer):
+        """The same answers, in twice the forwards."""
+
+        def stream(self, *args, **how):
+            for i, answer in super().stream(*args, **how):
+                yield i, answer._replace(forwards=2 * answer.forwards)
+
+    slots, longest = settings.sampler.slots, settings.sampler.max_prompt
+    both = dataclasses.replace(tools, others={"slow": Slow(slots, longest)})
+    row = heldout.evaluate_sets(2, lent.Weights(), sets, settings, both)
+    assert {key: row[key] for key in alone} == alone
+    assert row["heldout_slow_accuracy"] == row["heldout_accuracy"]
+    assert row["heldout_slow_tokens_per_forward"] == 0.5
+    assert row.keys() - alone.keys() == {
+        key.replace("heldout_", "heldout_slow_") for key in alone
+    }
+    clash = dataclasses.replace(
+        settings.data, heldout=f"{settings.data.heldout},s.jsonl"
+    )
+    clash = dataclasses.replace(settings, data=clash, samplers={"s": settings.sampler})
+    with pytest.raises(ValueError, match="a file named 's', as one of eval.samplers"):
+        heldout.sets(clash, tools)
+
+
+def test_samplers_are_told_by_their_keys():
+    cfg = SamplerConfig()
+    assert variants("", cfg) == {}
+    found = variants(
+        "one: strategy=static , top_p=0.5 / wide:block=8,before_stop=True", cfg
+    )
+    assert found == {
+        "one": dataclasses.replace(cfg, strategy="static", top_p=0.5),
+        "wide": dataclasses.replace(cfg, block=8, before_stop=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "wide",
+            "'wide': a name of small letters and digits, another for each, and keys",
+        ),
+        ("Wide:block=8", "'Wide:block=8': a name of small"),
+        ("a:block=8/a:block=4", "'a:block=4': a name of small"),
+        ("a:rows=3", "a: 'rows' cannot be varied; choose from block, steps"),
+        ("a:block=x", "a: block='x': needs a int"),
+        ("a:before_stop=1", "a: before_stop='1': needs a bool"),
+        ("a:threshold=nan", "a: threshold=nan"),
+        ("a:strategy=best", "a: strategy='best'"),
+    ],
+)
+def test_samplers_that_are_none(text, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        variants(text, SamplerConfig())
+    assert "\n" not in str(error.value)

@@ -107,6 +107,15 @@ def test_prompts_that_are_too_long_or_empty_get_empty_answers(mesh):
     assert (trace.prompt_len_B[LONG] == 0).all()
 
 
+def test_a_prompt_of_another_models_ids_is_refused_before_anything_is_sampled():
+    """As another model's tokenizer makes them; full attention would look up row 9 of 9."""
+    problems = [data.Problem([1, 8], "q", "a", {}), data.Problem([9], "q", "a", {})]
+    rollout.check_prompts(problems, 6, 10, print, "x.jsonl")
+    refused = "dataset 'x.jsonl', record 2: a token id is beyond .* vocabulary, 0..8;"
+    with pytest.raises(ValueError, match=refused):
+        rollout.check_prompts(problems, 6, 9, print, "x.jsonl")
+
+
 def test_a_prompt_draws_from_its_own_key(mesh):
     def keys(fake, count):
         rows = [jax.random.key_data(call["key_B"]) for call in fake.calls]

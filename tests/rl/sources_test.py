@@ -14,7 +14,6 @@ from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
     ObjectiveConfig,
-    OptimConfig,
     RLConfig,
 )
 from dllm_jax.rl.rewards import Grades
@@ -179,25 +178,6 @@ def test_rl_says_why_a_step_has_nothing_to_learn(tmp_path, change, reason):
     assert made.batches == []
     assert made.metrics["groups_kept"] == 0
     assert heard == [f"step 4: {reason}, nothing to learn; the step is skipped"]
-
-
-@pytest.mark.parametrize("value", ["own", "head"])
-def test_keys_of_a_value_heads_optimizer_are_not_ignored_in_silence(tmp_path, value):
-    chosen, heard = settings("rl", tmp_path), []
-    chosen = dataclasses.replace(
-        chosen,
-        rl=dataclasses.replace(chosen.rl, value=value),
-        value_optim=OptimConfig(lr=1e-3, b1=0.8, warmup=5),
-    )
-    sources.RL(chosen, lent.tools(chosen, tmp_path, say=heard.append))
-    if value == "own":
-        assert not [line for line in heard if line.startswith("value_optim")]
-        return
-    (line,) = heard
-    assert line.startswith("value_optim.warmup, value_optim.b1: without effect")
-    quiet = dataclasses.replace(chosen, value_optim=OptimConfig(lr=1e-3))
-    sources.RL(quiet, lent.tools(quiet, tmp_path, say=heard.append))
-    assert len(heard) == 1
 
 
 def test_examples_say_how_many_are_left_out(tmp_path):

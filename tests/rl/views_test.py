@@ -293,7 +293,7 @@ def packed(problem, chosen, **fixed):
         attention=fixed.get("attention", "block"),
         # A token that is not masked cannot answer for itself.
         shift=1 if kind == "ar" else fixed.get("shift", chosen["shift"]),
-        block=block,
+        block=block * fixed.get("wide", 1),
         grid=chosen["grid"],
         longest=min(longest + chosen["longer"], T),
     )
@@ -301,10 +301,10 @@ def packed(problem, chosen, **fixed):
         kind=kind,
         rate=chosen["rate"],
         shrink=min(chosen["shrink"], block),
-        draws=1 if kind in ("trace", "ar") else chosen["draws"],
+        draws=chosen["draws"] if noise.KINDS[kind].random else 1,
     )
     shape = BatchConfig(
-        rows=chosen["rows"], tokens=T + block + min(chosen["spare"], 3 * T)
+        rows=chosen["rows"], tokens=T + layout.block + min(chosen["spare"], 3 * T)
     )
     rng = np.random.default_rng(chosen["seed"])
     noised = noise.noised(trace, cfg, layout, rng)
@@ -347,28 +347,31 @@ def test_steps_behind_the_stop_push_an_answer_into_more_rounds(problem, chosen):
     assert batch.used > 0
 
 
-SHAPES = [
-    ("block", "trace"),
-    ("block", "complement"),
-    ("block", "subset"),
-    ("full", "trace"),
-    ("full", "bernoulli"),
-    ("full", "semi_ar"),
-    ("causal", "ar"),
+SHAPES = [  # attention, kind of noise, blocks of the sampler in one that is trained
+    ("block", "trace", 1),
+    ("block", "trace", 2),
+    ("block", "complement", 1),
+    ("block", "subset", 1),
+    ("block", "left_to_right", 1),
+    ("full", "trace", 1),
+    ("full", "bernoulli", 1),
+    ("full", "semi_ar", 1),
+    ("full", "left_to_right", 1),
+    ("causal", "ar", 1),
 ]
 
 
-@pytest.mark.parametrize(("attention", "kind"), SHAPES)
+@pytest.mark.parametrize(("attention", "kind", "wide"), SHAPES)
 @given(problem=problems, chosen=choices)
-def test_views_by_definition(attention, kind, problem, chosen):
+def test_views_by_definition(attention, kind, wide, problem, chosen):
     """What is supervised, and what is seen from the slot that answers for it."""
     trace, batch, source, noised, layout = packed(
-        problem, chosen, attention=attention, kind=kind
+        problem, chosen, attention=attention, kind=kind, wide=wide
     )
     real_mBU = source.row_mBU >= 0
     copies = len(noised.step_nT) // len(trace.len_B)
     answer_nT = np.repeat(noise.answers(trace), copies, axis=0)
-    if copies == 1 and kind in ("trace", "ar"):
+    if copies == 1 and not noise.KINDS[kind].random:
         assert (noised.share_nT[answer_nT] == 1).all()
     # Once each: what the noise supervises, and nothing else.
     taught_nT = np.zeros(answer_nT.shape, int)
@@ -465,6 +468,28 @@ def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
     )
     held = (batch.end_BT > batch.begin_BT) | (batch.group_BT >= 0)
     assert answer_nT.sum() < held.sum() <= bound or bound == 0
+
+
+def test_what_rows_hold_is_a_share_of_the_microbatches_in_use():
+    """Of two microbatches of two rows of four slots; by hand."""
+    ids, seats = np.zeros((2, 2, 4), np.int32), np.zeros((2, 2, 3), np.int32)
+    batch = views.TrainBatch(
+        used=np.int32(1),
+        tokens_BT=ids,
+        pos_BT=ids,
+        begin_BT=ids + 1,
+        end_BT=ids + 1,
+        group_BT=ids - 1,
+        where_BU=seats,
+        target_BU=seats,
+        weight_BU=seats,
+    )
+    assert (batch.held, batch.fill) == (0, 0)
+    batch.end_BT[0, 0] = [3, 2, 1, 0]  # the first two see something
+    batch.group_BT[0, 1, :3] = [0, 1, -1]  # so do these
+    assert (batch.held, batch.fill) == (4, 4 / 8)
+    assert batch.replace(used=np.int32(2)).fill == 4 / 16
+    assert batch.replace(used=np.int32(0)).fill == 4  # of nothing: no division by zero
 
 
 def test_a_long_trajectory_is_split_into_the_same_views():

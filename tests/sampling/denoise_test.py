@@ -281,7 +281,12 @@ def run(params, cases: list[Case], *, model):
 
 
 @pytest.mark.parametrize(
-    "path", ["sdar/engine.json", "sdar/generate.json", "sdar_tied/generate.json"]
+    "path",
+    [
+        *("sdar/engine.json", "sdar/generate.json"),
+        # A tied head without `make soak` is transformer_test's.
+        pytest.param("sdar_tied/generate.json", marks=pytest.mark.soak),
+    ],
 )
 def test_trajectories_of_the_reference(path, monkeypatch):
     monkeypatch.setitem(STRATEGIES, "any", Strategy(any_strategy))
@@ -620,7 +625,9 @@ def answerers(tiny, **changes):
 
 
 @pytest.mark.parametrize("kind", ["batches", "engine"])
-def test_rows_that_never_end_are_stopped_within_a_turn(tiny, kind, monkeypatch):
+def test_rows_that_never_end_are_stopped_within_a_turn(
+    tiny, one_width, kind, monkeypatch
+):
     never = Strategy(lambda draw, masked_BW, quota_B, cfg: masked_BW & False)
     monkeypatch.setitem(STRATEGIES, "never", never)
     made, params = answerers(tiny, strategy="never", max_new=300)
@@ -643,7 +650,7 @@ def test_rows_that_never_end_are_stopped_within_a_turn(tiny, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["batches", "engine"])
-def test_a_row_that_meets_nan_ends_at_once_and_alone(tiny, kind):
+def test_a_row_that_meets_nan_ends_at_once_and_alone(tiny, one_width, kind):
     made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
     bad = {**params, "embed": params["embed"].at[41].set(np.nan)}
     how = {"key": jax.random.key(0), "temperature": 1.0}

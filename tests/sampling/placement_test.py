@@ -11,7 +11,7 @@ from dllm_jax.models import acting, transformer
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
-CFG = SamplerConfig(max_prompt=8, max_new=8, rows=8, page=4, prefill=8)
+CFG = SamplerConfig(max_prompt=8, max_new=8, rows=8, page=8, prefill=8)
 PROMPTS = [[5, 6, 7], [9] * 7, [11, 3], [8] * 8, [], [4]]
 
 
@@ -48,9 +48,8 @@ def alone(tiny):
 
 
 @pytest.mark.parametrize("rollout", ["replicated", "model"])
-# (2, 4, 1), with "model", is train_test's.
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, shape, rollout):
+def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, one_width, shape, rollout):
     model, params = tiny
     mesh = mesh_of(*shape)
     with jax.set_mesh(mesh):
@@ -114,7 +113,7 @@ def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkey
         assert ("do not fit into" in where.note) == (count > 1)
 
 
-def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny):
+def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny, one_width):
     where = placement.placed(tiny[0], CFG, mesh_of(1, 2, 1))
     weights = memory.array_bytes(where.weights)
     lowered, rows = where.answerer.lower(where.weights)

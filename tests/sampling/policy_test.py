@@ -130,7 +130,7 @@ def test_a_block_family_without_a_cache(tiny, kind):
 
 
 @pytest.mark.parametrize("kind", ["Fast-dLLM v2", "autoregressive"])
-def test_the_engine_knows_shifts(tiny, kind):
+def test_the_engine_knows_shifts(tiny, one_width, kind):
     model, params, cfg = family(tiny, kind)
     cfg = dataclasses.replace(cfg, rows=2, page=4, prefill=4)
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])

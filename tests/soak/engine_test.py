@@ -26,7 +26,9 @@ settings = st.fixed_dictionaries(
         "rows": st.integers(1, 6),
         "max_prompt": st.integers(1, 20),
         "max_new": st.integers(1, 16),
-        "strategy": st.sampled_from(["dynamic", "entropy_bounded", "static"]),
+        "strategy": st.sampled_from(
+            ["dynamic", "entropy_bounded", "sequential", "static"]
+        ),
         "temperature": st.sampled_from([0.0, 1.0]),
         "threshold": st.sampled_from([0.2, 0.6]),
         "top_k": st.sampled_from([0, 5]),

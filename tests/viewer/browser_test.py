@@ -31,7 +31,7 @@ HOSTILE = {
     "control": "a\x00\x1b[31mb",
     "template": "{{data}} ${x} \\u003c \u2028",
     "empty": "",
-    "long": "wörd " * 20_000,
+    "long": "wörd " * 5_000,
 }
 
 
@@ -303,6 +303,25 @@ def test_two_evaluations_are_compared_in_pairs(opened, tmp_path):
         told = view.js("return document.querySelector('.versus').textContent")
         assert "+50.0" in told and "B is ahead on 2, A on 0, 2 the same" in told
         assert view.js("return document.querySelectorAll('.canvas').length") == 2
+
+
+def test_what_there_is_nothing_of_has_no_heading(opened, tmp_path):
+    """The folder of a sweep has neither curves nor evaluations of its own."""
+    (tmp_path / "run.json").write_text('{"attempts": [], "defaults": {}}')
+    with opened(page.REPORT, report.content([str(tmp_path)])) as view:
+        found = "return [...document.querySelectorAll('h2')].map(x => x.textContent)"
+        assert view.js(found) == [
+            "What happened",
+            "Keys that differ from their defaults",
+        ]
+
+
+def test_a_curve_of_zeros_has_no_axis_below_zero(opened, run):
+    rows = [{"step": i, "accuracy": 0.0} for i in range(4)]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        drawn = "return document.querySelector('.chart svg').textContent"
+        assert "1" in view.js(drawn) and "\u2212" not in view.js(drawn)
 
 
 def rounds(side: int, most: int) -> list[int]:

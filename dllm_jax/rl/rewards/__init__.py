@@ -87,6 +87,9 @@ class Grader:
     steps: Callable | None = None
     aside: bool = True
     judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
+    asked: judge.Judge | None = (
+        None  # whom it asks; `begin` and `claim` are then its, too
+    )
 
 
 def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:
@@ -205,6 +208,7 @@ def by_judge(cfg) -> Grader:
         begin=asked.begin,
         claim=asked.claim,
         aside=asked.aside,
+        asked=asked,
     )
 
 
@@ -309,6 +313,10 @@ def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
         outcome = dataclasses.replace(outcome, aside=False)
     if cfg.split == "none" or tok is None:
         return outcome
+    if outcome.asked:  # of whole answers and of their chunks: one judge, loaded once
+        return dataclasses.replace(
+            outcome, steps=process.steps(cfg, outcome.asked, tok)
+        )
     asked = judge.judge(cfg.judge)
     return dataclasses.replace(
         outcome,
@@ -349,6 +357,7 @@ def of_outcomes(spec: str, cfg, tok, answers: str) -> Grader:
         begin=lambda: [line for one in made.values() for line in one.begin()],
         claim=together(*(one.claim for one in made.values())),
         aside=all(one.aside for one in made.values()),
+        asked=next((one.asked for one in made.values() if one.asked), None),
     )
 
 

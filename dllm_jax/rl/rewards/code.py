@@ -44,6 +44,7 @@ LANGUAGES = ("python", "py", "python3")
 MOST_BYTES = 2**28  # of tests that were packed
 SECONDS, MEMORY_MB = 4.0, 512
 CLOSE = 1e-6
+HUNG = 3  # tests that a program did not end in, until the others count as failed
 RECORD = "record"  # the file that a test is said to stand in
 # Escapes that Python will not know one day are the data's affair.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=RECORD)
@@ -414,8 +415,12 @@ def sources(program: str, tests: dict) -> list[str]:
 
 
 def by_output(program: str, tests: dict, limits: dict, all_cases: bool) -> float:
-    """Returns the share of cases in which a program prints what is wanted."""
-    passed = 0
+    """Returns the share of cases in which a program prints what is wanted.
+
+    After HUNG time-outs the others have failed: what hangs once hangs in most cases, and
+    each costs all of its time.
+    """
+    passed = hung = 0
     for given, wanted in tests["cases"]:
         result = sandbox.ended(program, given.encode("utf-8", "replace"), **limits)
         if result.status == "sandbox":
@@ -423,7 +428,8 @@ def by_output(program: str, tests: dict, limits: dict, all_cases: bool) -> float
         ended = result.status in ("ok", "exit")  # its exit code says nothing
         right = ended and same_output(result.stdout, wanted, tests["float"])
         passed += right
-        if not (right or all_cases):
+        hung += result.status == "timeout"
+        if not (right or all_cases) or hung == HUNG:
             break
     return passed / len(tests["cases"])
 

@@ -42,7 +42,8 @@ ERROR, MEMORY = 81, 82  # exit codes: jail.py reads them
 MOST_BYTES = 2**20  # of a reply
 DEPTH = 60  # of a value
 ITEMS = 100_000  # that are taken from an iterator
-LOST = 3  # candidates that died of one test each, until the others count as failed
+LOST = 3  # candidates that died of one test each, until the others count as failed,
+DIED = 7  # ... and candidates that died at all, of what they did in several
 WIDE = 2**53
 NOT_READ = "site", "antigravity", "this"  # modules that are not for tests
 
@@ -336,7 +337,7 @@ class Candidates:
         """Has a candidate that waits for questions; raises Failed where there is none."""
         if self.alive:
             return
-        if self.broken or self.lost >= LOST:
+        if self.broken or self.lost >= LOST or self.life + 1 >= DIED:
             raise Failed("no candidate")
         self.life, self.served, self.text = self.life + 1, 0, b""
         os.write(6, b"new\n")

@@ -34,6 +34,8 @@ class Chart {
     [this.x0, this.x1] = [least(xs), most(xs)];
     const room = 0.06 * (most(ys) - least(ys)) || Math.abs(most(ys)) * 0.1 || 1;
     [this.y0, this.y1] = [least(ys) - room, most(ys) + room];
+    // What is nowhere below zero has no axis there: an accuracy of 0 all along, say.
+    if (!log && least(ys) >= 0) this.y0 = Math.max(this.y0, -0.06 * this.y1);
     this.cross = svg("path", { class: "cross" });
     this.plot = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": title },
       this.axes(), lines.map((line, i) => this.curve(line, this.classOf(line, i, runs))), this.cross);

@@ -80,22 +80,23 @@ function showReport({ runs, samples, summary }) {
         [name, short(x), low === null ? "" : `${short(low)} \u2013 ${short(high)}`]), "numbers"));
   const time = runs.filter((run) => run.phases.steps.length).map((run) =>
     [two ? el("h3", {}, named(runs, runs.indexOf(run)), run.name) : null, timeChart(run.phases)]);
+  // What there is nothing of, such as curves of an evaluation's folder, has no heading.
+  const charts = merged(runs).map((panel) => new Chart(panel, runs.length).node);
+  const held = runs.map((run, i) => evaluations(run, runs, i)).filter(Boolean);
+  const events = section("What happened", runs.flatMap((run, i) => happened(run, runs, i)));
   main.append(...[el("header", { class: two ? "top halves" : "top" }, head),
-    section("Curves", el("div", { class: "charts" },
-      merged(runs).map((panel) => new Chart(panel, runs.length).node))),
-    section("Evaluations", el("div", { class: two ? "halves" : "" },
-      runs.map((run, i) => evaluations(run, runs, i)).filter(Boolean)), scores,
-      summary ? versus(summary) : null),
+    section("Curves", charts.length ? el("div", { class: "charts" }, charts) : null),
+    section("Evaluations", held.length ? el("div", { class: two ? "halves" : "" }, held) : null,
+      scores, summary ? versus(summary) : null),
     section("Where the time went", time.flat()),
-    section("What happened", runs.flatMap((run, i) => happened(run, runs, i))),
+    events,
     section(two ? "Keys that differ" : "Keys that differ from their defaults", configuration(runs)),
   ].filter(Boolean));
   if (!samples) return;
   const view = new Trace(samples);
   const text = summary ? "Evaluated answers" : two ? "Answers at the last step of both"
     : "Answers of the first and the last step";
-  const part = section(text, view.node);
-  main.insertBefore(part, main.children[4]);
+  main.insertBefore(section(text, view.node), events);
 }
 
 showReport(pageData());

@@ -277,6 +277,32 @@ def test_after_three_deaths_the_rest_has_failed():
     assert grade(program, record) == 0.0
 
 
+def test_who_dies_of_several_tests_is_not_started_for_ever():
+    """Each life answers one test and dies in the next: seven lives, seven answers."""
+    record = {"test_list": [f"assert f({i}) == {i}" for i in range(14)]}
+    program = (
+        "import os\nasked = []\ndef f(x):\n    if asked: os._exit(0)\n"
+        "    asked.append(x)\n    return x\n"
+    )
+    assert grade(program, record) == 0.5
+
+
+def test_after_three_time_outs_the_rest_has_failed(monkeypatch):
+    """A program that reads and prints costs three limits, however many cases there are."""
+    asked = []
+
+    def ended(program, given, **limits):
+        asked.append(given)
+        status = "timeout" if given in (b"0", b"2", b"3") else "ok"
+        return sandbox.Result(status, given, 0.0)
+
+    monkeypatch.setattr(sandbox, "ended", ended)
+    cases = [str(i) for i in range(9)]
+    record = {"test_input": cases, "test_output": cases}
+    assert grade(ECHO, record) == pytest.approx(1 / 9)
+    assert asked == [b"0", b"1", b"2", b"3"]
+
+
 def test_time_is_a_tests_own():
     """Tests that are each in time pass, though together they are not."""
     record = {"test_list": [f"assert f({i}) == {i}" for i in range(4)]}

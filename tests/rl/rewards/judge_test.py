@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -323,13 +324,28 @@ def test_a_function_may_judge(mine):
         judge.judge(JudgeConfig(at="my_judge:none"))
 
 
+@pytest.mark.parametrize("spec", ["judge", "judge:1,length:0.1", "math"])
+def test_a_judge_of_answers_and_of_chunks_is_one(monkeypatch, spec):
+    """A checkpoint that is named for both is loaded, and counted, once."""
+    made = []
+
+    def one(cfg):
+        made.append(cfg)
+        return judge.Judge(votes=lambda questions: [], begin=lambda: ["one"])
+
+    monkeypatch.setattr(judge, "judge", one)
+    cfg = RewardConfig(split="tokens", judge=JudgeConfig(at="DIR"))
+    grader = rewards.grader(spec, cfg, types.SimpleNamespace(decode=str))
+    assert grader.steps and grader.begin() == ["one"] and len(made) == 1
+
+
 # ---- A checkpoint ----------------------------------------------------------------------
 
 
-def test_a_checkpoint_judges_with_the_engine(capsys):
+def test_a_checkpoint_judges_with_the_engine(capsys, one_width):
     """The bundled model knows sums alone: what it says of others' is no verdict."""
     folder = str(lent.ARITHMETIC / "model")
-    cfg = JudgeConfig(at=folder, votes=2, tokens=4, prompt=700, rows=4)
+    cfg = JudgeConfig(at=folder, votes=2, tokens=4, prompt=700, rows=1)
     asked = judge.judge(cfg)
     assert not asked.aside
     questions = [question(excerpt="1"), question(excerpt="1" * 700)]
@@ -338,8 +354,8 @@ def test_a_checkpoint_judges_with_the_engine(capsys):
         assert line == f"judge: the checkpoint {folder}, 2 votes"
         claim = asked.claim(0, slots=16)
         weights = 2 * sum(x.size for x in jax.tree.leaves(hf.load(folder)[1]))
-        # Keys and values of four rows of 704 slots in each layer, bf16, and some integers.
-        pages = 4 * 704 * 3 * 2 * (2 * 32) * 2
+        # Keys and values of a row of 704 slots in each layer, bf16, and some integers.
+        pages = 704 * 3 * 2 * (2 * 32) * 2
         assert claim.always["judge"] == weights
         assert pages < claim.always["its rows and pages"] < 1.5 * pages
         assert claim.working["judge"] > 0

@@ -286,7 +286,11 @@ def interpreter(user: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "user", ["plain", "alone", "bare", "nobody", "docker", "docker-nobody"]
+    "user",
+    [
+        *("plain", "bare", "nobody", "docker"),
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ("alone", "docker-nobody")),
+    ],
 )
 def test_no_attack_escapes(user):
     """As whoever runs the tests, as an ordinary user, and as in a container of Docker's."""
