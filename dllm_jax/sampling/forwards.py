@@ -360,6 +360,7 @@ def advance(
 ) -> Rows:
     """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
 
+    Those of canvases, after which a forward of blocks is sure to come, do not count.
     A row that is out of room waits for the host, which alone can give it pages.
     """
     alive = rows.s.live_B.sum()
@@ -373,8 +374,11 @@ def advance(
 
     def body(carry):
         n, rows = carry
+        count = 1
+        if not policy.choose(cfg, model.attention).final:
+            count -= canvases.due(rows, cfg.block).any()
         rows = forward(params, rows, shards=shards, model=model, cfg=cfg)
-        return n + 1, constrained(rows)
+        return n + count, constrained(rows)
 
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
