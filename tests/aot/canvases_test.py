@@ -20,7 +20,6 @@ CFG = SamplerConfig(block=32, max_prompt=512, max_new=512, rows=16)
     ("topology", "how"),
     [
         ("h200:1", {"cache": "dual"}),
-        ("h200:1", {"cache": "prefix", "horizon": 128}),
         ("v5p:2x2x1", {"cache": "prefix", "horizon": 128}),
         ("v5p:2x2x1", {"cache": "none"}),
     ],
@@ -43,7 +42,7 @@ def test_canvases_and_windows_compile_and_copy_no_pages(topology, how, capsys):
     (body,) = hlo.loops(program, program.entry)
     lines = list(hlo.all_lines(program, body))
     kernels = {hlo.kernel_name(line) for line in lines}
-    assert "attention" in kernels
+    assert kernels & {"attention", "forward_kernel"}  # GPU's, or TPU's
     if rows.s.cache is None:
         return
     assert ("paged_attention" in kernels) == (cfg.window <= kv.PAGED)
