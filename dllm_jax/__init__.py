@@ -84,6 +84,7 @@ and for who wants to know how it is fast, or what surrounds it:
     sampling/scheduler.py        the engine on the host: who gets a row and which pages
     sampling/engine.py           the engine between them: turns, answers as they end
     models/acting.py             the weights that sample, and where they lie
+    models/int8.py               the same, rounded to half the bytes
     sampling/placement.py        which devices share them
     sampling/answers.py          the front door of sampling: prompts in, answers out
     pallas_kernels/choice.py     which kernel is taken where

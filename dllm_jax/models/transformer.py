@@ -27,6 +27,7 @@ from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
 from dllm_jax.models.cache import KVCache, PagedKVCache, Window
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
@@ -540,13 +541,17 @@ def project(x, w, dims: str, bias=None):
     "DNH" takes [..., D] to [..., N, H] and "NHD" back. A lora.Adapted weight W acts as
     W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
     has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
-    have fast code.
+    have fast code. An Int8's scales multiply what comes out of the product.
     """
     inner = len(lora.contracted(dims))
     if isinstance(w, lora.Adapted):
         low_rank = project(x, w.a, dims[:inner] + "C")
         delta = w.scale * project(low_rank, w.b, "C" + dims[inner:])
         return delta + project(x, w.w, dims, bias)
+    if isinstance(w, Int8):
+        y = project(x, w.w, dims)
+        y *= widen(w.scale.astype(x.dtype), y.ndim)
+        return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
     w = constrain(w.astype(x.dtype), dims)
     rows, outer = x.shape[: x.ndim - inner], w.shape[inner:]
     size = math.prod(w.shape[:inner])

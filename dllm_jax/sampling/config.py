@@ -91,6 +91,9 @@ class SamplerConfig:
     page: int = 32  # positions of a cache page, rounded up to whole blocks
     pages: int = 0  # of one device's rows; 0: as many as all of them can use
     prefill: int = 512  # prompt tokens of one forward, on each device
+    # Layers' weights are rounded to int8 for sampling: half the bytes that a forward reads
+    # of them, and a log-prob gap (metrics logprob_gap_*). Not with experts. See models/int8.py.
+    int8: bool = False
 
     def __post_init__(self):
         checks.fields(

@@ -62,7 +62,8 @@ class Engine:
     def loop(self):
         """The loop over forwards, as it is compiled for the devices of the mesh."""
         on_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        return advance_on_gpu if on_gpu else advance
+        # Of products by cuBLAS none converts int8 as it reads it.
+        return advance_on_gpu if on_gpu and not self.cfg.int8 else advance
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.
