@@ -81,6 +81,8 @@ and for who wants to know how it is fast, or what surrounds it:
     sampling/pages.py            pages of keys that rows share
     sampling/rows.py             the engine on the device: rows, and what the host changes
     sampling/forwards.py         a forward of them, of prompts or of blocks, and the loop
+    sampling/canvases.py         the same where keys are not final: of canvases or of blocks
+    sampling/shards.py           what both share: windows of rows, dealt out by shard
     sampling/scheduler.py        the engine on the host: who gets a row and which pages
     sampling/engine.py           the engine between them: turns, answers as they end
     models/acting.py             the weights that sample, and where they lie
