@@ -39,6 +39,11 @@ def check_gap(cfg):
             f"rl.trusted_gap: what the sampler recorded is of noise.kind='trace', not "
             f"{cfg.noise.kind!r}; set it to 0"
         )
+    if cfg.rl.trusted_gap > 0 and cfg.sampler.int8:
+        raise ValueError(
+            f"rl.trusted_gap={cfg.rl.trusted_gap}: sampler.int8=True records log-probs of "
+            "other weights than those that learn; set it to 0"
+        )
 
 
 def check_value(cfg):

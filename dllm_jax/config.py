@@ -413,6 +413,7 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
         "nothing recorded the probability of steps": cfg.objective.likelihood
         == "selection",
         "rl.value='head' is scored with them": cfg.rl.value == "head",
+        "weights are rounded for sampling (int8)": sampler.int8,
         f"weights are rounded for sampling ({model.dtype})": model.dtype != "float32",
         "temperature, top_k or top_p change what is drawn from": filters,
         f"sampler.cache={sampler.cache!r} has stale keys": stale,

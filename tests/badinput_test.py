@@ -270,6 +270,7 @@ TOGETHER = """
     method=dpo spg and dpo train evidence bounds
     rl.trusted_gap=0.1,rl.value=head rl.trusted_gap=0.1
     rl.trusted_gap=0.1,noise.kind=ar rl.trusted_gap
+    rl.trusted_gap=0.1,sampler.int8=true set it to 0
     batch.tokens=1 set it to 52 or more
     batch.tokens=48 set it to 52 or more
     sampler.block=8,batch.tokens=1 set it to 56 or more

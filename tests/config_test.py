@@ -333,6 +333,7 @@ def test_the_block_is_the_checkpoints_own_unless_told(told, block, steps, tmp_pa
         ({"noise__kind": "bernoulli", "rl__value": "none"}, "block", "not the trace"),
         ({"rl__value": "head"}, "block", "rl.value='head'"),
         ({"model__dtype": "bfloat16"}, "block", "rounded for sampling (bfloat16)"),
+        ({"sampler__int8": True}, "block", "rounded for sampling (int8)"),
         ({"sampler__temperature": 0.9}, "block", "temperature"),
         ({"sampler__top_k": 5}, "block", "top_k"),
         ({"sampler__top_p": 0.9}, "block", "top_p"),

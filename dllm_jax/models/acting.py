@@ -11,6 +11,8 @@ computation, to where sampling wants them:
 *   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
     them. There a scan copies a layer's weights out of the stack before it multiplies by
     them. A TPU reads them where they are, and so does a GPU by `forwards.advance_on_gpu`.
+*   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
+    a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
 
 import dataclasses
@@ -20,13 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from dllm_jax.models import lora, transformer
+from dllm_jax.models import int8, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
 from dllm_jax.models.vision import soft
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
-APART = ("cpu",)  # platforms on which each layer's weights are arrays of their own
+# Platforms on which each layer's weights are arrays of their own.
+APART = ("cpu",)
+APART_INT8 = ("cpu", "gpu")
 
 
 # ---- Where they lie ------------------------------------------------------------------
@@ -70,13 +74,18 @@ def specs(model: ModelConfig) -> Params:
     return {name: spec for name, spec in tree.items() if name not in soft.PARAMETERS}
 
 
-def abstract(model: ModelConfig, mesh: Mesh) -> Params:
-    """Returns the weights that sample on a mesh, as shapes with shardings."""
+def abstract(model: ModelConfig, mesh: Mesh, *, in_int8: bool = False) -> Params:
+    """Returns the weights that sample on a mesh, as shapes with shardings.
 
-    def struct(spec):
+    in_int8: sampler.int8. Raises ValueError for a model that cannot be.
+    """
+
+    def struct(spec, dtype=model.dtype):
+        if int8.is_int8(spec):
+            return int8.Int8(struct(spec.w, jnp.int8), struct(spec.scale))
         shape = transformer.shape(spec, model)
         place = named(spec.dims, shape, ACT, mesh)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=place)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
 
     def without_first(spec):
         return dataclasses.replace(spec, dims=spec.dims[1:])
@@ -84,13 +93,15 @@ def abstract(model: ModelConfig, mesh: Mesh) -> Params:
     tree = specs(model)
     if model.soft:  # made anew for each table of images
         tree["soft"] = transformer.Spec("MD")
-    if mesh.devices.flat[0].platform not in APART:
-        return jax.tree.map(struct, tree)
-    for name, letter in (("first", "Y"), ("layers", "L")):
-        if name in tree:
-            layer = jax.tree.map(without_first, tree[name])
-            tree[name] = (layer,) * model.sizes[letter]
-    return jax.tree.map(struct, tree)
+    if in_int8:
+        int8.check(model)
+        tree = int8.specs(tree)
+    if mesh.devices.flat[0].platform in (APART_INT8 if in_int8 else APART):
+        for name, letter in (("first", "Y"), ("layers", "L")):
+            if name in tree:
+                layer = jax.tree.map(without_first, tree[name])
+                tree[name] = (layer,) * model.sizes[letter]
+    return jax.tree.map(struct, tree, is_leaf=int8.is_int8)
 
 
 # ---- How they get there --------------------------------------------------------------
@@ -130,7 +141,8 @@ def walked(params: Params, like: Params, get) -> Params:
 
     But for the rows of images, which are no weights.
 
-    x: that of `params`; number: which of the stack x is meant, or None for all of x.
+    x: that of `params`; number: which of the stack x is meant, or None for all of x. An
+    Int8 is one leaf.
     """
     out = {}
     for name, places in like.items():
@@ -138,7 +150,7 @@ def walked(params: Params, like: Params, get) -> Params:
             continue
         if isinstance(places, tuple):
             stack, tree = jax.tree.flatten(params[name])
-            columns = zip(*map(jax.tree.leaves, places), strict=True)
+            columns = zip(*map(tree.flatten_up_to, places), strict=True)
             columns = [
                 [get(x, number, place) for number, place in enumerate(column)]
                 for x, column in zip(stack, columns, strict=True)
@@ -153,6 +165,8 @@ def walked(params: Params, like: Params, get) -> Params:
 
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
+    if int8.is_int8(place):
+        return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
 
@@ -163,6 +177,8 @@ def copied(x, number, place):
     """
     if is_there(x, number, place):
         return x
+    if int8.is_int8(place):
+        return int8.quantizer(place)(x, number)
     if number is None:
         return whole_copier(place.dtype, place.sharding)(x)
     return layer_copier(place.dtype, place.sharding)(x, number)

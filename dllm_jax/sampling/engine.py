@@ -1,4 +1,4 @@
-"""The engine: continuous batching over fixed rows and a paged cache.
+"""The engine: continuous batching over fixed rows, and a paged cache where there is one.
 
 Requests wait in a queue, are admitted to rows as these come free, and leave with their
 answers. Who gets which row and which pages is for `scheduler.py` to say; `forwards.py`
@@ -62,7 +62,8 @@ class Engine:
     def loop(self):
         """The loop over forwards, as it is compiled for the devices of the mesh."""
         on_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        return advance_on_gpu if on_gpu else advance
+        # Of products by cuBLAS none converts int8 as it reads it.
+        return advance_on_gpu if on_gpu and not self.cfg.int8 else advance
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.
@@ -228,7 +229,8 @@ class Engine:
         for request in ended:
             if request.running:
                 answer = answers[request]
-                self.tainted = self.tainted or bool(answer.bad)
+                in_pages = bool(answer.bad) and self.page_count > 0
+                self.tainted = self.tainted or in_pages
                 self.scheduler.end(request)
                 yield request, answer
 

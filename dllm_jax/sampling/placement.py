@@ -104,7 +104,7 @@ def filled(path, placement: Placement, *, model: ModelConfig, mesh):
 def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
     """Returns the Placement on exactly this mesh."""
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-    return Placement(answerer, acting.abstract(model, mesh), "")
+    return Placement(answerer, acting.abstract(model, mesh, in_int8=cfg.int8), "")
 
 
 def bytes_of(placement: Placement, beside: int, limit: int) -> float:

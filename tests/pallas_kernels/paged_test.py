@@ -83,6 +83,25 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+def test_few_rows_share_the_chip_out():
+    """132 processors; parts of a tile (here 16 positions) and more; never none."""
+    parts_of = gpu_paged_attention.parts_of
+    assert [parts_of(16, 16 * tiles) for tiles in (0, 1, 5, 99)] == [1, 1, 5, 8]
+    assert [parts_of(blocks, 999) for blocks in (8, 66, 67, 512)] == [16, 2, 1, 1]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_however_many_blocks_share_a_rows_pages(monkeypatch, parts, capfd):
+    q, pages, *at, k, v = case(4, 3, 4, 2, 64)
+    monkeypatch.setattr(gpu_paged_attention, "BLOCKS", 8 * parts)
+    want = SPECIFIED(q, pages, *at, k, v)
+    found = pallas_kernels.paged_attention(
+        q, spoiled(pages, *at), *at, k, v, implementation="gpu", interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert "RACE" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     "implementation, W, N, K, H",
     [("tpu", 4, 8, 2, 128), ("gpu", 4, 8, 2, 64), ("gpu", 33, 2, 1, 64)],

@@ -5,7 +5,12 @@ each, and another copies the keys, first the window's own, then the row's pages,
 of which makes a tile of `attention`. Pages at or beyond `start` are never touched. Where the
 window has fewer keys than queries only the last queries see them.
 
-Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of one tile.
+Where rows and key heads are too few to occupy the chip, several blocks share a row's pages
+out (Flash-Decoding's split of the keys): each gives the attention of its part and the log of
+its sum, and `joined` weighs the parts by these. The first of them has the window's own keys.
+
+Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of one tile,
+s parts of a row's pages, p parts of all rows.
 """
 
 import jax
@@ -17,6 +22,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dllm_jax.pallas_kernels import tiles
 from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
+
+BLOCKS = 132  # that run at once: one on each processor of an H100 or H200
+
+
+def parts_of(blocks: int, positions: int) -> int:
+    """Returns how many blocks share a row's pages out, where there are `blocks` without.
+
+    positions: of the longest row; no part is of less than a tile of them.
+    """
+    return max(min(BLOCKS // blocks, -(-positions // TILE)), 1)
 
 
 def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
@@ -35,6 +50,8 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     queries = q_BKfH.shape[2]
     wgs = 1 if queries <= ROWS else 2
+    tiles_of_queries = -(-queries // (wgs * ROWS))
+    parts = parts_of(B * K * tiles_of_queries, table_BA.shape[1] * O)
     own = k_BQKH.shape[1]
     blind = (W - own) * (N // K)  # queries that see none of the window's keys
     window_tile = -(-own // ROWS) * ROWS
@@ -46,7 +63,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         q_ref,
         window,
         pools,
-        out_ref,
+        out_refs,
         q_smem,
         window_smem,
         pages_smem,
@@ -56,17 +73,22 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         free,
     ):
         layer_ref, table_ref, start_ref = scalars
-        b, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
+        p, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
+        b, part = lax.div(p, jnp.int32(parts)), lax.rem(p, jnp.int32(parts))
         start = start_ref[b]
-        steps = lax.div(start + (TILE - 1), jnp.int32(TILE))
+        tiles_held = lax.div(start + (TILE - 1), jnp.int32(TILE))
+        begin, end = (
+            lax.div(tiles_held * (part + x), jnp.int32(parts)) for x in (0, 1)
+        )
+        steps = end - begin
 
         @pl.when(wg < wgs)
         def _():
             if wgs == 2:
                 plgpu.set_max_registers(232, action="increase")
-            place = (b, h, pl.ds((i * wgs + wg) * ROWS, ROWS))
+            rows = pl.ds((i * wgs + wg) * ROWS, ROWS)
             q_rH = q_smem.at[wg]
-            plgpu.copy_gmem_to_smem(q_ref.at[place], q_rH, q_arrived.at[wg])
+            plgpu.copy_gmem_to_smem(q_ref.at[b, h, rows], q_rH, q_arrived.at[wg])
             plgpu.barrier_wait(q_arrived.at[wg])
 
             def fold(carry, kv, seen, blind=0):
@@ -84,17 +106,21 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             def compute(n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
                 plgpu.barrier_wait(ready.at[slot])
-                carry = fold(carry, [x.at[slot] for x in pages_smem], start - n * TILE)
+                seen = start - (begin + n) * TILE
+                carry = fold(carry, [x.at[slot] for x in pages_smem], seen)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
             plgpu.barrier_wait(window_arrived)
-            carry = fold(attention.forward_start(H), window_smem, own, blind)
+            seen = own if parts == 1 else jnp.where(part == 0, own, 0)
+            carry = fold(attention.forward_start(H), window_smem, seen, blind)
             carry = lax.fori_loop(0, steps, compute, carry)
-            out_rH, _ = attention.forward_end(carry)
+            out_rH, lse_r = attention.forward_end(carry)
+            if parts > 1:
+                out_refs[1][p, h, rows] = lse_r
             q_rH[...] = out_rH.astype(q_rH.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_rH, out_ref.at[place])
+            plgpu.copy_smem_to_gmem(q_rH, out_refs[0].at[p, h, rows])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
@@ -111,7 +137,8 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             def fetch(n, slot):
                 for c in range(TILE // O):
                     # Past the last page it is copied again: finite, and hidden.
-                    page = table_ref[b, jnp.minimum(n * (TILE // O) + c, last)]
+                    nth = (begin + n) * (TILE // O) + c
+                    page = table_ref[b, jnp.minimum(nth, last)]
                     for pool, buffer in zip(pools, pages_smem, strict=True):
                         plgpu.copy_gmem_to_smem(
                             pool.at[layer_ref[0], page, :, h],
@@ -131,11 +158,15 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS),
     ]
+    out_type = [jax.ShapeDtypeStruct((B * parts, *q_BKfH.shape[1:]), dtype)]
+    if parts > 1:
+        sums = B * parts, K, tiles_of_queries * wgs * ROWS
+        out_type.append(jax.ShapeDtypeStruct(sums, jnp.float32))
     kernel = attention.run(
         body,
         dtype,
-        jax.ShapeDtypeStruct(q_BKfH.shape, dtype),
-        {"head": K, "tile": pl.cdiv(queries, wgs * ROWS), "row": B},
+        out_type,
+        {"head": K, "tile": tiles_of_queries, "row": B * parts},
         scratch,
         "paged_attention",
         interpret=interpret,
@@ -143,6 +174,20 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     )
     start_B = jnp.minimum(start_B, table_BA.shape[1] * O)  # as many as there are pages
     scalars = jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B
-    out_BKfH = kernel(scalars, q_BKfH, window, tuple(pages))
-    out_BKWGH = out_BKfH[:, :, :queries].reshape(B, K, W, N // K, H)
+    out_pKfH, *lse_pKf = kernel(scalars, q_BKfH, window, tuple(pages))
+    out_pKfH = out_pKfH[:, :, :queries]
+    out_BKfH = (
+        joined(out_pKfH, lse_pKf[0][..., :queries], parts) if lse_pKf else out_pKfH
+    )
+    out_BKWGH = out_BKfH.reshape(B, K, W, N // K, H)
     return jnp.swapaxes(out_BKWGH, 1, 2).reshape(q_BWNH.shape)
+
+
+def joined(out_pKfH, lse_pKf, parts: int):
+    """Returns the attention [B, K, f, H] of rows from that of their `parts`, each one's lse."""
+    lse_BsKf = lse_pKf.reshape(-1, parts, *lse_pKf.shape[1:])
+    # -NEVER says that a query sees nothing of a part. Of none: the parts are zeros then.
+    lse_BsKf = jnp.where(lse_BsKf >= -attention.NEVER / 2, attention.NEVER, lse_BsKf)
+    weight_BsKf = jax.nn.softmax(lse_BsKf, axis=1)
+    out_BsKfH = out_pKfH.reshape(-1, parts, *out_pKfH.shape[1:]).astype(jnp.float32)
+    return jnp.sum(weight_BsKf[..., None] * out_BsKfH, axis=1).astype(out_pKfH.dtype)
