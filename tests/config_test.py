@@ -146,7 +146,6 @@ def test_an_unknown_key_in_a_file_is_named_with_the_nearest():
         ("--config.sampler.treshold=0.5", "sampler.threshold"),
         ("-config.model.pth=x", "model.path"),
         ("--noconfig.data.shufle", "data.shuffle"),
-        ("--config.rl=8", "rl."),
     ],
 )
 def test_an_unknown_flag_is_named_with_the_nearest(arg, nearest):
