@@ -6,6 +6,8 @@ Random weights and a forced rate of unmasking, so that speed does not depend on 
 weights say: a step takes the first masked position and every other one that drew an
 even token, about 2.2 steps for a block of 4. Prompts and limits are ragged, with three
 times as many requests as rows (--waves); neighbours of a --group have the same prompt.
+With a --cache of full attention both look at whole canvases, each row of the engine when
+its own block begins (`engine_canvases` in all), a batch when that of all rows does.
 Both ways answer the same requests and must give the same ids; they alternate, the
 median is told, compilation excluded. On an accelerator that is in `chips.CHIPS` the
 share of the roofline is told too: the time that one forward after the other would need
@@ -34,7 +36,8 @@ from benchmarks.shapes import RELEASED
 from dllm_jax import command_line, pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import denoise, engine, state
+from dllm_jax.models.mask import FAR
+from dllm_jax.sampling import denoise, engine, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy, sequential
@@ -116,9 +119,22 @@ def in_batches(params, prompts, new, key, *, model: ModelConfig, cfg: SamplerCon
         trace = jax.device_get(trace)
         for row, i in enumerate(index_B):
             answers[int(i)] = answer(state.answer(trace, row))
-        forwards += int(trace.forwards_B.max())
+        waits = policy.choose(cfg, model.attention).stale
+        forwards += together(trace, cfg.block) if waits else trace.forwards_B.max()
         steps += int(trace.steps_B.sum())
-    return answers, Work(forwards, 0, steps)
+    return answers, Work(int(forwards), 0, steps)
+
+
+def together(trace, block: int) -> int:
+    """Returns the forwards of a batch whose rows wait for each other at every block."""
+    place_BT = np.arange(trace.step_BT.shape[1])[None] - trace.prompt_len_B[:, None]
+    step_BT = np.where(trace.step_BT == FAR, 0, trace.step_BT)
+    last_JB = [
+        np.where(place_BT // block == number, step_BT, 0).max(axis=1)
+        for number in range(-1, step_BT.shape[1] // block + 1)
+    ]
+    steps_JB = np.diff(np.maximum.accumulate(last_JB), axis=0)
+    return int(steps_JB.max(axis=1).sum())
 
 
 def clocks():
@@ -165,7 +181,7 @@ def answer(row) -> list[int]:
 def roofline(model: ModelConfig, params, context: int, work: Work):
     """Returns the least seconds of some work on this chip, or None if it is unknown."""
     chip = report.chip()
-    if chip is None:
+    if chip is None or model.attention == "full":  # of canvases it knows nothing
         return None
     layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
     head = model.d_model * model.vocab  # an embedding is looked up, not read
@@ -186,6 +202,7 @@ def sampler(rows: int, args, model: ModelConfig) -> SamplerConfig:
         max_new=args.new,
         rows=rows,
         prefill=args.prefill,
+        cache=args.cache,
     )
 
 
@@ -235,6 +252,8 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> dict:
     }
     for name in ways:
         row[f"{name}_forwards"] = answers[name][1].forwards
+        if model.attention == "full":
+            row["cache"], row["engine_canvases"] = args.cache, work.clean
         row[f"{name}_tokens_per_second"] = round(tokens / seconds[name], 1)
     if "batches" in ways:
         row["speedup"] = round(seconds["batches"] / seconds["engine"], 2)
@@ -263,6 +282,13 @@ def main():
     parser.add_argument(
         "--dtype", default=None, help="default: bfloat16, on CPU float32"
     )
+    parser.add_argument(
+        "--cache",
+        default="auto",
+        choices=("auto", *policy.POLICIES),
+        help="none, prefix and dual: full attention",
+    )
+    parser.add_argument("--block", type=int, default=4)
     kinds = pallas_kernels.CHOICES
     parser.add_argument(
         "--kernels", default="auto", choices=kinds, help="model.kernels"
@@ -272,7 +298,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dtype = args.dtype or report.dtype()
-    model = dataclasses.replace(SHAPES[args.model], dtype=dtype, kernels=args.kernels)
+    full = args.cache in ("none", "prefix", "dual")
+    model = dataclasses.replace(
+        SHAPES[args.model],
+        dtype=dtype,
+        kernels=args.kernels,
+        block=args.block,
+        attention="full" if full else "block",
+    )
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),

@@ -1,7 +1,7 @@
 r"""The paper's claims (TraceRL, arXiv 2509.06949) in miniature: docs/paper.md, cell by cell.
 
     python -m benchmarks.paper --missing          what is not in docs/paper.jsonl yet
-    python -m benchmarks.paper --task sudoku --method tracerl --seed 0
+    python -m benchmarks.paper --task sudoku5 --method tracerl --seed 0
     python -m benchmarks.paper --page             docs/paper.md anew, nothing is run
 
 A cell is a task, a method and a seed: one `python -m dllm_jax.train` of a bundled model, some
@@ -22,6 +22,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import textwrap
 import zlib
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE, PAGE = ROOT / "docs" / "paper.jsonl", ROOT / "docs" / "paper.md"
+PICTURE = ROOT / "docs" / "images" / "paper.png"
 SEEDS = (0, 1, 2, 3, 4, 5)
 FEWEST = 3  # seeds below which nothing is said of a claim
 # Student's t of 95 %, two-sided, by degrees of freedom.
@@ -47,12 +49,29 @@ class Task(NamedTuple):
     # and where every step unmasks one token.
     draws: int
     static_draws: int
+    half: float  # the learning rate of the row that learns at half of it
     keys: tuple[str, ...]
+    # Every answer takes as many forwards: nothing is said of them, and no row has others.
+    even: bool = False
+
+    @property
+    def methods(self) -> list[str]:
+        """The keys of METHODS that are tried on it."""
+        return [name for name in METHODS if not (self.even and "static" in name)]
 
 
 TASKS = {
+    "sudoku5": Task(
+        *("sudoku", "sudoku", 5, 20, 1e-4),
+        (
+            *("sampler.strategy=static", "sampler.steps_per_block=5"),
+            *("policy_optim.lr=2e-4", "rl.steps=48", "eval.every=16"),
+            *("eval.problems=256", "eval.answers=4"),
+        ),
+        even=True,
+    ),
     "sudoku": Task(
-        *("sudoku", "sudoku", 4, 20),
+        *("sudoku", "sudoku", 4, 20, 5e-5),
         ("rl.steps=40", "eval.every=10", "eval.problems=256"),
     ),
 }
@@ -89,6 +108,10 @@ METHODS = {
             *("rl.reward={reward}:0,benchmarks.paper:one", "rl.advantage=none"),
             *("rl.max_solved=1.0", *SELECTION),
         ),
+    ),
+    "random_slow": (
+        *("the same random masks, half the rate", "random_masking"),
+        ("noise.draws={draws}", "policy_optim.lr={half}"),
     ),
     "random_twice": ("random masks, drawn twice", "random_masking", ("noise.draws=2",)),
     "shrink": ("TraceRL, two steps in one", "tracerl", ("noise.shrink=2",)),
@@ -207,10 +230,10 @@ def digits(x) -> float:
 def cells() -> list[Cell]:
     """Returns all cells in the order in which they are run."""
     return [
-        Cell(task, method, seed)
+        Cell(name, method, seed)
         for seed in SEEDS
-        for task in TASKS
-        for method in METHODS
+        for name, task in TASKS.items()
+        for method in task.methods
     ]
 
 
@@ -330,6 +353,7 @@ AXES = {
 # (What is said, the method that should be higher, the other, over which axis.)
 CLAIMS = (
     ("TraceRL learns more than random masks", "tracerl", "random", "training_tokens"),
+    ("... which learn at half the rate", "tracerl", "random_slow", "training_tokens"),
     ("... from as many steps of as many answers", "tracerl", "random", "steps"),
     ("... and than masks drawn twice", "tracerl", "random_twice", "steps"),
     (
@@ -426,10 +450,12 @@ def claims(known: dict, task: str) -> list[str]:
     """Returns the table of claims, and what the cells say of each."""
     lines = ["| claim | difference | seeds | |", "|---|---|---|---|"]
     for said, first, second, axis in CLAIMS:
+        if first not in TASKS[task].methods:
+            continue
         found = compared(known, task, first, second, axis)
         how = f"{said}, {AXES[axis]}"
         lines.append(f"| {how} | {found} | {found.seeds} | {verdict(found)} |")
-    for said, first, second in FASTER:
+    for said, first, second in () if TASKS[task].even else FASTER:
         found = saved(known, task, first, second)
         lines.append(f"| {said} | {found} | {found.seeds} | {verdict(found)} |")
     return lines
@@ -438,11 +464,11 @@ def claims(known: dict, task: str) -> list[str]:
 def missing(known: dict) -> list[str]:
     """Returns a list of the cells that are not in the file."""
     lines = []
-    for task in TASKS:
-        for method in METHODS:
-            seeds = [s for s in SEEDS if Cell(task, method, s) not in known]
+    for name, task in TASKS.items():
+        for method in task.methods:
+            seeds = [s for s in SEEDS if Cell(name, method, s) not in known]
             if seeds:
-                lines.append(f"* {task}, {method}: seeds {', '.join(map(str, seeds))}")
+                lines.append(f"* {name}, {method}: seeds {', '.join(map(str, seeds))}")
     return lines or ["* none"]
 
 
@@ -475,6 +501,78 @@ def write_page(known: dict) -> None:
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     PAGE.write_text(text)
+
+
+# ---- The picture -------------------------------------------------------------------------
+
+ACROSS = 4  # panels side by side
+COLORS = "#2563a8", "#d9662b"  # TraceRL's, and that of what it is compared with
+GRID = 60  # points of a curve's band
+
+
+def band(rows: list[dict], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (x, mean, half): a method's accuracy over an axis, with its 95 % interval.
+
+    Between evaluations the curve of a seed is straight; up to where the first seed ends.
+    """
+    x = np.linspace(0, min(row[axis][-1] for row in rows), GRID)
+    curves = np.stack([np.interp(x, row[axis], row["accuracy"]) for row in rows])
+    points = [interval(column) for column in curves.T]
+    return x, np.array([p.mean for p in points]), np.array([p.half for p in points])
+
+
+def draw(known: dict, task: str, path: pathlib.Path) -> None:
+    """Draws each method's held-out accuracy beside TraceRL's, over training tokens.
+
+    Methods of fewer than `FEWEST` seeds have no panel; without any nothing is written.
+    """
+    import matplotlib as mpl  # slow to import, and only wanted here
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from dllm_jax.curves import STYLE
+
+    found = {method: of_method(known, task, method) for method in METHODS}
+    found = {x: rows for x, rows in found.items() if len(rows) >= FEWEST}
+    first = found.pop("tracerl", None)
+    if not found or first is None:
+        return
+    across = min(ACROSS, len(found))
+    down = -(-len(found) // across)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            *(down, across),
+            figsize=(2.8 * across, 2.4 * down),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for panel in axes.flat[len(found) :]:
+            panel.axis("off")
+        for panel, (method, rows) in zip(axes.flat, found.items(), strict=False):
+            for told, color in zip((first, rows), COLORS, strict=True):
+                x, mean_, half = band(told, "training_tokens")
+                panel.plot(x / 1000, mean_, color=color)
+                panel.fill_between(
+                    x / 1000, mean_ - half, mean_ + half, color=color, alpha=0.18, lw=0
+                )
+            title = textwrap.fill(METHODS[method][0], 28)
+            panel.set_title(title, color=COLORS[1])
+            panel.set_xlabel("training tokens, thousands")
+        low, high = axes[0, 0].get_ylim()  # of three seeds, a band may leave [0, 1]
+        axes[0, 0].set_ylim(max(low, 0), min(high, 1))
+        for line in axes:
+            line[0].set_ylabel("held-out accuracy")
+        axes[0, 0].legend(axes[0, 0].lines[:1], [METHODS["tracerl"][0]])
+        figure.savefig(path, dpi=90)
+        plt.close(figure)
+
+
+def show(known: dict) -> None:
+    """Writes the page and its picture, which is of the first task."""
+    write_page(known)
+    draw(known, next(iter(TASKS)), PICTURE)
 
 
 def different(old: dict, new: dict) -> list[str]:
@@ -515,7 +613,7 @@ def main():
     if args.list or args.page:
         print("\n".join(cell.name for cell in asked) if args.list else PAGE)
         if args.page:
-            write_page(known)
+            show(known)
         return
     for cell in asked[: args.most or None]:
         row = run(cell, args.folder)
@@ -525,8 +623,8 @@ def main():
             continue
         with FILE.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        known[cell] = row
-        write_page(known)
+        known = load()  # another process may have added to it
+        show(known)
 
 
 if __name__ == "__main__":

@@ -335,8 +335,8 @@ def judge(value, key, raw) -> Row:
         leaves |= {"reward.judge.at": "http://localhost:8000/v1"}
         leaves |= {"reward.judge.model": value, "reward.judge.tokens": 10_000}
         why = (
-            "the judge is served, reward.judge.at is its URL; it reads question, gold and "
-            "answer, and is not shown the image. It is asked the same in other words"
+            "the judge is served, reward.judge.at is its URL; it is shown the image, and "
+            "asked the same in other words"
         )
         return Row(leaves=leaves, why=why, same=False)
     why = (

@@ -16,12 +16,14 @@ a reward model, behind any endpoint of OpenAI's chat completions:
 
 Presets: arithmetic (default), reward, judge; for released models dLLM-RL's process rewards,
 whose judge and data are yours: sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, and, as the
-same judge serves any family, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b.
+same judge serves any family, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b; and of
+answers about images, by a judge who is shown them, llada-v-8b and mmada-8b-images.
 
 Result to expect: see docs/rewards.md; the presets of released models are unrun.
 """
 
 from configs import released, tracerl
+from configs.dllm_rl import THINK
 from dllm_jax import config
 
 
@@ -66,6 +68,31 @@ def process(recipe):
     return change
 
 
+def about_images(c):
+    """What its two files with a judge of answers about images have in common."""
+    c.reward.update(split="tokens", chunk=64, tail=c.sampler.block)
+    c.reward.judge.update(at="http://localhost:8000/v1", tokens=10_000)
+    c.rl.update(outcome=0.0, prompts=32, group=8, truncated="graded")
+
+
+def lladav(c):
+    """LLaDA-V's answers of 192 tokens, in chunks that a judge who sees the image grades."""
+    tracerl.lladav(c)
+    about_images(c)
+    c.sampler.update(max_new=192, threshold=0.9)
+    c.noise.shrink = 16
+    c.rl.update(steps=160, updates=8)
+
+
+def mmada(c):
+    """MMaDA's of 128 tokens, which begin with their reasons."""
+    tracerl.mmada(c)
+    c.data.template = THINK
+    c.sampler.update(block=32, steps_per_block=32)
+    about_images(c)
+    c.rl.update(steps=40, updates=1)
+
+
 PRESETS = {
     "arithmetic": arithmetic,
     "reward": reward,
@@ -76,6 +103,7 @@ PRESETS = {
         dream=process(tracerl.dream),
         llada=process(tracerl.llada),
     ),
+    **released.looking("rlhf", lladav=lladav, mmada=mmada),
 }
 
 

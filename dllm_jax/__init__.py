@@ -81,6 +81,8 @@ and for who wants to know how it is fast, or what surrounds it:
     sampling/pages.py            pages of keys that rows share
     sampling/rows.py             the engine on the device: rows, and what the host changes
     sampling/forwards.py         a forward of them, of prompts or of blocks, and the loop
+    sampling/canvases.py         the same where keys are not final: of canvases or of blocks
+    sampling/shards.py           what both share: windows of rows, dealt out by shard
     sampling/scheduler.py        the engine on the host: who gets a row and which pages
     sampling/engine.py           the engine between them: turns, answers as they end
     models/acting.py             the weights that sample, and where they lie
@@ -117,6 +119,7 @@ and for who wants to know how it is fast, or what surrounds it:
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/puzzles.py        puzzles judged by their rules
+    rl/rewards/ocr.py            drawings judged by the words that can be read in them
     rl/ridge.py                  a critic that reads what the sampler recorded
     rl/curriculum.py             which problems are asked next
     rl/best.py                   the best evaluation, which stays

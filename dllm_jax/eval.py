@@ -75,7 +75,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
     for line in (*config.too_long(cfg.sampler.slots, model), *checked):
         say(line)
-    grader = grader_of(cfg, tok)
+    grader = grader_of(cfg, tok, looks=model.looks)
     asked = asked_of(cfg, model, tok, say, grader)
     for setting in settings:
         check_same(setting.sink, asked)
@@ -111,10 +111,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     return told if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 
 
-def grader_of(cfg: config.Config, tok) -> rewards.Grader:
+def grader_of(cfg: config.Config, tok, *, looks: bool) -> rewards.Grader:
     """Returns what grades answers; nobody learns from chunks here: their judge is not asked."""
     whole = dataclasses.replace(cfg.reward, split="none")
-    return rewards.grader(cfg.rl.reward, whole, tok, cfg.sampler.answers)
+    return rewards.grader(cfg.rl.reward, whole, tok, cfg.sampler.answers, looks=looks)
 
 
 def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool):

@@ -21,9 +21,9 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # At most: 0.2 GB as bytes of three colours. A photograph of a telephone has 12 to 50
 # million; a larger one would be shrunk a hundredfold before a model sees it.
 PIXELS, SIDE = 2**26, 2**16
-# Of a picture that people look at, in a record or on a page: pixels a side at most, and the
-# bytes above which it is a JPEG.
-LOOKED_AT, AS_PNG = 256, 2**15
+# Of a picture that people look at, in a record or on a page, and of one that a judge is shown:
+# pixels a side at most; and the bytes above which it is a JPEG.
+LOOKED_AT, JUDGED, AS_PNG = 256, 1024, 2**15
 SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -113,6 +113,17 @@ def mark(rgb: np.ndarray) -> str:
     return digest.hexdigest()[:32]
 
 
+def marked(file: str, known: str) -> np.ndarray:
+    """Returns the pixels of a file that was read before, `read` without a root.
+
+    known: their mark. Raises ValueError where they are not the same any more.
+    """
+    rgb = read(file)
+    if mark(rgb) != known:
+        raise ValueError(f"{named(file)} has changed since it was read")
+    return rgb
+
+
 def tiles(rgb: np.ndarray, canvas: tuple[int, int], side: int) -> np.ndarray:
     """Returns an image as tiles [1 + tiles of the canvas, 3, side, side], uint8.
 
@@ -139,14 +150,14 @@ def normalized(pixels: np.ndarray) -> np.ndarray:
     return (pixels.astype(np.float32) * np.float32(1 / 255) - 0.5) / 0.5
 
 
-def embedded(rgb: np.ndarray) -> str:
-    """Returns an image [height, width, 3], uint8, as a data URI, shrunk to LOOKED_AT a side.
+def embedded(rgb: np.ndarray, side: int = LOOKED_AT) -> str:
+    """Returns an image [height, width, 3], uint8, as a data URI, shrunk to so many a side.
 
     It is a PNG where that is small, as of drawings, and else a JPEG: at most 0.3 million
-    characters.
+    characters of LOOKED_AT, and 3 million of JUDGED.
     """
     image = Image.fromarray(rgb)
-    image.thumbnail((LOOKED_AT, LOOKED_AT))
+    image.thumbnail((side, side))
     for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": 85})):
         packed = io.BytesIO()
         image.save(packed, format=kind, **options)

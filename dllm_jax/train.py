@@ -97,7 +97,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     # ---- What it learns from, and what it is evaluated on ----------------------------
     samples = method.samples or bool(cfg.data.heldout)
     judged = cfg.sampler.answers if samples else "text"
-    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, judged)
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, judged, looks=model.looks)
     for line in grader.begin() if samples else ():
         say(line)
     tools = sources.Tools(

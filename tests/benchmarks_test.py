@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks import (
     report,
     unbiased,
 )
+from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
 
 CALLS = {
@@ -52,6 +54,19 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
         assert not [key for line in lines for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
+
+
+def test_rows_of_a_batch_wait_for_each_other_at_every_block():
+    trace = types.SimpleNamespace(
+        step_BT=np.array(
+            [
+                [0, 1, 2, 3, 3, FAR],  # two steps, one, and none: it has ended
+                [0, 0, 1, 1, 4, 2],  # one step, then three
+            ]
+        ),
+        prompt_len_B=np.array([1, 2]),
+    )
+    assert decode.together(trace, 2) == 2 + 3
 
 
 def test_two_checkouts_are_compared_line_by_line():

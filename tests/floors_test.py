@@ -86,11 +86,14 @@ def test_the_package_imports_neither_torch_nor_what_stands_around_it():
 # statistics, cards, sweeps, published sets and lm-eval; 760 for the likelihood of steps and
 # methods of answers; 730 for a critic of the trace and RL's levers; 270 for rewards of tokens;
 # 800 for images in prompts and images as answers; 100 for what holds these together; 60 for
-# what graders take of a device, 80 for images' tables, marks and pages' pictures.
-CORE, FILE = 15_140, 500
+# what graders take of a device, 80 for images' tables, marks and pages' pictures; 400 for
+# full attention on the engine; 140 for int8 weights and the head's scattered gradient; 230 for
+# larger blocks, the record that a critic sees, further samplers and references that move.
+CORE, FILE = 15_920, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
-# and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise.
-REWARDS = 2_940  # a jail, a judge, seven formats
+# and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
+# 80 for judges who are shown images, and 60 for words read in drawings.
+REWARDS = 3_080  # a jail, a judge, seven formats
 LOOKED_AT = 700
 VISION = 1_150  # what images become: a tower's features, and codes
 PAGES = "viewer", "trace", "report"  # what people look at

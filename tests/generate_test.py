@@ -376,7 +376,7 @@ def test_a_prompt_is_shown_while_it_unmasks(
 ):
     (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
     told = json.loads((model / "config.json").read_text())
-    if cache != "block":  # which goes through the engine
+    if cache != "block":
         told["attention_pattern"] = "full"
     (tmp_path / "config.json").write_text(json.dumps(told))
     make.tokenizer().save_pretrained(tmp_path)

@@ -127,6 +127,20 @@ def test_every_cell_is_of_its_configuration_and_the_page_is_the_file():
         assert f"<!-- {name}: begin -->\n{table}\n<!-- {name}: end -->" in page
 
 
+def test_the_picture_has_a_panel_for_each_method_of_enough_seeds(tmp_path):
+    steep = [row("tracerl", s, [0.5, 0.6, 0.7 + s / 10], [0, 1, 2]) for s in range(3)]
+    flat = [row("random", s, [0.5, 0.5, 0.5], [0, 1, 4]) for s in range(3)]
+    x, mean, half = paper.band(steep, "training_tokens")
+    assert (x[0], x[-1]) == (0, 2) and mean[-1] == pytest.approx(0.8)
+    # Of 0.7, 0.8 and 0.9 the deviation is 0.1, and Student's t of two degrees is 4.303.
+    assert half[-1] == pytest.approx(4.303 * 0.1 / 3**0.5) and half[0] == 0
+    file = tmp_path / "paper.png"
+    paper.draw(known(*steep, *flat[:2]), "sudoku", file)
+    assert not file.exists()  # two seeds are too few
+    paper.draw(known(*steep, *flat), "sudoku", file)
+    assert file.stat().st_size > 5_000
+
+
 def test_a_coin_is_the_same_for_the_same_step():
     class Trace:
         tokens_BT = np.arange(4000).reshape(400, 10)

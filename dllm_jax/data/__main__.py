@@ -72,11 +72,11 @@ def main():
         file, count = sets.get(name, values.sha256)
         reward = sets.known_set(name).reward
     print(f"{count} records: --config.data.heldout={file}")
-    print(f"to train on them: --config.data.train={file}")
     if reward:
         print(f"graded by: --config.rl.reward={reward}")
-    if reward in ("math", "choice", "short"):  # presets may name dLLM-RL's field
-        print("where a preset says otherwise: --config.data.answer=answer")
+    # For people: presets of released models name the field as dLLM-RL's own files do.
+    answer = " --config.data.answer=answer" if reward == "math" else ""
+    print(f"to train on them: --config.data.train={file}{answer}", file=sys.stderr)
 
 
 if __name__ == "__main__":

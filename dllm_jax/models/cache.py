@@ -8,6 +8,8 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask, ranged
 from dllm_jax.sharding import constrain
 
+PAGED = 64  # positions of a window, at most, for which kernels of pages have room
+
 
 @flax.struct.dataclass
 class KVCache:
@@ -79,10 +81,14 @@ class Window:
     table_BA: jax.Array  # position s is in page table[s // O] of its own device
     start_B: jax.Array  # the window's first position
     keep_BJ: jax.Array  # whether a block's keys are written: its tokens are known
-    # Of a part of a prompt: its keys are the positions of the row's pages, and it sees
-    # nothing else.
+    # Of a part of a prompt, or a wide window: its keys are the positions of the row's pages,
+    # and it sees nothing else.
     mask: Mask | None = None
     pairs: Pairs | None = None  # of windows that may be two of one row
+    # Of a canvas: its keys are its own positions, and it sees nothing else.
+    own: Mask | None = None
+    # Of a window that is kept, and sees the positions before `end`: see `within`.
+    end_B: jax.Array | None = None
 
 
 def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
@@ -98,6 +104,46 @@ def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:
         keep_BJ=pos_BW[:, ::Q] < end_B[:, None],
         mask=ranged(q_end_BW, slots_BS),
     )
+
+
+def canvas(table_BA, own: Mask, end_B, cache: PagedKVCache) -> Window:
+    """Returns the Window of canvases, of whole pages; own: who sees whom in them.
+
+    The pages that hold their positions before `end` are kept.
+    """
+    begin_J = jnp.arange(0, own.k_pos_BS.shape[1], cache.k_LPOKH.shape[2])
+    return Window(
+        table_BA=table_BA,
+        start_B=jnp.zeros_like(end_B),
+        keep_BJ=begin_J[None] < end_B[:, None],
+        own=own,
+    )
+
+
+def within(table_BA, pos_BW, end_B, keep_BJ, cache: PagedKVCache) -> Window:
+    """Returns the Window of positions `pos`, which follow each other, of rows' canvases.
+
+    Each sees the positions before `end` in its row's pages: its own, which are kept before,
+    those before it and maybe others behind it.
+    """
+    seen = Window(table_BA=table_BA, start_B=pos_BW[:, 0], keep_BJ=keep_BJ)
+    if pos_BW.shape[1] <= PAGED:
+        return seen.replace(end_B=end_B)
+    slots = table_BA.shape[1] * cache.k_LPOKH.shape[2]
+    slots_BS = jnp.broadcast_to(jnp.arange(slots)[None], (len(end_B), slots))
+    q_end_BW = jnp.broadcast_to(end_B[:, None], pos_BW.shape)
+    return seen.replace(mask=ranged(q_end_BW, slots_BS))
+
+
+def cut(end_B, width: int):
+    """Returns (start_B, pos_BW): the positions before `end` as those before `start`, and W.
+
+    Attention does not ask for the order of keys, nor how often they are given if that is
+    equally often: where there are fewer than W, these go round.
+    """
+    start_B = jnp.mod(-width, end_B)
+    pos_BW = start_B[:, None] + jnp.arange(width)[None]
+    return start_B, jnp.mod(pos_BW, end_B[:, None])
 
 
 def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:

@@ -131,6 +131,11 @@ class ModelConfig:
         return self.tiles * (self.vision.patches + self.vision.across)
 
     @property
+    def looks(self) -> bool:
+        """Whether prompts may hold images, as soft tokens or as codes."""
+        return bool(self.soft or self.codebook)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Dimension letter of a parameter -> size; see `layer_numbers` for L and Y."""
         return {

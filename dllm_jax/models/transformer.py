@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache, Window
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window, cut
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
@@ -294,7 +294,8 @@ def trunk(
                   It is only read, and returned is the same as without: keeping the fresh
                   keys is the caller's decision, and not keeping them is how a denoising
                   step is undone.
-    PagedKVCache  pages. The Window says what is kept; returned is the whole pool.
+    PagedKVCache  pages. The Window says what is kept, and whether they are seen; returned
+                  is the whole pool.
 
     unroll: the layers are compiled one after the other, and not as a loop.
 
@@ -306,11 +307,9 @@ def trunk(
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
-        if cache is None:
-            mask = pallas_kernels.planned(
-                mask, cfg.head_dim, implementation=cfg.kernels
-            )
         real_BT = (mask.q_end_BT > mask.q_begin_BT) | (mask.q_group_BT >= 0)
+    if paged or cache is None:
+        mask = planned(mask, cfg)
 
     def layer(carry, inputs):
         (x_BTD, pages), (p, number) = carry, inputs
@@ -337,6 +336,16 @@ def trunk(
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     return x_BTD, PagedKVCache(*pages) if paged else KVCache(*fresh), load
+
+
+def planned(mask: Mask | Window, cfg: ModelConfig):
+    """Returns the mask with what kernels have to know of it, once for all layers.
+
+    That is where the keys are the queries' own: of a Window, if it is a canvas.
+    """
+    if not isinstance(mask, Window):
+        return pallas_kernels.planned(mask, cfg.head_dim, implementation=cfg.kernels)
+    return mask if mask.own is None else mask.replace(own=planned(mask.own, cfg))
 
 
 def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
@@ -458,38 +467,55 @@ def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelC
     B, J = window.keep_BJ.shape
     Q = x_BWD.shape[1] // J
     start_BJ = window.start_B[:, None] + Q * jnp.arange(J)[None]
+    # Of a row's pages the two that a block can touch: a table for each block of a canvas
+    # would be more than a TPU's scalars may take.
+    page_BJ2 = (start_BJ // pages[0].shape[2])[..., None] + jnp.arange(2)[None, None]
+    page_BJ2 = jnp.minimum(page_BJ2, window.table_BA.shape[1] - 1)
+    table_BJ2 = jnp.take_along_axis(window.table_BA[:, None], page_BJ2, axis=2)
     # The pages are written before they are read: where a block and the next one of the
     # same answer are two windows of this batch, the next one sees the block's kept keys.
     # Block by block: the last may end in a page where the answer goes on.
     pages = pallas_kernels.cache_update(
         pages,
         number,
-        jnp.repeat(window.table_BA, J, axis=0),
-        start_BJ.reshape(-1),
+        table_BJ2.reshape(B * J, 2),
+        (start_BJ % pages[0].shape[2]).reshape(-1),
         window.keep_BJ.reshape(-1),
         *(x.reshape(B * J, Q, *x.shape[2:]) for x in (k_BWKH, v_BWKH)),
         implementation=cfg.kernels,
     )
-    held, how = (q_BWNH, pages, number), {"implementation": cfg.kernels}
-    if window.mask is not None:
-        out_BWNH = pallas_kernels.chunk_attention(
-            *held, window.table_BA, window.mask, **how
-        )
-    elif window.pairs is None:
-        out_BWNH = pallas_kernels.paged_attention(
-            *held, window.table_BA, window.start_B, k_BWKH, v_BWKH, **how
-        )
-    else:
-        by_row = window.pairs
-        out_BWNH = pallas_kernels.paired_attention(
-            *(*held, by_row.table_BA, by_row.start_B, k_BWKH, v_BWKH),
-            *(by_row.window_B2, by_row.place_R),
-            **how,
-        )
+    out_BWNH = attend_window(
+        (q_BWNH, k_BWKH, v_BWKH), window, pages, number, implementation=cfg.kernels
+    )
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.
     out_BWNH, pages = jax.lax.optimization_barrier((out_BWNH, pages))
     return add_attention(x_BWD, p, out_BWNH), pages
+
+
+def attend_window(fresh, window: Window, pages, number, **how):
+    """Returns the attention of windows over pages that are written: [B, W, N, H].
+
+    fresh: the windows' own (q_BWNH, k_BWKH, v_BWKH). how: implementation.
+    """
+    (q_BWNH, *own), table_BA = fresh, window.table_BA
+    held = q_BWNH, pages, number
+    if window.own is not None:
+        return pallas_kernels.attention(*fresh, window.own, **how)
+    if window.mask is not None:
+        return pallas_kernels.chunk_attention(*held, table_BA, window.mask, **how)
+    if window.pairs is not None:
+        by_row = window.pairs
+        return pallas_kernels.paired_attention(
+            *(*held, by_row.table_BA, by_row.start_B, *own),
+            *(by_row.window_B2, by_row.place_R),
+            **how,
+        )
+    start_B = window.start_B
+    if window.end_B is not None:
+        start_B, pos_BW = cut(window.end_B, q_BWNH.shape[1])
+        own = pallas_kernels.cached_at(pages, number, table_BA, pos_BW)
+    return pallas_kernels.paged_attention(*held, table_BA, start_B, *own, **how)
 
 
 def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):

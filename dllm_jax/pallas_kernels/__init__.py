@@ -18,6 +18,7 @@ module is named like an op, since the package's attribute of that name is the fu
 from dllm_jax.pallas_kernels.attend import (
     attention,
     cache_update,
+    cached_at,
     chunk_attention,
     paged_attention,
     paired_attention,
@@ -33,6 +34,7 @@ __all__ = [
     "Rule",
     "attention",
     "cache_update",
+    "cached_at",
     "chunk_attention",
     "grouped_matmul",
     "paged_attention",

@@ -225,6 +225,19 @@ def chunk_attention(
     return held_pages.over_held(run, needed, table_BA, q_BWNH, pages, layer, mask)
 
 
+def cached_at(pages, layer, table_BA, pos_BW):
+    """Returns what pages hold of some positions of rows: see `reference.cached_at`.
+
+    On a mesh, rows and pages are split alike.
+    """
+    _, K = head_letters(pages[0].shape[3], pages[0].shape[3])
+    pool_dims, k_dims = f"LPO{K}H", f"BW{K}H"
+    dims_in, dims_out = ((pool_dims, pool_dims), "", "BA", "BW"), (k_dims, k_dims)
+    return sharding.per_device(
+        reference.cached_at, dims_in, dims_out, pages, layer, table_BA, pos_BW
+    )
+
+
 def cache_update(
     pages,
     layer,

@@ -95,6 +95,16 @@ def gathered(pages, layer, table_BA):
     )
 
 
+def cached_at(pages, layer, table_BA, pos_BW):
+    """Returns the keys and values of rows' positions in their pages: [B, W, K, H] each.
+
+    pages, layer, table_BA: as of `paged_attention`.
+    """
+    O = pages[0].shape[2]
+    page_BW = jnp.take_along_axis(table_BA, pos_BW // O, axis=1, mode="clip")
+    return tuple(x_LPOKH[layer, page_BW, pos_BW % O] for x_LPOKH in pages)
+
+
 def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
     """Returns `pages` with the windows' keys and values at `start`, in rows where `keep`.
 

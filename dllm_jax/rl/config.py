@@ -416,6 +416,8 @@ class JudgeConfig:
     seconds: float = 120.0  # an endpoint's: for a question, each time that it is asked
     tries: int = 4  # an endpoint's: how often a question is asked that gets no answer
     parallel: int = 16  # an endpoint's: questions at once
+    # An endpoint's: it is shown the images that a question is about. False: it reads texts.
+    images: bool = True
 
     def __post_init__(self):
         checks.fields(
@@ -436,6 +438,12 @@ class JudgeConfig:
                 raise checks.Refused("at", f": {error}") from None
         elif self.key:
             raise checks.Refused("key", ": only an endpoint, a URL, has a key")
+        elif self.at and not self.images:
+            raise checks.Refused(
+                "images",
+                "=False: of an endpoint, a URL; a checkpoint without a vision tower or codes "
+                "of images is shown none, and a function looks at them or does not",
+            )
         if self.key and not re.fullmatch("[A-Z][A-Z0-9_]*", self.key):
             raise checks.Refused(  # it may be the key itself, which is not to be told
                 "key", ": the NAME of an environment variable that holds the key"

@@ -1,16 +1,16 @@
 """Prompts in, answers out: the front door of sampling.
 
-An *answerer* is what answers the prompts of a run: `Engine` where keys are final once
-their block is (continuous batching over pages), `Batches` where they are not (families
-with full attention). Every answerer has these two methods, and its callers know no
-others:
+An *answerer* is what answers the prompts of a run: `Engine` (continuous batching), or
+`Batches` where an answer is guided or something stands behind it, as in drawings. Every
+answerer has these two methods, and its callers know no others:
 
     stream(params, prompts, key, *, temperature, watch=None, stop=None)
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
         caller reports it. watch: called with (i, first position of its present block,
         its Answer so far) after every forward, for those who show an answer as it
-        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
+        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards (of
+        the engine's those that are of canvases alone do not count),
         and equally often in every process; once it says so no more answers come, and
         the last to come are those that have ended.
     lower(params)
@@ -39,10 +39,16 @@ from dllm_jax.sampling.state import Answer, SamplingState, Trace
 
 
 def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
-    """Returns the answerer that serves the model's attention."""
-    if policy.choose(cfg, model.attention).final:
-        return Engine(model=model, cfg=cfg, mesh=mesh)
-    return Batches(model=model, cfg=cfg, mesh=mesh)
+    """Returns the answerer that serves what the config asks for.
+
+    Guidance, for which every row has a second canvas, and what stands behind an answer are
+    of whole batches: drawn answers have one length and end together. Raises ValueError as
+    `policy.choose` does.
+    """
+    policy.choose(cfg, model.attention)
+    if cfg.guidance or cfg.tail:
+        return Batches(model=model, cfg=cfg, mesh=mesh)
+    return Engine(model=model, cfg=cfg, mesh=mesh)
 
 
 class Batches:

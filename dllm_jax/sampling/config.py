@@ -90,7 +90,9 @@ class SamplerConfig:
     rows: int = 64  # canvases sampled together
     page: int = 32  # positions of a cache page, rounded up to whole blocks
     pages: int = 0  # of one device's rows; 0: as many as all of them can use
-    prefill: int = 512  # prompt tokens of one forward, on each device
+    # Prompt tokens of one forward, on each device; with full attention canvases' positions,
+    # or eight times as many where rows begin together.
+    prefill: int = 512
     # Layers' weights are rounded to int8 for sampling: half the bytes that a forward reads
     # of them, and a log-prob gap (metrics logprob_gap_*). Not with experts. See models/int8.py.
     int8: bool = False
@@ -219,6 +221,45 @@ class SamplerConfig:
         longest = -(-self.max_prompt // self.chunk)
         many = min(-(-self.prefill // self.chunk), rows * longest)
         return tuple(sorted({-(-many // 8), many}))
+
+    @property
+    def window(self) -> int:
+        """Positions of a window over keys that are not final.
+
+        `horizon` counts no further than an answer can be long.
+        """
+        return max(min(self.block + self.horizon, self.max_new), self.block)
+
+    def present_counts(self, rows: int) -> tuple[int, ...]:
+        """Returns how many such windows a forward of `rows` rows' blocks may be made for.
+
+        A row has one at most, and none while its canvas answers for its block: so has none
+        of rows that all began a block together.
+        """
+        least = rows // 2 if rows >= 8 else rows
+        return tuple(sorted({0, least, rows}))
+
+    @property
+    def canvas_widths(self) -> tuple[int, ...]:
+        """Positions that a canvas may be run with, whole pages: the least that holds it.
+
+        The longest, and one halfway to the shortest, for short prompts.
+        """
+        longest, shortest = self.max_prompt + self.max_new, self.max_new + 1
+        ends = (longest + shortest) // 2, longest
+        return tuple(
+            sorted({-(-end // self.page_slots) * self.page_slots for end in ends})
+        )
+
+    def canvas_counts(self, rows: int, width: int) -> tuple[int, ...]:
+        """Returns how many canvases of `width` a forward of `rows` rows' may be made for.
+
+        As few as have `prefill` positions, for rows that come to a block one by one; and
+        eight times as many, for those that do together. The greatest is the last.
+        """
+        few = max(self.prefill // width, 1)
+        many = max(8 * self.prefill // width, 1)
+        return tuple(sorted({min(few, rows), min(many, rows)}))
 
     @property
     def page_slots(self) -> int:

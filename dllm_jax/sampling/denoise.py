@@ -51,10 +51,6 @@ def step(
     pos_BW = s.start_B[:, None] + jnp.arange(cfg.block)[None]
     look = LOOKS[cache_policy.canvas]
     s, x_BWD, now_B = look(params, s, pos_BW, cache_policy, model=model, cfg=cfg)
-    must_BW = None
-    if cache_policy.stale:  # no later window answers for what begins a block
-        first_BW = pos_BW < (s.start_B + model.shift)[:, None]
-        must_BW = first_BW & (s.block_steps_B == 0)[:, None]
     s = unmask(
         params,
         s,
@@ -64,7 +60,7 @@ def step(
         model=model,
         cfg=cfg,
         draw=draw,
-        must_BW=must_BW,
+        must_BW=owed(s, pos_BW, cache_policy, model),
     )
     if cache_policy.final:  # the blocks of live rows that did not unmask were committed
         moves_B = s.live_B & ~now_B
@@ -234,6 +230,17 @@ def forward(
 # ---- Unmask, and move ----------------------------------------------------------------
 
 
+def owed(s: SamplingState, pos_BW, cache_policy: CachePolicy, model: ModelConfig):
+    """Returns the positions that are unmasked now whatever the strategy says, or None.
+
+    With a shift and stale keys no later window answers for what begins a block.
+    """
+    if not cache_policy.stale:
+        return None
+    first_BW = pos_BW < (s.start_B + model.shift)[:, None]
+    return first_BW & (s.block_steps_B == 0)[:, None]
+
+
 def unmask(
     params,
     s: SamplingState,
@@ -391,10 +398,8 @@ def start(
         threshold_B=threshold_B,
         entropy_bound_B=entropy_bound_B,
     )
-    # Blocks of full attention are counted from the answer's start: its keys are never
-    # shared, so there is no grid to keep to.
-    whole_B = s.prompt_len_B // cfg.block * cfg.block
-    s = s.replace(start_B=s.prompt_len_B if model.attention == "full" else whole_B)
+    start_B = policy.first_block(s.prompt_len_B, model.attention, cfg.block)
+    s = s.replace(start_B=start_B)
     if cache_policy.final:
         s = prefill(params, s, prompt_BT.shape[1], model=model, cfg=cfg)
     return constrained(s)

@@ -1,4 +1,4 @@
-"""The engine: continuous batching over fixed rows and a paged cache.
+"""The engine: continuous batching over fixed rows, and a paged cache where there is one.
 
 Requests wait in a queue, are admitted to rows as these come free, and leave with their
 answers. Who gets which row and which pages is for `scheduler.py` to say; `forwards.py`
@@ -229,7 +229,8 @@ class Engine:
         for request in ended:
             if request.running:
                 answer = answers[request]
-                self.tainted = self.tainted or bool(answer.bad)
+                in_pages = bool(answer.bad) and self.page_count > 0
+                self.tainted = self.tainted or in_pages
                 self.scheduler.end(request)
                 yield request, answer
 

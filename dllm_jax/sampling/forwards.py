@@ -1,5 +1,8 @@
 """A forward of the engine's rows: of prompts where some are due, else of blocks.
 
+This is of keys that are final once their block is; of others `canvases.py` has the
+programs. The choice among them, and the loop, are here.
+
 A forward of *blocks* runs windows of Q positions: the present block of every row that
 goes on, and beside these the blocks that rows have just filled and whose keys are not in
 the pages yet. Such clean keys are written before anything of the same layer looks, so a
@@ -18,9 +21,8 @@ the pages by then.
 How many windows and chunks there are is known on the device alone, while shapes are
 fixed: there are few programs, each forward by the smallest that holds what is due.
 
-Rows are split over the mesh in *shards*, one for each device of its data and fsdp axes,
-with the pages of that device. The rows of a shard are neighbours; windows and chunks are
-dealt out within it.
+Rows are split over the mesh in shards (`shards.py`); windows and chunks are dealt out
+within one.
 
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 
@@ -36,12 +38,12 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.models import cache as kv
-from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise
+from dllm_jax.sampling import canvases, denoise, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.rows import Rows, constrained
+from dllm_jax.sampling.shards import Ran, by_shard, first, joined, of_rows, run, shown
 from dllm_jax.sampling.state import SamplingState
 from dllm_jax.sharding import constrain
 
@@ -58,15 +60,24 @@ def forward(
     choice within a choice XLA would copy them, all of them, in every forward.
     """
     static = {"shards": shards, "model": model, "cfg": cfg}
-    fits, branches = decoders(params, rows, **static)
-    prefilled = cfg.max_prompt >= 2 * cfg.block  # or none has more than one whole block
-    if prefilled:
+    cache_policy = policy.choose(cfg, model.attention)
+    if cache_policy.final:
+        fits, branches = decoders(params, rows, **static)
         prompts = (blocks_due(rows, cfg.block) > 1).any()
-        which, prefills = prefillers(params, rows, **static)
+        # Or none has more than one whole block.
+        prefilled, fill = cfg.max_prompt >= 2 * cfg.block, prefillers
+    else:
+        fits, branches = canvases.decoders(params, rows, **static)
+        prompts = canvases.due(rows, cfg.block).any()
+        prefilled, fill = True, canvases.programs
+    if prefilled:
+        which, prefills = fill(params, rows, **static)
         fits = jnp.where(prompts, len(branches) + which, fits)
         branches += prefills
     ran = jax.lax.switch(fits, branches, rows)
-    written = (ran.filled_B - rows.filled_B).sum() // cfg.block
+    more_B = ran.filled_B - rows.filled_B
+    final = cache_policy.final
+    written = more_B.sum() // cfg.block if final else (more_B > 0).sum()
     denoised = functools.partial(denoise_blocks, params, model=model, cfg=cfg)
     s = rows.s.replace(cache=None)
     if prefilled:
@@ -77,18 +88,10 @@ def forward(
         s=s.replace(cache=ran.cache),
         filled_B=ran.filled_B,
         last_BD=ran.last_BD,
+        entry_BWD=None if final else ran.x_BWD,
         forwards=rows.forwards + 1,
         clean=rows.clean + written,
     )
-
-
-class Ran(NamedTuple):
-    """What a program leaves: of prompts, x_BWD is zeros."""
-
-    x_BWD: jax.Array  # hidden states that answer for rows' present blocks
-    last_BD: jax.Array
-    filled_B: jax.Array
-    cache: kv.PagedKVCache
 
 
 def blocks_due(rows: Rows, Q: int):
@@ -152,7 +155,10 @@ def denoise_blocks(
     """Returns the state after a forward of blocks; x_BWD: what it says of them."""
     Q, now_B = cfg.block, able(s, room_B, cfg.block)
     pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
-    s = denoise.unmask(params, s, x_BWD, pos_BW, now_B, model=model, cfg=cfg)
+    cache_policy = policy.choose(cfg, model.attention)
+    must_BW = denoise.owed(s, pos_BW, cache_policy, model)
+    static = {"model": model, "cfg": cfg}
+    s = denoise.unmask(params, s, x_BWD, pos_BW, now_B, must_BW=must_BW, **static)
     # A block that is clean now is committed by a window of a later forward.
     clean_B = ~denoise.open_positions(s, pos_BW, model).any(axis=1)
     return denoise.move(s, now_B & s.live_B & clean_B, Q)
@@ -170,21 +176,6 @@ def windows_of(rows: Rows, used_dk, model: ModelConfig, Q: int) -> Windows:
     pos_dwW = start_dw[..., None] + jnp.arange(Q)[None, None]
     shown_dwW = shown(rows.s, row_dw, pos_dwW, model)
     return Windows(row_dw, pos_dwW, shown_dwW, used_dw & full_dw, nth_dk, used_dk)
-
-
-def first(used_dk):
-    """Returns the places in a new order, those used first, and each used one's rank.
-
-    (place_dw, as many as there are; nth_dk, whatever for those that are not used).
-    """
-    end_dk = jnp.cumsum(used_dk, axis=1)
-    unused_dk = end_dk[:, -1:] + jnp.cumsum(~used_dk, axis=1)
-    nth_dk = jnp.where(used_dk, end_dk, unused_dk) - 1
-
-    def inverse(nth_k):
-        return jnp.zeros_like(nth_k).at[nth_k].set(jnp.arange(len(nth_k)))
-
-    return jax.vmap(inverse)(nth_dk), nth_dk
 
 
 def pairs_fit(model: ModelConfig, Q: int) -> bool:
@@ -348,50 +339,6 @@ def deal(due_b, count: int):
     return order_b[rank_c], slot_c - (ends_b - due_b)[rank_c], slot_c < ends_b[-1]
 
 
-# ---- Of both -------------------------------------------------------------------------
-
-
-def shown(s: SamplingState, row_dw, pos_dwW, model: ModelConfig):
-    """Returns the tokens at positions of rows, masked ones masked: [d, w, W]."""
-    shards = len(row_dw)
-    tokens_dwW, step_dwW = (
-        of_positions(by_shard(x_BT, shards), row_dw, pos_dwW)
-        for x_BT in (s.tokens_BT, s.step_BT)
-    )
-    return jnp.where(step_dwW == FAR, model.mask_id, tokens_dwW)
-
-
-def run(params, rows: Rows, shown_dwW, pos_dwW, seen: kv.Window, model):
-    """Returns (hidden states x_dwWD, the PagedKVCache with the keys that are kept)."""
-    x_BWD = transformer.embed(params, joined(shown_dwW), model)
-    x_BWD, cache, _ = transformer.trunk(
-        params, x_BWD, joined(pos_dwW), seen, model, rows.s.cache
-    )
-    return by_shard(x_BWD, len(shown_dwW)), cache
-
-
-def by_shard(x, shards: int):
-    """Returns x, [d * n, ...], as [d, n, ...]: rows of one shard are neighbours."""
-    return x.reshape(shards, -1, *x.shape[1:])
-
-
-def joined(x):
-    """Returns x, [d, n, ...], as [d * n, ...]."""
-    return x.reshape(-1, *x.shape[2:])
-
-
-@jax.vmap
-def of_rows(x, row_w):
-    """Returns what x, [d, b, ...], has for the rows of windows: [d, w, ...]."""
-    return x[row_w]
-
-
-@jax.vmap
-def of_positions(x_bT, row_w, pos_wW):
-    """Returns what x, [d, b, T], has at the positions of windows: [d, w, W]."""
-    return x_bT.at[row_w[:, None], pos_wW].get(mode="clip")
-
-
 # ---- The loop ------------------------------------------------------------------------
 
 
@@ -413,6 +360,7 @@ def advance(
 ) -> Rows:
     """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
 
+    Those of canvases, after which a forward of blocks is sure to come, do not count.
     A row that is out of room waits for the host, which alone can give it pages.
     """
     alive = rows.s.live_B.sum()
@@ -426,8 +374,11 @@ def advance(
 
     def body(carry):
         n, rows = carry
+        count = 1
+        if not policy.choose(cfg, model.attention).final:
+            count -= canvases.due(rows, cfg.block).any()
         rows = forward(params, rows, shards=shards, model=model, cfg=cfg)
-        return n + 1, constrained(rows)
+        return n + count, constrained(rows)
 
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 

@@ -32,7 +32,7 @@ class CachePolicy:
 
     @property
     def final(self) -> bool:
-        """Whether a key that is kept stays right: the engine's pages need that."""
+        """Whether a key that is kept stays right: then rows may share pages of them."""
         return self.canvas == "prefill"
 
     @property
@@ -43,7 +43,7 @@ class CachePolicy:
 
 # `sampler.cache` names a row. `canvas` picks what a step looks at (denoise.LOOKS), so
 # that a row of other facts needs no code, and a canvas of another kind needs a function
-# there. Whatever a policy remembers, a row's first step looks at its whole canvas, and
+# there; the engine asks for the facts (forwards.py, canvases.py). Whatever a policy remembers, a row's first step looks at its whole canvas, and
 # with a model of one layer, whose keys depend on no other token, its answers are those
 # of `none`.
 POLICIES = {
@@ -52,6 +52,15 @@ POLICIES = {
     "prefix": CachePolicy("block", ("full",), ahead=True),
     "dual": CachePolicy("block", ("full",), suffix=True),
 }
+
+
+def first_block(prompt_len, attention: str, Q: int):
+    """Returns the position at which the first block of a prompt's answer begins.
+
+    Blocks of full attention are counted from the answer's start: its keys are never
+    shared, so there is no grid to keep to.
+    """
+    return prompt_len if attention == "full" else prompt_len // Q * Q
 
 
 def choose(cfg, attention: str) -> CachePolicy:

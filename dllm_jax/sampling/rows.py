@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dllm_jax import sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import state
+from dllm_jax.sampling import policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import SamplingState
 
@@ -24,11 +24,17 @@ class Rows:
 
     s: SamplingState  # its cache is a PagedKVCache
     table_BA: jax.Array  # the row's pages, in their order, counted on its shard
-    filled_B: jax.Array  # positions whose keys are in the pages
+    # Positions whose keys are in the pages, where these are final; otherwise where the
+    # block ends for which the row's canvas was run, 0 for none.
+    filled_B: jax.Array
     room_B: jax.Array  # positions that the row's pages hold
     last_BD: jax.Array  # hidden state before the present block, for models with a shift
+    # Hidden states that answer for the present block as the canvas was when last run; None
+    # where keys are final.
+    entry_BWD: jax.Array | None
     forwards: jax.Array  # how many there were
-    clean: jax.Array  # blocks whose keys were written
+    # Blocks whose keys were written; where these are not final, canvases that were run.
+    clean: jax.Array
 
 
 @flax.struct.dataclass
@@ -65,7 +71,8 @@ def empty(changes: Changes, key, *, model, cfg, pages: int) -> Rows:
     changes: nothing; they tell the shapes, and where on the mesh rows are.
     """
     rows = new_rows(changes, key, model=model, cfg=cfg)
-    pool = kv.pool(model, pages, cfg.page_slots)
+    cached = policy.choose(cfg, model.attention).cached
+    pool = kv.pool(model, pages, cfg.page_slots) if cached else None
     return constrained(rows.replace(s=rows.s.replace(cache=pool)))
 
 
@@ -81,22 +88,26 @@ def admit(rows: Rows, changes: Changes, key, *, model, cfg) -> Rows:
             return old
         return jnp.where(changes.here_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    dims = ("LPOKH", "LPOKH")
-    pool = sharding.per_device(
-        copied,
-        (dims, "B", "B"),
-        dims,
-        (rows.s.cache.k_LPOKH, rows.s.cache.v_LPOKH),
-        changes.source_B,
-        changes.target_B,
-    )
+    pool = rows.s.cache
+    if policy.choose(cfg, model.attention).final:  # or no row shares another's pages
+        dims = ("LPOKH", "LPOKH")
+        pool = kv.PagedKVCache(
+            *sharding.per_device(
+                copied,
+                (dims, "B", "B"),
+                dims,
+                (pool.k_LPOKH, pool.v_LPOKH),
+                changes.source_B,
+                changes.target_B,
+            )
+        )
     live_B = rows.s.live_B & ~changes.gone_B
     old = rows.replace(s=rows.s.replace(cache=None, live_B=live_B))
     new = new_rows(changes, key, model=model, cfg=cfg)
     rows = jax.tree.map(merged, old, new)
     return constrained(
         rows.replace(
-            s=rows.s.replace(cache=kv.PagedKVCache(*pool)),
+            s=rows.s.replace(cache=pool),
             table_BA=changes.table_BA,
             room_B=changes.room_B,
         )
@@ -117,12 +128,16 @@ def new_rows(changes: Changes, key, *, model: ModelConfig, cfg: SamplerConfig) -
         threshold_B=changes.threshold_B,
         entropy_bound_B=changes.entropy_bound_B,
     )
+    final = policy.choose(cfg, model.attention).final
+    entry_BWD = jnp.zeros((len(key_B), cfg.block, model.d_model), model.dtype)
+    start_B = policy.first_block(s.prompt_len_B, model.attention, cfg.block)
     return Rows(
-        s=s.replace(start_B=s.prompt_len_B // cfg.block * cfg.block),
+        s=s.replace(start_B=start_B),
         table_BA=changes.table_BA,
         filled_B=changes.filled_B,
         room_B=changes.room_B,
         last_BD=jnp.zeros((len(key_B), model.d_model), model.dtype),
+        entry_BWD=None if final else entry_BWD,
         forwards=jnp.int32(0),
         clean=jnp.int32(0),
     )

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision.prompts import pictures_of
+from dllm_jax.sampling import policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.pages import Pages, page_names
 from dllm_jax.sampling.rows import Changes
@@ -68,13 +70,15 @@ class Scheduler:
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, shards: int):
         """Raises ValueError when the pages cannot hold a single row."""
         self.model, self.cfg = model, cfg
+        self.policy = policy.choose(cfg, model.attention)
         self.rows_per_shard = -(-cfg.rows // shards)
         self.row_count = self.rows_per_shard * shards
-        self.pages_per_row = -(-cfg.slots // cfg.page_slots)
+        self.pages_per_row = self.pages_of(cfg.max_prompt, cfg.slots - cfg.max_prompt)
         enough = self.rows_per_shard * self.pages_per_row
         self.pages_per_shard = cfg.pages or enough
         # There are fewer pages than all rows would fill: a row gets some AHEAD of it.
-        self.overbooked = self.pages_per_shard < enough
+        # Where keys are not final a canvas is run at once, up to its limit.
+        self.overbooked = self.policy.final and self.pages_per_shard < enough
         if self.pages_per_shard < self.pages_per_row:
             raise ValueError(
                 f"sampler.pages={self.pages_per_shard} of {cfg.page_slots} positions "
@@ -95,7 +99,9 @@ class Scheduler:
     def submit(self, prompt: list[int], *, index: int, temperature: float, new: int):
         """Queues a prompt: see `Engine.submit`."""
         self.check(prompt, index, temperature, new)
-        prefix = len(prompt) // self.cfg.block * self.cfg.block
+        prefix = policy.first_block(len(prompt), self.model.attention, self.cfg.block)
+        images = tuple(picture.mark for picture in pictures_of(prompt))
+        shared = prompt[:prefix] if self.policy.final else []  # what others may know
         self.asked.add(index)
         self.queue.append(
             Request(
@@ -104,11 +110,7 @@ class Scheduler:
                 limit=len(prompt) + new,
                 temperature=temperature,
                 prefix=prefix,
-                page_names=page_names(
-                    prompt[:prefix],
-                    self.cfg.page_slots,
-                    tuple(picture.mark for picture in pictures_of(prompt)),
-                ),
+                page_names=page_names(shared, self.cfg.page_slots, images),
             )
         )
 
@@ -125,8 +127,8 @@ class Scheduler:
             needed = f"a prompt's token ids, here {prompt[:9]}...: in 0..{vocab - 1}"
         if needed:
             raise ValueError(f"a request needs {needed}")
-        fits = 0 < len(prompt) <= self.cfg.max_prompt
-        if not fits or len(prompt) + new > self.cfg.slots:
+        most = self.cfg.slots - len(prompt) if self.policy.final else self.cfg.max_new
+        if not 0 < len(prompt) <= self.cfg.max_prompt or new > most:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with an answer of {new} does not "
                 f"fit sampler.max_prompt={self.cfg.max_prompt} and sampler.max_new="
@@ -224,7 +226,8 @@ class Scheduler:
         self.gone.clear()
         for request in self.active:
             changes.table_BA[request.row, : len(request.pages)] = request.pages
-            changes.room_B[request.row] = len(request.pages) * self.cfg.page_slots
+            room = len(request.pages) * self.cfg.page_slots
+            changes.room_B[request.row] = room if self.policy.final else FAR
         return changes
 
     def extend_pages(self) -> tuple[bool, bool]:
@@ -235,6 +238,8 @@ class Scheduler:
         left).
         """
         extended = evicted = False
+        if not self.policy.final:  # they have all
+            return extended, evicted
         for request in list(self.active):
             while request.running:  # an older one may have driven it out
                 pool = self.pool_of(request)
@@ -257,10 +262,21 @@ class Scheduler:
         Enough for all of its answer; if overbooked, for the next AHEAD blocks, since most
         answers end before their limits.
         """
-        Q = self.cfg.block
-        end = -(-request.limit // Q) * Q
-        if self.overbooked:
-            end = min(end, start + AHEAD * Q)
+        size = len(request.prompt)
+        most = self.pages_of(size, request.limit - size)
+        if not self.overbooked:
+            return most
+        ahead = start + AHEAD * self.cfg.block
+        return min(most, -(-ahead // self.cfg.page_slots))
+
+    def pages_of(self, prompt_len: int, new: int) -> int:
+        """Returns how many pages a row with an answer of `new` tokens can come to need."""
+        if not self.policy.cached:
+            return 0
+        Q, limit = self.cfg.block, prompt_len + new
+        end = -(-limit // Q) * Q
+        if not self.policy.final:  # that of its last window
+            end = prompt_len + (-(-new // Q) - 1) * Q + self.cfg.window
         return -(-end // self.cfg.page_slots)
 
     def begin_admission(self) -> Admission:
@@ -273,7 +289,7 @@ class Scheduler:
         prefilling = {
             (self.shard_of(request.row), request.page_names[-1])
             for request in self.active
-            if request.filled < request.prefix
+            if request.page_names and request.filled < request.prefix
         }
         return Admission(self.no_changes(), free, prefilling)
 
@@ -363,7 +379,8 @@ class Scheduler:
                 break
             shared.append(page)
         filled, ragged = len(shared) * size, None
-        if not rerun and 0 < request.prefix - filled < size:
+        shares = request.page_names and not rerun
+        if shares and 0 < request.prefix - filled < size:
             ragged = pool.share(request.page_names[-1])
         # One page or more: the answer's first block lies behind what can be shared.
         due = self.pages_due(request, request.prefix) - len(shared)
@@ -389,7 +406,7 @@ class Scheduler:
         request.filled, request.start = lease.filled, request.prefix
         request.forwards = 0
         self.active.append(request)
-        if request.filled < request.prefix:
+        if request.page_names and request.filled < request.prefix:
             admission.prefilling.add((shard, request.page_names[-1]))
         if lease.source is not None:
             changes.source_B[row] = lease.source

@@ -3,11 +3,14 @@
     python -m examples.scenes.make
     python -m dllm_jax.train --config=configs/sft.py:scenes
     python -m dllm_jax.train --config=configs/tracerl.py:scenes
+    python -m dllm_jax.train --config=configs/sft.py:questions
+    python -m dllm_jax.train --config=configs/tracerl.py:questions
 
 In runs/scenes it leaves blank/, an MMaDA of random weights with a MAGVIT-v2 for mosaics
 inside; pictures/; sft.jsonl, captions with the picture that each asks for, a tenth of them
 without a word, as guidance needs; train.jsonl and heldout.jsonl, captions and what the checker
-is to find: 36 scenes and 12 others. questions.jsonl asks about the pictures of sft.jsonl.
+is to find: 36 scenes and 12 others. questions.jsonl asks two questions about three in four of
+all different pictures, asked.jsonl about the others.
 """
 
 import argparse
@@ -100,15 +103,34 @@ def split(rng: np.random.Generator) -> tuple[list[str], list[str]]:
     return names[HELDOUT:], names[:HELDOUT]
 
 
-def asked(rng: np.random.Generator, scene: scenes.Scene) -> dict:
-    """Returns a question about a picture of a scene, and its answer in one word."""
-    questions = {
+def questions(scene: scenes.Scene) -> list[dict]:
+    """Returns what is asked about a picture of a scene, and the answers in one word."""
+    answers = {
         "what colour": scene.colour,
         "how many": scenes.COUNTS[scene.count - 1],
     }
-    question = str(rng.choice(list(questions)))
-    word = questions[question]
-    return {"question": question, "answer": word, "response": word}
+    return [
+        {"question": question, "answer": word, "response": word}
+        for question, word in answers.items()
+    ]
+
+
+def asked(out: pathlib.Path, rng: np.random.Generator) -> tuple[list[dict], list[dict]]:
+    """Writes all pictures of every scene; returns (questions to learn from, held-out ones).
+
+    One in four of all different pictures is held out, whatever it shows.
+    """
+    sides, known = ([], []), {}
+    for scene in drawer.ALL.values():
+        for rgb in drawer.every(scene):
+            known.setdefault(rgb.tobytes(), (scene, rgb))
+    for number, place in enumerate(rng.permutation(len(known)).tolist()):
+        scene, rgb = list(known.values())[place]
+        file = f"pictures/asked_{number:03}.png"
+        codes.write(out / file, rgb)
+        rows = [one | {"image": file} for one in questions(scene)]
+        sides[number % 4 == 0].extend(rows)
+    return sides
 
 
 def lines(file: pathlib.Path, rows: list[dict]) -> None:
@@ -130,18 +152,20 @@ def main():
     for name, captions in (("train", learned), ("heldout", aside)):
         rows = [{"question": caption, "answer": caption} for caption in captions]
         lines(out / f"{name}.jsonl", rows)
-    examples, questions = [], []
+    examples = []
     for number, caption in enumerate(learned * args.pictures):
         file = f"pictures/{number:05}.png"
         codes.write(out / file, drawer.draw(scenes.ALL[caption], rng))
         said = caption if rng.random() > 0.1 else ""
         examples.append({"question": said, "answer": said, "image": file})
-        questions.append(asked(rng, scenes.ALL[caption]) | {"image": file})
+        rng.integers(2)  # keeps the pictures those that docs/multimodal.md tells of
     lines(out / "sft.jsonl", examples)
-    lines(out / "questions.jsonl", questions)
 
     blank(out / "blank", rng)
     tokenizer.write(out / "blank" / "vq")
+
+    for name, rows in zip(("questions", "asked"), asked(out, rng), strict=True):
+        lines(out / f"{name}.jsonl", rows)
 
 
 if __name__ == "__main__":

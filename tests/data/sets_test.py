@@ -239,6 +239,10 @@ def test_the_command(tmp_path, mirror):
         f"3 records: --config.data.heldout={cached}/aime24.jsonl",
         "graded by: --config.rl.reward=math",
     ]
+    assert done.stderr.strip() == (
+        f"to train on them: --config.data.train={cached}/aime24.jsonl "
+        "--config.data.answer=answer"
+    )
     done = run("get", "sudoku", "--count=5", "--seed=3")
     assert (
         f"5 records: --config.data.heldout={cached}/sudoku-5-seed3.jsonl" in done.stdout

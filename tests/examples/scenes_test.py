@@ -3,11 +3,12 @@
 import numpy as np
 from PIL import ImageColor
 
-from dllm_jax import images
+from configs import tracerl
+from dllm_jax import data, images
 from dllm_jax.models import hf
 from dllm_jax.models.vision import codes, magvit
 from dllm_jax.rl.rewards import scenes
-from examples.scenes import drawer, gallery, tokenizer
+from examples.scenes import drawer, gallery, make, tokenizer
 
 
 def test_the_checker_agrees_with_the_drawer_of_mosaics():
@@ -33,6 +34,27 @@ def test_codes_of_mosaics_lose_nothing(tmp_path):
     made = codes.shown(np.asarray(magvit.decode(params, codes_BN)))
     assert np.abs(made.astype(int) - drawn).max() <= 1
     assert sum(scenes.grade(list(made), list(drawer.ALL))) == 48
+
+
+def test_every_picture_of_a_scene_shows_it_once():
+    rng, counts = np.random.default_rng(2), {1: 8, 2: 18, 3: 12}
+    for caption, scene in drawer.ALL.items():
+        pictures = {rgb.tobytes(): rgb for rgb in drawer.every(scene)}
+        assert len(pictures) == len(drawer.every(scene)) == counts[scene.count]
+        assert all(caption in scenes.seen(rgb) for rgb in pictures.values())
+        assert drawer.draw(scene, rng).tobytes() in pictures
+
+
+def test_questions_about_scenes_are_answered_by_a_word_of_one_token():
+    tok, longest = make.text_tokenizer(), 0
+    for scene in drawer.ALL.values():
+        for one in make.questions(scene):
+            assert one["answer"] in str(scene).split()
+            assert len(tok(one["answer"])["input_ids"]) == 1
+            asked = data.render(tok, [{"role": "user", "content": one["question"]}])
+            longest = max(longest, len(asked))
+    image = drawer.GRID**2 + 3  # its codes, and what stands around them
+    assert image + longest <= tracerl.QUESTIONS["max_prompt"]
 
 
 def test_a_gallery_shows_two_evaluations_one_below_the_other():

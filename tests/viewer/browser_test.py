@@ -289,6 +289,47 @@ def test_the_report_shows_what_happened(opened, run, two, tmp_path):
         assert view.js("return document.querySelectorAll('.canvas').length") == 2
 
 
+def test_the_report_shows_what_was_drawn_and_looked_at(opened, run, tmp_path):
+    """Of both steps a drawing, and an answer about an image file and one that is no such."""
+    captions = ("two red circles on the left", "one blue square on the right")
+    rng = np.random.default_rng(0)
+    drawn, shown = (scenes.draw(scenes.ALL[x], rng) for x in captions)
+    (tmp_path / "data").mkdir()
+    Image.fromarray(shown).save(tmp_path / "data" / "a.png")
+    cfg = json.loads((run / "config.json").read_text())
+    cfg["data"] = {"train": str(tmp_path / "data" / "train.jsonl")}
+    (run / "config.json").write_text(json.dumps(cfg))
+    outside = {"file": str(tmp_path / "</script><b>.png"), "mark": "0", "first_row": 0}
+    there = {
+        "file": str(tmp_path / "data" / "a.png"),
+        "mark": images.mark(shown),
+        "first_row": 0,
+    }
+    first = answer(range(16), question=captions[0], picture=images.embedded(drawn))
+    first |= {"step_map": rounds(4, 2), "prompt_ids": [7]}
+    second = answer(question="What is this?", images=[there, outside], reward=1.0)
+    for step in (1, 40):
+        write(run / "samples" / f"step_{step:06d}.jsonl", [first, second])
+    kinds = "return [...document.querySelectorAll('.canvas')].map(x => x.className)"
+    sizes = (
+        "return [...document.querySelectorAll(arguments[0])].map(x => x.naturalWidth)"
+    )
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        assert view.fits()
+        assert [("grid" in x) for x in view.js(kinds)] == [True, True]
+        assert view.js(sizes, ".done") == [64, 64] and view.js(sizes, ".seen") == []
+        assert captions[0] in view.js("return document.body.textContent")
+        view.js("document.querySelector('.canvas').scrollIntoView({block: 'center'})")
+        view.key("]")
+        assert view.fits()
+        assert [("grid" in x) for x in view.js(kinds)] == [False, False]
+        assert {*view.js(sizes, ".seen")} == {64} and view.js(sizes, ".done") == []
+        told = view.js("return document.querySelector('.asked').textContent")
+        assert "What is this?" in told
+        assert "outside of" in told and "</script><b>.png" in told
+        assert view.js("return document.querySelectorAll('main script').length") == 0
+
+
 def test_two_evaluations_are_compared_in_pairs(opened, tmp_path):
     folders = []
     for name, right in (("a", 1), ("b", 3)):

@@ -53,9 +53,8 @@ class VisionConfig:
     patch: int = 14  # pixels of a patch
     norm_eps: float = 1e-6
     canvases: tuple[tuple[int, int], ...] = ()  # (width, height) that tiles may fill
-    cap: int = (
-        0  # tiles' worth of features at most of an image, beside its base; 0: all
-    )
+    # Tiles' worth of features at most of an image, beside its base; 0: all.
+    cap: int = 0
     dtype: str = "float32"
 
     def __post_init__(self):

@@ -157,9 +157,7 @@ def rows(params, seen: soft.Seen, *, cfg: ModelConfig):
 
 def tiles_of(picture: Picture, model: ModelConfig) -> np.ndarray:
     """Returns the tiles of a picture, pixels in [-1, 1]; raises ValueError if it changed."""
-    rgb, cfg = images.read(picture.file), model.vision
-    if images.mark(rgb) != picture.mark:
-        raise ValueError(f"{images.named(picture.file)} has changed since it was read")
+    rgb, cfg = images.marked(picture.file, picture.mark), model.vision
     canvas = soft.canvas_of(picture.size, cfg)
     return images.normalized(images.tiles(rgb, canvas, cfg.side))
 

@@ -31,6 +31,7 @@ from dllm_jax.rl.rewards import (
     code,
     judge,
     math,
+    ocr,
     process,
     puzzles,
     ranking,
@@ -181,22 +182,26 @@ def compact(pictures, problems, trace) -> Grades:
     return Grades(np.array([scenes.compactness(x) for x in pictures], np.float32))
 
 
-def by_judge(cfg) -> Grader:
+def by_judge(cfg, *, looks: bool) -> Grader:
     """Returns the Grader that asks a judge whether an answer is right.
 
     The reward is the share of its votes that say so, of those that say anything. cfg:
-    rl.config.RewardConfig. Raises ValueError where no judge is named.
+    rl.config.RewardConfig. looks: whether problems may be about images. Raises ValueError
+    where no judge is named.
     """
     if not cfg.judge.at:
         raise ValueError(
             "rl.reward='judge' needs reward.judge.at: a URL, a module:function or a "
             "checkpoint's folder"
         )
-    asked = judge.judge(cfg.judge)
+    asked = judge.judge(cfg.judge, looks=looks)
 
     def grade(texts, problems, trace) -> Grades:
         pairs = zip(texts, problems, strict=True)
-        questions = [judge.Question(p.text, p.answer, text) for text, p in pairs]
+        questions = [
+            judge.Question(p.text, p.answer, text, images=judge.images_of(p))
+            for text, p in pairs
+        ]
         every = [[x for x in votes if x] for votes in asked.votes(questions)]
         shares = [np.mean([x > 0 for x in v]) if v else np.nan for v in every]
         return Grades(np.array(shares, np.float32))
@@ -241,23 +246,29 @@ def anything(problem: Problem) -> None:
     """Lets every problem pass."""
 
 
-PICTURES = ("scene", "jpeg")  # keys of GRADERS that judge images alone
-# name: the Grader that a RewardConfig, and the policy's tokenizer, make of it.
-GRADERS: dict[str, Callable[[object, object], Grader]] = {
-    "math": lambda cfg, tok: by_gold(math),
-    "choice": lambda cfg, tok: by_gold(choice),
-    "short": lambda cfg, tok: by_gold(short),
-    "code": lambda cfg, tok: by_tests(cfg),
-    "judge": lambda cfg, tok: by_judge(cfg),
-    "reward_model": by_model,
-    "countdown": lambda cfg, tok: by_rules("countdown"),
-    "sudoku": lambda cfg, tok: by_rules("sudoku"),
-    "length": lambda cfg, tok: Grader(
+PICTURES = ("scene", "jpeg", "ocr")  # keys of GRADERS that judge images alone
+# name: the Grader that a RewardConfig, the policy's tokenizer and whether its problems may be
+# about images make of it.
+GRADERS: dict[str, Callable[[object, object, bool], Grader]] = {
+    "math": lambda cfg, tok, looks: by_gold(math),
+    "choice": lambda cfg, tok, looks: by_gold(choice),
+    "short": lambda cfg, tok, looks: by_gold(short),
+    "code": lambda cfg, tok, looks: by_tests(cfg),
+    "judge": lambda cfg, tok, looks: by_judge(cfg, looks=looks),
+    "reward_model": lambda cfg, tok, looks: by_model(cfg, tok),
+    "countdown": lambda cfg, tok, looks: by_rules("countdown"),
+    "sudoku": lambda cfg, tok, looks: by_rules("sudoku"),
+    "length": lambda cfg, tok, looks: Grader(
         shortness, anything, gold=False, judges=("text", "image")
     ),
-    "scene": lambda cfg, tok: by_gold(scenes, judges=("image",)),
-    "jpeg": lambda cfg, tok: Grader(compact, anything, gold=False, judges=("image",)),
-    "format": lambda cfg, tok: Grader(form, anything, gold=False),
+    "scene": lambda cfg, tok, looks: by_gold(scenes, judges=("image",)),
+    "ocr": lambda cfg, tok, looks: dataclasses.replace(
+        by_gold(ocr, judges=("image",)), begin=ocr.begin
+    ),
+    "jpeg": lambda cfg, tok, looks: Grader(
+        compact, anything, gold=False, judges=("image",)
+    ),
+    "format": lambda cfg, tok, looks: Grader(form, anything, gold=False),
 }
 
 
@@ -301,14 +312,17 @@ def weight(entry: str, given: list[str]) -> float:
     return number
 
 
-def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
+def grader(
+    spec: str, cfg, tok=None, answers: str = "text", *, looks: bool = False
+) -> Grader:
     """Returns the one Grader that `rl.reward` and `reward.split` say.
 
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
-    split. answers: what they are, SamplerConfig.answers. Raises ValueError for what
-    `weights` refuses, for a function that is not there, and for a judge of something else.
+    split. answers: what they are, SamplerConfig.answers. looks: whether problems may be about
+    images. Raises ValueError for what `weights` refuses, for a function that is not there,
+    and for a judge of something else.
     """
-    outcome = of_outcomes(spec, cfg, tok, answers)
+    outcome = of_outcomes(spec, cfg, tok, answers, looks=looks)
     if answers == "image":  # devices decode pictures: not in a thread beside sampling
         outcome = dataclasses.replace(outcome, aside=False)
     if cfg.split == "none" or tok is None:
@@ -317,7 +331,7 @@ def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
         return dataclasses.replace(
             outcome, steps=process.steps(cfg, outcome.asked, tok)
         )
-    asked = judge.judge(cfg.judge)
+    asked = judge.judge(cfg.judge, looks=looks)
     return dataclasses.replace(
         outcome,
         begin=lambda: [*outcome.begin(), *asked.begin()],
@@ -326,10 +340,12 @@ def grader(spec: str, cfg, tok=None, answers: str = "text") -> Grader:
     )
 
 
-def of_outcomes(spec: str, cfg, tok, answers: str) -> Grader:
+def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool) -> Grader:
     """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
-    made = {x: GRADERS[x](cfg, tok) if x in GRADERS else loaded(x) for x in weighed}
+    made = {
+        x: GRADERS[x](cfg, tok, looks) if x in GRADERS else loaded(x) for x in weighed
+    }
     for name, one in made.items():
         if answers not in one.judges:
             fit = [x for x in GRADERS if x not in PICTURES]

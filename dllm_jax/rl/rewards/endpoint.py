@@ -6,12 +6,16 @@ broken (5xx) or not there is asked again, later each time or when Retry-After sa
 it fails for as many questions on end as are asked at once, the others of a call are not
 asked. Redirects are not followed, and proxies of the environment not used.
 
+A question about images shows them: parts of OpenAI's format before its text, data URIs of at
+most images.JUDGED pixels a side.
+
 The key is read from the environment variable that `reward.judge.key` names, and stands in no
 file, line or error; nor does what an endpoint writes, which might repeat it.
 """
 
 import collections
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -20,6 +24,8 @@ import threading
 import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
+
+from dllm_jax import images
 
 TOP_P = 0.95  # as dLLM-RL samples its judge
 BACKOFF_S = 0.5  # before a question is asked a second time; then twice as long
@@ -61,8 +67,9 @@ class Failed(Exception):
 class Endpoint:
     """Asks many questions, some of them at once. cfg: rl.config.JudgeConfig."""
 
-    def __init__(self, cfg):
-        self.cfg, self.url = cfg, parsed(cfg.at)
+    def __init__(self, cfg, *, looks: bool = False):
+        """looks: whether what is judged may be about images."""
+        self.cfg, self.url, self.looks = cfg, parsed(cfg.at), looks
         self.headers = {"Content-Type": "application/json", "Connection": "close"}
 
     def begin(self) -> list[str]:
@@ -81,24 +88,32 @@ class Endpoint:
             self.headers["Authorization"] = f"Bearer {key}"
             if self.url.scheme == "http" and self.url.hostname not in LOOPBACK:
                 lines = [f"warning: {cfg.at} gets the key unencrypted; https hides it"]
+        if self.looks:
+            is_shown = (
+                "is shown" if cfg.images else "is not shown (reward.judge.images)"
+            )
+            lines.append(f"the judge {is_shown} the images that a question is about")
         return [f"judge: {cfg.at}, {cfg.votes} votes", *lines]
 
-    def answers(self, conversations: list[list[dict]]):
+    def answers(self, conversations: list[list[dict]], files: list[tuple]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).
 
-        Texts are in the order of the questions.
+        files: of each conversation the images that it is about: Question.images. Texts are
+        in the order of the questions.
         """
         reasons, streak = collections.Counter(), Streak(self.cfg.parallel)
 
-        def answer(messages) -> str | None:
+        def answer(messages, seen) -> str | None:
             try:
+                if self.cfg.images:
+                    messages = showing(messages, seen)
                 return self.answer(messages, streak)
             except Failed as failure:
                 reasons[str(failure)] += 1  # one bytecode: threads do not lose a count
                 return None
 
         with ThreadPoolExecutor(self.cfg.parallel) as pool:
-            texts = list(pool.map(answer, conversations))
+            texts = list(pool.map(answer, conversations, files))
         return texts, reasons
 
     def answer(self, messages: list[dict], streak: "Streak") -> str:
@@ -176,6 +191,30 @@ class Endpoint:
         if time.monotonic() >= end:
             raise Failed("too late")
         return response, content
+
+
+def showing(messages: list[dict], files: tuple) -> list[dict]:
+    """Returns a conversation whose last turn begins with images.
+
+    files: of each its path, and the mark of its pixels. Raises Failed.
+    """
+    if not files:
+        return messages
+    try:
+        urls = [packed(file, mark) for file, mark in files]
+    except ValueError:
+        reason = "an image cannot be read, or has changed"
+        raise Failed(reason, again=False) from None
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    *before, last = messages
+    parts.append({"type": "text", "text": last["content"]})
+    return [*before, last | {"content": parts}]
+
+
+@functools.lru_cache(maxsize=64)  # an image is asked about many times on end
+def packed(file: str, mark: str) -> str:
+    """Returns an image file as a data URI; raises ValueError where its pixels are others."""
+    return images.embedded(images.marked(file, mark), images.JUDGED)
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -19,8 +19,10 @@ import traceback
 from collections.abc import Callable, Iterable
 
 from dllm_jax import memory
+from dllm_jax.data import Problem
 from dllm_jax.exits import warn
 from dllm_jax.rl.rewards import endpoint, lent, math
+from dllm_jax.sampling import answers
 
 SYSTEM = (
     "You check solutions of problems. You reason briefly, and end every answer with "
@@ -45,6 +47,7 @@ An answer to it:
 {solution}
 
 Is the answer right and complete? End with \boxed{{1}} if it is and \boxed{{-1}} if it is not."""
+MARK = "<image>"  # where an image stands in a problem
 VOTES = {"1": 1.0, "+1": 1.0, "-1": -1.0, "−1": -1.0}
 
 
@@ -58,6 +61,8 @@ class Question:
     right: bool | None = None  # its outcome; None: it is what the judge is asked
     excerpt: str = ""  # what is there when the chunk ends, and
     part: str = ""  # ... what the chunk adds
+    # Of the images that the problem is about, their files and the marks of their pixels.
+    images: tuple[tuple[str, str], ...] = ()
 
     @property
     def messages(self) -> list[dict]:
@@ -70,10 +75,19 @@ class Question:
             outcome = "correct" if self.right else "incorrect"
             given = dataclasses.asdict(self) | {"outcome": outcome}
             text = STEP.format(**given)
+        if self.images:  # which come first, wherever the problem has their marks
+            text = text.replace(MARK, "")
         return [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": text},
         ]
+
+
+def images_of(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """Returns a problem's images as Question.images; codes without a file are none."""
+    prompt = getattr(problem, "prompt_ids", ())  # a stand-in may have none
+    found = answers.images_of(prompt).get("images", [])
+    return tuple((image["file"], image["mark"]) for image in found)
 
 
 def vote(text: str | None) -> float | None:
@@ -98,17 +112,17 @@ class Judge:
     claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
 
 
-def of_texts(cfg, answers: Callable, begin: Callable, **others) -> Judge:
+def of_texts(cfg, told: Callable, begin: Callable, **others) -> Judge:
     """Returns the Judge of a model. others: further fields of the Judge.
 
-    answers(conversations) returns (a text or None for each, a Counter of the reasons for
-    None).
+    told(conversations, the images of each) returns (a text or None for each, a Counter of
+    the reasons for None).
     """
     said = set()
 
     def votes(questions) -> list[list[float | None]]:
-        conversations = [x.messages for x in questions for _ in range(cfg.votes)]
-        texts, reasons = answers(conversations)
+        asked = [x for x in questions for _ in range(cfg.votes)]
+        texts, reasons = told([x.messages for x in asked], [x.images for x in asked])
         tell(reasons, len(texts), said)
         every = [vote(text) for text in texts]
         return [every[i : i + cfg.votes] for i in range(0, len(every), cfg.votes)]
@@ -187,21 +201,22 @@ def said(key: str, name: str, function: Callable, *arguments):
         ) from error
 
 
-def judge(cfg) -> Judge:
+def judge(cfg, *, looks: bool = False) -> Judge:
     """Returns the Judge that `reward.judge.at` names. cfg: rl.config.JudgeConfig.
 
-    Raises ValueError for a function that is not there.
+    looks: whether what is judged may be about images. Raises ValueError for a function that
+    is not there.
     """
     module, colon, wanted = cfg.at.partition(":")
     if "://" in cfg.at:
-        return at_endpoint(cfg)
+        return at_endpoint(cfg, looks=looks)
     if colon and all(x.isidentifier() for x in (*module.split("."), wanted)):
         return of_function(cfg.at, function("reward.judge.at", cfg.at))
-    lender = lent.Lent(cfg)
+    lender = lent.Lent(cfg, looks=looks)
     return of_texts(cfg, lender.answers, lender.begin, aside=False, claim=lender.claim)
 
 
-def at_endpoint(cfg) -> Judge:
+def at_endpoint(cfg, *, looks: bool) -> Judge:
     """Returns the Judge behind a URL."""
-    asked = endpoint.Endpoint(cfg)
+    asked = endpoint.Endpoint(cfg, looks=looks)
     return of_texts(cfg, asked.answers, asked.begin)

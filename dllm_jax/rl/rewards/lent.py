@@ -3,27 +3,37 @@
 Its weights and pages lie there beside the policy's for the whole run, and the plan of the
 run's memory counts them. They are loaded when it is first asked, which is after the run was
 found to fit. One process alone: each would ask other questions.
+
+Where the checkpoint looks at images itself, a question's are in its prompt as in any other of
+its prompts; where it does not it reads the question's text alone.
 """
 
 import collections
 import dataclasses
+import functools
 import zlib
 
 import jax
 
 from dllm_jax import data, memory
-from dllm_jax.models import families, hf
+from dllm_jax.models import families, hf, transformer
+from dllm_jax.models.vision import codes, look, prompts
 from dllm_jax.rl.rewards.endpoint import TOP_P
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
+
+# Tiles that a question's images have, about: those of 1024 x 768 pixels are seven.
+TILES = 8
 
 
 class Lent:
     """Answers questions with a checkpoint. cfg: rl.config.JudgeConfig."""
 
-    def __init__(self, cfg):
-        self.cfg = cfg
+    def __init__(self, cfg, *, looks: bool = False):
+        """looks: whether questions may be about images."""
+        self.cfg, self.looks = cfg, looks
         self.tok = self.model = self.place = self.answerer = self.params = None
+        self.reader = None  # what makes its prompts with images; None: it does not look
 
     def begin(self) -> list[str]:
         """Reads what the checkpoint is; returns what is to be said of it.
@@ -37,13 +47,16 @@ class Lent:
                 "serve it over HTTP, and name the URL"
             )
         path = hf.find(cfg.at)
-        self.model = dataclasses.replace(
-            families.adapt(hf.read_config(path), attention="", shift=-1, mask_id=-1),
-            dtype="bfloat16",
-        )
+        model = families.adapt(hf.read_config(path), attention="", shift=-1, mask_id=-1)
+        tiles = max(TILES * cfg.rows, 40) if model.vision and self.looks else 0
+        self.model = dataclasses.replace(model, dtype="bfloat16", tiles=tiles)
         hf.check(path, self.model)
         self.tok = data.tokenizer(path)
-        return [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
+        lines = [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
+        if self.looks:
+            self.reader, line = reader(path, self.model, self.tok)
+            lines.append(line)
+        return lines
 
     def claim(self, beside: int, slots: int) -> memory.Claim:
         """Takes its place on the mesh in force; returns what it takes: see Grader.claim."""
@@ -69,6 +82,11 @@ class Lent:
             "judge": memory.array_bytes(self.place.weights),
             "its rows and pages": memory.array_bytes(between_calls),
         }
+        if self.model.soft:
+            mesh = jax.sharding.get_mesh()
+            parts = transformer.abstract(self.model, mesh, "bfloat16", ("vision",))
+            shown = parts["vision"], look.abstract(self.model, mesh)
+            always["its tower and images"] = memory.array_bytes(shown)
         return memory.Claim(always, {"judge": memory.program_bytes(lowered.compile())})
 
     def load(self):
@@ -82,28 +100,67 @@ class Lent:
             mesh=jax.sharding.get_mesh(),
         )
 
-    def answers(self, conversations: list[list[dict]]):
+    def prompt(self, messages: list[dict], files: tuple) -> list[int]:
+        """Returns a question's prompt; [] for an image that cannot be read, or has changed.
+
+        files: of its images the path, and the mark of the pixels.
+        """
+        if self.reader is None or not files:
+            return data.render(self.tok, messages)
+        try:
+            shown = self.reader.of_files([file for file, _ in files], None)
+        except ValueError:
+            return []
+        prompt = data.render(self.tok, messages, shown)
+        seen = answers.images_of(prompt)["images"]
+        same = [image["mark"] for image in seen] == [mark for _, mark in files]
+        return prompt if same else []
+
+    def answers(self, conversations: list[list[dict]], files: list[tuple]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).
 
-        The draws are a function of the questions, so that a run that is resumed goes on as
+        files: of each conversation the images that it is about: Question.images. The draws are a function of the questions, so that a run that is resumed goes on as
         if it had not stopped.
         """
-        prompts = [data.render(self.tok, messages) for messages in conversations]
-        if not prompts:
+        asked = [*map(self.prompt, conversations, files)]
+        if not asked:
             return [], collections.Counter()
         if self.params is None:
             self.load()
         stream = self.answerer.stream(
             self.params,
-            prompts,
-            jax.random.key(zlib.crc32(repr(prompts).encode())),
+            asked,
+            jax.random.key(zlib.crc32(repr(asked).encode())),
             temperature=self.cfg.temperature,
         )
-        trace = answers.collect(stream, len(prompts))
+        trace = answers.collect(stream, len(asked))
         texts = answers.decode(trace, self.tok)
         told = trace.len_B > 0
+        unseen = sum(not prompt for prompt in asked)
         reasons = collections.Counter()
-        if unsaid := int((~told).sum()):
+        if unsaid := int((~told).sum()) - unseen:
             reasons["longer than reward.judge.prompt, or not finite"] = unsaid
+        if unseen:
+            reasons["an image that cannot be read, or has changed"] = unseen
         pairs = zip(texts, told.tolist(), strict=True)
         return [text if ok else None for text, ok in pairs], reasons
+
+
+def reader(path, model, tok):
+    """Returns (what makes a judge's prompts with images, or None; a line that says so).
+
+    path: its folder; model: its ModelConfig; tok: its tokenizer.
+    """
+    told = "the judge is shown the images that a question is about"
+    if model.soft:
+        return prompts.Reader(model), told
+    why = "has no vision tower and no codes of images"
+    if model.codebook:
+        try:
+            made = codes.format_of(
+                path, tok, model.vocab, model.codebook, vq="", size=0
+            )
+            return codes.Reader(functools.cache(lambda: codes.Codec(made))), told
+        except ValueError as error:
+            why = str(error)
+    return None, f"the judge is shown no images, but the question's text: {path} {why}"

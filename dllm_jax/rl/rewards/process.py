@@ -110,6 +110,7 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
                 gold=problem.answer,
                 solution=text,
                 right=bool(right),
+                images=judge.images_of(problem),
                 excerpt=excerpt(chunk_T <= chunk, ids_T, decode),
                 part=excerpt(chunk_T == chunk, ids_T, decode),
             )

@@ -1,8 +1,10 @@
 """Judges: a real server on loopback that is slow, wrong, rate-limited, broken or down."""
 
+import base64
 import collections
 import contextlib
 import http.server
+import io
 import json
 import threading
 import time
@@ -11,13 +13,19 @@ import types
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
-from dllm_jax import data, sharding
+from dllm_jax import data, images, sharding
 from dllm_jax.models import hf
+from dllm_jax.models.vision import codes
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from dllm_jax.rl.rewards import endpoint, judge
+from dllm_jax.rl.rewards import lent as checkpoints
+from dllm_jax.sampling import state
+from tests.models.vision import common, drawers
 from tests.rl import lent
+from tests.rl.rewards.process_test import answer
 
 SECRET = "sk-Very-Secret"
 
@@ -229,6 +237,7 @@ def test_not_more_questions_at_once_than_allowed():
         ({"at": "http://host/v 1"}, "no blanks"),
         ({"at": "http://host/v1", "key": SECRET}, "key: the NAME of an environment"),
         ({"at": "some/folder", "key": "KEY"}, "key: only an endpoint"),
+        ({"at": "some/folder", "images": False}, "images=False: of an endpoint"),
         ({"votes": 0}, "votes=0"),
         ({"seconds": 0.0}, "seconds=0"),
         ({"parallel": 0}, "parallel=0"),
@@ -282,6 +291,105 @@ def test_a_judge_says_what_an_answer_is_worth():
         rewards.grader("judge", RewardConfig())
 
 
+# ---- Questions about images ------------------------------------------------------------
+
+
+def seen(file, *sizes) -> tuple:
+    """Returns the files of pictures of these sizes, with the marks of their pixels."""
+    files = [
+        str(common.picture(file / f"{i}.png", size, seed=i))
+        for i, size in enumerate(sizes)
+    ]
+    return tuple((file, images.mark(images.read(file))) for file in files)
+
+
+def test_an_endpoint_is_shown_the_images(tmp_path, capsys):
+    """Of one answer as a whole, and of its chunks; small, each in its place."""
+    files = seen(tmp_path, (2500, 900), (20, 16))
+    prompt = codes.Prompt([1, 2], files)
+    problem = data.Problem(prompt, "<image>\nWhat is this, and <image>?", "607", {})
+    trace = state.stacked([answer(r"\boxed{607}")])
+    with server(lambda asked, _: asked.complete(r"\boxed{1}")) as (url, asked):
+        cfg = RewardConfig(
+            split="tokens", chunk=100, judge=JudgeConfig(at=url, votes=1)
+        )
+        grader = rewards.grader("judge", cfg, lent.TOK, looks=True)
+        told = [x for x in grader.begin() if "image" in x]
+        assert told == ["the judge is shown the images that a question is about"]
+        assert grader.grade(["607"], [problem], trace).reward_n == [1.0]
+        chunks = grader.steps([r"\boxed{607}"], [problem], trace, np.array([True]))
+        assert chunks.verdict_nT[0, 0] == 1 and len(asked) == 2
+        for _, _, body in asked:
+            *parts, text = body["messages"][1]["content"]
+            assert "What is this" in text["text"] and "<image>" not in text["text"]
+            sizes = []
+            for part in parts:
+                url_of = part["image_url"]["url"]
+                assert part["type"] == "image_url" and len(url_of) < 3e6
+                packed = base64.b64decode(url_of.partition("base64,")[2])
+                sizes.append(Image.open(io.BytesIO(packed)).size)
+            assert sizes == [(1024, 369), (20, 16)]
+        common.picture(tmp_path / "0.png", (8, 8), seed=9)
+        endpoint.packed.cache_clear()
+        assert np.isnan(grader.grade(["607"], [problem], trace).reward_n).all()
+        assert "an image cannot be read, or has changed" in capsys.readouterr().err
+        blind = JudgeConfig(at=url, votes=1, images=False)
+        grader = rewards.grader("judge", RewardConfig(judge=blind), looks=True)
+        assert "the judge is not shown (reward.judge.images)" in grader.begin()[-1]
+        grader.grade(["607"], [problem], trace)
+        assert "What is this" in asked[-1][2]["messages"][1]["content"]
+
+
+def test_a_checkpoint_is_shown_images_as_its_own_prompts_are(tmp_path):
+    files = seen(tmp_path, (20, 16), (9, 30))
+    messages = question(problem="Who?", images=files[:1]).messages
+    shown = "the judge is shown the images that a question is about"
+
+    def lender(folder):
+        made = checkpoints.Lent(JudgeConfig(at=str(folder), rows=2), looks=True)
+        return made, made.begin()[-1]
+
+    coded, line = lender(drawers.folder(tmp_path / "drawer"))
+    assert line == shown
+    prompt = coded.prompt(messages, files[:1])
+    tokens = coded.reader.codec().format.tokens
+    assert prompt[:2] == [tokens.mmu, tokens.soi] and prompt.files == files[:1]
+    assert coded.prompt(messages, files) == []  # it reads one
+    assert coded.prompt(messages, ((files[0][0], "other"),)) == []
+    for folder in (
+        drawers.folder(tmp_path / "no_vq", vq=False),
+        lent.ARITHMETIC / "model",
+    ):
+        blind, line = lender(folder)
+        assert line.startswith("the judge is shown no images, but the question's text")
+        assert blind.prompt(messages, files) == blind.prompt(messages, ())
+
+
+def test_a_checkpoint_that_looks_answers_what_it_sees(tmp_path, capsys):
+    files = seen(tmp_path, (20, 16), (9, 30))
+    cfg = JudgeConfig(
+        at=str(common.folder(tmp_path / "looker")),
+        votes=1,
+        tokens=12,
+        prompt=1000,
+        rows=2,
+        temperature=0.0,
+    )
+    made = checkpoints.Lent(cfg, looks=True)
+    with jax.set_mesh(sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])):
+        assert "is shown the images" in made.begin()[-1]
+        assert made.claim(0, slots=16).always["its tower and images"] > 0
+        asked = [question(problem="Who?", images=(one,)) for one in (*files, files[0])]
+        lost = question(images=((str(tmp_path / "lost.png"), "0"),))
+        asked = [*asked, question(problem="Who?"), lost]
+        texts, reasons = made.answers(
+            [x.messages for x in asked], [x.images for x in asked]
+        )
+    one, other, again, blind, nothing = texts
+    assert one == again and len({one, other, blind}) == 3 and nothing is None
+    assert dict(reasons) == {"an image that cannot be read, or has changed": 1}
+
+
 OWN = """
 def halves(questions):
     return [0.5 if q.right else None for q in questions]
@@ -329,7 +437,7 @@ def test_a_judge_of_answers_and_of_chunks_is_one(monkeypatch, spec):
     """A checkpoint that is named for both is loaded, and counted, once."""
     made = []
 
-    def one(cfg):
+    def one(cfg, *, looks):
         made.append(cfg)
         return judge.Judge(votes=lambda questions: [], begin=lambda: ["one"])
 
