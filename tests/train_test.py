@@ -258,7 +258,7 @@ def test_killed_and_resumed_with_all_that_remembers_is_bit_for_bit(command, tmp_
     assert any(row["explained_variance"] > 0 for row in written[2:])
     assert all(row["entropy_low"] == 1 for row in written[1:])
     # What is rounded to sample is scored with the weights that learn.
-    assert all(1e-4 < row["logprob_gap_max"] < 1 for row in written[1:])
+    assert all(row["logprob_gap_max"] > 1e-4 for row in written[1:])
     assert "scored anew, as weights are rounded for sampling (int8)" in told
     assert all(4 <= row["prompts_asked"] <= 6 for row in written[1:])
     name = "model.safetensors"

@@ -130,8 +130,8 @@ def fused_backward(module, forbidden, interpret, saved, gradients):
 def pulled(module, forbidden, interpret, x_BUD, head_DV, token_BU, columns):
     """Returns (dx_BUD, dhead_DV); columns: see choice.py, `saved`, each [B, U].
 
-    dhead_DV lies as the head's master does, where rows are split: a device is sent the sum
-    of its part alone, half of what the whole would take.
+    dhead_DV lies as the head's master does, where rows are split: a device needs the sum of
+    its part alone. (The compiler for v5p made an all-reduce of the whole of it all the same.)
     """
     (B, _, D), V = x_BUD.shape, head_DV.shape[1]
     scatters = sharding.scattered(B, D)
