@@ -68,9 +68,9 @@ def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, one_width, shape, ro
     assert pages.addressable_shards[0].data.size * 8 == pages.size
 
 
-def test_lock_step_batches_have_the_same_ids_too(tiny):
+def test_rows_without_a_cache_have_the_same_ids_too(tiny):
     model, params = tiny
-    cfg = dataclasses.replace(CFG, cache="none", rows=3)  # 4 of them on a mesh
+    cfg = dataclasses.replace(CFG, cache="none", rows=3)
     found = []
     for shape, rollout in (((1, 1, 1), "auto"), ((2, 2, 2), "model")):
         mesh = mesh_of(*shape)
@@ -78,7 +78,6 @@ def test_lock_step_batches_have_the_same_ids_too(tiny):
             where = placement.place(model=model, cfg=cfg, mesh=mesh, rollout=rollout)
             weights = acting.laid_out(placed(model, params, mesh), where.weights)
             found.append(ids(where, weights))
-    assert where.answerer.cfg.rows == 4
     np.testing.assert_array_equal(*found)
 
 

@@ -362,7 +362,7 @@ for number in (0, 1, 2):
         except OSError: pass
 """,
     # ---- Using up
-    "memory": "x = [bytearray(2**26) for _ in range(100)]\nleak('6 GiB')",
+    "memory": "x = [bytearray(2**24) for _ in range(400)]\nleak('6 GiB')",
     "mapped memory": """
 import mmap
 held = []

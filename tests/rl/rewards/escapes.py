@@ -172,7 +172,7 @@ def main(file: str, user: str) -> None:
     told = {"words": sandbox.available(), "attacks": {}}
     facts = (json.dumps(world.facts) + "\n").encode()
     for name, attack in attacks.ATTACKS.items():
-        result = sandbox.run(attacks.BEFORE + attack, facts, seconds=0.3, memory_mb=256)
+        result = sandbox.run(attacks.BEFORE + attack, facts, seconds=0.3, memory_mb=96)
         leaks = [x for x in result.stdout[:9999].decode().splitlines() if "LEAK" in x]
         told["attacks"][name] = [
             result.status,
