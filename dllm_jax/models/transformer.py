@@ -76,8 +76,9 @@ class Spec:
 def specs(cfg: ModelConfig, heads: tuple[str, ...] = ("lm",)) -> dict:
     """Returns the tree of Specs; `heads` names what the tower ends in: "lm", "value".
 
-    And "record", where it sees the log-probs of its tokens (`with_record`). Keys: embed, norm, layers and, where the model has them, first (dense layers, which
-    come first in a tower with experts or in each group of its layers), head, value, record,
+    With "record" it sees the log-probs of its tokens, too (`with_record`). Keys: embed, norm,
+    layers and, where the model has them, first (dense layers, which come first in a tower
+    with experts or in each group of its layers), head, value, record,
     projector and newline (of images), and vision (their tower), which `heads` must name,
     too. With `cfg.lora` it is the tree of what is trained: `lora.join` adds the frozen
     weights.

@@ -119,8 +119,9 @@ class Lent:
     def answers(self, conversations: list[list[dict]], files: list[tuple]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).
 
-        files: of each conversation the images that it is about: Question.images. The draws are a function of the questions, so that a run that is resumed goes on as
-        if it had not stopped.
+        files: of each conversation the images that it is about: Question.images. The draws
+        are a function of the questions, so that a run that is resumed goes on as if it had
+        not stopped.
         """
         asked = [*map(self.prompt, conversations, files)]
         if not asked:
