@@ -9,8 +9,7 @@ answerer has these two methods, and its callers know no others:
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
         caller reports it. watch: called with (i, first position of its present block,
         its Answer so far) after every forward, for those who show an answer as it
-        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards (of
-        the engine's those that are of canvases alone do not count),
+        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
         and equally often in every process; once it says so no more answers come, and
         the last to come are those that have ended.
     lower(params)

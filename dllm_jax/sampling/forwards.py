@@ -360,7 +360,7 @@ def advance(
 ) -> Rows:
     """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
 
-    Those of canvases, after which a forward of blocks is sure to come, do not count.
+    Who asks for one asks for one that unmasks: those of canvases before it do not count.
     A row that is out of room waits for the host, which alone can give it pages.
     """
     alive = rows.s.live_B.sum()
@@ -376,7 +376,7 @@ def advance(
         n, rows = carry
         count = 1
         if not policy.choose(cfg, model.attention).final:
-            count -= canvases.due(rows, cfg.block).any()
+            count -= (steps == 1) & canvases.due(rows, cfg.block).any()
         rows = forward(params, rows, shards=shards, model=model, cfg=cfg)
         return n + count, constrained(rows)
 
