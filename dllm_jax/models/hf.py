@@ -339,7 +339,9 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     if heads is None:
         names = family_of(cfg).names
         heads = ("lm", "vision")
-        heads += tuple(x for x in ("value", "record") if names.get(x) in tensors.file_of)
+        heads += tuple(
+            x for x in ("value", "record") if names.get(x) in tensors.file_of
+        )
     check_tensors(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params, not_finite, all_zero = {}, [], []
