@@ -78,6 +78,12 @@ def test_the_package_imports_neither_torch_nor_what_stands_around_it():
         assert {(path.name, top) for top in tops & outside} <= doors
 
 
+def test_no_test_imports_another():
+    for path in (pathlib.Path(__file__).parent).rglob("*_test.py"):
+        named = ".".join(imports(ast.parse(path.read_text()))).split(".")
+        assert not [part for part in named if part.endswith("_test")], path
+
+
 # ---- Sizes ---------------------------------------------------------------------------
 
 # In lines of code: raise a figure with a reason, in the commit that needs it.

@@ -1,6 +1,5 @@
 """dLLM-RL's YAML files, written from the facts about them, and what they become."""
 
-import copy
 import sys
 import types
 
@@ -11,21 +10,7 @@ from configs import from_yaml, tracerl
 from dllm_jax import config
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from tests import served
-
-
-def but(base: dict, text: str) -> dict:
-    """Returns nested dictionaries with lines `a.b: value` put in; null takes one out."""
-    out = copy.deepcopy(base)
-    for line in filter(str.strip, text.split("\n")):
-        key, value = line.strip().split(": ", 1)
-        node, (*groups, name) = out, key.split(".")
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[name] = yaml.safe_load(value)
-        if node[name] is None:
-            del node[name]
-    return out
-
+from tests.configs.common import but
 
 BLOCK = """
     {0}.tensor_parallel_size: 1

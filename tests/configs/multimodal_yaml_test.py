@@ -7,7 +7,7 @@ import yaml
 
 from configs import from_yaml
 from dllm_jax import config
-from tests.configs.from_yaml_test import but
+from tests.configs.common import but
 
 SAMPLED = """
     {0}.num_response_per_task: 8

@@ -13,7 +13,7 @@ import yaml
 from configs import eval as evaluations
 from configs import from_yaml, rlhf, sft, tracerl
 from dllm_jax import config
-from tests.configs.from_yaml_test import but
+from tests.configs.common import but
 from tests.models.vision import common, drawers
 
 SAME = """

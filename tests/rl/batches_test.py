@@ -2,42 +2,19 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from dllm_jax import config, sharding
-from dllm_jax.rl import batches, bounds, noise, views
+from dllm_jax import config
+from dllm_jax.rl import batches, bounds, noise
 from dllm_jax.rl.config import (
-    BatchConfig,
     NoiseConfig,
     ObjectiveConfig,
     RLConfig,
 )
-from dllm_jax.rl.layout import Layout
-from tests.rl.common import rollouts
+from tests.rl.common import LAYOUT, one_device, packed, rollouts
 
-LAYOUT = Layout(block=4, longest=12)
 RL = RLConfig(prompts=2, group=4, value="own", updates=2)
-
-
-def mesh():
-    """Returns a mesh of one device."""
-    return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-
-
-def packed(trace, noised, copies=1):
-    """Returns (TrainBatch, Source) of rows of 48 slots."""
-    return views.pack(
-        trace,
-        noised,
-        mask_id=99,
-        layout=LAYOUT,
-        cfg=BatchConfig(rows=2, tokens=48),
-        most=4,
-        aggregate="token",
-        copies=copies,
-    )
 
 
 def made(off, rl=RL, as_sampled=True):
@@ -73,7 +50,7 @@ def made(off, rl=RL, as_sampled=True):
         params={"policy": None, "value": None},
         pack=pack,
         score=score,
-        mesh=mesh(),
+        mesh=one_device(),
     )
     recorded = [
         sources[np.asarray(batch.target_BU).tobytes()][0].gather(logp)
@@ -150,7 +127,7 @@ def test_a_batch_gets_arrays_by_their_names():
     dealt = batches.Deal(row_n, batch, source, source.gather(trace.logp_BT))
     adv_nT = np.arange(8 * T, dtype=np.float32).reshape(8, T)
     fields = {"ret_BU": 1000 + adv_nT, "adv_BU": adv_nT}
-    complete = batches.attached(dealt, fields, mesh())
+    complete = batches.attached(dealt, fields, one_device())
     np.testing.assert_array_equal(
         source.scatter(complete.adv_BU, (2, T))[:, 4:12], adv_nT[row_n, 4:12]
     )
@@ -184,7 +161,7 @@ def test_pairs_get_the_factors_of_what_was_scored():
         noised=noised,
         copies=2,
         pack=pack,
-        mesh=mesh(),
+        mesh=one_device(),
         score=score,
         compare=lambda outputs, share_nT, len_n: bounds.preference_factors(
             outputs["policy"]["logp"],

@@ -12,7 +12,7 @@ from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig
 from dllm_jax.sampling.config import SamplerConfig
-from tests.rl import common, record_test
+from tests.rl import common
 
 MASK = 66
 PLAN = learner.Plan(("nll",), common.OPTIM, 1)
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_every_round_by_itself(tiny, name):
     model, params = tiny
     model = dataclasses.replace(model, dtype="float32")
     attention, cfg = ROWS[name]
-    made = record_test.trace()
+    made = common.short_trace()
     sampler = SamplerConfig(block=4, max_prompt=3, max_new=9, stop_ids=(1,))
     model = dataclasses.replace(model, attention=attention)
     layout = layouts.of(model, sampler, cfg)
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_every_round_by_itself(tiny, name):
 
 def test_larger_blocks_show_what_the_sampler_had_unmasked_and_no_more():
     """A block of 8 is two of the sampler's: the second is masked as long as it was."""
-    made = record_test.trace(n=1)
+    made = common.short_trace(n=1)
     layout = layouts.Layout(block=8, longest=9)
     drawn = noise.noised(made, NoiseConfig(block=8), layout)
     np.testing.assert_array_equal(drawn.step_nT, made.step_BT)
@@ -120,7 +120,7 @@ def test_a_causal_model_learns_no_order_of_masks():
 
 
 def test_rounds_of_an_order_may_be_picked():
-    made = record_test.trace()
+    made = common.short_trace()
     layout = layouts.Layout(block=4, longest=9)
     cfg = NoiseConfig(kind="left_to_right", rounds=3)
     drawn = noise.noised(made, cfg, layout, np.random.default_rng(0))

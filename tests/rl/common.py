@@ -266,6 +266,28 @@ def on_mesh(shape, cfg, params, trace, plans=PLANS):
 
 # ---- Rollouts without a sampler ------------------------------------------------------
 
+PROMPT, ANSWER = 3, 9  # of short_trace
+LAYOUT = layouts.Layout(block=4, longest=12)
+
+
+def one_device():
+    """Returns a mesh of one device."""
+    return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+
+
+def packed(trace, noised, copies=1):
+    """Returns (TrainBatch, Source) of rows of 48 slots."""
+    return views.pack(
+        trace,
+        noised,
+        mask_id=99,
+        layout=LAYOUT,
+        cfg=BatchConfig(rows=2, tokens=48),
+        most=4,
+        aggregate="token",
+        copies=copies,
+    )
+
 
 def rollouts() -> Rollouts:
     """Returns 8 answers of 8 tokens, each unmasked alone, to prompts of 4 on 16 slots."""
@@ -283,3 +305,19 @@ def rollouts() -> Rollouts:
         reward_n=np.array([1, 0, 0, 0, 1, 1, 1, 0], np.float32),
         late_n=np.zeros(8, bool),
     )
+
+
+def short_trace(seed=0, n=3):
+    """Returns n answers of 9 tokens to prompts of 3, of 1 to 4 tokens a step."""
+    rng = np.random.default_rng(seed)
+    shape = n, PROMPT + ANSWER
+    step_nT = np.full(shape, GIVEN)
+    for i in range(n):
+        for first in (3, 4, 8):  # blocks of 4 on the absolute grid
+            stop = min(first // 4 * 4 + 4, shape[1])
+            steps = np.sort(rng.integers(1, 4, stop - first)) + 4 * (first // 4)
+            step_nT[i, first:stop] = rng.permutation(steps)
+    made = dllm_rl.trace(
+        rng.integers(1, 50, shape), step_nT, np.full(n, PROMPT), np.full(n, ANSWER)
+    )
+    return made.replace(logp_BT=-rng.exponential(0.7, shape).astype(np.float32))

@@ -14,27 +14,11 @@ from dllm_jax.rl import learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.sampling.state import GIVEN
 from tests.goldens import reader
-from tests.rl import common, dllm_rl
+from tests.rl import common
 
 PLAN = learner.Plan(("value",), common.OPTIM, 10, record=True)
 BLIND = dataclasses.replace(PLAN, record=False)
-PROMPT, ANSWER = 3, 9
-
-
-def trace(seed=0, n=3):
-    """Returns n answers of 9 tokens to prompts of 3, of 1 to 4 tokens a step."""
-    rng = np.random.default_rng(seed)
-    shape = n, PROMPT + ANSWER
-    step_nT = np.full(shape, GIVEN)
-    for i in range(n):
-        for first in (3, 4, 8):  # blocks of 4 on the absolute grid
-            stop = min(first // 4 * 4 + 4, shape[1])
-            steps = np.sort(rng.integers(1, 4, stop - first)) + 4 * (first // 4)
-            step_nT[i, first:stop] = rng.permutation(steps)
-    made = dllm_rl.trace(
-        rng.integers(1, 50, shape), step_nT, np.full(n, PROMPT), np.full(n, ANSWER)
-    )
-    return made.replace(logp_BT=-rng.exponential(0.7, shape).astype(np.float32))
+PROMPT, ANSWER = common.PROMPT, common.ANSWER
 
 
 def packed(made, attention="block", record=True):
@@ -54,7 +38,7 @@ def packed(made, attention="block", record=True):
 
 @pytest.mark.parametrize("attention", ["block", "full"])
 def test_a_slot_has_the_log_prob_of_the_token_that_it_shows(attention):
-    made = trace()
+    made = common.short_trace()
     batch, _ = packed(made, attention)
     assert packed(made, attention, record=False)[0].record_BT is None
     placed = np.argwhere(batch.record_BT != 0)
@@ -78,7 +62,7 @@ def test_a_slot_has_the_log_prob_of_the_token_that_it_shows(attention):
 @pytest.mark.parametrize("attention", ["block", "full"])
 def test_what_is_seen_was_drawn_before(attention):
     """What a step and later ones drew has no part in what its tokens' slots may see."""
-    made = trace(n=1)
+    made = common.short_trace(n=1)
     full, source = packed(made, attention)
     for step in np.unique(made.step_BT[0][PROMPT:]):
         later = made.logp_BT * (made.step_BT < step)
@@ -107,7 +91,7 @@ def tiny():
 
 def test_a_first_step_is_that_of_a_network_that_does_not_see_and_its_gradient_is_right():
     cfg, params = tiny()
-    made = trace()
+    made = common.short_trace()
     batch, source = packed(made)
     rng = np.random.default_rng(1)
     ret_nT, old_nT = rng.normal(size=(2, *made.step_BT.shape))

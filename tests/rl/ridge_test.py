@@ -9,7 +9,7 @@ from dllm_jax.models.mask import FAR
 from dllm_jax.rl import batches, noise, ridge
 from dllm_jax.rl.config import NoiseConfig, ObjectiveConfig, RLConfig
 from dllm_jax.sampling.state import GIVEN
-from tests.rl import batches_test, common, dllm_rl
+from tests.rl import common, dllm_rl
 
 LONGEST = 8
 
@@ -153,12 +153,12 @@ def step(critic, rl):
         np.random.default_rng(0),
         rl=rl,
         objective=ObjectiveConfig(),
-        noised=noise.noised(sampled.trace, NoiseConfig(), batches_test.LAYOUT),
+        noised=noise.noised(sampled.trace, NoiseConfig(), common.LAYOUT),
         as_sampled=True,
         params={"policy": None},
-        pack=lambda trace, noised, group_n: batches_test.packed(trace, noised),
+        pack=lambda trace, noised, group_n: common.packed(trace, noised),
         score=score,
-        mesh=batches_test.mesh(),
+        mesh=common.one_device(),
         critic=critic,
     )
     assert set(asked) == {"policy"}  # there is no network to score

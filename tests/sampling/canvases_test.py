@@ -14,8 +14,7 @@ from dllm_jax.models import cache as kv
 from dllm_jax.sampling import answers, denoise, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
-from tests.sampling.common import padded, row_keys
-from tests.sampling.engine_test import ONE, as_on_tpu, ask, empty_again
+from tests.sampling.common import ONE, as_on_tpu, ask, empty_again, padded, row_keys
 
 KEY = jax.random.key(7)
 BASE = SamplerConfig(

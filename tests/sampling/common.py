@@ -1,12 +1,17 @@
 """What tests of the sampler share."""
 
+import functools
+
 import jax
 import numpy as np
 
+from dllm_jax import sharding
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.engine import Engine
 
 row_keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+ONE = functools.cache(lambda: sharding.make_mesh(fsdp=1, devices=jax.devices()[:1]))
 
 
 CODES, DRAWN_WIDTH = 9, 8  # of an image; the longest of these prompts for one
@@ -45,3 +50,26 @@ def end_of(tokens_T, step_T, first: int, limit: int, stop_ids) -> int | None:
         if end == limit or tokens_T[end - 1] in stop_ids:
             return end
     return None
+
+
+def ask(made: Engine, asked):
+    """Queues (index, prompt, temperature, new)."""
+    for index, prompt, temperature, new in asked:
+        made.submit(prompt, index=index, temperature=temperature, new=new)
+
+
+def empty_again(made: Engine):
+    """Asserts that an engine without requests holds no page."""
+    assert not made.busy
+    for pool in made.scheduler.pools:
+        assert not any(pool.holders)
+        assert pool.available == len(pool.holders)
+
+
+def as_on_tpu(op):
+    """Returns an op of `pallas_kernels` that runs the TPU's kernel."""
+
+    def run(*args, implementation):
+        return op(*args, implementation="tpu")
+
+    return run

@@ -18,7 +18,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.pages import Pages
 from tests.properties import examples
-from tests.sampling.common import padded, row_keys
+from tests.sampling.common import ONE, as_on_tpu, ask, empty_again, padded, row_keys
 
 KEY = jax.random.key(7)
 CFG = SamplerConfig(
@@ -32,7 +32,6 @@ CFG = SamplerConfig(
     page=8,
     prefill=12,  # in chunks of three blocks
 )
-ONE = functools.cache(lambda: sharding.make_mesh(fsdp=1, devices=jax.devices()[:1]))
 
 
 def prompts(count, seed=0, longest=20):
@@ -64,12 +63,6 @@ def defined(tiny, cfg, asked):
     )
     trace = jax.tree.map(np.asarray, trace)
     return {a[0]: state.answer(trace, i) for i, a in enumerate(asked)}
-
-
-def ask(made: Engine, asked):
-    """Queues (index, prompt, temperature, new)."""
-    for index, prompt, temperature, new in asked:
-        made.submit(prompt, index=index, temperature=temperature, new=new)
 
 
 def answers_as(made: Engine, params, want):
@@ -109,14 +102,6 @@ def sound(made: Engine):
         for page in (page for page in count if count[page] > 1):
             names = {tuple(r.page_names[i : i + 1]) for r, i, p in held if p == page}
             assert len(names) == 1 and names != {()}
-
-
-def empty_again(made: Engine):
-    """Asserts that an engine without requests holds no page."""
-    assert not made.busy
-    for pool in made.scheduler.pools:
-        assert not any(pool.holders)
-        assert pool.available == len(pool.holders)
 
 
 ASKED = [
@@ -326,15 +311,6 @@ def test_a_forward_copies_no_pages(tiny):
     text = lowered.compile().as_text()
     assert f"f32[{pool}]" in text
     assert not re.findall(rf"f32\[{pool}\]\S* copy\(", text)
-
-
-def as_on_tpu(op):
-    """Returns an op of `pallas_kernels` that runs the TPU's kernel."""
-
-    def run(*args, implementation):
-        return op(*args, implementation="tpu")
-
-    return run
 
 
 def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):

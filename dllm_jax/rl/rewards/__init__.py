@@ -88,9 +88,8 @@ class Grader:
     steps: Callable | None = None
     aside: bool = True
     judges: tuple[str, ...] = ("text",)  # values of SamplerConfig.answers
-    asked: judge.Judge | None = (
-        None  # whom it asks; `begin` and `claim` are then its, too
-    )
+    # Whom it asks; `begin` and `claim` are then its, too.
+    asked: judge.Judge | None = None
 
 
 def by_gold(module: ModuleType, judges: tuple[str, ...] = ("text",)) -> Grader:

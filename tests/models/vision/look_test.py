@@ -17,7 +17,7 @@ from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers, looking, pages
 from dllm_jax.sampling.config import SamplerConfig
 from tests.models.vision import common
-from tests.sampling import stale_test
+from tests.sampling import loop
 
 SIZES = [(20, 16), (9, 30), (12, 12), (40, 9)]
 
@@ -266,7 +266,7 @@ def test_caches_with_images_are_a_loop_over_whole_canvases(loaded, place, cache)
     table = outer.eyes.look(some)
     shown = params | {"soft": look.rows(made_of, table.seen, cfg=cfg)}
     for i, prompt in enumerate(some):
-        tokens_T, step_T, logp_T, length, count = stale_test.define(
+        tokens_T, step_T, logp_T, length, count = loop.define(
             shown,
             table.placed(prompt, cfg.vocab),
             len(prompt) + sampler.max_new,

@@ -25,7 +25,7 @@ from dllm_jax.rl.rewards import lent as checkpoints
 from dllm_jax.sampling import state
 from tests.models.vision import common, drawers
 from tests.rl import lent
-from tests.rl.rewards.process_test import answer
+from tests.rl.lent import answer
 
 SECRET = "sk-Very-Secret"
 

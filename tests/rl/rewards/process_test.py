@@ -12,23 +12,9 @@ from dllm_jax.rl.rollout import Rollouts
 from dllm_jax.sampling import state
 from examples.arithmetic import verdicts
 from tests.rl import common, lent
+from tests.rl.lent import answer
 
 NAN = np.nan
-
-
-def answer(text: str, prompt: int = 2, room: int = 40, steps=None):
-    """Returns a text as an Answer; each token's step is its place, unless they are given."""
-    ids = lent.TOK(text, add_special_tokens=False)["input_ids"]
-    tokens_T, step_T = np.zeros((2, prompt + room), np.int32)
-    tokens_T[prompt : prompt + len(ids)] = ids
-    step_T[prompt : prompt + len(ids)] = steps or 1 + np.arange(len(ids))
-    return state.no_answer(prompt + room)._replace(
-        tokens_T=tokens_T,
-        step_T=step_T,
-        prompt_len=np.int32(prompt),
-        len=np.int32(len(ids)),
-        stopped=np.bool_(True),
-    )
 
 
 # ---- Splitting, and who bears a reward -------------------------------------------------
