@@ -1,5 +1,7 @@
 """Views against dLLM-RL's rows, and their promises on random traces."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -468,6 +470,72 @@ def test_packed_tokens_are_one_copy_and_the_active_blocks(problem):
     )
     held = (batch.end_BT > batch.begin_BT) | (batch.group_BT >= 0)
     assert answer_nT.sum() < held.sum() <= bound or bound == 0
+
+
+def test_pieces_are_put_where_they_fit_the_longest_first():
+    """Rows of six slots and four seats; by hand."""
+
+    def fill(*pieces):
+        made = [types.SimpleNamespace(cost=c, supervised=s) for c, s in pieces]
+        rows = views.fit(made, slots=6, seats=4)
+        return [[(piece.cost, piece.supervised) for piece in row] for row in rows]
+
+    # The shortest first would leave the last two a row each.
+    assert fill((2, 1), (2, 1), (4, 1), (4, 1)) == [[(4, 1), (2, 1)]] * 2
+    # A row may be full of slots, and of seats.
+    assert fill((4, 3), (2, 1)) == [[(4, 3), (2, 1)]]
+    assert fill((4, 3), (2, 2)) == [[(4, 3)], [(2, 2)]]
+    assert fill((4, 1), (3, 1)) == [[(4, 1)], [(3, 1)]]
+
+
+def test_what_is_filling_is_nothing_and_what_nobody_asked_for_is_not_there():
+    trace, block = made(2, 3, 3, 0)
+    batch, source = views.pack(
+        trace,
+        noise.of_steps(trace.step_BT),
+        mask_id=MASK_ID,
+        layout=Layout(block=block),
+        cfg=BatchConfig(rows=1, tokens=200),
+        most=2,
+        aggregate="token",
+    )
+    for name in ("tokens", "pos", "begin", "end"):
+        assert not getattr(batch, f"{name}_BT")[1].any(), name
+    assert (batch.group_BT[1] == -1).all() and (source.row_mBU[1] == -1).all()
+    for name in ("where", "target", "weight"):
+        assert not getattr(batch, f"{name}_BU")[1].any(), name
+    asked = batch.beside_BU, batch.guidance, batch.unit_BU, batch.limit_BU
+    assert (*asked, batch.record_BT) == (None,) * 5
+
+
+def test_a_canvas_beside_its_own_shows_the_blank_prompt_and_records_nothing_of_it():
+    """Two slots of an answer behind a prompt of one, on both canvases; by hand."""
+    shown = layouts.Shown(
+        pos_T=np.array([0, 1, 2, 0, 1, 2]),
+        masked_T=np.array([0, 0, 1, 0, 0, 1], bool),
+        group_T=np.full(6, -1),
+        end_T=np.array([3, 3, 3, 6, 6, 6]),
+        begin_T=np.array([0, 0, 0, 3, 3, 3]),
+        given_T=np.array([-1, -1, -1, 0, -1, -1]),  # id 0 is a token like others
+        pos_U=np.array([2]),
+        slot_U=np.array([2]),
+        beside_U=np.array([5]),
+        draw_U=0,
+        size_U=np.array([1]),
+        lead_U=np.array([0]),
+        limit_U=np.array([np.inf]),
+    )
+    step_BT, logp_BT = np.array([[1, 1, 2]]), np.array([[-0.5, -0.25, -0.75]])
+    trace = types.SimpleNamespace(step_BT=step_BT, logp_BT=logp_BT)
+    rows = views.empty(1, 8, 3)
+    views.lay(rows, 0, 2, 1, shown, np.array([7, 8, 9]), MASK_ID)
+    views.lay_record(rows, 0, 2, shown, trace, 0)
+    assert rows.tokens_BT[0].tolist() == [0, 0, 7, 8, MASK_ID, 0, 8, MASK_ID]
+    assert rows.record_BT[0].tolist() == [0, 0, -0.5, -0.25, 0, 0, -0.25, 0]
+    assert rows.begin_BT[0].tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
+    assert rows.end_BT[0].tolist() == [0, 0, 5, 5, 5, 8, 8, 8]
+    assert (rows.where_BU[0, 1], rows.beside_BU[0, 1]) == (4, 7)
+    assert (rows.target_BU[0, 1], rows.unit_BU[0, 1]) == (9, 1)
 
 
 def test_what_rows_hold_is_a_share_of_the_microbatches_in_use():
