@@ -22,7 +22,8 @@ CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """A row's pages come in several chunks of two."""
+    """A row's pages come in several chunks of two, and no width is spared."""
+    monkeypatch.setattr(held_pages, "FEW", O)
     monkeypatch.setattr(tpu_paged_attention, "CHUNK", 2 * O * 128 * 2 * 4)
     monkeypatch.setattr(gpu_paged_attention, "TILE", 2 * O)
 
@@ -169,6 +170,21 @@ def test_a_table_is_cut_to_few_widths():
     assert held_pages.widths(6) == [1, 2, 4, 6]
     assert held_pages.widths(18) == [1, 2, 4, 8, 18]
     assert held_pages.widths(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("B, few, ways", [(1, 4, 2), (2, 4, 3), (4, 4, 4), (1, 64, 1)])
+def test_few_rows_have_few_programs(monkeypatch, B, few, ways):
+    """Of 9 pages: 4 and all for one row; from 2 on for two; 1, 2, 4 and all for four."""
+    monkeypatch.setattr(held_pages, "FEW", few * O)
+    table_BA, needed = jnp.zeros((B, 9), jnp.int32), jnp.int32(2)
+    made = []
+
+    def run(table_BA):
+        made.append(table_BA.shape[1])
+        return table_BA.sum(axis=1)
+
+    jax.eval_shape(lambda: held_pages.over_held(run, needed, O, table_BA))
+    assert made == [1, 2, 4, 9][-ways:]
 
 
 @pytest.mark.parametrize("width", range(A + 1))
