@@ -84,6 +84,25 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+def test_rows_whose_tables_are_too_large_go_some_at_a_time(monkeypatch, capfd):
+    """Seven rows in twos: a table of five pages, and room for fourteen."""
+    monkeypatch.setattr(tpu_paged_attention, "TABLES", 14)
+    q, pages, *at, k, v = case(7, 3, 4, 2, 64)
+    want = SPECIFIED(q, pages, *at, k, v)
+    kernel, calls = tpu_paged_attention.attend_rows, []
+
+    def counted(q_BWNH, *args, **how):
+        calls.append(len(q_BWNH))
+        return kernel(q_BWNH, *args, **how)
+
+    monkeypatch.setattr(tpu_paged_attention, "attend_rows", counted)
+    found = pallas_kernels.paged_attention(
+        q, spoiled(pages, *at), *at, k, v, implementation="tpu", interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert calls == [2, 2, 2, 1] and "RACE" not in capfd.readouterr().out
+
+
 def test_few_rows_share_the_chip_out():
     """132 processors; parts of a tile (here 16 positions) and more; never none."""
     parts_of = gpu_paged_attention.parts_of
