@@ -2,23 +2,29 @@
 
     python -m benchmarks.against COMMIT decode --model=tiny --rows 1 32
     python -m benchmarks.against --rounds=7 COMMIT train_step --tokens=1152 --rows=2
+    python -m benchmarks.against COMMIT first
 
 Each round runs `python -m benchmarks.NAME ...` here and then in a worktree of COMMIT, with
 the same interpreter and libraries, each with its own sources. Told are, for every line of
 JSON that both print and for what it says of time, minimum, median and maximum of the
 rounds here and there, and the median of the rounds' ratios: above 1 this checkout is ahead.
+`first` is no module: `generate` with the bundled model, from the start of the process to its
+end, with an empty cache of compiled programs and again with that full.
 A first round that compiles is as good as the others: benchmarks leave compilation out.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMES = ("seconds", "tokens_per_second", "ms", "ms_per_forward", "latency")
@@ -42,6 +48,8 @@ def checkout(commit: str):
 
 def lines_of(folder: pathlib.Path, command: list[str]) -> list[dict]:
     """Returns the lines of JSON that a benchmark of the checkout in `folder` prints."""
+    if command[0] == "first":
+        return first_answer(folder, command[1:])
     ran = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{command[0]}", *command[1:]],
         cwd=folder,
@@ -51,6 +59,37 @@ def lines_of(folder: pathlib.Path, command: list[str]) -> list[dict]:
         check=True,
     )
     return [json.loads(line) for line in ran.stdout.splitlines() if line[:1] == "{"]
+
+
+def first_answer(folder: pathlib.Path, flags: list[str]) -> list[dict]:
+    """Returns the seconds of a first answer in the checkout, cold and warm.
+
+    flags: of generate, besides the model's and the prompt.
+    """
+    command = [sys.executable, "-m", "dllm_jax.generate", "785+800", *flags]
+    command += ["--model=examples/arithmetic/model", "--dtype=float32"]
+    lines = []
+    with tempfile.TemporaryDirectory() as cache:
+        kept = {
+            "PYTHONPATH": str(folder),
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        env = os.environ | kept
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's machine has bytecode
+        run = functools.partial(
+            subprocess.run, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL
+        )
+        run([sys.executable, "-c", "import dllm_jax.generate, transformers"])
+        for compiled in ("cold", "warm"):
+            before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+            run(command)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            busy = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+            line = {"benchmark": "first", "compiled": compiled}
+            line |= {"seconds": time.time() - start, "processor_seconds": busy}
+            lines.append(line)
+    return lines
 
 
 def compared(rounds: list[tuple[list[dict], list[dict]]]) -> list[dict]:

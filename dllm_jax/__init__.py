@@ -116,6 +116,7 @@ and for who wants to know how it is fast, or what surrounds it:
     data/prompts.py              from records to problems: texts and conversations to ids
     data/conversations.py        from records to answers that are learned
     data/stream.py               which items come next
+    data/plain.py                tokenizers that are one file, read at once
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/puzzles.py        puzzles judged by their rules

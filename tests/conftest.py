@@ -87,7 +87,7 @@ def compiled():
 @pytest.fixture
 def one_width(monkeypatch):
     """Lets attention over pages be compiled for whole tables: its widths are paged_test's."""
-    monkeypatch.setattr(held_pages, "widths", lambda A: [A])
+    monkeypatch.setattr(held_pages, "widths", lambda A, least: [A])
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import re
 import warnings
 
 from dllm_jax import checks, limits
-from dllm_jax.data import sets
+from dllm_jax.data import plain, sets
 from dllm_jax.exits import warn
 from dllm_jax.records import records
 
@@ -122,7 +122,9 @@ def tokenizer(path: str):
 
     Raises ValueError when the folder holds none.
     """
-    # Imported here: it takes a quarter of the start, and not all need a tokenizer.
+    if (tok := plain.read(path)) is not None:
+        return tok
+    # Imported here: it takes a quarter of the start, and not all need it.
     # Its notice that torch is missing is no news.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers

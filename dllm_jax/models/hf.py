@@ -344,17 +344,32 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
         )
     check_tensors(tensors, cfg, heads, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    params, not_finite, all_zero = {}, [], []
+    params, leaves = {}, []
     for keys, spec, stored in parameters(cfg, heads):
         if only is not None and keys[0].key not in only:
             continue
         node = params
         for key in keys[:-1]:
             node = node.setdefault(key.key, {})
-        node[keys[-1].key] = leaf = read_parameter(
-            tensors, cfg, spec, stored, mesh, dtype
-        )
-        sums = np.asarray(sharding.fetch(total(leaf, lead_of(stored))))
+        leaf = read_parameter(tensors, cfg, spec, stored, mesh, dtype)
+        node[keys[-1].key] = leaf
+        # What is on its way to a device the host holds, too: one parameter at a time.
+        leaves.append((jax.block_until_ready(leaf), spec, stored))
+    refuse_empty(folder, leaves)
+    first = params["embed"] if "embed" in params else jax.tree.leaves(params)[0]
+    return dataclasses.replace(cfg, dtype=first.dtype.name), params
+
+
+def refuse_empty(folder: pathlib.Path, leaves: list) -> None:
+    """Raises ValueError for tensors that are not finite, or all zero where none is to be.
+
+    leaves: of each parameter the array, its Spec, and its tensors by their index. One
+    program looks at all of them: each more would take a tenth of a second to compile.
+    """
+    not_finite, all_zero = [], []
+    leads = tuple(lead_of(stored) for _, _, stored in leaves)
+    found = sharding.fetch(totals([leaf for leaf, _, _ in leaves], leads))
+    for (_, spec, stored), sums in zip(leaves, found, strict=True):
         for index in np.ndindex(sums.shape):
             name = stored[index].name
             if not np.isfinite(sums[index]):
@@ -362,8 +377,6 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
             elif sums[index] == 0 and spec.init != "zeros":
                 all_zero.append(f"{name} is all zero")
     refuse(folder, not_finite + all_zero)
-    first = params["embed"] if "embed" in params else jax.tree.leaves(params)[0]
-    return dataclasses.replace(cfg, dtype=first.dtype.name), params
 
 
 def autoencoder_of(folder: pathlib.Path):
@@ -450,12 +463,16 @@ def read_parameter(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def total(x, lead: int):
-    """Returns the sum of magnitudes in each tensor of a parameter, f32.
+def totals(leaves: list, leads: tuple[int, ...]) -> list:
+    """Returns of each parameter the sum of magnitudes in each of its tensors, f32.
 
-    Zero and not finite tell on a sum; a maximum may drop a NaN on its way.
+    leads: how many of its leading dimensions number its tensors. Zero and not finite tell
+    on a sum; a maximum may drop a NaN on its way.
     """
-    return jnp.abs(x).sum(tuple(range(lead, x.ndim)), dtype=jnp.float32)
+    return [
+        jnp.abs(x).sum(tuple(range(lead, x.ndim)), dtype=jnp.float32)
+        for x, lead in zip(leaves, leads, strict=True)
+    ]
 
 
 # ---- Out -------------------------------------------------------------------------------

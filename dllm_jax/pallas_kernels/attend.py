@@ -221,8 +221,10 @@ def chunk_attention(
         how = {"implementation": implementation, "interpret": interpret}
         return attention(q_BWNH, k_BSKH, v_BSKH, seen, **how)
 
-    needed = -(-jnp.max(mask.q_end_BT) // pages[0].shape[2])
-    return held_pages.over_held(run, needed, table_BA, q_BWNH, pages, layer, mask)
+    size = pages[0].shape[2]
+    needed = -(-jnp.max(mask.q_end_BT) // size)
+    arrays = q_BWNH, pages, layer, mask
+    return held_pages.over_held(run, needed, size, table_BA, *arrays)
 
 
 def cached_at(pages, layer, table_BA, pos_BW):

@@ -11,23 +11,31 @@ import jax.numpy as jnp
 
 from dllm_jax.pallas_kernels import reference
 
+# Positions of all rows together: to read fewer gains less than their program costs.
+FEW = 128
 
-def widths(A: int) -> list[int]:
-    """Returns the widths that a table of A pages is cut to: 1, 2, 4, ... and A.
 
-    Each is a program to compile, so one that is hardly narrower than A is left out.
+def widths(A: int, least: int = 1) -> list[int]:
+    """Returns the widths that a table of A pages is cut to: powers of two, and A.
+
+    Each is a program to compile, so those below `least` pages are left out, and one that
+    is hardly narrower than A.
     """
     powers = [1 << n for n in range((A - 1).bit_length())]
-    return [width for width in powers if 4 * width <= 3 * A] + [A]
+    return [width for width in powers if least <= width <= 3 * A / 4] + [A]
 
 
-def over_held(run, needed, table_BA, *arrays):
-    """Returns run(table_BA, *arrays), the table cut to the least width of `needed` pages."""
+def over_held(run, needed, size: int, table_BA, *arrays):
+    """Returns run(table_BA, *arrays), the table cut to the least width of `needed` pages.
+
+    size: positions of a page.
+    """
 
     def over(width):
         return lambda table_BA, *arrays: run(table_BA[:, :width], *arrays)
 
-    ways = widths(table_BA.shape[1])
+    B, A = table_BA.shape
+    ways = widths(A, least=FEW // (B * size))
     narrower = jnp.sum(jnp.array(ways[:-1], jnp.int32) < needed, dtype=jnp.int32)
     return jax.lax.switch(narrower, [over(width) for width in ways], table_BA, *arrays)
 
@@ -39,6 +47,6 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     def run(table_BA, q_BWNH, pages, layer, *own):
         return reference.paged_attention(q_BWNH, pages, layer, table_BA, *own)
 
-    needed = -(-jnp.max(start_B) // pages[0].shape[2])
+    size = pages[0].shape[2]
     arrays = q_BWNH, pages, layer, start_B, k_BQKH, v_BQKH
-    return over_held(run, needed, table_BA, *arrays)
+    return over_held(run, -(-jnp.max(start_B) // size), size, table_BA, *arrays)

@@ -1,6 +1,7 @@
 """Which tiles of the score matrix have anything to compute, from the mask's ranges.
 
-Letters: t queries of one tile, s keys of it, i tiles of queries, j tiles of keys.
+Letters: t queries of one tile, s keys of it, i tiles of queries, j tiles of keys, v visits of
+a row.
 """
 
 import jax.numpy as jnp
@@ -89,3 +90,49 @@ def schedule(kinds_Bij):
     order_Bij = jnp.take_along_axis(order_Bij, jnp.maximum(last_Bij, 0), axis=-1)
     all_seen_Bij = jnp.take_along_axis(kinds_Bij, order_Bij, axis=-1) == 2
     return (2 * order_Bij + all_seen_Bij).astype(jnp.int32), count_Bi
+
+
+# What is done at a step of `walk`, in its lowest bits; then tile j, then tile i.
+ALL_SEEN, VISITS, BEGINS, ENDS = 1, 2, 4, 8
+J_BIT, I_BIT = 4, 18
+
+
+def walk(kinds_Bij):
+    """Returns (step_Bv, count_B): a row's visits in one line, those of a tile of i together.
+
+    A step is its tiles and bits: VISITS, with ALL_SEEN if all of the tile is
+    seen; BEGINS and ENDS at the first and the last step of a tile of i. One that visits
+    nothing has one step all the same. The first `count` steps count, the rest have the last
+    one's tiles and no bit. Raises ValueError where a side has too many tiles.
+    """
+    B, tiles_of_i, tiles_of_j = kinds_Bij.shape
+    if tiles_of_j > 1 << (I_BIT - J_BIT) or tiles_of_i > 1 << (31 - I_BIT):
+        raise ValueError(
+            f"attention over {tiles_of_i} x {tiles_of_j} tiles: shorter rows have fewer"
+        )
+    visits_Bij = kinds_Bij > 0
+    first_Bij = jnp.arange(tiles_of_j)[None, None] == 0
+    there_Bij = visits_Bij | (first_Bij & ~visits_Bij.any(axis=2, keepdims=True))
+    rank_Bij = jnp.cumsum(there_Bij, axis=2)
+    bits = (
+        (kinds_Bij == 2, ALL_SEEN),
+        (visits_Bij, VISITS),
+        (rank_Bij == 1, BEGINS),
+        (rank_Bij == rank_Bij[..., -1:], ENDS),
+    )
+    i_i1, j_1j = jnp.arange(tiles_of_i)[:, None], jnp.arange(tiles_of_j)[None]
+    place_1ij = ((i_i1 << I_BIT) | (j_1j << J_BIT))[None]
+    code_Bij = sum((jnp.where(is_Bij, bit, 0) for is_Bij, bit in bits), place_1ij)
+    order_Bv = jnp.argsort(~there_Bij.reshape(B, -1), axis=1, stable=True)
+    count_B = jnp.sum(there_Bij, axis=(1, 2), dtype=jnp.int32)
+    number_1v = jnp.arange(order_Bv.shape[1])[None]
+    last_B1 = count_B[:, None] - 1
+    order_Bv = jnp.take_along_axis(order_Bv, jnp.minimum(number_1v, last_B1), axis=1)
+    code_Bv = jnp.take_along_axis(code_Bij.reshape(B, -1), order_Bv, axis=1)
+    idle_Bv = code_Bv >> J_BIT << J_BIT
+    return jnp.where(number_1v <= last_B1, code_Bv, idle_Bv).astype(jnp.int32), count_B
+
+
+def place(step):
+    """Returns the tiles (i, j) of a step of `walk`."""
+    return step >> I_BIT, (step >> J_BIT) & ((1 << (I_BIT - J_BIT)) - 1)

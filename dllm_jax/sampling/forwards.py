@@ -296,8 +296,11 @@ def run_chunks(
     Returns (last_BD with what ends these chunks, the PagedKVCache with their keys).
     """
     shards = len(chunks.row_dc)
+    # What lies behind the longest prompt is nothing to a chunk.
+    held = -(-cfg.max_prompt // rows.s.cache.k_LPOKH.shape[2])
+    table_BA = rows.table_BA[:, :held]
     seen = kv.chunk(
-        joined(of_rows(by_shard(rows.table_BA, shards), chunks.row_dc)),
+        joined(of_rows(by_shard(table_BA, shards), chunks.row_dc)),
         joined(chunks.pos_dcW),
         joined(chunks.end_dc),
         cfg.block,

@@ -109,6 +109,24 @@ def test_experts(topology, implementation):
 
 
 @pytest.mark.parametrize("topology, implementation", CHIPS)
+def test_pages_of_many_long_rows(topology, implementation):
+    """256 rows of 32,768 positions: their tables have a MiB, all of a TPU's scalar memory."""
+    rows, Q, A, O, heads, kv_heads, size = 256, 4, 1024, 32, 32, 8, 128
+
+    def step(*args):
+        return pallas_kernels.paged_attention(*args, implementation=implementation)
+
+    pool, q, k = arrays(
+        jnp.bfloat16,
+        (2, 4 * A, O, kv_heads, size),
+        (rows, 2 * Q, heads, size),
+        (rows, Q, kv_heads, size),
+    )
+    layer, table, start = arrays(jnp.int32, (), (rows, A), (rows,))
+    compiled(topology, step, q, (pool, pool), layer, table, start, k, k)
+
+
+@pytest.mark.parametrize("topology, implementation", CHIPS)
 @pytest.mark.parametrize("rows, Q", [(256, 4), (64, 32)])
 @pytest.mark.parametrize(
     "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 2, 128)]

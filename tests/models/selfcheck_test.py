@@ -139,5 +139,19 @@ def test_a_check_tells_right_from_wrong(op):
     assert "off" in selfcheck.difference(wrong, want, 1e-4, 0.05)
 
 
+@pytest.mark.parametrize(
+    "kernels, told", [("auto", 1), ("platform", 1), ("reference", 0)]
+)
+def test_a_chip_that_nobody_knows_does_without_and_says_so(monkeypatch, kernels, told):
+    monkeypatch.setattr(choice, "platform", lambda: "abacus")
+    lines = selfcheck.check(kernels, WIDE)
+    assert len(lines) == told
+    assert all("'abacus' is no chip with kernels" in line for line in lines)
+    how = kernels, 64
+    modules = {choice.kernel(op, *how) for op in ("attention", "token_draw")}
+    names = {module and module.__name__.rpartition(".")[2] for module in modules}
+    assert names <= {None, "tiled_attention", "tiled_head"}
+
+
 def test_every_op_with_a_kernel_is_checked():
     assert {op for op, _ in choice.KERNELS} == set(selfcheck.CHECKS)

@@ -248,3 +248,39 @@ def test_a_schedule_visits_each_live_tile_once():
     assert count.tolist() == [[2, 0, 4]]
     assert visit[0, 0].tolist() == [3, 6, 6, 6]
     assert visit[0, 2].tolist() == [0, 2, 4, 7]
+
+
+def test_a_walk_is_one_line_of_visits():
+    """Of a row with seven steps, and of one with three tiles that visit nothing."""
+    some = [[0, 2, 0, 1], [0, 0, 0, 0], [1, 1, 1, 2]]
+    none = [[0] * 4] * 3
+    step, count = tiles.walk(jnp.array([some, none]))
+    assert count.tolist() == [7, 3] and step.shape == (2, 12)
+    steps = [
+        [(*map(int, tiles.place(x)), int(x) % (1 << tiles.J_BIT)) for x in row]
+        for row in step
+    ]
+    visits, seen = tiles.VISITS, tiles.VISITS | tiles.ALL_SEEN
+    begins, ends = tiles.BEGINS, tiles.ENDS
+    assert steps[0][:3] == [(0, 1, seen | begins), (0, 3, visits | ends)] + [
+        (1, 0, begins | ends)
+    ]
+    assert steps[0][3:7] == [
+        *((2, 0, visits | begins), (2, 1, visits)),
+        *((2, 2, visits), (2, 3, seen | ends)),
+    ]
+    assert steps[0][7:] == [(2, 3, 0)] * 5  # the last one's tiles: nothing is fetched
+    assert steps[1] == [(i, 0, begins | ends) for i in range(3)] + [(2, 0, 0)] * 9
+
+
+def test_a_walk_through_too_many_tiles_is_refused():
+    kinds = jax.ShapeDtypeStruct((1, 2, 1 << 15), jnp.int32)
+    with pytest.raises(ValueError, match="2 x 32768 tiles: shorter rows"):
+        jax.eval_shape(tiles.walk, kinds)
+
+
+def test_the_grid_has_a_step_for_each_visit_and_no_more():
+    """A causal mask visits half of the tiles: so many steps there are, not all tiles'."""
+    pos_1T = jnp.arange(4 * tpu_attention.TILE_T)[None]
+    (_, of_queries), (_, of_keys) = tpu_attention.plan(mask.ranged(pos_1T + 1, pos_1T))
+    assert of_queries.tolist() == of_keys.tolist() == [1 + 2 + 3 + 4]

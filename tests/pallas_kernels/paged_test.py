@@ -22,7 +22,8 @@ CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """A row's pages come in several chunks of two."""
+    """A row's pages come in several chunks of two, and no width is spared."""
+    monkeypatch.setattr(held_pages, "FEW", O)
     monkeypatch.setattr(tpu_paged_attention, "CHUNK", 2 * O * 128 * 2 * 4)
     monkeypatch.setattr(gpu_paged_attention, "TILE", 2 * O)
 
@@ -81,6 +82,25 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     )
     np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
     assert "RACE" not in capfd.readouterr().out
+
+
+def test_rows_whose_tables_are_too_large_go_some_at_a_time(monkeypatch, capfd):
+    """Seven rows in twos: a table of five pages, and room for fourteen."""
+    monkeypatch.setattr(tpu_paged_attention, "TABLES", 14)
+    q, pages, *at, k, v = case(7, 3, 4, 2, 64)
+    want = SPECIFIED(q, pages, *at, k, v)
+    kernel, calls = tpu_paged_attention.attend_rows, []
+
+    def counted(q_BWNH, *args, **how):
+        calls.append(len(q_BWNH))
+        return kernel(q_BWNH, *args, **how)
+
+    monkeypatch.setattr(tpu_paged_attention, "attend_rows", counted)
+    found = pallas_kernels.paged_attention(
+        q, spoiled(pages, *at), *at, k, v, implementation="tpu", interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert calls == [2, 2, 2, 1] and "RACE" not in capfd.readouterr().out
 
 
 def test_few_rows_share_the_chip_out():
@@ -169,6 +189,21 @@ def test_a_table_is_cut_to_few_widths():
     assert held_pages.widths(6) == [1, 2, 4, 6]
     assert held_pages.widths(18) == [1, 2, 4, 8, 18]
     assert held_pages.widths(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("B, few, ways", [(1, 4, 2), (2, 4, 3), (4, 4, 4), (1, 64, 1)])
+def test_few_rows_have_few_programs(monkeypatch, B, few, ways):
+    """Of 9 pages: 4 and all for one row; from 2 on for two; 1, 2, 4 and all for four."""
+    monkeypatch.setattr(held_pages, "FEW", few * O)
+    table_BA, needed = jnp.zeros((B, 9), jnp.int32), jnp.int32(2)
+    made = []
+
+    def run(table_BA):
+        made.append(table_BA.shape[1])
+        return table_BA.sum(axis=1)
+
+    jax.eval_shape(lambda: held_pages.over_held(run, needed, O, table_BA))
+    assert made == [1, 2, 4, 9][-ways:]
 
 
 @pytest.mark.parametrize("width", range(A + 1))

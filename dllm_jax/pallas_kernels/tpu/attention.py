@@ -4,10 +4,11 @@ Forward and backward of FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2),
 tiles of scores held as [keys, queries]: a query's running maximum and sum are then rows,
 their reductions run over sublanes, and every product is one that the matrix unit takes
 without a transposition. The G query heads of a key head share its tiles and their mask.
-A kernel sums for a tile of one side, and walks over those of the other that
-`tiles.schedule` names.
+A kernel sums for a tile of one side over those of the other: a step of its grid is one
+visit, in the order of `tiles.walk`, so that a tile with few visits waits for none with many.
 
-Letters: t queries of one tile, s keys of it, i tiles of the side summed for, j others.
+Letters: t queries of one tile, s keys of it, i tiles of the side summed for, j others, v
+visits of a row.
 """
 
 import jax
@@ -34,16 +35,22 @@ def score(q_Ht, k_sH, sees_st):
     return score_st if sees_st is None else jnp.where(sees_st, score_st, NEVER)
 
 
-def visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref):
-    """Runs body(sees_st) if this step of the grid visits a tile; None: all are seen."""
-    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    visits, all_seen = j < count_ref[b, i], visit_ref[b, i, j] % 2 == 1
+def at(step_ref, bit: int):
+    """Returns a decorator: its function runs at those steps of the grid that have a bit."""
+    return pl.when(step_ref[pl.program_id(0), pl.program_id(2)] & bit != 0)
 
-    @pl.when(visits & all_seen)
+
+def visited(body, step_ref, q_mask_ref, k_mask_ref):
+    """Runs body(sees_st) if this step of the grid visits a tile; None: all are seen."""
+    seen = step_ref[pl.program_id(0), pl.program_id(2)] & (
+        tiles.VISITS | tiles.ALL_SEEN
+    )
+
+    @pl.when(seen == tiles.VISITS | tiles.ALL_SEEN)
     def _():
         body(None)
 
-    @pl.when(visits & ~all_seen)
+    @pl.when(seen == tiles.VISITS)
     def _():
         begin_1t, end_1t, group_1t = (q_mask_ref[0, n : n + 1] for n in range(3))
         pos_s1, group_s1 = k_mask_ref[0, :, 0:1], k_mask_ref[0, :, 1:2]
@@ -51,8 +58,7 @@ def visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref):
 
 
 def forward_kernel(
-    visit_ref,
-    count_ref,
+    step_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -66,7 +72,7 @@ def forward_kernel(
 ):
     """Sums a tile of queries' softmax over the tiles of keys that it visits."""
 
-    @pl.when(pl.program_id(3) == 0)
+    @at(step_ref, tiles.BEGINS)
     def _():
         max_ref[...] = jnp.full_like(max_ref, LOWEST)
         sum_ref[...] = jnp.zeros_like(sum_ref)
@@ -84,9 +90,9 @@ def forward_kernel(
             v_Hs = v_ref[0, 0]
             acc_ref[g] = acc_ref[g] * fade_1t + dot(v_Hs, prob_st.astype(v_Hs.dtype))
 
-    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+    visited(body, step_ref, q_mask_ref, k_mask_ref)
 
-    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    @at(step_ref, tiles.ENDS)
     def _():
         sum_Gt = sum_ref[...]
         # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
@@ -106,8 +112,7 @@ def score_gradient(g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
 
 
 def dq_kernel(
-    visit_ref,
-    count_ref,
+    step_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -122,7 +127,7 @@ def dq_kernel(
 ):
     """Sums the gradient of a tile of queries over the tiles of keys that it visits."""
 
-    @pl.when(pl.program_id(3) == 0)
+    @at(step_ref, tiles.BEGINS)
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -133,16 +138,15 @@ def dq_kernel(
             )
             acc_ref[g] += dot(k_Hs_ref[0, 0], dscore_st.astype(k_Hs_ref.dtype))
 
-    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+    visited(body, step_ref, q_mask_ref, k_mask_ref)
 
-    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    @at(step_ref, tiles.ENDS)
     def _():
         dq_ref[0, 0] = acc_ref[...].astype(dq_ref.dtype)
 
 
 def dkv_kernel(
-    visit_ref,
-    count_ref,
+    step_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -158,7 +162,7 @@ def dkv_kernel(
 ):
     """Sums the gradients of a tile of keys and values over the tiles of queries."""
 
-    @pl.when(pl.program_id(3) == 0)
+    @at(step_ref, tiles.BEGINS)
     def _():
         dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
         dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
@@ -172,30 +176,31 @@ def dkv_kernel(
             dv_acc_ref[...] += dot(dout_Ht, prob_st.astype(dout_Ht.dtype), NT)
             dk_acc_ref[...] += dot(q_Ht, dscore_st.astype(q_Ht.dtype), NT)
 
-    visited(body, visit_ref, count_ref, q_mask_ref, k_mask_ref)
+    visited(body, step_ref, q_mask_ref, k_mask_ref)
 
-    @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
+    @at(step_ref, tiles.ENDS)
     def _():
         dk_ref[0, 0] = dk_acc_ref[...].astype(dk_ref.dtype)
         dv_ref[0, 0] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
 def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
-    """Runs a kernel over (row, key head, tile of one side, visited tiles of the other).
+    """Runs a kernel over (row, key head, visit of a tile of one side to one of the other).
 
     inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. schedule:
     of `plan`, for this side. tile: how much of a letter is a tile, the letter whose tiles
     are visited being last.
     """
     major, minor = tile
-    visit_Bij, count_Bi = schedule
+    step_Bv, count_B = schedule
     extent = {}
     for dims, x in inputs:
         extent |= dict(zip(dims, x.shape, strict=True))
 
     def spec(dims):
-        def index_map(b, k, i, j, visit_ref, count_ref):
-            index = {"B": b, "K": k, major: i, minor: visit_ref[b, i, j] // 2}
+        def index_map(b, k, n, step_ref):
+            i, j = tiles.place(step_ref[b, n])
+            index = {"B": b, "K": k, major: i, minor: j}
             return tuple(index.get(letter, 0) for letter in dims)
 
         share = extent | {"B": 1, "K": 1} | tile
@@ -209,28 +214,22 @@ def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
         shape = [tile.get(letter, extent[letter]) for letter in dims]
         return pltpu.VMEM(shape, jnp.float32)
 
-    grid = (
-        extent["B"],
-        extent["K"],
-        visit_Bij.shape[1],
-        jnp.maximum(count_Bi.max(), 1),
-    )
     return pl.pallas_call(
         kernel,
         out_shape=[output(dims) for dims in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=grid,
+            num_scalar_prefetch=1,
+            grid=(extent["B"], extent["K"], count_B.max()),
             in_specs=[spec(dims) for dims, _ in inputs],
             out_specs=[spec(dims) for dims in outputs],
             scratch_shapes=[buffer(dims) for dims in scratch],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name=kernel.__name__,
-    )(visit_Bij, count_Bi, *(x for _, x in inputs))
+    )(step_Bv, *(x for _, x in inputs))
 
 
 def tile_sizes(mask) -> tuple[int, int]:
@@ -240,10 +239,10 @@ def tile_sizes(mask) -> tuple[int, int]:
 
 
 def plan(mask):
-    """Returns `tiles.schedule` of the tiles of queries, and of those of keys."""
+    """Returns `tiles.walk` of the tiles of queries, and of those of keys."""
     t, s = tile_sizes(mask)
     kinds_Bij = tiles.kinds(*tiles.mask_arrays(mask, t, s), t, s)
-    return tiles.schedule(kinds_Bij), tiles.schedule(kinds_Bij.swapaxes(1, 2))
+    return tiles.walk(kinds_Bij), tiles.walk(kinds_Bij.swapaxes(1, 2))
 
 
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):

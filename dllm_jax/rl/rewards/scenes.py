@@ -11,7 +11,6 @@ import io
 
 import numpy as np
 from PIL import Image
-from scipy import ndimage
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -96,6 +95,9 @@ def seen(rgb: np.ndarray) -> set[str]:
 
     What is on the left and at the top has two.
     """
+    # Imported here: it takes a tenth of the time to a first answer, and few look at scenes.
+    from scipy import ndimage
+
     side = rgb.shape[0]
     palette = np.array([WHITE, *COLOURS.values()], np.float32)
     away = np.square(rgb[:, :, None].astype(np.float32) - palette[None, None]).sum(-1)
