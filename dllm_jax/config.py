@@ -32,7 +32,7 @@ from dllm_jax.rl.config import (
     RLConfig,
 )
 from dllm_jax.sampling import policy
-from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.config import SamplerConfig, variants
 from dllm_jax.sampling.placement import ROLLOUTS
 from dllm_jax.sampling.strategy import STRATEGIES
 
@@ -145,7 +145,7 @@ class EvalConfig:
     # Further samplers, each with metrics of its own, as in
     # "one:strategy=static/wide:block=8": heldout_one_accuracy, heldout_wide_accuracy.
     samplers: str = ""
-    # The rest is of `python -m dllm_jax.eval` alone.
+    # The rest is of `python -m dllm_jax.eval` alone; it knows `samplers`, too.
     # A key of SWEPT and its values, as in "sampler.threshold=0.6,0.9": each is evaluated.
     sweep: str = ""
     # The best accuracy of all that is compared by AUP, %; 0: of this sweep.
@@ -302,14 +302,21 @@ class Config:
 
 
 def settings(cfg: Config) -> list[tuple[str, Config]]:
-    """Returns (its name, its Config) of each setting that eval.sweep names; one, "", of none.
+    """Returns (its name, its Config) of each setting that eval.sweep names.
 
-    Raises ValueError for a value that its key cannot have, and for a key that the sampler
-    does not read.
+    Without a sweep: cfg itself, named "", and what eval.samplers makes of it. Raises
+    ValueError for both together, for a value that its key cannot have, and for a key that
+    the sampler does not read.
     """
     key, values = cfg.eval.swept
     if not key:
-        return [("", cfg)]
+        others = variants(cfg.eval.samplers, cfg.sampler)
+        others = {
+            name: dataclasses.replace(cfg, sampler=x) for name, x in others.items()
+        }
+        return [("", cfg), *others.items()]
+    if cfg.eval.samplers:
+        raise ValueError("eval.sweep and eval.samplers: set one of them")
     reads = {
         "sampler.threshold": STRATEGIES[cfg.sampler.strategy].reads_sure,
         "sampler.entropy_bound": cfg.sampler.strategy == "entropy_bounded",

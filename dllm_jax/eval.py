@@ -9,8 +9,10 @@ score with its 95 % interval and all that it depends on; card.md, the same as a 
 and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
 there as soon as it is graded; started again, it goes on behind the last.
 
-With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated, in a folder of its own,
-and sweep.json, .md and .png have accuracy over tokens per forward, and AUP.
+With eval.samplers="one:strategy=static/sure:threshold=0.99" these samplers answer, too, each
+in a folder of its own. With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated,
+in a folder of its own, and sweep.json, .md and .png have accuracy over tokens per forward, and
+AUP.
 
 `compare` tells how far the second of two evaluations is ahead on their common problems.
 """
@@ -46,9 +48,9 @@ OVERWRITE = "answer all anew; default: what is there stays, and the evaluation g
 
 
 class Setting(NamedTuple):
-    """What is evaluated at once: all, or a value of a sweep's key."""
+    """What is evaluated at once: the sampler, one of eval.samplers, or a sweep's value."""
 
-    name: str
+    name: str  # "": that of the configuration itself
     cfg: config.Config  # completed
     folder: pathlib.Path
     sink: Answers
@@ -57,6 +59,7 @@ class Setting(NamedTuple):
 def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     """Returns the metrics by name, of a sweep its AUP's; writes them and the answers.
 
+    Those of one of eval.samplers have its name in front: "one_accuracy".
     run: the folder `cfg.run.folder`. overwrite: what is there is not to stay. Raises
     ValueError when there are no problems, or the folder holds another evaluation, and
     exits.Stopped where a signal came.
@@ -93,7 +96,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         truncated_wrong=cfg.rl.truncated_wrong,
         decode=pictures.decoder(cfg, model, tok),
     )
-    told, swept = {}, []
+    out, swept = {}, []
     for setting in settings:
         if run.writes:
             setting.folder.mkdir(exist_ok=True)
@@ -105,10 +108,12 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
             )
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | timer.pop()
+        name = setting.name and f"{setting.name}_"
+        out |= {f"{name}{key}": value for key, value in told.items()}
         if run.writes:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
         swept.append(records)
-    return told if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
+    return out if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 
 
 def grader_of(cfg: config.Config, tok, *, looks: bool) -> rewards.Grader:
@@ -236,8 +241,8 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
     idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
-    # A setting is what it is in any sweep.
-    idle += ("eval.sweep", "eval.best", "eval.by")
+    # A setting is what it is in any sweep, and beside any others.
+    idle += ("eval.sweep", "eval.samplers", "eval.best", "eval.by")
     return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
 
 

@@ -1,5 +1,6 @@
 """Evaluation of the bundled model, as its command runs it."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -151,12 +152,13 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
         assert 100 * scores(inside)["accuracy"] == point["accuracy"]
     assert (folder / "sweep.md").read_text().splitlines()[-1] in done.stdout
 
-    # The same setting alone, in batches of another size.
+    # The same settings by another key, in batches of another size.
     keys = "--config.sampler.threshold=0.3", "--config.sampler.rows=3"
-    done = evaluated(alone, *keys)
+    done = evaluated(alone, *keys, "--config.eval.samplers=slow:threshold=0.99")
     assert done.returncode == 0, done.stderr
-    assert answers_in(alone) == answers_in(folder / "threshold=0.3")
-    assert scores(alone) == scores(folder / "threshold=0.3")
+    for one, name in ((alone, "threshold=0.3"), (alone / "slow", "threshold=0.99")):
+        assert answers_in(one) == answers_in(folder / name)
+        assert scores(one) == scores(folder / name)
 
     done = run("compare", str(alone), str(folder / "threshold=0.3"))
     assert done.returncode == 0, done.stderr
@@ -207,6 +209,16 @@ def test_settings_of_a_sweep():
     assert [*named] == ["temperature=0", "temperature=0.5"]
     assert [x.eval.temperature for x in named.values()] == [0.0, 0.5]
     assert named["temperature=0"].eval.answers == 3
+
+
+def test_settings_of_further_samplers():
+    made = config.Config(eval=config.EvalConfig(samplers="sure:threshold=0.99,top_k=3"))
+    (_, own), (name, other) = config.settings(made)
+    assert own == made and name == "sure" and other.eval == made.eval
+    assert (other.sampler.threshold, other.sampler.top_k) == (0.99, 3)
+    both = dataclasses.replace(made.eval, sweep="eval.temperature=0,0.5")
+    with pytest.raises(ValueError, match="eval.sweep and eval.samplers: set one of"):
+        config.settings(dataclasses.replace(made, eval=both))
 
 
 def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
