@@ -348,6 +348,8 @@ def changed_text(x: str, pool: list[str], draw: random.Random) -> str:
     letters = sorted({letter for text in pool for letter in text})
     if not letters:
         return x
+    if draw.random() < 0.1:  # what is enclosed is so still, brackets and all
+        return draw.choice([x[:1] + x + x[-1:], x[1:-1], x + other])
     new = draw.choice(list(x) if x and draw.random() < 0.5 else letters)
     return "".join(changed_row(list(x), draw, new))
 

@@ -62,8 +62,8 @@ def entry(tests: dict, program: str) -> str:
         return tests["entry"]
     kinds = ast.FunctionDef, ast.ClassDef
     try:
-        tree = ast.parse(program)
-    except (SyntaxError, RecursionError, MemoryError):
+        tree = code.parsed(program)
+    except ValueError:
         raise ValueError("its solution is no Python") from None
     named = [x.name for x in tree.body if isinstance(x, kinds)]
     if not named:
@@ -71,7 +71,7 @@ def entry(tests: dict, program: str) -> str:
     read = {
         node.id
         for source in tests["asserts"]
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(code.parsed(source))
         if isinstance(node, ast.Name)
     }
     return ([x for x in named if x in read] or named)[-1]
@@ -171,7 +171,7 @@ def asked(tests: dict, program: str, count: int, seed: int) -> tuple[dict, list]
         given["cases"] = [arguments for arguments, _ in tests["cases"]]
         return given, [""]
     places = Places({name, "candidate"})
-    trees = [places.visit(ast.parse(source)) for source in published(tests, name)]
+    trees = [places.visit(code.parsed(source)) for source in published(tests, name)]
     given["tests"] = [*map(ast.unparse, trees)]
     given["forms"] = [shown for shown, _ in places.forms]
     return given, [assertion for _, assertion in places.forms]
