@@ -23,7 +23,7 @@ import sys
 MOST_TEXT = 2000  # characters of an input or a value
 MOST_ITEMS = 10_000  # that are taken from an iterator
 MOST_TESTED = 100  # inputs of the tests that new ones are made of
-LONGER = 2  # items more than in any input of the tests
+FURTHER = 2  # items more or less than in the inputs of the tests
 
 
 # ---- Running -------------------------------------------------------------------------
@@ -149,6 +149,11 @@ def shape(text: str) -> str:
     return re.sub(r"[0-9]+", "0", re.sub(r"[^\W\d_]+", "a", text))
 
 
+def pattern(text: str) -> str:
+    """Returns the same with runs as long as they are."""
+    return re.sub(r"[0-9]", "0", re.sub(r"[^\W\d_]", "a", text))
+
+
 def balanced(text: str) -> bool:
     """Returns whether brackets of a text close each other."""
     left = re.sub(r"[^()\[\]{}]", "", text)
@@ -165,6 +170,7 @@ NUMBERS = (
     lambda x: x in (0, 1),
     lambda x: abs(x) <= 1,
     lambda x: abs(x) >= 1,
+    lambda x: abs(x) >= 2,  # 0 and 1 are what many tasks leave open
 )
 ROWS = (
     lambda x: len(x) > 0,
@@ -173,6 +179,7 @@ ROWS = (
     lambda x: all(a not in x[:i] for i, a in enumerate(x)),
     lambda x: len({len(row) for row in x}) == 1,
     lambda x: len({type(item) for item in x}) == 1,
+    lambda x: len({type(item) for item in x}) > 1,
     lambda x: x == x[::-1],
 )
 TEXTS = (
@@ -186,7 +193,9 @@ TEXTS = (
     lambda x: x[:1] != "0",
     lambda x: x[:1].isupper(),
     lambda x: x[:1].isalpha(),
+    lambda x: x[:1].isalnum(),
     lambda x: x[-1:].isalnum(),
+    lambda x: not re.search(r"\W\W", x),
     lambda x: len(set(x)) == len(x),
     balanced,
 )
@@ -274,13 +283,16 @@ class Seen:
         """Returns the rules that lengths and forms of values make."""
         if type(values[0]) not in SIZED:
             return []
-        most, sizes = max(map(len, values)), {*map(len, values)}
-        rules = [lambda x: len(x) <= most + LONGER]
-        if len(sizes) == 1 and (len(values) > 2 or type(values[0]) is tuple):
+        most, least = max(map(len, values)), min(map(len, values))
+        fewest = max(least - FURTHER, min(least, 2))
+        rules = [lambda x: fewest <= len(x) <= most + FURTHER]
+        if most == least and (len(values) > 2 or type(values[0]) is tuple):
             rules.append(lambda x: len(x) == most)
         if type(values[0]) is str and len(values) > 1:
-            (form, *others) = {*map(shape, values)}
-            rules += [] if others or form == "a" else [lambda x: shape(x) == form]
+            for form in (shape, pattern):
+                forms = {*map(form, values)}
+                if len(forms) == 1 and forms != {"a"}:
+                    rules.append(lambda x, form=form, one=forms: form(x) in one)
         return rules
 
     def fits(self, args: tuple) -> bool:
@@ -336,6 +348,8 @@ def changed_number(x, pool: list, draw: random.Random):
     new = draw.choice([*near, draw.randint(0, 3), draw.uniform(low, high)])
     if type(x) is int:
         return round(new)
+    if all(map(float.is_integer, pool)):
+        return float(round(new))
     digits = (repr(value).partition(".")[2] for value in pool)
     return round(float(new), min(max(map(len, digits)), 6))
 

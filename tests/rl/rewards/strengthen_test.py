@@ -42,10 +42,17 @@ KEPT = {  # inputs of tests, and what new ones have in common with them
     "kinds": ([(1.5,), (2.25,)], lambda x: type(x) is float and x > 0),
     "emptiness": ([([1, 2],), ([3],)], lambda x: len(x) > 0),
     "order": ([([1, 2, 9],), ([3, 3, 5, 7],)], lambda x: x == sorted(x)),
-    "length": ([([1, 2, 9],), ([5],)], lambda x: len(x) <= 3 + nearby.LONGER),
+    "length": ([([1, 2, 9],), ([5],)], lambda x: len(x) <= 3 + nearby.FURTHER),
     "items": ([([5, 2],), ([3, 4, 1],)], lambda x: len({*x}) == len(x)),
     "letters": ([("abba",), ("cab",)], lambda x: {*x} <= {*"abc"}),
     "form": ([("2020-01-05",), ("199-1-2",)], lambda x: nearby.shape(x) == "0-0-0"),
+    "pattern": ([("2020-01-05",), ("1999-11-21",)], lambda x: x[4::3] == "--"),
+    "nothing below two": ([(3,), (10,), (7,)], lambda x: x >= 2),
+    "parts": ([("1.20",), ("13.7",)], lambda x: ".." not in x and x[0] != "."),
+    "mixed items": (
+        [([1, (2, 3)],), ([4, (5,), 6],)],
+        lambda x: len({*map(type, x)}) == 2,
+    ),
     "brackets": ([("(()(()))()",), ("()()",)], nearby.balanced),
     "words": ([("a bc",), ("d e f",)], lambda x: x == x.strip()),
     "keys": ([({"a": 1},), ({"b": 5},)], lambda x: all(v > 0 for v in x.values())),
@@ -74,7 +81,7 @@ def test_new_inputs_keep_what_those_of_the_tests_have_in_common(name):
 def test_what_inputs_do_not_have_in_common_is_changed():
     assert any(x < 0 for (x,) in made((-3,), (10,), (7,)))
     assert any(x != sorted(x) for (x,) in made(([1, 2, 9],), ([7, 3],)))
-    assert {len(x) for (x,) in made(([1, 2, 9],), ([7, 3],))} >= {1, 2, 3, 4}
+    assert {len(x) for (x,) in made(([1, 2, 9],), ([7, 3],))} >= {2, 3, 4}
     assert any(not x for x, _ in made(("ab", 5), ("", 7), ("b", 6)))
 
 
@@ -132,7 +139,11 @@ def test_a_new_test_compares_as_the_one_it_comes_from(test):
         ("def f(x): return x / 3", "f(2.0) == 2 / 3", "assert near_(f("),
         ("def f(x): return [x / 3]", "f(2.0) == [2 / 3]", "assert near_(f("),
         ("def f(x): return x > 5", "not f(2)", "assert bool(f("),
-        ("def f(x): return (y for y in x)", "list(f([1])) == [1]", "assert list(f(["),
+        (
+            "def f(x): return (y for y in x)",
+            "list(f([5, 2])) == [5, 2]",
+            "assert list(f([",
+        ),
     ],
 )
 def test_new_tests_are_asked_in_the_form_of_their_own(source, test, like):
@@ -141,14 +152,15 @@ def test_new_tests_are_asked_in_the_form_of_their_own(source, test, like):
 
 
 def test_values_with_points_are_compared_to_a_millionth():
-    row = record("def f(x): return [x / 10, {}]", "assert f(3) == [0.3, {}]")
+    tests = "assert f(3) == [0.3, {}]", "assert f(8) == [0.8, {}]"
+    row = record("def f(x): return [x / 10, {}]", *tests)
     stronger, _ = strengthen.strengthened(row, count=5)
     near = "def f(x): return [x * 0.1 + 1e-9, {}]"
-    far = "def f(x): return [x / 10 if x == 3 else x / 10 + 0.001, {}]"
+    far = "def f(x): return [x / 10 if x in (3, 8) else x / 10 + 0.001, {}]"
     assert code.grade_program(far, row) == 1
     # A name of the program's own does not come between.
     assert code.grade_program(f"pairs = got = wanted = 3\n{near}", stronger) == 1
-    assert code.grade_program(far, stronger) == 1 / 6
+    assert code.grade_program(far, stronger) == 2 / 7
 
 
 # ---- What is added -------------------------------------------------------------------
@@ -171,14 +183,16 @@ def test_branches_that_no_published_test_takes_are_taken():
 
 
 def test_the_same_seed_adds_the_same_and_published_tests_come_first():
-    row = record("def f(x): return sum(x)", "assert f([1, 2, 4]) == 7")
+    row = record(
+        "def f(x): return sum(x)", "assert f([2, 1]) == 3", "assert f([5]) == 5"
+    )
     first, again = (strengthen.strengthened(row, seed=3)[0] for _ in range(2))
     other, _ = strengthen.strengthened(row, seed=4)
     assert first == again != other
     assert first["tests"]["asserts"][0] == row["test_list"][0]
-    assert len(first["tests"]["asserts"]) == 1 + strengthen.TESTS
+    assert len(first["tests"]["asserts"]) == 2 + strengthen.TESTS
     more, why = strengthen.strengthened(first, count=2, seed=4)
-    assert why == "" and len(more["tests"]["asserts"]) == 3 + strengthen.TESTS
+    assert why == "" and len(more["tests"]["asserts"]) == 4 + strengthen.TESTS
 
 
 def test_a_check_keeps_its_own_tests():
