@@ -139,9 +139,14 @@ def literal(value) -> str:
 # ---- What the inputs of tests have in common -----------------------------------------
 
 
-def pairs(x):
-    """Yields neighbours."""
-    return itertools.pairwise(x)
+def rising(row) -> bool:
+    """Returns whether no item is less than the one before it."""
+    return all(a <= b for a, b in itertools.pairwise(row))
+
+
+def falling(row) -> bool:
+    """Returns whether no item is more than the one before it."""
+    return all(a >= b for a, b in itertools.pairwise(row))
 
 
 def shape(text: str) -> str:
@@ -162,6 +167,11 @@ def balanced(text: str) -> bool:
     return not left
 
 
+def counts(number: int, items) -> bool:
+    """Returns whether a number is that of the items."""
+    return number == len(items)
+
+
 NUMBERS = (
     lambda x: x > 0,
     lambda x: x >= 0,
@@ -174,8 +184,8 @@ NUMBERS = (
 )
 ROWS = (
     lambda x: len(x) > 0,
-    lambda x: all(a <= b for a, b in pairs(x)),
-    lambda x: all(a >= b for a, b in pairs(x)),
+    rising,
+    falling,
     lambda x: all(a not in x[:i] for i, a in enumerate(x)),
     lambda x: len({len(row) for row in x}) == 1,
     lambda x: len({type(item) for item in x}) == 1,
@@ -220,12 +230,13 @@ RELATIONS = (
     lambda x, y: x < y,
     lambda x, y: len(x) == len(y),
     lambda x, y: len(x) <= len(y),
-    lambda x, y: x == len(y),
+    counts,
     lambda x, y: x <= len(y),
     lambda x, y: x < len(y),
     lambda x, y: x in y,
     lambda x, y: x not in y,
     lambda x, y: y % x == 0,
+    lambda x, y: len(x) == len(y) + 1,
 )
 
 
@@ -310,12 +321,12 @@ class Seen:
             rules = self.rules.get((i, 0, type(value)), ())
             if type(value) in (list, tuple):
                 with contextlib.suppress(TypeError):
-                    if ROWS[1] in rules:
+                    if rising in rules:
                         args[i] = type(value)(sorted(value))
-                    elif ROWS[2] in rules:
+                    elif falling in rules:
                         args[i] = type(value)(sorted(value, reverse=True))
         for rule, i, j in self.relations:
-            if rule is RELATIONS[6]:
+            if rule is counts:
                 args[i] = len(args[j])
         return tuple(args)
 
