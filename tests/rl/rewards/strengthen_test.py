@@ -147,15 +147,15 @@ def test_a_new_test_compares_as_the_one_it_comes_from(test):
     ],
 )
 def test_new_tests_are_asked_in_the_form_of_their_own(source, test, like):
-    lines = added(record(source, f"assert {test}"), count=5)
-    assert len(lines) == 5 and all(line.startswith(like) for line in lines)
+    lines = added(record(source, f"assert {test}"), count=3)
+    assert len(lines) == 3 and all(line.startswith(like) for line in lines)
 
 
 def test_values_with_points_are_compared_to_a_millionth():
     tests = "assert f(3) == [0.3, {}]", "assert f(8) == [0.8, {}]"
     row = record("def f(x): return [x / 10, {}]", *tests)
     stronger, _ = strengthen.strengthened(row, count=5)
-    near = "def f(x): return [x * 0.1 + 1e-9, {}]"
+    near = "def f(x): return [x / 10 if x in (3, 8) else x / 10 + 1e-9, {}]"
     far = "def f(x): return [x / 10 if x in (3, 8) else x / 10 + 0.001, {}]"
     assert code.grade_program(far, row) == 1
     # A name of the program's own does not come between.
@@ -172,7 +172,7 @@ def test_a_wrong_program_that_the_published_tests_let_pass_is_found_out():
     stronger, why = strengthen.strengthened(row)
     assert why == ""
     assert code.grade_program(wrong, row) == 1
-    assert code.grade_program(wrong, stronger) < 0.2
+    assert code.grade_program(wrong, stronger) < 0.3
     assert code.grade_program(row["code"], stronger) == 1
 
 
