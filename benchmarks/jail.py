@@ -9,7 +9,6 @@ task (--every=N: on each N-th), which takes half an hour. It needs no accelerato
 """
 
 import argparse
-import ast
 import collections
 import concurrent.futures
 import os
@@ -18,6 +17,7 @@ import time
 from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import code, sandbox
+from dllm_jax.rl.rewards.strengthen import entry, solution
 from tests.rl.rewards import cheats
 
 PROGRAM = "print(int(input()) + 1)"
@@ -40,21 +40,6 @@ def rate(workers: int, count: int) -> float:
     return count / took
 
 
-def solution(record: dict) -> str:
-    """Returns a record's reference solution."""
-    return record.get("code") or record["prompt"] + record["canonical_solution"]
-
-
-def entry(record: dict) -> str:
-    """Returns the name of the function that a record asks for."""
-    if "entry_point" in record:
-        return record["entry_point"]
-    tree = ast.parse(record["code"]).body
-    named = [x.name for x in tree if isinstance(x, (ast.FunctionDef, ast.ClassDef))]
-    tests = " ".join(record["test_list"])
-    return ([x for x in named if f"{x}(" in tests] or named)[-1]
-
-
 def graded(jobs: list[tuple[str, dict]], **how) -> list[float]:
     """Returns the grades of (program, record) pairs."""
 
@@ -70,7 +55,10 @@ def show_cheats(rows: list[dict], every: int) -> None:
     for name in cheats.CHEATS:
         slow = name in cheats.SLOW
         chosen = rows[:: every * (40 if slow else 1)]
-        jobs = [(cheats.of(name, entry(row)), row) for row in chosen]
+        jobs = [
+            (cheats.of(name, entry(code.tests_of(row), solution(row))), row)
+            for row in chosen
+        ]
         grades = graded(jobs, seconds=1 if slow else 4, all_cases=not slow)
         told = collections.Counter("all" if x == 1 else "some" for x in grades if x)
         print(

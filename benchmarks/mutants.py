@@ -16,6 +16,9 @@ call, and on GENERATED inputs that are made of these by small changes. It is the
     missed       they differ on an input of the tests, which refuse it there: the grader is
                  at fault
 
+The files may be those that `python -m dllm_jax.data strengthen` wrote: the mutants are the same,
+the tests are more.
+
 What both do with an input that the solution refuses (it raises, or takes more than LINES lines)
 is no difference. All of it runs in the sandbox.
 """
@@ -26,10 +29,11 @@ import json
 import random
 import warnings
 
-from benchmarks.jail import entry, graded, solution
+from benchmarks.jail import graded
 from dllm_jax import command_line
 from dllm_jax.records import records
-from dllm_jax.rl.rewards import code, sandbox
+from dllm_jax.rl.rewards import code, sandbox, strengthen
+from dllm_jax.rl.rewards.strengthen import NEARBY, entry, solution
 
 SWAPS = {
     ast.Add: ast.Sub,
@@ -51,36 +55,17 @@ SWAPS = {
 PASSED = "missed", "lenient", "unseen"
 GENERATED = 2000  # inputs beside those of the tests
 LINES = 20_000  # that a solution may run for one input; a mutant ten times as many
-# Compares two programs; `given` is put before it. Prints how many inputs there were, and
-# how many told them apart, of the tests and of the generated ones.
+# Compares two programs; nearby.py and `given` are put before it. Prints how many inputs
+# there were, and how many told them apart, of the tests and of the generated ones. These
+# are changed more freely than nearby.py does: a mutant is judged by more than what
+# strengthened tests are made of.
 COMPARE = r"""
-import copy, json, random, sys
-
-
-class Endless(BaseException):
-    pass
-
-
 def said(function, args, lines):
-    left = [lines]
-
-    def count(frame, event, arg):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Endless
-        return count
-
-    args = copy.deepcopy(args)
-    sys.settrace(count)
     try:
-        value = function(*args)
-        if hasattr(value, "__next__"):
-            value = list(value)
+        value, left, _ = watched(function, args, lines)
     except (Exception, Endless) as error:
         return None, type(error).__name__
-    finally:
-        sys.settrace(None)
-    return repr(value), repr(args)
+    return repr(value), repr(left)
 
 
 def changed(x, draw):
@@ -101,44 +86,11 @@ def changed(x, draw):
     return x
 
 
-def changed_row(x, draw, new):
-    how, at = draw.randrange(6), draw.randrange(len(x) + 1)
-    if how == 0:
-        return x[:at] + x[at + 1:]
-    if how == 1:
-        return x[:at] + [new] + x[at:]
-    if how == 2:
-        return x[:at] + [new] + x[at + 1:]
-    if how == 3:
-        return x[::-1]
-    if how == 4:
-        return x + x[:at]
-    return draw.sample(x, len(x))
-
-
-right, other = {"__name__": "right"}, {"__name__": "other"}
-exec(given["solution"], right)
-exec(given["mutant"], other)
-tested, name = [], given["entry"]
-
-
-def recorder(*args):
-    tested.append(copy.deepcopy(args))
-    return right[name](*args)
-
-
-def judged(function, scope):
-    scope = {**scope, name: function}
-    for line in given["asserts"]:
-        exec(line, scope)
-    if given["check"]:
-        exec(given["check"], scope)
-        scope["check"](function)
-
-
-judged(recorder, right)
+name = given["entry"]
+right, other = (loaded([given[x]], x) for x in ("solution", "mutant"))
+tested = [args for _, args in recorded(right, name, given["tests"])]
 try:
-    judged(other[name], other)
+    loaded(given["tests"], "tests", **other, candidate=other[name])
     accepted = True
 except Exception:
     accepted = False
@@ -194,18 +146,20 @@ def compared(row: dict, mutant: str, generated: int = GENERATED) -> dict | None:
     accepted: whether its tests pass as plain Python; tests, generated: the inputs that were
     tried; tests_differ, generated_differ: on how many of them; such_as: the first.
     """
-    tests = code.tests_of(row)
+    tests, source = code.tests_of(row), solution(row)
+    name = entry(tests, source)
     given = {
-        "solution": solution(row),
+        "solution": source,
         "mutant": mutant,
-        "entry": entry(row),
-        "asserts": [tests["setup"], *tests["asserts"]] if "asserts" in tests else [],
-        "check": row.get("test", ""),
+        "entry": name,
+        "tests": strengthen.published(tests, name),
         "generated": generated,
         "lines": LINES,
     }
     result = sandbox.run(
-        f"given = {given!r}\n{COMPARE}", b"", seconds=60, memory_mb=1024
+        f"{NEARBY.read_text()}\ngiven = {given!r}\n{COMPARE}",
+        seconds=60,
+        memory_mb=1024,
     )
     return json.loads(result.stdout) if result.status == "ok" else None
 

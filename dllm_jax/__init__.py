@@ -111,6 +111,8 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/rewards/jail.py           what confines them
     rl/rewards/trial.py          a judge who asks a candidate, each in a jail
     rl/rewards/code.py           from records of many formats to a share of tests
+    rl/rewards/strengthen.py     more tests, of what a record's solution says
+    rl/rewards/nearby.py         ... of inputs near those of its own tests
     statistics.py                intervals, pass@k, maj@k, AUP: plain numpy
     rl/scores.py                 what an evaluation found, with its intervals
     data/prompts.py              from records to problems: texts and conversations to ids

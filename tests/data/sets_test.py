@@ -250,7 +250,7 @@ def test_the_command(tmp_path, mirror):
     assert "math500" in run("list").stdout
     refusals = {
         ("get", "nothing"): "unknown data set 'nothing': choose from math500",
-        ("get",): "say `list`, or `get NAME`",
+        ("get",): "say `list`, `get NAME` or `strengthen IN OUT.jsonl`",
         ("get", "sudoku", "--count=0"): "count",
         ("get", "livebench"): "cannot download file://",
     }

@@ -1,0 +1,340 @@
+"""More tests for records of code: near the published ones, and right by the solution."""
+
+import ast
+import json
+import random
+
+import pytest
+
+from dllm_jax.rl.rewards import code, nearby, sandbox, strengthen
+from tests import served
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_jails():
+    yield
+    sandbox.close()
+
+
+def record(source: str, *tests: str, setup: str = "") -> dict:
+    return {"code": source, "test_list": [*tests], "test_setup_code": setup}
+
+
+def added(row: dict, **how) -> list[str]:
+    """Returns the assertions that a record of MBPP's format gains."""
+    stronger, why = strengthen.strengthened(row, **how)
+    assert (why == "") == ("tests" in stronger)
+    assert {key: stronger[key] for key in row} == row
+    return stronger["tests"]["asserts"][len(row["test_list"]) :] if not why else []
+
+
+def made(*inputs: tuple, tries: int = 400, seed: int = 0) -> list[tuple]:
+    """Returns new inputs of those of tests."""
+    tested = [(0, args) for args in inputs]
+    return [args for _, args in nearby.made(tested, tries, random.Random(seed))]
+
+
+# ---- What is near --------------------------------------------------------------------
+
+KEPT = {  # inputs of tests, and what new ones have in common with them
+    "signs": ([(3,), (10,), (7,)], lambda x: type(x) is int and x > 0),
+    "a sign that both have": ([(-3,), (10,), (7,)], lambda x: type(x) is int),
+    "kinds": ([(1.5,), (2.25,)], lambda x: type(x) is float and x > 0),
+    "emptiness": ([([1, 2],), ([3],)], lambda x: len(x) > 0),
+    "order": ([([1, 2, 9],), ([3, 3, 5, 7],)], lambda x: x == sorted(x)),
+    "length": ([([1, 2, 9],), ([5],)], lambda x: len(x) <= 3 + nearby.FURTHER),
+    "items": ([([5, 2],), ([3, 4, 1],)], lambda x: len({*x}) == len(x)),
+    "letters": ([("abba",), ("cab",)], lambda x: {*x} <= {*"abc"}),
+    "form": ([("2020-01-05",), ("199-1-2",)], lambda x: nearby.shape(x) == "0-0-0"),
+    "brackets": ([("(()(()))()",), ("()()",)], nearby.balanced),
+    "words": ([("a bc",), ("d e f",)], lambda x: x == x.strip()),
+    "keys": ([({"a": 1},), ({"b": 5},)], lambda x: all(v > 0 for v in x.values())),
+    "rows": ([([(1, 2), (3, 4)],)], lambda x: all(len(row) == 2 for row in x)),
+    "a number and a list": ([([5, 1], 2), ([7], 1)], lambda x, n: len(x) == n),
+    "two lists": (
+        [([1, 2], [3, 4]), ([5], [6])],
+        lambda x, y: len(x) == len(y),
+    ),
+    "a range": ([(1, 5), (2, 9)], lambda a, b: a < b),
+    "a member": ([([4, 5, 6], 5), ([1, 9], 9)], lambda x, item: item in x),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_new_inputs_keep_what_those_of_the_tests_have_in_common(name):
+    inputs, common = KEPT[name]
+    new = made(*inputs)
+    assert len(new) > 8
+    assert len({repr(args) for args in new} | {*map(repr, inputs)}) == len(new) + len(
+        inputs
+    )
+    assert all(common(*args) for args in new)
+
+
+def test_what_inputs_do_not_have_in_common_is_changed():
+    assert any(x < 0 for (x,) in made((-3,), (10,), (7,)))
+    assert any(x != sorted(x) for (x,) in made(([1, 2, 9],), ([7, 3],)))
+    assert {len(x) for (x,) in made(([1, 2, 9],), ([7, 3],))} >= {1, 2, 3, 4}
+    assert any(not x for x, _ in made(("ab", 5), ("", 7), ("b", 6)))
+
+
+def test_new_inputs_are_drawn_by_the_seed():
+    inputs = ([4, 1, 3], 2), ([5, 5], 1)
+    assert made(*inputs, seed=1) == made(*inputs, seed=1) != made(*inputs, seed=2)
+
+
+def test_nothing_is_made_of_functions_of_nothing():
+    assert made(()) == [] == made()
+
+
+def test_inputs_stay_as_they_were():
+    inputs = [([1, [2, 3]], {"a": [1]})]
+    before = repr(inputs)
+    assert made(*inputs) and repr(inputs) == before
+
+
+# ---- How tests compare ---------------------------------------------------------------
+
+FORMS = {  # a test: (what its value is, the new assertion)
+    "f(1) == 2": ("CALL_", "CALL_ == VALUE_"),
+    "2 == f(1)": ("CALL_", "CALL_ == VALUE_"),
+    "f(1) is None": ("CALL_", "CALL_ == VALUE_"),
+    "set(f([1, 2])) == {1}": ("set(CALL_)", "set(CALL_) == VALUE_"),
+    "round(f(x)[0], 2) == 1.5": ("round(CALL_[0], 2)", "round(CALL_[0], 2) == VALUE_"),
+    "f(1)": ("bool(CALL_)", "bool(CALL_) == VALUE_"),
+    "not f(1)": ("bool(CALL_)", "bool(CALL_) == VALUE_"),
+    "abs(f(1) - 2.5) < 1e-3": ("CALL_", "abs(CALL_ - VALUE_) < 0.001"),
+    "math.fabs(2.5 - f(1)) <= 1": ("CALL_", "math.fabs(VALUE_ - CALL_) <= 1"),
+    "math.isclose(f(1), 2, rel_tol=0.1)": (
+        "CALL_",
+        "math.isclose(CALL_, VALUE_, rel_tol=0.1)",
+    ),
+    "f(1) != 2": None,
+    "f(1) < 2": None,
+    "f(1) == f(2)": None,
+    "f(x=1) == 2": None,
+    "g(1) == 2": None,
+    "abs(poly(f(1))) < 1e-4": None,
+    "f(1) == 2 and True": None,
+}
+
+
+@pytest.mark.parametrize("test", FORMS)
+def test_a_new_test_compares_as_the_one_it_comes_from(test):
+    assert strengthen.form(ast.parse(test, mode="eval").body, {"f"}) == FORMS[test]
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "like"),
+    [
+        ("def f(x): return {*x}", "set(f([3, 1])) == {1, 3}", "assert set(f(["),
+        ("def f(x): return x / 3", "abs(f(2.0) - 0.667) < 0.01", "assert abs(f("),
+        ("def f(x): return x / 3", "f(2.0) == 2 / 3", "assert near_(f("),
+        ("def f(x): return [x / 3]", "f(2.0) == [2 / 3]", "assert near_(f("),
+        ("def f(x): return x > 5", "not f(2)", "assert bool(f("),
+        (
+            "def f(x): return (y for y in x)",
+            "list(f([5, 2])) == [5, 2]",
+            "assert list(f([",
+        ),
+    ],
+)
+def test_new_tests_are_asked_in_the_form_of_their_own(source, test, like):
+    lines = added(record(source, f"assert {test}"), count=3)
+    assert len(lines) == 3 and all(line.startswith(like) for line in lines)
+
+
+def test_values_with_points_are_compared_to_a_millionth():
+    tests = "assert f(3) == [0.3, {}]", "assert f(8) == [0.8, {}]"
+    row = record("def f(x): return [x / 10, {}]", *tests)
+    stronger, _ = strengthen.strengthened(row, count=5)
+    near = "def f(x): return [x / 10 if x in (3, 8) else x / 10 + 1e-9, {}]"
+    far = "def f(x): return [x / 10 if x in (3, 8) else x / 10 + 0.001, {}]"
+    assert code.grade_program(far, row) == 1
+    # A name of the program's own does not come between.
+    assert code.grade_program(f"pairs = got = wanted = 3\n{near}", stronger) == 1
+    assert code.grade_program(far, stronger) == 2 / 7
+
+
+# ---- What is added -------------------------------------------------------------------
+
+
+def test_a_wrong_program_that_the_published_tests_let_pass_is_found_out():
+    row = record("def f(x):\n    return x * 2", "assert f(2) == 4")
+    wrong = "def f(x):\n    return x + 2"
+    stronger, why = strengthen.strengthened(row)
+    assert why == ""
+    assert code.grade_program(wrong, row) == 1
+    assert code.grade_program(wrong, stronger) < 0.3
+    assert code.grade_program(row["code"], stronger) == 1
+
+
+def test_branches_that_no_published_test_takes_are_taken():
+    source = "def f(n):\n    if n == 7:\n        return 'seven'\n    return n % 2"
+    row = record(source, "assert f(5) == 1", "assert f(8) == 0")
+    assert "assert f(7) == 'seven'" in added(row, count=3)
+
+
+def test_the_same_seed_adds_the_same_and_published_tests_come_first():
+    row = record(
+        "def f(x): return sum(x)", "assert f([2, 1]) == 3", "assert f([5]) == 5"
+    )
+    first, again = (strengthen.strengthened(row, seed=3)[0] for _ in range(2))
+    other, _ = strengthen.strengthened(row, seed=4)
+    assert first == again != other
+    assert first["tests"]["asserts"][0] == row["test_list"][0]
+    assert len(first["tests"]["asserts"]) == 2 + strengthen.TESTS
+    more, why = strengthen.strengthened(first, count=2, seed=4)
+    assert why == "" and len(more["tests"]["asserts"]) == 4 + strengthen.TESTS
+
+
+def test_a_check_keeps_its_own_tests():
+    row = {
+        "prompt": "def f(x):\n",
+        "canonical_solution": "    return x + 0.5\n",
+        "entry_point": "f",
+        "test": "def check(candidate):\n    for i in range(3):\n"
+        "        assert candidate(i) == i + 0.5, 'no'\n    assert True\n",
+    }
+    stronger, why = strengthen.strengthened(row, count=4)
+    assert why == "" and stronger["tests"]["check"].startswith(row["test"])
+    twice, _ = strengthen.strengthened(stronger, count=4, seed=1)
+    for tests, count in ((stronger, 7), (twice, 11)):
+        assert code.grade_program("    return x + 0.5", tests) == 1
+        wrong = "    return x + 0.5 if x < 3 else x"
+        passed = round(count * code.grade_program(wrong, tests))
+        assert 3 <= passed < count
+        published = "    return x + 0.5 if x > 2 else 0"
+        assert code.grade_program(published, tests) < 1
+
+
+def test_cases_are_what_json_can_say():
+    tests = {"kind": "calls", "entry": "f", "cases": [[[[1, 2]], 3], [[[5]], 5]]}
+    solution = "class Solution:\n    def f(self, x: List[int]): return sum(x)"
+    row = {"tests": tests, "solution": solution}
+    stronger, why = strengthen.strengthened(json.loads(json.dumps(row)), count=6)
+    cases = stronger["tests"]["cases"]
+    assert why == "" and cases[:2] == tests["cases"] and len(cases) == 8
+    assert all(sum(x) == value for (x,), value in cases)
+    assert json.loads(json.dumps(stronger)) == stronger
+    pointed = row | {"solution": solution.replace("sum(x)", "float(sum(x))")}
+    assert strengthen.strengthened(pointed)[0] == pointed
+    tolerant = pointed | {"tests": tests | {"float": True}}
+    assert len(strengthen.strengthened(tolerant)[0]["tests"]["cases"]) > 2
+
+
+# ---- Solutions that are not to be believed -------------------------------------------
+
+NOTHING = {  # a solution that passes its test, `f([4, 1]) == [4, 1]`, and adds none
+    "raises otherwise": "def f(x):\n    assert x == [4, 1]\n    return x",
+    "never ends otherwise": "def f(x):\n    while x != [4, 1]: x = [*x]\n    return x",
+    "random": "import random\ndef f(x):\n"
+    "    return x if x == [4, 1] else random.random()",
+    "counts": "n = 0\ndef f(x):\n    global n\n    n += 1\n"
+    "    return x if x == [4, 1] else n",
+    "no number": "def f(x):\n    return x if x == [4, 1] else float('nan')",
+    "no end": "def f(x):\n    return x if x == [4, 1] else 1e999",
+    "an object": "def f(x):\n    return x if x == [4, 1] else object()",
+    "itself": "def f(x):\n    if x != [4, 1]: x.append(x)\n    return x",
+    "huge": "def f(x):\n    return x if x == [4, 1] else 'a' * 10**6",
+    "the order of a set": "def f(x):\n"
+    "    return x if x == [4, 1] else list(set('abc') | set('def'))",
+    "leaves": "import sys\ndef f(x):\n    return x if x == [4, 1] else sys.exit()",
+    "forges": "def f(x):\n    if x != [4, 1]:\n        import os\n"
+    '        os.write(1, b\'[[0, "[1]", "2"]]\')\n        os._exit(0)\n    return x',
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_is_refused_or_not_repeated_is_not_added(name):
+    row = record(NOTHING[name], "assert f([4, 1]) == [4, 1]")
+    stronger, why = strengthen.strengthened(row, count=5)
+    assert stronger == row and why
+
+
+@pytest.mark.parametrize(
+    "source", ["def f(x): raise KeyError", "def f(x):\n    while True: pass", "f = 3"]
+)
+def test_a_solution_that_fails_its_own_tests_adds_none(source):
+    row = record(f"def g(): pass\n{source}", "assert f(1) == 1")
+    row["test_time_limit"] = 0.2
+    assert strengthen.strengthened(row) == (row, "their solution fails their own tests")
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("def f(x):\n    print('[]')\n    return x[::-1]", lambda x: x[::-1]),
+        ("def f(x):\n    x.sort()\n    x.append(0)\n    return x[0]", min),
+        ("def f(x): return (len(x), x[0])", lambda x: (len(x), x[0])),
+        ("def f(x): return set(x)", lambda x: {*x}),
+        (
+            "import collections\ndef f(x): return collections.Counter(x)",
+            lambda x: {item: x.count(item) for item in x},
+        ),
+        ("def f(x): return sorted(set(x))", lambda x: sorted({*x})),
+    ],
+)
+def test_what_a_solution_prints_or_changes_is_not_what_it_says(source, value):
+    row = record(source, f"assert f([4, 1]) == {value([4, 1])!r}")
+    lines = added(row, count=6)
+    assert len(lines) == 6
+    for line in lines:
+        compare = ast.parse(line).body[0].test
+        (given,) = compare.left.args
+        assert ast.literal_eval(compare.comparators[0]) == value(
+            ast.literal_eval(given)
+        )
+
+
+# ---- The command ---------------------------------------------------------------------
+
+DOUBLE = record("def f(x): return 2 * x", "assert f(2) == 4", "assert f(5) == 10")
+FAILS = record("def f(x): return 3 * x", "assert f(2) == 4")
+
+
+def test_the_command(tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in (DOUBLE, FAILS)))
+    arguments = ["strengthen", str(given), str(out), "--tests=4", "--seed=2"]
+    done = served.run("dllm_jax.data", arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"1 of 2 records have more tests: {out}" in done.stdout
+    assert "as they were, since their solution fails their own tests: records 2" in (
+        done.stderr
+    )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows == [strengthen.strengthened(DOUBLE, 4, 2)[0], FAILS]
+
+
+STDIO = {"solution": "print(1)", "test_input": ["1\n"], "test_output": ["1\n"]}
+BAD = {
+    "a task of standard input": STDIO,
+    "no solution: it needs a field code": {"test_list": ["assert f(1) == 1"]},
+    "no tests: it needs one of the fields": {"code": "def f(x): return x"},
+    "its solution is no Python": record("def f(x", "assert f(1) == 1"),
+    "its solution defines no function": record("f = abs", "assert f(1) == 1"),
+    "is no Python": record("def f(x): return x", "assert f(1) =="),
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_records_to_which_none_can_be_added_are_refused(says):
+    with pytest.raises(ValueError, match=says):
+        strengthen.check(BAD[says])
+
+
+def test_a_refusal_names_the_record_and_leaves_nothing(tmp_path):
+    given = tmp_path / "in.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in (DOUBLE, STDIO)))
+    refusals = {
+        (given, tmp_path / "out.jsonl"): "record 2: a task of standard input",
+        (given, tmp_path / "out.json"): "name a file *.jsonl",
+        (given, given): "that is the file it reads",
+        (tmp_path / "none.jsonl", tmp_path / "out.jsonl"): "no such file",
+    }
+    for files, says in refusals.items():
+        done = served.run("dllm_jax.data", ["strengthen", *map(str, files)])
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert [*tmp_path.iterdir()] == [given]
