@@ -296,8 +296,10 @@ def run_chunks(
     Returns (last_BD with what ends these chunks, the PagedKVCache with their keys).
     """
     shards = len(chunks.row_dc)
+    # No wider than prompts: each width of a table is a program to compile.
+    table_BA = rows.table_BA[:, : -(-cfg.max_prompt // cfg.page_slots)]
     seen = kv.chunk(
-        joined(of_rows(by_shard(rows.table_BA, shards), chunks.row_dc)),
+        joined(of_rows(by_shard(table_BA, shards), chunks.row_dc)),
         joined(chunks.pos_dcW),
         joined(chunks.end_dc),
         cfg.block,
