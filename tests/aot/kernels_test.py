@@ -108,6 +108,22 @@ def test_experts(topology, implementation):
     assert program.memory_analysis().temp_size_in_bytes < dense
 
 
+@pytest.mark.parametrize("topology", TPUS)
+def test_long_tables(topology):
+    """256 rows of 32,768 positions: more numbers than a core has memory for scalars."""
+    rows, A, O, heads = 256, 1024, 32, 8
+    pool, q, k = arrays(
+        jnp.bfloat16,
+        (2, 2048, O, heads, 128),
+        (rows, 8, 4 * heads, 128),
+        (rows, 4, heads, 128),
+    )
+    table, start, layer = arrays(jnp.int32, (rows, A), (rows,), ())
+    attend = functools.partial(pallas_kernels.paged_attention, implementation="tpu")
+    program = compiled(topology, attend, q, (pool, pool), layer, table, start, k, k)
+    assert program.memory_analysis().temp_size_in_bytes < pool.size
+
+
 @pytest.mark.parametrize("topology, implementation", CHIPS)
 @pytest.mark.parametrize("rows, Q", [(256, 4), (64, 32)])
 @pytest.mark.parametrize(

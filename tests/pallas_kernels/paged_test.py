@@ -83,6 +83,19 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("scalars, calls", [(5 * (A + 4), 1), (4 * (A + 4), 2), (1, 5)])
+def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
+    """A call for so many rows as fit, one at the least; the numbers are the same."""
+    q, pages, *at, k, v = case(5, 3, 4, 2, 64)
+    monkeypatch.setattr(tpu_paged_attention, "SCALARS", scalars)
+    attend = functools.partial(tpu_paged_attention.attend, interpret=True)
+    told = str(jax.make_jaxpr(attend)(q, pages, *at, k, v))
+    assert told.count("pallas_call[") == calls
+    found = attend(q, spoiled(pages, *at), *at, k, v)
+    want = SPECIFIED(q, pages, *at, k, v)
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+
+
 def test_few_rows_share_the_chip_out():
     """132 processors; parts of a tile (here 16 positions) and more; never none."""
     parts_of = gpu_paged_attention.parts_of

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dllm_jax.pallas_kernels.reference import NEVER
 
 CHUNK = 2**19  # bytes of keys that are fetched together
+SCALARS = 3 * 2**16  # numbers of tables: 768 KiB of the MiB that a core has for scalars
 
 
 def scores(q_KfH, k_sKH):
@@ -155,8 +156,22 @@ def plan(start_B, size: int, cores: int):
 
 
 def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
-    """Returns the attention of each row's window, [B, W, N, H]."""
+    """Returns the attention of each row's window, [B, W, N, H].
+
+    Of rows whose tables are too large for the memory of scalars, in halves.
+    """
     B, W, _, H = q_BWNH.shape
+    if B > 1 and B * (table_BA.shape[1] + 4) > SCALARS:
+        return jnp.concatenate(
+            [
+                attend(
+                    *(q_BWNH[half], pages, layer, table_BA[half], start_B[half]),
+                    *(k_BQKH[half], v_BQKH[half]),
+                    interpret=interpret,
+                )
+                for half in (slice(B // 2), slice(B // 2, None))
+            ]
+        )
     _, _, O, K, _ = pages[0].shape
     q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
