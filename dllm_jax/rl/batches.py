@@ -80,14 +80,14 @@ def of_rollouts(
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
     size = rl.answers_per_update
     rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies, size=size)
-    # The host packs in a thread: the next deal while devices score this one.
-    with concurrent.futures.ThreadPoolExecutor(1, "packing") as thread:
-        packed = functools.partial(thread.submit, deal, trace, noised, group_n, pack)
-        deals = [packed(row_n) for row_n in rows]
-        scores = scored(
-            deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
-        )
-    deals = [dealt.result() for dealt in deals]
+    deals, scores = packed_and_scored(
+        functools.partial(deal, trace, noised, group_n, pack),
+        *(rows, noised.step_nT.shape),
+        rl=rl,
+        params=params,
+        score=score,
+        mesh=mesh,
+    )
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
     scores = judged_by(critic, scores, trace, noised)
@@ -323,6 +323,18 @@ class Scores:
     told: list[list[np.ndarray]]  # of each deal, of the tokens asked of: Deal.told
     trusted_n: np.ndarray  # of each deal: the record stands for the policy
     ahead: list[np.ndarray | None]  # of each deal, [m, B, U]: see reference.selection
+
+
+def packed_and_scored(dealt: Callable, rows, shape, **how) -> tuple[list[Deal], Scores]:
+    """Returns (dealt(row_n) of each of these rows, their Scores).
+
+    The host packs in a thread: the next deal while devices score this one.
+    shape, how: of `scored`.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "packing") as thread:
+        deals = [thread.submit(dealt, row_n) for row_n in rows]
+        scores = scored(deals, shape, **how)
+    return [each.result() for each in deals], scores
 
 
 def scored(

@@ -160,18 +160,23 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
 
     Of rows whose tables are too large for the memory of scalars, in halves.
     """
+    B, A = table_BA.shape
+    of_rows = q_BWNH, table_BA, start_B, k_BQKH, v_BQKH
+    if B == 1 or B * (A + 4) <= SCALARS:
+        return attend_at_once(pages, layer, *of_rows, interpret=interpret)
+    each = []
+    for half in (slice(B // 2), slice(B // 2, None)):
+        q_bWNH, table_bA, start_b, *own = (x[half] for x in of_rows)
+        at = pages, layer, table_bA, start_b
+        each.append(attend(q_bWNH, *at, *own, interpret=interpret))
+    return jnp.concatenate(each)
+
+
+def attend_at_once(
+    pages, layer, q_BWNH, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
+):
+    """Returns `attend` of rows whose tables fit."""
     B, W, _, H = q_BWNH.shape
-    if B > 1 and B * (table_BA.shape[1] + 4) > SCALARS:
-        return jnp.concatenate(
-            [
-                attend(
-                    *(q_BWNH[half], pages, layer, table_BA[half], start_B[half]),
-                    *(k_BQKH[half], v_BQKH[half]),
-                    interpret=interpret,
-                )
-                for half in (slice(B // 2), slice(B // 2, None))
-            ]
-        )
     _, _, O, K, _ = pages[0].shape
     q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
