@@ -15,6 +15,8 @@ docs/scaling.md is made of that file and holds no figure of its own.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -79,8 +81,17 @@ def cells() -> list[Cell]:
 # ---- A cell's figures ----------------------------------------------------------------
 
 
-def figures(cell: Cell) -> dict:
-    """Returns what the file keeps of a cell; compiles its program, if it fits."""
+def figures(cell: Cell, *, whole: bool = False) -> dict:
+    """Returns what the file keeps of a cell; compiles its program, if it fits.
+
+    whole: with the programs that no figure counts, too: see programs.widest.
+    """
+    with contextlib.nullcontext() if whole else programs.widest():
+        return measured(cell)
+
+
+def measured(cell: Cell) -> dict:
+    """Returns `figures` of the programs that are compiled here."""
     start = time.process_time()
     more = {"rows": cell.rows} if cell.rows else {}
     run = programs.Run(cell.model, cell.topology, **more)
@@ -221,7 +232,7 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
     )
 
     prefilled = cfg.max_prompt >= 2 * cfg.block
-    programs_there = len(sizes) + 2 * prefilled
+    programs_there = len(sizes) + prefilled * len(cfg.chunk_counts(rows))
 
     def choose(depth: int, branches: int) -> int | None:
         if not depth and branches == programs_there:
@@ -235,7 +246,6 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
 def of_prompts(cell, run, program, body: str, mesh, rows: int) -> dict:
     """Returns the figures of a forward of the most prompt chunks of a shard."""
     cfg = run.cfg.sampler
-    first = len(cfg.window_counts(rows))  # of its programs those of prompts come last
     many = cfg.chunk_counts(rows)[-1]
     facts = roofline.facts(
         run.model,
@@ -249,10 +259,8 @@ def of_prompts(cell, run, program, body: str, mesh, rows: int) -> dict:
         keys=float(cfg.max_prompt),
     )
 
-    def choose(depth: int, branches: int) -> int | None:
-        if not depth:
-            return 1 if branches == 2 else first + 1
-        return branches - 2  # pages for a prompt: the last is for the longest answer
+    def choose(depth: int, branches: int) -> int:
+        return branches - 1  # the largest number of chunks, the widest table
 
     counted = roofline.with_kernels(hlo.count(program, body, choose, mesh.size), facts)
     tokens = many * cfg.chunk / mesh.shape["model"]
@@ -363,24 +371,33 @@ def smallest(cell: Cell) -> str:
     is compiled, and what comes next only if that was wrong. "" where nothing was found.
     """
     for setting, other, rows in remedies(cell):
-        run = programs.Run(cell.model, other.topology, **rows)
-        if estimate(other, run) > run.limit:
-            continue
-        row = made(other, run)
-        if not row.get("refused"):
+        row = tried(other, rows)
+        if not row["refused"]:
             return f"{setting}: {row['gib']} of {row['gib_there']} GiB"
     return ""
 
 
+@functools.cache
+def tried(cell: Cell, rows: int) -> dict:
+    """Returns a cell's figures with so many rows (0: the preset's), or why there are none.
+
+    Cells of one model come upon the same ones.
+    """
+    run = programs.Run(cell.model, cell.topology, **({"rows": rows} if rows else {}))
+    if estimate(cell, run) > run.limit:
+        return {"refused": "by the plan's arithmetic"}
+    return {"refused": ""} | made(cell, run)
+
+
 def remedies(cell: Cell):
-    """Yields (a change in words, the cell with it, fields of SamplerConfig with it)."""
+    """Yields (a change in words, the cell with it, sampler.rows or 0: as they are)."""
     if cell.program == "rollout":
         rows = programs.settings(cell.model)[0].sampler.rows
         for fewer in (rows // 2, rows // 4, rows // 8):
-            yield f"sampler.rows={fewer}", cell, {"rows": fewer}
+            yield f"sampler.rows={fewer}", cell, fewer
     for topology in SLICES[cell.topology.partition(":")[0]]:
         if chips.devices(topology) > chips.devices(cell.topology):
-            yield topology, cell._replace(topology=topology), {}
+            yield topology, cell._replace(topology=topology), 0
 
 
 def estimate(cell: Cell, run: programs.Run) -> float:
@@ -461,6 +478,9 @@ def main():
     p.add_argument("word", nargs="*", help="of the names of cells; all must be in it")
     p.add_argument("--write", action="store_true", help="into budget.json and the page")
     p.add_argument("--missing", action="store_true", help="only cells not in the file")
+    p.add_argument(
+        "--whole", action="store_true", help="also the programs that no figure counts"
+    )
     args = p.parse_args()
     asked = [x for x in cells() if all(word in x.name.split() for word in args.word)]
     if not asked:
@@ -470,7 +490,7 @@ def main():
         known = load()
         if args.missing and cell.name in known:
             continue
-        row = figures(cell)
+        row = figures(cell, whole=args.whole)
         print(json.dumps({"cell": cell.name} | row), flush=True)
         lines += worse(cell.name, known.get(cell.name, {}), row)
         if args.write:

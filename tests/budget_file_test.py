@@ -4,7 +4,9 @@ import types
 
 import pytest
 
-from benchmarks import budget, scaling_page
+from benchmarks import budget, programs, roofline, scaling_page
+from dllm_jax.pallas_kernels import held_pages
+from dllm_jax.sampling.config import SamplerConfig
 
 OLD = {
     "refused": "",
@@ -60,6 +62,34 @@ def test_what_fits_no_more_is_told():
     assert budget.worse("cell", OLD, new) == [
         f"cell: does not fit any more: {new['refused']}"
     ]
+
+
+def test_of_the_engines_programs_those_that_count_remain():
+    cfg = SamplerConfig(max_prompt=784, max_new=2000, prefill=512)
+    whole = cfg.window_counts(64), cfg.chunk_counts(64), held_pages.widths(87)
+    with programs.widest():
+        kept = cfg.window_counts(64), cfg.chunk_counts(64), held_pages.widths(87)
+    assert kept == (whole[0][-2:], whole[1][-1:], whole[2][-1:])
+    assert kept[0][0] >= 64 * (1 + 1 / roofline.STEPS) > whole[0][-3]
+    assert whole == (cfg.window_counts(64), cfg.chunk_counts(64), held_pages.widths(87))
+
+
+@pytest.mark.parametrize(
+    "fits, words",
+    [
+        (lambda cell, rows: rows in (32, 64), "sampler.rows=64: 30 of 31 GiB"),
+        (lambda cell, rows: cell.topology == "v6e:4x8", "v6e:4x8: 30 of 31 GiB"),
+        (lambda cell, rows: False, ""),
+    ],
+)
+def test_what_does_not_fit_names_the_least_change(monkeypatch, fits, words):
+    def tried(cell, rows):
+        refused = "" if fits(cell, rows) else "no"
+        return {"refused": refused, "gib": 30, "gib_there": 31}
+
+    monkeypatch.setattr(budget, "tried", tried)
+    cell = budget.Cell("sdar-8b", "v6e:2x4", "rollout")
+    assert budget.smallest(cell) == words
 
 
 def test_devices_of_a_group_differ_along_its_axes():

@@ -128,7 +128,8 @@ def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
         for name, dims in DISPATCHED.items()
     }
     in_specs = (rows, rows, rows, split)
-    experts_apart = split["e_gate"][0] == "model"  # otherwise their width, or nothing
+    # Otherwise their width, or nothing: then the spec is empty.
+    experts_apart = tuple(split["e_gate"])[:1] == ("model",)
     parts_are_added = "model" in split["e_gate"]
     axes = axes_of(rows) | axes_of(split["e_gate"])  # what an output's part varies on
 

@@ -12,6 +12,7 @@ has a row for each. The batches of an RL step are made in stages, each a functio
 Examples are packed as they are; pairs of them are scored and attach one array.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -79,9 +80,13 @@ def of_rollouts(
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
     size = rl.answers_per_update
     rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies, size=size)
-    deals = [deal(row_n, trace, noised, group_n, pack) for row_n in rows]
-    scores = scored(
-        deals, noised.step_nT.shape, rl=rl, params=params, score=score, mesh=mesh
+    deals, scores = packed_and_scored(
+        functools.partial(deal, trace, noised, group_n, pack),
+        *(rows, noised.step_nT.shape),
+        rl=rl,
+        params=params,
+        score=score,
+        mesh=mesh,
     )
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
@@ -290,7 +295,7 @@ class Deal:
         return self.source.scatter(x_mBU, (len(self.row_n), T))
 
 
-def deal(row_n, trace: Trace, noised: Noise, group_n, pack: Callable) -> Deal:
+def deal(trace: Trace, noised: Noise, group_n, pack: Callable, row_n) -> Deal:
     """Returns these rows of noise, packed."""
     dealt_trace, dealt_noise = take((trace, noised), row_n)
     batch, source = pack(dealt_trace, dealt_noise, group_n=group_n[row_n])
@@ -320,8 +325,20 @@ class Scores:
     ahead: list[np.ndarray | None]  # of each deal, [m, B, U]: see reference.selection
 
 
+def packed_and_scored(dealt: Callable, rows, shape, **how) -> tuple[list[Deal], Scores]:
+    """Returns (dealt(row_n) of each of these rows, their Scores).
+
+    The host packs in a thread: the next deal while devices score this one.
+    shape, how: of `scored`.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "packing") as thread:
+        deals = [thread.submit(dealt, row_n) for row_n in rows]
+        scores = scored(deals, shape, **how)
+    return [each.result() for each in deals], scores
+
+
 def scored(
-    deals: list[Deal],
+    deals: list[concurrent.futures.Future[Deal]],
     shape: tuple[int, int],
     *,
     rl: RLConfig,
@@ -337,7 +354,7 @@ def scored(
     logp_nT, value_nT, ref_nT = (np.zeros(shape, np.float32) for _ in range(3))
     told, trusted, ahead = [], [], []
     outputs = functools.partial(network_outputs, params, score)
-    for dealt in deals:
+    for dealt in (future.result() for future in deals):
         # One batch at a time lies on the mesh beside the networks.
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)
         policy, of_deal, stands = old_log_probs(dealt, placed, outputs, rl.trusted_gap)

@@ -296,9 +296,8 @@ def run_chunks(
     Returns (last_BD with what ends these chunks, the PagedKVCache with their keys).
     """
     shards = len(chunks.row_dc)
-    # What lies behind the longest prompt is nothing to a chunk.
-    held = -(-cfg.max_prompt // rows.s.cache.k_LPOKH.shape[2])
-    table_BA = rows.table_BA[:, :held]
+    # No wider than prompts: each width of a table is a program to compile.
+    table_BA = rows.table_BA[:, : -(-cfg.max_prompt // cfg.page_slots)]
     seen = kv.chunk(
         joined(of_rows(by_shard(table_BA, shards), chunks.row_dc)),
         joined(chunks.pos_dcW),

@@ -31,7 +31,7 @@ def test_canvases_and_windows_compile_and_copy_no_pages(topology, how, capsys):
         pytest.skip(str(reason))
     model = dataclasses.replace(RELEASED["llada-v-8b"], layers=2)
     cfg = dataclasses.replace(CFG, **how)
-    with jax.set_mesh(mesh), programs.trusted():
+    with jax.set_mesh(mesh), programs.trusted(model.dtype):
         made = Engine(model=model, cfg=cfg, mesh=mesh)
         lowered, rows = made.lower(acting.abstract(model, mesh))
         compiled = lowered.compile()

@@ -153,7 +153,8 @@ def test_logits_of_llada2(block):
     np.testing.assert_allclose(logits[..., keep], want[..., keep], **NEAR)
 
 
-MESHES = [  # what `model` splits: the experts, or their width
+MESHES = [  # what `model` splits: the experts, their width, or nothing
+    ({"fsdp": 8}, 6, (None, None)),
     ({"model": 2, "data": 2, "fsdp": 2}, 8, ("model", None)),
     ({"fsdp": 2, "model": 4}, 6, (None, "model")),
 ]

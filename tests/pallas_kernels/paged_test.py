@@ -84,23 +84,17 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_rows_whose_tables_are_too_large_go_some_at_a_time(monkeypatch, capfd):
-    """Seven rows in twos: a table of five pages, and room for fourteen."""
-    monkeypatch.setattr(tpu_paged_attention, "TABLES", 14)
-    q, pages, *at, k, v = case(7, 3, 4, 2, 64)
+@pytest.mark.parametrize("scalars, calls", [(5 * (A + 4), 1), (4 * (A + 4), 2), (1, 5)])
+def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
+    """A call for so many rows as fit, one at the least; the numbers are the same."""
+    q, pages, *at, k, v = case(5, 3, 4, 2, 64)
+    monkeypatch.setattr(tpu_paged_attention, "SCALARS", scalars)
+    attend = functools.partial(tpu_paged_attention.attend, interpret=True)
+    told = str(jax.make_jaxpr(attend)(q, pages, *at, k, v))
+    assert told.count("pallas_call[") == calls
+    found = attend(q, spoiled(pages, *at), *at, k, v)
     want = SPECIFIED(q, pages, *at, k, v)
-    kernel, calls = tpu_paged_attention.attend_rows, []
-
-    def counted(q_BWNH, *args, **how):
-        calls.append(len(q_BWNH))
-        return kernel(q_BWNH, *args, **how)
-
-    monkeypatch.setattr(tpu_paged_attention, "attend_rows", counted)
-    found = pallas_kernels.paged_attention(
-        q, spoiled(pages, *at), *at, k, v, implementation="tpu", interpret=True
-    )
     np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
-    assert calls == [2, 2, 2, 1] and "RACE" not in capfd.readouterr().out
 
 
 def test_few_rows_share_the_chip_out():

@@ -1,6 +1,8 @@
 """A step's batches: what is scored, what the sampler's record may stand for, the fill."""
 
 import dataclasses
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -17,22 +19,25 @@ from tests.rl.common import LAYOUT, one_device, packed, rollouts
 RL = RLConfig(prompts=2, group=4, value="own", updates=2)
 
 
-def made(off, rl=RL, as_sampled=True):
+def made(off, rl=RL, as_sampled=True, packing=lambda: None, scoring=lambda: None):
     """Returns (metrics, batches, what was scored of whom) where the policy is off so far.
 
-    off: nats, of all tokens or, [m, 1, 1], of each microbatch.
+    off: nats, of all tokens or, [m, 1, 1], of each microbatch. packing, scoring: called
+    where a deal is packed, or scored.
     """
     sampled, asked = rollouts(), []
     noised = noise.noised(sampled.trace, NoiseConfig(), LAYOUT)
     sources = {}
 
     def pack(trace, noised, group_n):
+        packing()
         batch, source = packed(trace, noised)
         sources[batch.target_BU.tobytes()] = source, trace.logp_BT
         return batch, source
 
     def score(params, batch):
         ((name, _),) = params.items()
+        scoring()
         asked.append((name, int(batch.used)))
         source, logp = sources[np.asarray(batch.target_BU).tobytes()]
         logp_mBU = source.gather(logp) + np.asarray(off, np.float32)
@@ -72,6 +77,16 @@ def test_old_log_probs_are_scored():
     assert metrics["packed_fill"] == pytest.approx(40 / 48)
     assert "updates_trusted" not in metrics
     assert "logprob_gap_max" not in made(0.01, as_sampled=False)[0]
+
+
+def test_a_deal_is_packed_while_the_one_before_it_is_scored():
+    begun, number = threading.Event(), itertools.count()
+
+    def packing():
+        assert next(number) == 0 or begun.wait(10)
+
+    made(0.0, packing=packing, scoring=begun.set)
+    assert next(number) == RL.updates
 
 
 def test_the_samplers_record_stands_while_it_is_near():

@@ -13,6 +13,7 @@ import pytest
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
+from dllm_jax.pallas_kernels import held_pages
 from dllm_jax.sampling import denoise, engine, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
@@ -280,6 +281,16 @@ def test_on_a_mesh(tiny, one_width):
         pages = made.rows.s.cache.k_LPOKH
         assert pages.addressable_shards[0].data.size * size == pages.size
     empty_again(made)
+
+
+def test_tables_of_prompts_end_where_prompts_do(tiny, monkeypatch):
+    """Their keys are never gathered over pages that only an answer can fill."""
+    model, params = tiny
+    asked = set()
+    monkeypatch.setattr(held_pages, "widths", lambda A: asked.add(A) or [A])
+    cfg = dataclasses.replace(CFG, max_new=52)  # no other test's: it is traced here
+    Engine(model=model, cfg=cfg, mesh=ONE()).lower(params)
+    assert asked == {20 // 8 + 1, (20 + 52) // 8}  # of prompts, of blocks
 
 
 def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.sampling import forwards
+from dllm_jax.sampling.config import SamplerConfig
 from tests.properties import examples
 
 
@@ -57,6 +58,15 @@ def test_fewer_chunks_are_the_first_of_more(rows):
     due_b = np.random.default_rng(rows).integers(0, 4, rows)
     for few_c, many_c in zip(dealer(2)(due_b), dealer(7)(due_b), strict=True):
         np.testing.assert_array_equal(few_c, many_c[:2])
+
+
+@pytest.mark.parametrize(
+    "rows, counts",
+    [(1, (1, 2)), (7, (7, 10, 14)), (8, (4, 12, 16)), (16, (4, 8, 24, 32))],
+)
+def test_programs_for_few_windows_and_for_all(rows, counts):
+    """Two windows a row at the most; small programs for rows that are left."""
+    assert SamplerConfig().window_counts(rows) == counts
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dllm_jax.pallas_kernels.reference import NEVER
 
 CHUNK = 2**19  # bytes of keys that are fetched together
-TABLES = 2**16  # entries of tables in scalar memory: a quarter of what there is
+SCALARS = 3 * 2**16  # numbers of tables: 768 KiB of the MiB that a core has for scalars
 
 
 def scores(q_KfH, k_sKH):
@@ -158,23 +158,24 @@ def plan(start_B, size: int, cores: int):
 def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
     """Returns the attention of each row's window, [B, W, N, H].
 
-    Where the tables have more entries than TABLES, as of 256 rows of 32,768 positions, some
-    rows go at a time.
+    Of rows whose tables are too large for the memory of scalars, in halves.
     """
     B, A = table_BA.shape
-    rows = max(TABLES // A // 2 * 2, 1)  # even: two cores halve them
     of_rows = q_BWNH, table_BA, start_B, k_BQKH, v_BQKH
-    done = []
-    for first in range(0, B, rows):
-        q, table, start, *own = (x[first : first + rows] for x in of_rows)
-        done.append(
-            attend_rows(q, pages, layer, table, start, *own, interpret=interpret)
-        )
-    return jnp.concatenate(done)
+    if B == 1 or B * (A + 4) <= SCALARS:
+        return attend_at_once(pages, layer, *of_rows, interpret=interpret)
+    each = []
+    for half in (slice(B // 2), slice(B // 2, None)):
+        q_bWNH, table_bA, start_b, *own = (x[half] for x in of_rows)
+        at = pages, layer, table_bA, start_b
+        each.append(attend(q_bWNH, *at, *own, interpret=interpret))
+    return jnp.concatenate(each)
 
 
-def attend_rows(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret):
-    """Does what `attend` does for rows whose tables fit."""
+def attend_at_once(
+    pages, layer, q_BWNH, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
+):
+    """Returns `attend` of rows whose tables fit."""
     B, W, _, H = q_BWNH.shape
     _, _, O, K, _ = pages[0].shape
     q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
