@@ -53,7 +53,7 @@ def parser() -> Parser:
         "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
     )
     export.add_argument(
-        "out", metavar="OUT_DIR", help="the Hugging Face folder to write"
+        "out", metavar="OUT_DIR", help="a new folder, for Hugging Face"
     )
     export.add_argument(
         "--like",
@@ -75,8 +75,6 @@ def parser() -> Parser:
 
 def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder's weights as step 0 of a folder of checkpoints."""
-    if pathlib.Path(out).exists():
-        raise ValueError(f"{out} exists; name a new folder")
     _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
     checkpoints = Checkpoints(out)
     checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
@@ -179,6 +177,8 @@ def read_network(
 def main(argv=None):
     """Parses the command line and converts."""
     args = parser().parse_args(argv)
+    if pathlib.Path(args.out).exists():  # neither command replaces what is there
+        raise ValueError(f"{args.out} exists; name a new folder")
     if args.command == "to-orbax":
         to_orbax(args.source, args.out, args.dtype)
     else:

@@ -377,6 +377,7 @@ COMMANDS = """
     convert to-orbax none/at/all OUT  'none/at/all' is not a folder
     convert to-orbax tests OUT  tests is not a checkpoint
     convert to-orbax MODEL tests  tests exists
+    convert to-hf tests tests --like=MODEL  tests exists
     convert to-orbax MODEL OUT --dtype=int8  int8
     convert to-hf none/at/all OUT --like=MODEL  none/at/all is not a folder
     convert to-hf tests OUT --like=none/at/all  'none/at/all' is not a folder
