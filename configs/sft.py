@@ -15,7 +15,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
         --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
     python -m dllm_jax.train --config=configs/sft.py:trace
 
-Presets: arithmetic (default), full, sudoku, sums, functions, pictures, scenes, questions, smollm2, trace,
+Presets: arithmetic (default), full, sudoku, sums, functions, pictures, codes, scenes, questions, smollm2, trace,
 adapt; for released models, with data of your own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b,
 diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and about images llada-v-8b, mmada-8b-images; and vrpo,
 which learns from pairs of answers (dpo: on the bundled model, with data.train of your own):
@@ -29,7 +29,8 @@ noise draws, the same for the policy and the reference.
 Result to expect. arithmetic: the bundled model, which is right about 60 % of the time at
 temperature 1 (0.605 over twelve answers to each of 256 problems). smollm2: from 0 to 31 % in
 120 steps (64 problems, one seed; 12 minutes on two CPU cores; docs/smollm2.md). pictures: 62 % at
-temperature 1 (500 problems, one seed; under four minutes of a CPU core; docs/multimodal.md). scenes:
+temperature 1 (500 problems, one seed; under four minutes of a CPU core; docs/multimodal.md). codes: 53 % at
+temperature 1, no more than the questions alone tell (500 problems, one seed; docs/multimodal.md). scenes:
 23 % of the drawings of 12 held-out captions are right after 300 steps (576 drawings, one seed).
 questions, from there: 16 % at temperature 1 (256 questions, one seed; under a minute). In the
 comparison of docs/methods.md, 60 updates each from 0.605 on: trace, on own right answers,
@@ -129,6 +130,18 @@ def pictures(c):
     c.policy_optim.update(lr=3e-3, horizon=200)
     c.eval.update(every=50, problems=256)
     c.run.update(folder="runs/pictures/sft", save_every=50)
+
+
+def codes(c):
+    """A tiny MMaDA learns to read pictures as codes, from nothing; see examples/pictures/codes.py."""
+    pictures(c)
+    c.model.update(path="runs/pictures/codes/blank", tower=False, tiles=0)
+    c.sampler.max_prompt = 88
+    c.batch.update(rows=32, tokens=208)
+    c.sft.update(steps=200, examples=64)
+    c.policy_optim.update(lr=3e-3, horizon=250)
+    c.eval.every = 100
+    c.run.folder = "runs/pictures/codes/sft"
 
 
 def scenes(c):
@@ -292,6 +305,7 @@ PRESETS = {
     "sums": sums,
     "functions": functions,
     "pictures": pictures,
+    "codes": codes,
     "scenes": scenes,
     "questions": questions,
     "smollm2": smollm2,

@@ -168,20 +168,13 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def blank(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """Writes the model: normal weights, of variance 1 / (the inputs of a product)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tok = tokenizer()
-    tok.save_pretrained(folder)
-    config = CONFIG | {
-        "vocab_size": len(tok),
-        "mask_token_id": tok.mask_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+def weigh(folder: pathlib.Path, parts: tuple, rng: np.random.Generator) -> None:
+    """Writes the weights of a folder's model: normal, variance 1 / (a product's inputs).
+
+    parts: of hf.parameters.
+    """
     cfg, weights = families.read_config(folder), {}
-    for _, spec, stored in hf.parameters(cfg, ("lm", "vision")):
+    for _, spec, stored in hf.parameters(cfg, parts):
         for layers, place in stored.items():
             shape = hf.tensor_shape(spec, cfg, len(layers))
             if spec.init == "normal":
@@ -193,6 +186,21 @@ def blank(folder: pathlib.Path, rng: np.random.Generator) -> None:
     safetensors.numpy.save_file(
         weights, folder / "model.safetensors", metadata={"format": "pt"}
     )
+
+
+def blank(folder: pathlib.Path, rng: np.random.Generator) -> None:
+    """Writes the model, with random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tok = tokenizer()
+    tok.save_pretrained(folder)
+    config = CONFIG | {
+        "vocab_size": len(tok),
+        "mask_token_id": tok.mask_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weigh(folder, ("lm", "vision"), rng)
 
 
 def main():
