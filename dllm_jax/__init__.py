@@ -59,6 +59,7 @@ The reading order, for who wants to know how a prompt becomes a gradient:
     sampling/state.py            what sampling leaves: tokens, and the step of each
     sampling/denoise.py          the one sampler: look, unmask, move
     sampling/strategy.py         which masked positions a step unmasks
+    sampling/schedules.py        how many positions each step unmasks
     sampling/policy.py           what is computed again, and what a cache keeps
     models/mask.py               who sees whom, as ranges
     models/transformer.py        the one tower, its parameters declared once

@@ -1,8 +1,9 @@
 """How many positions of a block each step unmasks.
 
 Even shares, or as many as leave the masks that a function of time says: MaskGIT (arXiv
-2202.04200, section 3.3) draws images so, few codes at first and most of them at the end. Shares are f32, as where MMaDA computes them:
-cos(pi / 3) is a little less than a half there, which is a position more at two thirds.
+2202.04200, section 3.3) draws images so, few codes at first and most of them at the end.
+Shares are f32, as where MMaDA computes them: cos(pi / 3) is a little less than a half there,
+which is a position more at two thirds.
 """
 
 import math
