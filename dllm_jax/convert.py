@@ -52,9 +52,7 @@ def parser() -> Parser:
     export.add_argument(
         "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
     )
-    export.add_argument(
-        "out", metavar="OUT_DIR", help="a new folder, for Hugging Face"
-    )
+    export.add_argument("out", metavar="OUT_DIR", help="a new folder, for Hugging Face")
     export.add_argument(
         "--like",
         metavar="HF_DIR",
