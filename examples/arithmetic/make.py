@@ -4,9 +4,7 @@
 
 writes train.jsonl and heldout.jsonl (disjoint problems: sums of two numbers below 1000)
 beside this file, and a randomly initialised SDAR-format checkpoint with a character
-tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundled model. With
-`--full --blank=runs/arithmetic/full/blank` it is one that attends to its whole canvas, which
-`configs/sft.py:full` trains.
+tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundled model.
 
 The responses to learn from come in two manners: half answer at once, half work it out
 digit by digit. A model trained on both does both, and is mostly wrong where it guesses;
@@ -40,8 +38,6 @@ SHAPE = {
     "head_dim": 32,
     "vocab_size": 112,  # 105 tokens, filled up to a multiple of 16
 }
-# What differs where attention is full, as Dream's and LLaDA's; in half the bytes.
-FULL = {"attention_pattern": "full", "block_size": 8, "torch_dtype": "bfloat16"}
 
 
 def respond(a: int, b: int, *, worked: bool) -> str:
@@ -178,19 +174,13 @@ def main():
     p.add_argument(
         "--worked", type=float, default=0.5, help="share of worked responses"
     )
-    p.add_argument(
-        "--full",
-        action="store_true",
-        help="a checkpoint that attends to its whole canvas",
-    )
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     rng = np.random.default_rng(args.seed)
 
     rows = problems(rng, args.heldout + args.train, args.worked)
     write_records(HERE, rows, args.heldout)
-    told = FULL if args.full else {}
-    write_blank(pathlib.Path(args.blank), rng, SHAPE, tokenizer(), **told)
+    write_blank(pathlib.Path(args.blank), rng, SHAPE, tokenizer())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""The bundled model that adds: its problems and its shape are what the command makes."""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+
+from examples.arithmetic import make as arithmetic
+
+HERE = pathlib.Path(arithmetic.__file__).parent
+
+
+def test_the_bundled_sums_are_what_their_command_makes():
+    heldout, train = (
+        [json.loads(line) for line in (HERE / f"{name}.jsonl").open()]
+        for name in ("heldout", "train")
+    )
+    made = arithmetic.problems(np.random.default_rng(0), 8256, 0.5)
+    assert (len(heldout), made) == (256, heldout + train)
+    asked = {row["question"] for row in train}
+    assert sum(row["question"] in asked for row in heldout) == 0
+
+
+def test_the_bundled_model_has_the_shape_of_the_blank_one():
+    stored = safetensors.numpy.load_file(HERE / "model" / "model.safetensors")
+    blank = arithmetic.weights(np.random.default_rng(0), arithmetic.SHAPE)
+    assert {x: w.shape for x, w in stored.items()} == {
+        x: w.shape for x, w in blank.items()
+    }
+    told = json.loads((HERE / "model" / "config.json").read_text())
+    assert {key: told[key] for key in arithmetic.SHAPE} == arithmetic.SHAPE
