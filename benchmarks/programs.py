@@ -59,7 +59,7 @@ def widest():
     """
     chunks, windows = SamplerConfig.chunk_counts, SamplerConfig.window_counts
     with (
-        mock.patch.object(held_pages, "widths", lambda A: [A]),
+        mock.patch.object(held_pages, "widths", lambda A, least=1: [A]),
         mock.patch.object(
             SamplerConfig, "chunk_counts", lambda cfg, rows: chunks(cfg, rows)[-1:]
         ),

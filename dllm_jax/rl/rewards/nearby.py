@@ -23,7 +23,7 @@ import sys
 MOST_TEXT = 2000  # characters of an input or a value
 MOST_ITEMS = 10_000  # that are taken from an iterator
 MOST_TESTED = 100  # inputs of the tests that new ones are made of
-FURTHER = 2  # items more than in the inputs of the tests
+FURTHER = 2  # items more or less than in the inputs of the tests
 
 
 # ---- Running -------------------------------------------------------------------------
@@ -154,6 +154,11 @@ def shape(text: str) -> str:
     return re.sub(r"[0-9]+", "0", re.sub(r"[^\W\d_]+", "a", text))
 
 
+def pattern(text: str) -> str:
+    """Returns the same with runs as long as they are."""
+    return re.sub(r"[0-9]", "0", re.sub(r"[^\W\d_]", "a", text))
+
+
 def balanced(text: str) -> bool:
     """Returns whether brackets of a text close each other."""
     left = re.sub(r"[^()\[\]{}]", "", text)
@@ -175,6 +180,7 @@ NUMBERS = (
     lambda x: x in (0, 1),
     lambda x: abs(x) <= 1,
     lambda x: abs(x) >= 1,
+    lambda x: abs(x) >= 2,  # 0 and 1 are what many tasks leave open
 )
 ROWS = (
     lambda x: len(x) > 0,
@@ -183,6 +189,7 @@ ROWS = (
     lambda x: all(a not in x[:i] for i, a in enumerate(x)),
     lambda x: len({len(row) for row in x}) == 1,
     lambda x: len({type(item) for item in x}) == 1,
+    lambda x: len({type(item) for item in x}) > 1,
     lambda x: x == x[::-1],
 )
 TEXTS = (
@@ -196,7 +203,9 @@ TEXTS = (
     lambda x: x[:1] != "0",
     lambda x: x[:1].isupper(),
     lambda x: x[:1].isalpha(),
+    lambda x: x[:1].isalnum(),
     lambda x: x[-1:].isalnum(),
+    lambda x: not re.search(r"\W\W", x),
     lambda x: len(set(x)) == len(x),
     balanced,
 )
@@ -227,6 +236,7 @@ RELATIONS = (
     lambda x, y: x in y,
     lambda x, y: x not in y,
     lambda x, y: y % x == 0,
+    lambda x, y: len(x) == len(y) + 1,
 )
 
 
@@ -284,13 +294,16 @@ class Seen:
         """Returns the rules that lengths and forms of values make."""
         if type(values[0]) not in SIZED:
             return []
-        most, sizes = max(map(len, values)), {*map(len, values)}
-        rules = [lambda x: len(x) <= most + FURTHER]
-        if len(sizes) == 1 and (len(values) > 2 or type(values[0]) is tuple):
+        most, least = max(map(len, values)), min(map(len, values))
+        fewest = max(least - FURTHER, min(least, 2))
+        rules = [lambda x: fewest <= len(x) <= most + FURTHER]
+        if most == least and (len(values) > 2 or type(values[0]) is tuple):
             rules.append(lambda x: len(x) == most)
         if type(values[0]) is str and len(values) > 1:
-            (form, *others) = {*map(shape, values)}
-            rules += [] if others or form == "a" else [lambda x: shape(x) == form]
+            for form in (shape, pattern):
+                forms = {*map(form, values)}
+                if len(forms) == 1 and forms != {"a"}:
+                    rules.append(lambda x, form=form, one=forms: form(x) in one)
         return rules
 
     def fits(self, args: tuple) -> bool:
