@@ -55,11 +55,16 @@ class Setting(NamedTuple):
     folder: pathlib.Path
     sink: Answers
 
+    def named(self, told: dict) -> dict:
+        """Returns metrics with the setting's name in front, as in "one_accuracy"."""
+        return {
+            f"{self.name}_{key}" if self.name else key: x for key, x in told.items()
+        }
+
 
 def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     """Returns the metrics by name, of a sweep its AUP's; writes them and the answers.
 
-    Those of one of eval.samplers have its name in front: "one_accuracy".
     run: the folder `cfg.run.folder`. overwrite: what is there is not to stay. Raises
     ValueError when there are no problems, or the folder holds another evaluation, and
     exits.Stopped where a signal came.
@@ -75,8 +80,8 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
-    checked = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
-    for line in (*config.too_long(cfg.sampler.slots, model), *checked):
+    lines = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
+    for line in (*config.too_long(cfg.sampler.slots, model), *lines):
         say(line)
     grader = grader_of(cfg, tok, looks=model.looks)
     asked = asked_of(cfg, model, tok, say, grader)
@@ -101,17 +106,21 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         if run.writes:
             setting.folder.mkdir(exist_ok=True)
             setting.sink.begin(len(asked))
-        stream = streams(setting.cfg)
         with timer("eval"):
             records = answered(
-                setting, stream, asked, grade, timer, stop, writes=run.writes
+                setting,
+                streams(setting.cfg),
+                asked,
+                grade,
+                timer,
+                stop,
+                writes=run.writes,
             )
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | timer.pop()
-        name = setting.name and f"{setting.name}_"
-        out |= {f"{name}{key}": value for key, value in told.items()}
         if run.writes:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
+        out |= setting.named(told)
         swept.append(records)
     return out if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 

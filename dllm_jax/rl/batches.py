@@ -78,16 +78,12 @@ def of_rollouts(
     copies = len(noised.step_nT) // len(keep_n)
     trajectory_n = np.repeat(np.arange(len(keep_n)), copies)
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
-    size = rl.answers_per_update
-    rows = dealt_rows(keep_n, rng, updates=rl.updates, copies=copies, size=size)
-    deals, scores = packed_and_scored(
-        functools.partial(deal, trace, noised, group_n, pack),
-        *(rows, noised.step_nT.shape),
-        rl=rl,
-        params=params,
-        score=score,
-        mesh=mesh,
+    rows = dealt_rows(
+        keep_n, rng, updates=rl.updates, copies=copies, size=rl.answers_per_update
     )
+    how = {"rl": rl, "params": params, "score": score, "mesh": mesh}
+    pack = functools.partial(deal, trace, noised, group_n, pack)
+    deals, scores = packed_and_scored(pack, rows, noised.step_nT.shape, **how)
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
     scores = judged_by(critic, scores, trace, noised)

@@ -142,8 +142,10 @@ class Places(ast.NodeTransformer):
     def __init__(self, names: set[str]):
         self.names, self.forms = names, []
 
-    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        """Returns the statements that take an assertion's place."""
+    def visit(self, node):
+        """Returns a node, or the statements that take an assertion's place."""
+        if not isinstance(node, ast.Assert):
+            return self.generic_visit(node)
         found = form(node.test, self.names)
         place = f"place_({len(self.forms) if found else None})"
         self.forms += [found] if found else []
