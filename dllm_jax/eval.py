@@ -57,9 +57,8 @@ class Setting(NamedTuple):
 
     def named(self, told: dict) -> dict:
         """Returns metrics with the setting's name in front, as in "one_accuracy"."""
-        return {
-            f"{self.name}_{key}" if self.name else key: x for key, x in told.items()
-        }
+        front = self.name and f"{self.name}_"
+        return {f"{front}{key}": x for key, x in told.items()}
 
 
 def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
@@ -108,13 +107,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
             setting.sink.begin(len(asked))
         with timer("eval"):
             records = answered(
-                setting,
-                streams(setting.cfg),
-                asked,
-                grade,
-                timer,
-                stop,
-                writes=run.writes,
+                setting, streams(setting.cfg), asked, grade, timer, stop, run
             )
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | timer.pop()
@@ -176,11 +169,11 @@ def streams_of(cfg: config.Config, model, mesh, say, grader: rewards.Grader):
     return stream
 
 
-def answered(setting: Setting, stream, asked, grade, timer, stop, *, writes: bool):
+def answered(setting: Setting, stream, asked, grade, timer, stop, run: Folder):
     """Returns the records of all answers of a setting: see `missing` and `grown`."""
     each, done = setting.cfg.eval.answers, len(setting.sink.lines)
     groups = missing(stream, asked, done, each, stop)
-    return grown(groups, setting.sink, asked, each, grade, timer, writes=writes)
+    return grown(groups, setting.sink, asked, each, grade, timer, writes=run.writes)
 
 
 def leave(told: dict[str, float], card: dict, setting: Setting):
