@@ -353,6 +353,8 @@ def test_aggregates_count_steps(sampled, aggregate):
     }[aggregate]
     weight_nT = source.scatter(batch.weight_BU, trace.step_BT.shape)
     np.testing.assert_allclose(weight_nT.sum(axis=1), want * steps, rtol=1e-5)
+    nobodys_BU = source.row_mBU < 0  # filling, and draws that were thrown away
+    assert nobodys_BU.any() and not batch.weight_BU[nobodys_BU].any()
 
 
 def test_the_gradient_is_that_of_a_plain_loss(sampled):
