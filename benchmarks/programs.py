@@ -24,7 +24,7 @@ from configs import tracerl
 from dllm_jax import config, data, memory, metrics, sharding, train
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.vision import look
+from dllm_jax.models.vision import codes, look, magvit
 from dllm_jax.pallas_kernels import choice, held_pages
 from dllm_jax.rl import budget, learner, networks, rewards, sources
 from dllm_jax.sampling import placement
@@ -212,6 +212,33 @@ class Run:
         with jax.set_mesh(self.mesh), trusted(self.model.dtype):
             lowered = look.features.lower(tower["vision"], pixels_BChw, cfg=cfg)
         return lowered.compile()
+
+
+def codec(topology: str, images: int) -> dict:
+    """Returns MAGVIT-v2's two programs, compiled as a run calls them: on one device.
+
+    images: those that are encoded, or decoded, together; codes.SIZE pixels a side.
+    """
+    (device, *_) = topologies.devices(topology)
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def shape(dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    cfg, params = magvit.MagvitConfig(), {}
+    for name, sizes in magvit.shapes(cfg).items():
+        *path, last = name.split(".")
+        inner = params
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = shape(np.float32, *sizes)
+    side = codes.SIZE // cfg.factor
+    pixels_BChw = shape(np.float32, images, 3, codes.SIZE, codes.SIZE)
+    codes_BN = shape(np.int32, images, side**2)
+    return {
+        "encode": magvit.codes_of.lower(params, pixels_BChw).compile(),
+        "decode": magvit.image_of.lower(params, codes_BN, side, side).compile(),
+    }
 
 
 def meshes_of(compiled) -> list:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, exits
+from dllm_jax import config, data, exits
 from tests import served
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
@@ -212,7 +212,9 @@ def test_settings_of_a_sweep():
 
 
 def test_settings_of_further_samplers():
-    made = config.Config(eval=config.EvalConfig(samplers="sure:threshold=0.99,top_k=3"))
+    asked = config.EvalConfig(samplers="sure:threshold=0.99,top_k=3")
+    heldout = data.DataConfig(heldout="problems.jsonl")
+    made = config.Config(eval=asked, data=heldout)
     (_, own), (name, other) = config.settings(made)
     assert own == made and name == "sure" and other.eval == made.eval
     assert (other.sampler.threshold, other.sampler.top_k) == (0.99, 3)

@@ -102,10 +102,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict:
-        """Returns {"input_ids": a text's ids}; no others are added."""
-        assert not add_special_tokens
-        found = self.backend_tokenizer.encode(text, add_special_tokens=False)
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict:
+        """Returns {"input_ids": a text's ids}, as transformers does."""
+        found = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        )
         return {"input_ids": found.ids}
 
     def get_vocab(self) -> dict[str, int]:

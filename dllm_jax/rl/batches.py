@@ -138,7 +138,7 @@ def of_dropped(
     hands = -(-int(rest_n.sum()) // rl.largest_update)
     rows = dealt_rows(rest_n, rng, updates=hands, copies=1)
     trace = rollouts.trace
-    deals = [deal(row_n, trace, noised, rollouts.group_n, pack) for row_n in rows]
+    deals = [deal(trace, noised, rollouts.group_n, pack, row_n) for row_n in rows]
     value_nT = np.zeros(noised.step_nT.shape, np.float32)
     for dealt in deals:
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)

@@ -60,6 +60,7 @@ def test_ids_and_texts_are_those_of_transformers(ours, theirs, choose):
     text = choose.draw(texts(theirs))
     want = theirs(text, add_special_tokens=False)["input_ids"]
     assert ours(text, add_special_tokens=False)["input_ids"] == want
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     token = st.integers(0, len(theirs) + 2)  # the last are of no token
     rows = choose.draw(st.lists(st.lists(token, max_size=9), max_size=3))
     for skip in (False, True):

@@ -287,7 +287,7 @@ def test_tables_of_prompts_end_where_prompts_do(tiny, monkeypatch):
     """Their keys are never gathered over pages that only an answer can fill."""
     model, params = tiny
     asked = set()
-    monkeypatch.setattr(held_pages, "widths", lambda A: asked.add(A) or [A])
+    monkeypatch.setattr(held_pages, "widths", lambda A, least: asked.add(A) or [A])
     cfg = dataclasses.replace(CFG, max_new=52)  # no other test's: it is traced here
     Engine(model=model, cfg=cfg, mesh=ONE()).lower(params)
     assert asked == {20 // 8 + 1, (20 + 52) // 8}  # of prompts, of blocks
