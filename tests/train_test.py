@@ -38,6 +38,7 @@ def command(tmp_path_factory):
             f"rl.steps={STEPS}",
             "eval.problems=8",
             "batch.rows=4",  # more of them would be empty
+            "sampler.rows=8",  # for a fourth of more another program is compiled
             "sampler.page=64",  # a row's: for each width of pages more is compiled
             "data.train=examples/arithmetic/heldout.jsonl",  # few, so soon read
             f"run.compile_cache={cache}",
