@@ -46,18 +46,25 @@ def attend(q_BTNH, pairs, sees_BTS):
     K = pairs[0][0].shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     q_BKfH = jnp.moveaxis(q_BTKGH, 1, 3).reshape(B, K, -1, H)
-    k_BKSH, v_BKSH = (
-        jnp.concatenate([jnp.moveaxis(x_BSKH, 1, 2) for x_BSKH in parts], axis=2)
-        for parts in zip(*pairs, strict=True)
-    )
-    score_BKfS = jnp.einsum(
-        "BKfH,BKSH->BKfS", q_BKfH, k_BKSH, preferred_element_type=jnp.float32
+    pairs = [[jnp.moveaxis(x_BSKH, 1, 2) for x_BSKH in pair] for pair in pairs]
+    score_BKfS = jnp.concatenate(
+        [
+            jnp.einsum(
+                "BKfH,BKSH->BKfS", q_BKfH, k_BKSH, preferred_element_type=jnp.float32
+            )
+            for k_BKSH, _ in pairs
+        ],
+        axis=-1,
     )
     score_BKGTS = score_BKfS.reshape(B, K, N // K, *sees_BTS.shape[1:])
     score_BKGTS = jnp.where(sees_BTS[:, None, None], score_BKGTS, NEVER)
-    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BKSH.dtype)
+    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(pairs[0][1].dtype)
     prob_BKfS = prob_BKGTS.reshape(score_BKfS.shape)
-    out_BKfH = jnp.einsum("BKfS,BKSH->BKfH", prob_BKfS, v_BKSH)
+    out_BKfH, begin = 0, 0
+    for _, v_BKSH in pairs:
+        end = begin + v_BKSH.shape[2]
+        out_BKfH += jnp.einsum("BKfS,BKSH->BKfH", prob_BKfS[..., begin:end], v_BKSH)
+        begin = end
     out_BKGTH = out_BKfH.reshape(B, K, N // K, T, H)
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H)
 
@@ -70,13 +77,13 @@ def paged_attention(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH):
     queries; those before them see the pages alone. pages: (k, v), each [L, P, O, K, H];
     position s of row b is slot s % O of page table[b, s // O] in `layer`.
     """
-    W = q_BWNH.shape[1]
+    B, W = q_BWNH.shape[:2]
     cached, own = gathered(pages, layer, table_BA), k_BQKH.shape[1]
-    held = cached[0].shape[1]
-    slot_11S = jnp.arange(held + own)[None, None]
-    last_1W1 = jnp.arange(W)[None, :, None] >= W - own
-    before_B11 = jnp.minimum(start_B, held)[:, None, None]
-    sees_BWS = (slot_11S < before_B11) | ((slot_11S >= held) & last_1W1)
+    before_BS = jnp.arange(cached[0].shape[1])[None] < start_B[:, None]
+    before_BWS = jnp.broadcast_to(before_BS[:, None], (B, W, before_BS.shape[1]))
+    last_W = jnp.arange(W) >= W - own
+    own_BWS = jnp.broadcast_to(last_W[None, :, None], (B, W, own))
+    sees_BWS = jnp.concatenate([before_BWS, own_BWS], axis=2)
     return attend(q_BWNH, [cached, (k_BQKH, v_BQKH)], sees_BWS)
 
 
