@@ -12,7 +12,7 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
 on files as dLLM-RL has them; `python -m dllm_jax.data get math_train` downloads the same
 records with other fields, and says by which keys they are read.
 
-Presets: arithmetic (default), sudoku, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
+Presets: arithmetic (default), sudoku, sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
 sdar-4b, sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, and on questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
@@ -86,6 +86,21 @@ def sudoku(c):
     c.policy_optim.lr = 1e-4
     c.eval.every = 10
     c.run.folder = "runs/sudoku/tracerl"
+
+
+def sums(c):
+    """The 0.6M-parameter model on worked sums below 10,000, in blocks of 16: see sft.py."""
+    arithmetic(c)
+    c.model.path = "examples/puzzles/sums/model"
+    c.data.train = "examples/puzzles/sums/train.jsonl"
+    c.data.heldout = "examples/puzzles/sums/heldout.jsonl"
+    c.sampler.update(block=16, max_prompt=20, max_new=48, rows=128)
+    c.noise.rate = "scope"  # random masks, as in sudoku
+    c.rl.update(value="none", steps=30, prompts=16, updates=1)
+    c.batch.update(rows=4, tokens=480)
+    c.policy_optim.lr = 1e-4
+    c.eval.every = 10
+    c.run.folder = "runs/sums/tracerl"
 
 
 def process(c):
@@ -306,6 +321,7 @@ def mmada(c):
 PRESETS = {
     "arithmetic": arithmetic,
     "sudoku": sudoku,
+    "sums": sums,
     "process": process,
     "code": code,
     "pictures": pictures,
@@ -318,7 +334,7 @@ PRESETS = {
 }
 # Draws of a mask whose rate is that of a scope: dLLM-RL's of full attention, where nothing
 # else is said.
-DRAWS, MANY = {"sudoku": 4}, 35
+DRAWS, MANY = {"sudoku": 4, "sums": 4}, 35
 
 
 def get_config(preset: str = "arithmetic"):
