@@ -96,9 +96,8 @@ def sums(c):
     c.data.heldout = "examples/puzzles/sums/heldout.jsonl"
     c.sampler.update(block=16, max_prompt=20, max_new=48, rows=128)
     c.noise.rate = "scope"  # random masks, as in sudoku
-    c.rl.update(value="none", steps=30, prompts=16, updates=1)
+    c.rl.update(value="none", steps=30, prompts=32, updates=1)
     c.batch.update(rows=4, tokens=480)
-    c.policy_optim.lr = 1e-4
     c.eval.every = 10
     c.run.folder = "runs/sums/tracerl"
 
