@@ -117,6 +117,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     )
     problems = heldout.sets(settings, tools)
     source = method(settings, tools)
+    tools.reader = None  # it has read all: a tokenizer of images makes room
 
     # ---- Where it samples ------------------------------------------------------------
     limit = memory.device_bytes()
@@ -127,7 +128,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     )
     guest = memory.NOTHING
     if samples:
-        guest = grader.claim(resident, slots=cfg.sampler.slots)
+        guest = pictures.claim(cfg, model, tok, grader, resident)
     sampling = placement.place(
         model=model,
         cfg=cfg.sampler,

@@ -10,6 +10,7 @@ from PIL import Image
 from dllm_jax import config, data, generate, images, pictures, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import codes, magvit
+from dllm_jax.sampling import answers
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
 from dllm_jax.viewer import traces
 from tests.models.vision import drawers
@@ -123,6 +124,11 @@ def test_questions_about_an_image(model, made, tmp_path, capsys):
     assert rows[0]["response_ids"] != rows[1]["response_ids"]
     assert len(ids) == 16
     assert min(ids) >= drawers.LENGTH
+    # A record answers its prompt, so that an evaluation that was cut goes on.
+    shown = codes.Reader(lambda: made[1]).of_files([file], None)
+    asked = data.render(drawers.tokenizer(), [{"role": "user", "content": "ab"}], shown)
+    assert answers.answers_prompt(rows[0], asked)
+    assert not answers.answers_prompt(rows[2], asked)  # nobody knows of its file
     # Its file is told, so that a page can show it; where ids were given nobody knows of one.
     mark = images.mark(images.read(file))
     assert rows[0]["images"] == [{"file": str(file.resolve()), "mark": mark}]
@@ -179,6 +185,18 @@ def refused(words: str, *argv):
     with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
         generate.main([*argv])
     assert words in str(error.value)
+
+
+def test_what_its_tokenizer_takes_of_a_device_is_told_from_shapes(made):
+    """Weights on every device of the process, which share the images that are decoded."""
+    format, codec = made
+    size = sum(x.nbytes for x in jax.tree.leaves(codec.params))
+    assert {len(x.devices()) for x in jax.tree.leaves(codec.params)} == {8}
+    claims = {draws: format.claim(draws=draws) for draws in (False, True)}
+    image = 4 * 3 * format.size**2  # bytes of its pixels, as they come back
+    for claim in claims.values():
+        assert claim.always == {"tokenizer of images": size}
+        assert image <= claim.working["tokenizer of images"] < 2**22
 
 
 def test_what_is_refused(model, tmp_path):
