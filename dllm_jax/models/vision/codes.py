@@ -37,6 +37,10 @@ NUMBERS = {"soi": 0, "eoi": 1, "t2i": 4, "mmu": 5}
 # Pixels a side, of MMaDA's images; the released tokenizer says nothing of it.
 SIZE = 512
 TOGETHER = 8  # images that are decoded by one program
+# Of an image that is put on white the sides at most, and of one that is cut the longer side as
+# a multiple of the other: else a line of pixels would become gigabytes. What is beyond is shrunk
+# first, and cut off first.
+WIDEST, LONGEST = 2**13, 64
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
 
 
@@ -247,19 +251,27 @@ def prepared(rgb: np.ndarray, size: int, fit: str) -> np.ndarray:
     dLLM-RL does; "crop" resizes the shorter side and takes the middle, as MMaDA does.
     """
     image, cubic = Image.fromarray(rgb), Image.Resampling.BICUBIC
-    wide, high = image.size
     if fit == "pad":
+        image.thumbnail((WIDEST, WIDEST))  # only where the white would be too much
+        wide, high = image.size
         side = max(wide, high)
         board = Image.new("RGB", (side, side), (255, 255, 255))
         board.paste(image, ((side - wide) // 2, (side - high) // 2))
         square = board.resize((size, size), cubic)
     else:
-        side = min(wide, high)
-        wide, high = (max(size, int(size * n / side)) for n in image.size)
-        left, top = round((wide - size) / 2), round((high - size) / 2)
-        middle = (left, top, left + size, top + size)
-        square = image.resize((wide, high), cubic).crop(middle)
+        side = min(image.size)
+        image = middle(image, *(min(n, LONGEST * side) for n in image.size))
+        image = image.resize(
+            [max(size, int(size * n / side)) for n in image.size], cubic
+        )
+        square = middle(image, size, size)
     return np.moveaxis(images.normalized(np.asarray(square)), 2, 0)
+
+
+def middle(image: Image.Image, wide: int, high: int) -> Image.Image:
+    """Returns the middle of an image."""
+    left, top = round((image.width - wide) / 2), round((image.height - high) / 2)
+    return image.crop((left, top, left + wide, top + high))
 
 
 def shown(pixels_nChw: np.ndarray) -> np.ndarray:

@@ -85,13 +85,8 @@ class Reader:
                 rgb = images.read(path, root=root)
                 size = rgb.shape[1], rgb.shape[0]
                 cfg = self.model.vision
-                self.known[file] = Picture(
-                    file=file,
-                    mark=images.mark(rgb),
-                    size=size,
-                    tiles=soft.tile_count(size, cfg),
-                    rows=len(soft.arrangement(size, cfg)),
-                )
+                counts = soft.tile_count(size, cfg), len(soft.arrangement(size, cfg))
+                self.known[file] = Picture(file, images.mark(rgb), size, *counts)
         except ValueError as error:
             raise data.Unreadable(str(error)) from None
         return self.known[file]

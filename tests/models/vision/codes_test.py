@@ -91,6 +91,25 @@ def test_an_image_is_put_on_white_or_cut():
     )
 
 
+@pytest.mark.parametrize("fit", codes.FITS)
+@pytest.mark.parametrize("size", [(65_536, 1), (1, 20_000), (20_000, 40)])
+def test_a_line_of_pixels_takes_bounded_memory(fit, size, monkeypatch):
+    made = []
+    new = Image.new
+
+    def counted(mode, size, *colour):
+        made.append(size[0] * size[1])
+        return new(mode, size, *colour)
+
+    monkeypatch.setattr(Image, "new", counted)
+    rgb = np.full((*size[::-1], 3), 40, np.uint8)
+    square = codes.prepared(rgb, 16, fit)
+    assert max(made, default=0) <= images.PIXELS
+    assert square.shape == (3, 16, 16)
+    corner = 1 if fit == "pad" else 40 / 255 * 2 - 1  # white, or the line itself
+    np.testing.assert_allclose(square[:, 0, 0], corner, atol=1e-5)
+
+
 def test_pixels_are_shown_as_the_original_does():
     pixels = np.array([-2.0, -1, 0, 0.5, 1, 3]).reshape(1, 1, 1, 6).repeat(3, 1)
     assert codes.shown(pixels)[0, 0, :, 0].tolist() == [0, 0, 127, 191, 255, 255]
