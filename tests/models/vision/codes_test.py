@@ -144,7 +144,9 @@ def test_questions_about_an_image(model, made, tmp_path, capsys):
     assert len(ids) == 16
     assert min(ids) >= drawers.LENGTH
     # A record answers its prompt, so that an evaluation that was cut goes on.
-    shown = codes.Reader(lambda: made[1]).of_files([file], None)
+    reader = codes.Reader(lambda: made[1])
+    shown = reader.of_files([file], None)
+    assert reader.read(file, None)[1] is reader.read(str(file), None)[1]  # encoded once
     asked = data.render(drawers.tokenizer(), [{"role": "user", "content": "ab"}], shown)
     assert answers.answers_prompt(rows[0], asked)
     assert not answers.answers_prompt(rows[2], asked)  # nobody knows of its file
