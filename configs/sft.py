@@ -149,11 +149,12 @@ def codes(c):
     """A tiny MMaDA learns to read pictures as codes, from nothing; see examples/pictures/codes.py."""
     pictures(c)
     c.model.update(path="runs/pictures/codes/blank", tower=False, tiles=0)
+    c.data.train = "runs/pictures/codes/train.jsonl"
     c.sampler.max_prompt = 88
-    c.batch.update(rows=32, tokens=208)
-    c.sft.update(steps=200, examples=64)
-    c.policy_optim.update(lr=3e-3, horizon=250)
-    c.eval.every = 100
+    c.batch.update(rows=64, tokens=104)
+    c.sft.update(steps=1200, examples=64)
+    c.policy_optim.update(lr=3e-3, horizon=1200)
+    c.eval.every = 300
     c.run.folder = "runs/pictures/codes/sft"
 
 

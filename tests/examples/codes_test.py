@@ -41,7 +41,7 @@ def tiny(tmp_path, monkeypatch):
     for i, row in enumerate(rows):
         rgb = np.full((8, 8, 3), [60 * i, 200 - 60 * i, 100], np.uint8)
         Image.fromarray(rgb).save(tmp_path / row["image"])
-    for name in ("train", "heldout"):
+    for name in ("train", "heldout", "told"):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     return tmp_path
@@ -94,10 +94,31 @@ def test_a_tokenizer_is_trained_and_lies_in_a_model_that_reads_its_codes(
     np.testing.assert_array_equal(found, magvit.encode(params, pixels))
     assert made.shape == pixels.shape and np.abs(made).max() <= 1
 
+    told = codes.records(tiny / "codes" / "train.jsonl")
+    assert [row["question"] for row in told] == [row["question"] for row in ROWS]
+
     tok = data.tokenizer(blank)
     model, _ = hf.load(blank)
     assert model.codebook == 8 and model.vocab >= len(tok) + 8
     assert all(token in tok.get_vocab() for token in codes.IMAGE)
+
+
+def test_pictures_become_ids_of_their_codes_half_of_them_mirrored(tiny, monkeypatch):
+    """Codes here say which columns are bright: those of the third picture's left half."""
+    rows = codes.records(tiny / "told.jsonl") * 20
+    rgb = np.zeros((8, 8, 3), np.uint8)
+    rgb[:, :4] = 255
+    Image.fromarray(rgb).save(tiny / rows[2]["image"])
+    monkeypatch.setattr(tokenizer, "encoded", lambda _, x: (x[:, 0, 0] > 0).astype(int))
+    made = codes.encoded(rows, tiny, None, 1)
+    assert made == codes.encoded(rows, tiny, None, 1)
+    first = len(codes.text_tokenizer())
+    sides = [tuple(np.array(row["image_token_ids"]) - first) for row in made[2::4]]
+    assert set(sides) == {(1, 1, 0, 0), (0, 0, 1, 1)}
+    others = {tuple(row["image_token_ids"]) for row in made[3::4]}
+    assert len(others) == 1  # of one colour, so that its mirror image is the same
+    for row, one in zip(rows, made, strict=True):
+        assert one["response"] == row["response"] and "image" not in one
 
 
 def test_a_question_and_its_codes_are_within_the_presets_bound():
