@@ -130,8 +130,11 @@ def codes(c):
     """The same questions for a tiny MMaDA, which reads codes; see examples/pictures/codes.py."""
     pictures(c)
     c.model.update(path="runs/pictures/codes/sft/export", tiles=0)
+    c.data.train = "runs/pictures/codes/train.jsonl"
     c.sampler.max_prompt = 88
     c.batch.update(rows=16, tokens=208)
+    c.rl.update(steps=40, prompts=32)
+    c.eval.every = 20
     c.run.folder = "runs/pictures/codes/tracerl"
 
 
