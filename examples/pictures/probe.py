@@ -34,7 +34,8 @@ def counted(params, codes_BN):
 def convolved(params, codes_BN):
     """Returns scores [B, k] of what two convolutions find somewhere in the picture."""
     side = int(codes_BN.shape[1] ** 0.5)
-    bits_BNr = (codes_BN[..., None] >> jnp.arange(tokenizer.BITS)) & 1
+    places_BNr = jnp.arange(tokenizer.BITS)[None, None]
+    bits_BNr = (codes_BN[..., None] >> places_BNr) & 1
     x_Bhwr = (2.0 * bits_BNr - 1).reshape(-1, side, side, tokenizer.BITS)
     for name in ("first", "second"):
         x_Bhwr = jax.lax.conv_general_dilated(
@@ -56,7 +57,7 @@ def weights(classes: int, rng: np.random.Generator) -> dict:
         for a, b in zip(ins, WIDTHS, strict=False)
     )
     end = rng.normal(0, WIDTHS[1] ** -0.5, (WIDTHS[1], classes)).astype(np.float32)
-    none = np.zeros(classes, np.float32)
+    none = np.zeros((1, classes), np.float32)
     each = np.zeros((2**tokenizer.BITS, classes), np.float32)
     return {
         counted: {"each": each, "bias": none},

@@ -13,7 +13,7 @@ from configs import tracerl
 from dllm_jax import config, data
 from dllm_jax.models import hf
 from dllm_jax.models.vision import magvit
-from examples.pictures import codes, tokenizer
+from examples.pictures import codes, probe, tokenizer
 
 ROWS = [
     {"question": "is there not a gray shape in the image?", "answer": "no"},
@@ -133,6 +133,21 @@ def test_a_question_and_its_codes_are_within_the_presets_bound():
     around = 3  # of an image
     image = (tokenizer.SIDE // 4) ** 2 + around
     assert image + longest <= c.sampler.max_prompt
+
+
+def test_a_probe_of_counts_does_not_know_how_codes_lie_and_one_of_the_grid_does():
+    rng = np.random.default_rng(0)
+    codes_nN, class_n = np.zeros((256, 16), int), rng.integers(2, size=256)
+    for row, side in zip(codes_nN, class_n, strict=True):
+        place = rng.integers(4) * 4 + rng.integers(3)
+        row[place : place + 2] = (255, 15) if side else (15, 255)
+    right = {}
+    for score, params in probe.weights(2, rng).items():
+        params = probe.fitted(score, params, codes_nN, class_n, 60, rng)
+        said_n = np.asarray(score(params, codes_nN)).argmax(axis=1)
+        right[score.__name__] = (said_n == class_n).mean()
+    assert right["counted"] == max(class_n.mean(), 1 - class_n.mean())
+    assert right["convolved"] > 0.95
 
 
 def test_a_guess_without_a_picture_is_the_commonest_answer_of_its_question():
