@@ -14,8 +14,10 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
     images/         the pictures
     train.jsonl     question, answer, response, image
     heldout.jsonl   one question each about pictures that train.jsonl never shows
+    told.jsonl      all questions about the other pictures whose questions tell their colour and
+                    shape; every response says what is there before it answers
 
-The responses to learn from come in two manners: half say what is there before they answer,
+The responses of train.jsonl come in two manners: half say what is there before they answer,
 half answer at once. Which of them pays is left to reinforcement learning.
 """
 
@@ -230,7 +232,11 @@ def main():
     out, rng = pathlib.Path(args.out), np.random.default_rng(args.seed)
     (out / "images").mkdir(parents=True, exist_ok=True)
     parts = split(rows, rng, args.heldout, args.wordy)
-    for name, part in (parts | {"train": parts["train"][: args.train]}).items():
+    again = np.random.default_rng(args.seed)  # the same pictures are held out
+    all_wordy = split(rows, again, args.heldout, 1.0)["train"]
+    parts["train"] = parts["train"][: args.train]
+    parts["told"] = [x for x in all_wordy if not x["response"].startswith("\\boxed")]
+    for name, part in parts.items():
         for row in part:
             shutil.copyfile(row.pop("file"), out / row["image"])
         text = "".join(json.dumps(row) + "\n" for row in part)

@@ -120,14 +120,25 @@ def pictures(folder: pathlib.Path, rows: list[dict]) -> np.ndarray:
     return np.stack([codes.prepared(one, SIDE, "pad") for one in rgb])
 
 
+def encoded(params, pixels_nChw: np.ndarray) -> np.ndarray:
+    """Returns the codes [n, N] of pictures."""
+    return np.concatenate(
+        [
+            np.asarray(
+                magvit.encode(params, pixels_nChw[first : first + codes.TOGETHER])
+            )
+            for first in range(0, len(pixels_nChw), codes.TOGETHER)
+        ]
+    )
+
+
 def rebuilt(params, pixels_nChw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (codes [n, N], pictures [n, 3, SIDE, SIDE] in [-1, 1]) that pictures become."""
-    found, made = [], []
-    for first in range(0, len(pixels_nChw), codes.TOGETHER):
-        some = pixels_nChw[first : first + codes.TOGETHER]
-        found.append(np.asarray(magvit.encode(params, some)))
-        made.append(np.asarray(magvit.decode(params, found[-1])).clip(-1, 1))
-    return np.concatenate(found), np.concatenate(made)
+    found, made = encoded(params, pixels_nChw), []
+    for first in range(0, len(found), codes.TOGETHER):
+        some = magvit.decode(params, found[first : first + codes.TOGETHER])
+        made.append(np.asarray(some).clip(-1, 1))
+    return found, np.concatenate(made)
 
 
 def sheet(*rows: np.ndarray) -> Image.Image:

@@ -13,7 +13,7 @@ from configs import tracerl
 from dllm_jax import config, data
 from dllm_jax.models import hf
 from dllm_jax.models.vision import magvit
-from examples.pictures import codes, tokenizer
+from examples.pictures import codes, probe, tokenizer
 
 ROWS = [
     {"question": "is there not a gray shape in the image?", "answer": "no"},
@@ -41,7 +41,7 @@ def tiny(tmp_path, monkeypatch):
     for i, row in enumerate(rows):
         rgb = np.full((8, 8, 3), [60 * i, 200 - 60 * i, 100], np.uint8)
         Image.fromarray(rgb).save(tmp_path / row["image"])
-    for name in ("train", "heldout"):
+    for name in ("train", "heldout", "told"):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     return tmp_path
@@ -94,10 +94,34 @@ def test_a_tokenizer_is_trained_and_lies_in_a_model_that_reads_its_codes(
     np.testing.assert_array_equal(found, magvit.encode(params, pixels))
     assert made.shape == pixels.shape and np.abs(made).max() <= 1
 
+    told = codes.records(tiny / "codes" / "train.jsonl")
+    assert [row["question"] for row in told] == [row["question"] for row in ROWS]
+    swapped = codes.records(tiny / "swapped.jsonl")
+    assert [row["answer"] for row in swapped] == [row["answer"] for row in ROWS]
+    assert [row["image"][7] for row in swapped] == ["1", "2", "3", "0"]
+
     tok = data.tokenizer(blank)
     model, _ = hf.load(blank)
     assert model.codebook == 8 and model.vocab >= len(tok) + 8
     assert all(token in tok.get_vocab() for token in codes.IMAGE)
+
+
+def test_pictures_become_ids_of_their_codes_half_of_them_mirrored(tiny, monkeypatch):
+    """Codes here say which columns are bright: those of the third picture's left half."""
+    rows = codes.records(tiny / "told.jsonl") * 20
+    rgb = np.zeros((8, 8, 3), np.uint8)
+    rgb[:, :4] = 255
+    Image.fromarray(rgb).save(tiny / rows[2]["image"])
+    monkeypatch.setattr(tokenizer, "encoded", lambda _, x: (x[:, 0, 0] > 0).astype(int))
+    made = codes.encoded(rows, tiny, None, 1)
+    assert made == codes.encoded(rows, tiny, None, 1)
+    first = len(codes.text_tokenizer())
+    sides = [tuple(np.array(row["image_token_ids"]) - first) for row in made[2::4]]
+    assert set(sides) == {(1, 1, 0, 0), (0, 0, 1, 1)}
+    others = {tuple(row["image_token_ids"]) for row in made[3::4]}
+    assert len(others) == 1  # of one colour, so that its mirror image is the same
+    for row, one in zip(rows, made, strict=True):
+        assert one["response"] == row["response"] and "image" not in one
 
 
 def test_a_question_and_its_codes_are_within_the_presets_bound():
@@ -109,6 +133,21 @@ def test_a_question_and_its_codes_are_within_the_presets_bound():
     around = 3  # of an image
     image = (tokenizer.SIDE // 4) ** 2 + around
     assert image + longest <= c.sampler.max_prompt
+
+
+def test_a_probe_of_counts_does_not_know_how_codes_lie_and_one_of_the_grid_does():
+    rng = np.random.default_rng(0)
+    codes_nN, class_n = np.zeros((256, 16), int), rng.integers(2, size=256)
+    for row, side in zip(codes_nN, class_n, strict=True):
+        place = rng.integers(4) * 4 + rng.integers(3)
+        row[place : place + 2] = (255, 15) if side else (15, 255)
+    right = {}
+    for score, params in probe.weights(2, rng).items():
+        params = probe.fitted(score, params, codes_nN, class_n, 60, rng)
+        said_n = np.asarray(score(params, codes_nN)).argmax(axis=1)
+        right[score.__name__] = (said_n == class_n).mean()
+    assert right["counted"] == max(class_n.mean(), 1 - class_n.mean())
+    assert right["convolved"] > 0.95
 
 
 def test_a_guess_without_a_picture_is_the_commonest_answer_of_its_question():

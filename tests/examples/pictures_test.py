@@ -64,6 +64,10 @@ def test_pictures_are_split_and_their_blank_model_answers(
     for row in parts["train"]:
         told = "red circle ", ""
         assert row["response"] in [f"{x}\\boxed{{{row['answer']}}}" for x in told]
+    told = records(one / "told.jsonl")
+    assert {row["image"] for row in told} == shown[0] and len(told) == 16
+    for row in told:
+        assert row["response"] == f"red circle \\boxed{{{row['answer']}}}"
     tok = data.tokenizer(one / "blank")
     for text in (row["response"] for row in parts["train"]):
         ids = data.ids_of(tok, text)
