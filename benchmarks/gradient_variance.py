@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from configs import tracerl
-from dllm_jax import command_line, config, metrics, sharding, train
+from dllm_jax import begin, command_line, config, metrics, sharding
 from dllm_jax.rl import (
     batches,
     learner,
@@ -62,7 +62,7 @@ class Policy:
         cfg, (self.model, tok) = settled(path, seed)
         self.mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
         jax.set_mesh(self.mesh)
-        self.settings = train.settings_of(cfg, self.model, 1)
+        self.settings = begin.settings_of(cfg, self.model, 1)
         tools = sources.Tools(
             mesh=self.mesh,
             tok=tok,

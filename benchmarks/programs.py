@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import topologies
 from benchmarks.shapes import RELEASED
 from configs import tracerl
-from dllm_jax import config, data, memory, metrics, sharding, train
+from dllm_jax import begin, config, data, memory, metrics, sharding
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import codes, look, magvit
@@ -102,7 +102,7 @@ class Run:
         self.mesh = topologies.mesh(topology, **self.cfg.mesh.axes)
         self.limit = topologies.hbm_bytes(topology)
         self.rows_on = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        self.settings = train.settings_of(self.cfg, self.model, self.rows_on)
+        self.settings = begin.settings_of(self.cfg, self.model, self.rows_on)
         self.last = None  # what was compiled last, to see whether it fits
         self.plans = sources.RL.plans(self.settings)
         # Not with the mesh in force: AdamW makes a zero, which no device is here to hold.

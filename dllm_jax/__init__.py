@@ -75,7 +75,8 @@ The reading order, for who wants to know how a prompt becomes a gradient:
     rl/step.py                   what every source of a step's batches is given, and gives
     rl/sources.py                where RL's come from: asked, graded, kept, dealt out
     rl/examples.py               where those of SFT, DPO and reward models come from
-    train.py                     the loop
+    begin.py                     what a run has before its first step, stage by stage
+    train.py                     its steps
 
 and for who wants to know how it is fast, or what surrounds it:
 

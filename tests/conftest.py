@@ -56,9 +56,10 @@ def pytest_configure(config):
 
 # The files that take longest, in that order: with two workers, one that begins last
 # leaves the other idle.
-LONG = ("train", "badinput", "engine", "learner", "denoise", "generate", "eval", "moe")
-LONG += ("looking", "attention", "sandbox", "trajectories", "drawing_runs", "look")
-LONG += ("placement", "acting", "math", "policy", "budget", "checkpoint", "browser")
+LONG = ("train", "badinput", "generate", "canvases", "learner", "eval", "denoise")
+LONG += ("paged", "engine", "moe", "looking", "attention", "drawing_runs", "checkpoint")
+LONG += ("policy", "sandbox", "look", "math", "budget", "placement", "transformer")
+LONG += ("trajectories", "acting", "browser", "token_logprob", "answers", "judge")
 
 
 def pytest_collection_modifyitems(items):

@@ -263,7 +263,7 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, program):
     "program, keys, where",
     [
         ("eval", (), ", in all of 4 answers"),
-        ("train", (), ", in all of 4 answers"),
+        pytest.param("train", (), ", in all of 4 answers", marks=pytest.mark.soak),
         ("train", ("method=sft", "noise.kind=bernoulli", "data.heldout="), ": are its"),
     ],
 )

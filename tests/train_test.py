@@ -311,6 +311,7 @@ def test_a_value_network_learns_first_and_a_run_ends_without_better_ones(
     assert all(critic[name].any() for name in added)
 
 
+@pytest.mark.soak
 def test_the_reference_moves_and_a_resumed_run_has_it(command, tmp_path):
     keys = ("objective.reference_beta=0.5", "rl.reference_reset=2", "run.keep=9")
     keys += ("policy_optim.lr=1e-3", "rl.value=none")
@@ -334,12 +335,21 @@ def test_the_reference_moves_and_a_resumed_run_has_it(command, tmp_path):
     ).read_bytes()
 
 
-def test_a_run_that_diverges_ends_and_names_the_last_good_checkpoint(
+def test_a_run_keeps_the_defaults_it_began_with_and_ends_where_it_diverges(
     command, whole, tmp_path
 ):
     folder = shutil.copytree(whole, tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    run["defaults"]["rl"]["lam"] = 0.5
+    run["defaults"]["policy_optim"]["lr"] = 0.5  # which the command sets
+    (folder / "run.json").write_text(json.dumps(run))
     lost = ("rl.steps=9", "policy_optim.lr=1e6")
     told = end(command(folder, *lost), exits.STUCK)
+    said = "config.rl.lam stays 0.5, its default when the run began; by now it is 1.0"
+    assert said in told
+    assert told.count(" stays ") == 1
+    kept = json.loads((folder / "config.json").read_text())
+    assert (kept["rl"]["lam"], kept["policy_optim"]["lr"]) == (0.5, 1e6)
     assert told.splitlines()[-1] == (
         "error: step 6: no answer has finite numbers; the last good checkpoint is "
         f"{folder / 'checkpoints' / '4'}"
@@ -554,14 +564,13 @@ FULL_KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "trace",
-        *(pytest.param(x, marks=pytest.mark.soak) for x in FULL_KINDS if x != "trace"),
-    ],
+    "kind", [pytest.param(kind, marks=pytest.mark.soak) for kind in FULL_KINDS]
 )
 def test_rl_with_full_attention(command, tmp_path, kind):
-    """Without `make soak`: caches are stale_test's, kinds of noise views_test's."""
+    """Without `make soak`: caches are stale_test's, kinds of noise views_test's.
+
+    A whole run with full attention by its trace is looking_test's.
+    """
     folder = tmp_path / kind
     end(command(folder, *FULL, f"noise.kind={kind}", *FULL_KINDS[kind]))
     told = rows(folder)
@@ -577,17 +586,23 @@ def test_rl_with_full_attention(command, tmp_path, kind):
     assert (made["attention_pattern"], made["logit_shift"]) == ("full", 1)
 
 
-def test_lora_is_resumed_bit_for_bit_and_exported_merged(command, others, tmp_path):
-    folder, told = others["lora"]
-    start = safetensors.numpy.load_file(MODEL / "model.safetensors")
-    frozen = sum(x.size for x in start.values())
-    assert re.search(rf": [\d,]+ parameters beside {frozen:,} frozen ones on", told)
-    assert rows(folder)[0]["logprob_gap_max"] < 1e-4
+@pytest.mark.soak
+def test_lora_is_resumed_bit_for_bit(command, others, tmp_path):
+    """Without `make soak`: test_stopped_then_damaged_falls_back goes on bit for bit."""
+    folder, _ = others["lora"]
     resumed = shutil.copytree(folder, tmp_path / "resumed")
     shutil.rmtree(resumed / "checkpoints/2")  # as if it had been killed before
     told = end(command(resumed, *LORA, "rl.steps=2"))
     assert f"resuming {resumed} after step 1" in told
     same(resumed, folder)
+
+
+def test_adapters_are_trained_alone_and_exported_merged(others, tmp_path):
+    folder, told = others["lora"]
+    start = safetensors.numpy.load_file(MODEL / "model.safetensors")
+    frozen = sum(x.size for x in start.values())
+    assert re.search(rf": [\d,]+ parameters beside {frozen:,} frozen ones on", told)
+    assert rows(folder)[0]["logprob_gap_max"] < 1e-4
     size = sum(f.stat().st_size for f in (folder / "checkpoints/2/state").rglob("*"))
     assert size < frozen * 4  # no copy of the weights that stay
 
@@ -657,20 +672,6 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     assert f"resuming {folder} after step 1" in told
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert np.isfinite(rows(folder)[-1]["grad_norm"])
-
-
-def test_a_run_keeps_the_defaults_that_it_began_with(command, whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "run")
-    run = json.loads((folder / "run.json").read_text())
-    run["defaults"]["rl"]["lam"] = 0.5
-    run["defaults"]["policy_optim"]["lr"] = 0.5  # which the config file sets
-    (folder / "run.json").write_text(json.dumps(run))
-    told = end(command(folder, "run.export=false"))
-    said = "config.rl.lam stays 0.5, its default when the run began; by now it is 1.0"
-    assert said in told
-    assert told.count(" stays ") == 1
-    kept = json.loads((folder / "config.json").read_text())
-    assert (kept["rl"]["lam"], kept["policy_optim"]["lr"]) == (0.5, 1e-4)
 
 
 def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(

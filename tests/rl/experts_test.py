@@ -51,8 +51,12 @@ def test_log_probs_are_those_recorded_in_sampling(sampled):
     )
 
 
-def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
-    """The other router's gradients on a mesh are moe_test's."""
+UPDATED = common.Plans(policy=common.PLANS["policy"])
+
+
+@pytest.fixture(scope="module")
+def updated(sampled):
+    """Returns (params, trace, what updates on one device give): layers with experts and without."""
     _, trace = sampled
     value = jnp.linspace(-1, 1, STEPPED.d_model)
     params = small.weights(STEPPED) | {"value": value}
@@ -61,14 +65,23 @@ def test_an_update_is_the_same_on_a_mesh_and_tells_the_load(sampled):
     plans = common.Plans(policy=learner.Plan(("policy",), OptimConfig(), 1))
     out = common.score({"policy": params}, batch, model=STEPPED, plans=plans)["policy"]
     trace = trace.replace(logp_BT=source.scatter(out["logp"], trace.step_BT.shape))
-    plans = common.Plans(policy=common.PLANS["policy"])
-    alone, *_ = common.on_mesh((1, 1, 1), STEPPED, params, trace, plans)
-    spread, states, traced = common.on_mesh((2, 2, 2), STEPPED, params, trace, plans)
+    return params, trace, common.on_mesh((1, 1, 1), STEPPED, params, trace, UPDATED)
+
+
+@pytest.mark.soak
+def test_an_update_is_the_same_on_a_mesh(updated):
+    """Without `make soak`: gradients on a mesh are moe_test's, updates learner_test's."""
+    params, trace, (alone, *_) = updated
+    spread, states, traced = common.on_mesh((2, 2, 2), STEPPED, params, trace, UPDATED)
     assert traced == 1
     for (_, _, ours), (_, _, single) in zip(spread, alone, strict=True):
         common.check_equal(ours, single)
     spec = states["policy"].params["layers"]["e_down"].sharding.spec
     assert tuple(spec) == (None, "model", None, "fsdp")
+
+
+def test_an_update_moves_every_layer_and_tells_the_load(updated):
+    params, _, (alone, states, _) = updated
     for name in ("first", "layers"):
         moved = states["policy"].params[name]["wq"] - params[name]["wq"]
         assert (np.abs(moved).max(axis=(1, 2, 3)) > 0).all()  # of every layer

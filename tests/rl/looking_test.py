@@ -1,5 +1,6 @@
 """Runs of a model that looks: RL that ends and goes on, and SFT of the vision tower too."""
 
+import functools
 import json
 
 import numpy as np
@@ -73,13 +74,29 @@ def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
     common.check_same(tmp_path / "one", cut)
 
 
-def test_sft_trains_the_tower_where_it_is_asked_on_any_devices(place, tmp_path):
-    keys = ["method=sft", "sft.steps=1", "sft.examples=4", "data.heldout="]
-    keys += ["noise.kind=bernoulli", "model.tower=True"]
-    for devices in (1, 2):
-        run(place, tmp_path / f"{devices}", *keys, devices=devices)
-        assert {"vision_tower", "mm_projector"} <= moved(place, tmp_path / f"{devices}")
-    one, many = (common.metrics(tmp_path / name)[0] for name in ("1", "2"))
+@pytest.fixture(scope="module")
+def towered(place, tmp_path_factory):
+    """Returns a function that trains a model with its tower: the run's folder."""
+
+    def train(devices):
+        folder = tmp_path_factory.mktemp("towered") / "run"
+        keys = ["method=sft", "sft.steps=1", "sft.examples=4", "data.heldout="]
+        keys += ["noise.kind=bernoulli", "model.tower=True"]
+        run(place, folder, *keys, devices=devices)
+        assert {"vision_tower", "mm_projector"} <= moved(place, folder)
+        return folder
+
+    return functools.cache(train)
+
+
+def test_sft_trains_the_tower_where_it_is_asked(towered):
+    towered(1)
+
+
+@pytest.mark.soak
+def test_a_tower_is_trained_alike_on_any_devices(towered):
+    """Without `make soak`: drawing_runs_test has a run on four."""
+    one, many = (common.metrics(towered(devices))[0] for devices in (1, 2))
     for name in ("loss", "grad_norm", "entropy"):
         assert one[name] == pytest.approx(many[name], rel=1e-4), name
 

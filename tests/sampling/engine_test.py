@@ -165,9 +165,11 @@ def test_the_engine_is_the_definition(
     empty_again(made)
 
 
+@pytest.mark.soak
 def test_the_engine_is_the_definition_where_only_some_layers_have_experts(
     tiny, one_width
 ):
+    """Without `make soak`: such layers' cache is moe_test's."""
     sparse = {"experts": 4, "experts_per_token": 2, "expert_ffw": 12}
     model = dataclasses.replace(tiny[0], layers=3, sparse_step=2, **sparse)
     params = jax.tree.map(
@@ -208,7 +210,7 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
     assert engine.advance._cache_size() == compiled
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_long_prompts_in_chunks_of_many_rows(tiny, one_width, shift):
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
     cfg = dataclasses.replace(
@@ -257,6 +259,7 @@ def test_requests_that_make_no_sense_are_refused(tiny):
     made.submit(**good)  # its index is free again
 
 
+@pytest.mark.soak
 def test_on_a_mesh(tiny, one_width):
     """Of every axis; (1, 8, 1) is placement_test's."""
     model, params = tiny

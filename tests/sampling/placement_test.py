@@ -47,8 +47,19 @@ def alone(tiny):
     return ids(where, acting.laid_out(params, where.weights))
 
 
-@pytest.mark.parametrize("rollout", ["replicated", "model"])
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
+SOAK = {"marks": pytest.mark.soak}  # `make test` has each shape and each layout once
+
+
+@pytest.mark.parametrize(
+    ("shape", "rollout"),
+    [
+        ((1, 8, 1), "replicated"),
+        ((2, 2, 2), "model"),
+        pytest.param((1, 8, 1), "model", **SOAK),
+        pytest.param((2, 2, 2), "replicated", **SOAK),
+    ],
+    ids=str,
+)
 def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, one_width, shape, rollout):
     model, params = tiny
     mesh = mesh_of(*shape)

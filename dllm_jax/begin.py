@@ -1,0 +1,388 @@
+"""What a training run has before its first step, stage by stage.
+
+`scene`: where it runs, and what is trained; `tools`: what answers are asked of, and who grades
+them; `place`: where it samples; `programs`: what is compiled, once it fits a device;
+`progress`: how far it has come, and its weights. Each stage says what it found, and refuses
+what cannot be before the next begins.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dllm_jax import (
+    config,
+    exits,
+    memory,
+    metrics,
+    pictures,
+    processes,
+    sharding,
+    trackers,
+)
+from dllm_jax.checkpoint import Checkpoints, check_resume
+from dllm_jax.folder import Folder
+from dllm_jax.models import hf
+from dllm_jax.models.config import ModelConfig
+from dllm_jax.rl import budget, learner, networks, rewards, sources
+from dllm_jax.sampling import looking, placement
+from dllm_jax.sampling.config import variants
+
+# ---- Where it runs -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """Where a run runs, and what it trains; the same in every process but for `main`.
+
+    resume: as the flag says it. shapes: of the networks' states by name, with their
+    shardings on `mesh`. defaults: of the keys when the run began, None where it begins
+    now. boards: where its metrics go. main: whether this process is the one that writes
+    and prints, by `say`.
+    """
+
+    cfg: config.Config
+    model: ModelConfig
+    tok: Any
+    settings: sources.Settings
+    plans: dict[str, learner.Plan]
+    shapes: dict[str, learner.TrainState]
+    mesh: jax.sharding.Mesh
+    run: Folder
+    resume: str
+    defaults: dict | None
+    boards: Any
+    main: bool
+    say: Callable
+    timer: metrics.Timer
+    stopping: exits.StopSignal
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The run's folder."""
+        return self.run.path
+
+    @property
+    def method(self):
+        """The source of batches that the run learns by."""
+        return sources.SOURCES[self.cfg.method]
+
+    @property
+    def samples(self) -> bool:
+        """Whether it samples, be it for the held-out problems alone."""
+        return self.method.samples or bool(self.cfg.data.heldout)
+
+    @property
+    def places(self):
+        """The shardings of `shapes`."""
+        return jax.tree.map(lambda x: x.sharding, self.shapes)
+
+    @property
+    def whole(self) -> jax.sharding.NamedSharding:
+        """The sharding of what every device holds."""
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+
+
+def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
+    """Returns where a run runs: its configuration is complete, its mesh is set.
+
+    Raises ValueError where the configuration makes no run, before anything is begun.
+    """
+    timer = metrics.Timer()
+    processes.watch(timer, cfg.run.stuck_after)
+    stopping = exits.StopSignal(timer.moving(sharding.anywhere))
+    has_steps = check_resume(run.path / "checkpoints", resume)
+    defaults = run.defaults() if has_steps else None
+    cfg, kept = config.keeping(cfg, defaults)
+    cfg, model, tok = config.completed(cfg)
+    cfg, choices = config.chosen(cfg, model)
+    boards = trackers.named(cfg.run.trackers)
+    if cfg.run.export:
+        hf.check_target(run.path / "export", cfg.model.path)
+    sharding.keep_compiled(cfg.run.compile_cache)
+    mesh = sharding.make_mesh(**cfg.mesh.axes)
+    jax.set_mesh(mesh)
+    main = jax.process_index() == 0
+    say = print if main else lambda *args: None
+    rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
+    checked = kernels_found_wrong(cfg, model)
+    for line in (*kept, *choices, *config.warnings(cfg, model, rows_on), *checked):
+        say(line)
+    settings = settings_of(cfg, model, rows_on)
+    plans = sources.SOURCES[cfg.method].plans(settings)
+    shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
+    return Scene(
+        cfg=cfg,
+        model=model,
+        tok=tok,
+        settings=settings,
+        plans=plans,
+        shapes=shapes,
+        mesh=mesh,
+        run=run,
+        resume=resume,
+        defaults=defaults,
+        boards=boards,
+        main=main,
+        say=say,
+        timer=timer,
+        stopping=stopping,
+    )
+
+
+def kernels_found_wrong(cfg: config.Config, model: ModelConfig) -> dict[str, None]:
+    """Returns the lines of the kernels' self-checks for all samplers, each of them once."""
+    samplers = cfg.sampler, *variants(cfg.eval.samplers, cfg.sampler).values()
+    return dict.fromkeys(
+        line
+        for sampler in samplers
+        for line in config.check_kernels(model, sampler, cfg.run.compile_cache)
+    )
+
+
+def settings_of(
+    cfg: config.Config, model: ModelConfig, devices: int
+) -> sources.Settings:
+    """Returns what a run's source reads of its configuration, which is complete.
+
+    devices: that share rows, data x fsdp.
+    """
+    return sources.Settings(
+        seed=cfg.seed,
+        data=cfg.data,
+        sampler=cfg.sampler,
+        noise=cfg.noise,
+        objective=cfg.objective,
+        rl=cfg.rl,
+        sft_steps=cfg.sft.steps,
+        sft_examples=cfg.sft.examples,
+        batch=cfg.batch.on(devices),
+        policy_optim=cfg.policy_optim,
+        value_optim=cfg.value_optim,
+        heldout_problems=cfg.eval.problems,
+        heldout_temperature=cfg.eval.temperature,
+        heldout_answers=cfg.eval.answers,
+        samplers=variants(cfg.eval.samplers, cfg.sampler),
+        model=model,
+    )
+
+
+# ---- What it learns from, and where it samples ---------------------------------------
+
+
+def tools(here: Scene) -> sources.Tools:
+    """Returns what a source and an evaluation work with; `place` adds what answers."""
+    cfg, model, tok = here.cfg, here.model, here.tok
+    judged = cfg.sampler.answers if here.samples else "text"
+    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, judged, looks=model.looks)
+    for line in grader.begin() if here.samples else ():
+        here.say(line)
+    return sources.Tools(
+        mesh=here.mesh,
+        tok=tok,
+        grader=grader,
+        truncated_wrong=cfg.rl.truncated_wrong,
+        timer=here.timer,
+        stop=here.stopping,
+        say=here.say,
+        folder=here.folder,
+        samples=cfg.run.samples if here.main else 0,
+        reader=pictures.reader(
+            cfg.model, cfg.sampler, model, tok, learns=cfg.method == "sft"
+        ),
+        decode=pictures.decoder(cfg, model, tok) if here.samples else None,
+    )
+
+
+def place(here: Scene, tools: sources.Tools):
+    """Gives `tools` what answers; returns (where a run samples, what its judges take)."""
+    cfg, model, mesh = here.cfg, here.model, here.mesh
+    anchored = bool(cfg.objective.reference_beta)
+    taken = budget.resident(here.shapes, model, mesh, reference=anchored)
+    resident, guest = sum(taken.values()), memory.NOTHING
+    if here.samples:
+        guest = tools.grader.claim(resident, slots=cfg.sampler.slots)
+    sampling = placement.place(
+        model=model,
+        cfg=cfg.sampler,
+        mesh=mesh,
+        rollout=cfg.mesh.rollout,
+        beside=resident + guest.resident,
+        limit=memory.device_bytes() if here.samples else None,
+    )
+    tools.answerer = sampling.answerer
+    tools.others = {
+        name: placement.placed(
+            dataclasses.replace(model, block=one.block), one, sampling.answerer.mesh
+        ).answerer
+        for name, one in here.settings.samplers.items()
+    }
+    if here.samples and sampling.note:
+        here.say(sampling.note)
+    return sampling, guest
+
+
+# ---- What is compiled: each function is traced once in a run -------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """A run's compiled functions.
+
+    trainers: by the names of the networks that an update trains, all, or a value network
+    alone: (states, batch, beside, limits) -> (states, metrics).
+    """
+
+    score: Callable
+    trainers: dict[tuple[str, ...], Callable]
+
+
+def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Programs:
+    """Returns what a run compiles, after its budget of memory is told.
+
+    What fits a device is found by compiling it: the run then finds it compiled. Raises
+    ValueError with the table where nothing fits.
+    """
+    cfg, model = here.cfg, here.model
+    networks_scored = networks.scored(here.plans, source.reference)
+    score = jax.jit(
+        functools.partial(learner.score, model=model, plans=networks_scored)
+    )
+
+    def trainer(remat: str, names: tuple[str, ...]):
+        update = functools.partial(
+            learner.update,
+            model=dataclasses.replace(model, remat=remat),
+            plans={name: here.plans[name] for name in names},
+            cfg=source.objective,
+        )
+        # It writes new states over the old ones, so that no device holds both.
+        kept = {name: here.places[name] for name in names}, here.whole
+        return jax.jit(update, donate_argnums=0, out_shardings=kept)
+
+    def planned(remat: str):
+        update = trainer(remat, tuple(here.plans))
+        return update, budget.plan(
+            source,
+            states=here.shapes,
+            model=model,
+            mesh=here.mesh,
+            sampling=sampling if here.samples else None,
+            others=tuple(tools.others.values()),
+            update=update,
+            guest=guest,
+        )
+
+    remats, limit = (model.remat,), memory.device_bytes()
+    if cfg.model.remat == "auto":
+        batch, rows_on = here.settings.batch, here.mesh.shape["data"]
+        slots = batch.rows // (rows_on * here.mesh.shape["fsdp"]) * batch.tokens
+        remats = budget.remats(model, slots, here.mesh, limit)
+    remat, update, needs = budget.first_that_fits(remats, planned, limit)
+    if remat != model.remat:
+        here.say(f"model.remat={remat!r}: what keeps more does not fit a device")
+    here.say(budget.table(needs))
+    trainers = {tuple(here.plans): update}
+    if "value" in here.plans:
+        trainers[("value",)] = trainer(remat, ("value",))
+    return Programs(score, trainers)
+
+
+# ---- How far it has come, and its weights --------------------------------------------
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come, and its weights at that moment.
+
+    base: frozen, where the states hold adapters. anchor: the shapes of a reference that
+    moves, else None. step: the last that is done; meta: what its checkpoint says, of which
+    `taken`, the records that are used, is always there.
+    """
+
+    states: dict[str, learner.TrainState]
+    base: Any
+    reference: Any
+    anchor: Any
+    like: Any
+    model: ModelConfig
+    checkpoints: Checkpoints
+    step: int
+    meta: dict
+
+    def weights(self) -> networks.Weights:
+        """Returns what the networks are now."""
+        return networks.Weights(
+            self.states, self.base, self.reference, self.model, self.like
+        )
+
+    def saved(self) -> dict:
+        """Returns what a checkpoint holds: a reference only where it moves."""
+        return self.states | ({"reference": self.reference} if self.anchor else {})
+
+
+def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
+    """Returns how far a run has come, its weights loaded; from here on its folder tells it.
+
+    like: what samples, as shapes.
+    """
+    cfg, model, mesh = here.cfg, here.model, here.mesh
+    checkpoints = Checkpoints(
+        here.folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
+    )
+    moves = cfg.rl.reference_reset  # else the reference is the checkpoint's
+    anchor = networks.abstract_reference(model, mesh) if moves else None
+    target = here.shapes | ({"reference": anchor} if moves else {})
+    for line in checkpoints.scarce(target):
+        here.say(line)
+    restored = None if here.resume == "never" else checkpoints.restore(target)
+    states, base, start, meta = begin_or_resume(here, restored)
+    source.recall(meta.get("memory", {}))
+    defaults = here.defaults or dataclasses.asdict(config.Config())
+    here.run.begin(dataclasses.asdict(cfg), defaults, mesh)
+    tools.eyes = networks.eyes(cfg.model.path, model, mesh)
+    if tools.eyes:
+        tools.answerer = looking.Looking(tools.answerer, tools.eyes)
+        tools.others = {
+            name: looking.Looking(x, tools.eyes) for name, x in tools.others.items()
+        }
+    reference = states.pop("reference", None)  # it is saved where it moves
+    if source.reference and reference is None:
+        reference = networks.reference(cfg.model.path, model, mesh, base)
+    here.say(
+        f"{cfg.model.path}: {networks.sizes(states['policy'].params, base)} on "
+        f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
+    )
+    return Progress(
+        states, base, reference, anchor, like, model, checkpoints, start, meta
+    )
+
+
+def begin_or_resume(here: Scene, restored):
+    """Returns (states, base, start, meta): see Progress.
+
+    restored: Checkpoints.restore's, or None for a run that begins.
+    """
+    cfg, model, mesh = here.cfg, here.model, here.mesh
+    base, value = networks.frozen(cfg.model.path, model, mesh)
+    if restored is None:
+        states = networks.initial(
+            cfg.model.path,
+            model,
+            here.plans,
+            here.places,
+            mesh,
+            value,
+            jax.random.key(cfg.seed),
+            value_path=cfg.rl.value_path,
+        )
+        return states, base, 0, {"taken": 0}
+    states, meta, start = restored
+    here.say(f"resuming {pathlib.Path(cfg.run.folder)} after step {start}")
+    for change in config.changes(meta["config"], cfg):
+        here.say(f"  {change}")
+    return states, base, start, meta
