@@ -225,13 +225,8 @@ def codec(topology: str, images: int) -> dict:
     def shape(dtype, *sizes):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
-    cfg, params = magvit.MagvitConfig(), {}
-    for name, sizes in magvit.shapes(cfg).items():
-        *path, last = name.split(".")
-        inner = params
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = shape(np.float32, *sizes)
+    cfg = magvit.MagvitConfig()
+    params = magvit.abstract(cfg, place)
     side = codes.SIZE // cfg.factor
     pixels_BChw = shape(np.float32, images, 3, codes.SIZE, codes.SIZE)
     codes_BN = shape(np.int32, images, side**2)

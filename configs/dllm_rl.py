@@ -161,6 +161,11 @@ def images_type(value, key, raw) -> Row:
     if value != "mmu":
         return data_type(value, key, raw)
     leaves = {"rl.reward": "choice" if boxed(raw) else "short"}
+    if not any(key.startswith("rollout.") for key in raw):
+        return Row(
+            leaves=leaves,
+            why="it grades held-out answers alone, where data.heldout is set",
+        )
     if "rollout.num_task_per_step" in raw:
         leaves |= {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
     why = (

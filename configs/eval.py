@@ -5,7 +5,7 @@
     python -m dllm_jax.eval --config=configs/eval.py:math500 --config.model.path=DIR
     python -m dllm_jax.eval --config=configs/eval.py:llada-8b/gsm8k
 
-Models: arithmetic (default), process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b, sdar-4b,
+Models: arithmetic (default), sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b, sdar-4b,
 sdar-8b, trado-4b, trado-8b, trado-8b-thinking, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, llada-v-8b, mmada-8b-images: three answers to
 each problem, at the temperature, and by the sampler, with which dLLM-RL evaluates. An answer

@@ -201,11 +201,12 @@ def tools(here: Scene) -> sources.Tools:
 def place(here: Scene, tools: sources.Tools):
     """Gives `tools` what answers; returns (where a run samples, what its judges take)."""
     cfg, model, mesh = here.cfg, here.model, here.mesh
+    tools.reader = None  # it has read all: a tokenizer of images makes room
     anchored = bool(cfg.objective.reference_beta)
     taken = budget.resident(here.shapes, model, mesh, reference=anchored)
     resident, guest = sum(taken.values()), memory.NOTHING
     if here.samples:
-        guest = tools.grader.claim(resident, slots=cfg.sampler.slots)
+        guest = pictures.claim(cfg, model, here.tok, tools.grader, resident)
     sampling = placement.place(
         model=model,
         cfg=cfg.sampler,

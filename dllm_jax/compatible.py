@@ -7,6 +7,7 @@ dataclass says.
 
 import dataclasses
 
+from dllm_jax.rl.config import NETWORKS
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling.config import variants
@@ -28,6 +29,7 @@ def check(cfg):
         check_block,
         check_samplers,
         check_levers,
+        check_idle,
     ):
         one(cfg)
 
@@ -51,10 +53,11 @@ def check_value(cfg):
     if cfg.method == "dpo" and not cfg.objective.reference_beta > 0:
         raise ValueError("dpo needs objective.reference_beta > 0, such as 0.2")
     kind = KINDS[cfg.noise.kind]
+    foreign = kind.ordered and cfg.noise.kind != "trace"  # an order nobody sampled in
     if (
         cfg.method == "rl"
         and cfg.rl.value != "none"
-        and (kind.random or cfg.noise.grid == "response")
+        and (kind.random or foreign or cfg.noise.grid == "response")
     ):
         raise ValueError(
             f"rl.value={cfg.rl.value!r}: a value model would see the future with "
@@ -211,6 +214,11 @@ def check_likelihood(cfg):
             f"objective.{key} is of what was sampled: it needs method='rl', "
             "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
         )
+    if exact and cfg.sampler.guidance and not cfg.noise.guided:
+        raise ValueError(
+            f"objective.{key}: noise.guided=False scores another distribution than the one "
+            "whose draws were thrown away; set it to True"
+        )
     if exact and cfg.rl.trusted_gap > 0:
         raise ValueError(
             f"objective.{key}: the sampler does not record the probability of its "
@@ -260,3 +268,26 @@ def check_levers(cfg):
         raise ValueError(
             "run.keep_best and run.patience compare evaluations: set data.heldout"
         )
+
+
+def check_idle(cfg):
+    """Raises ValueError for keys of RL that nothing reads as others are set."""
+    rl, learns = cfg.rl, cfg.method == "rl"
+    why = {
+        "objective.nll_weight": not learns and "only method='rl' adds it; set it to 0",
+        "objective.entropy_bonus": not learns
+        and "only method='rl' adds it; set it to 0",
+        "objective.value_clip": not (learns and rl.value in NETWORKS)
+        and f"no value network learns with rl.value={rl.value!r}; leave it at -1",
+        "noise.pick": not cfg.noise.rounds and "no rounds are picked; set noise.rounds",
+        "rl.target_kl": rl.most_updates * rl.epochs == 1
+        and "no update follows a step's first; raise rl.epochs, or set it to 0",
+        "rl.truncated_tail": rl.truncated_tail > cfg.sampler.max_new
+        and f"at most sampler.max_new={cfg.sampler.max_new}, an answer's tokens",
+    }
+    for key, wrong in why.items():
+        section, name = key.split(".")
+        group = getattr(cfg, section)
+        value = getattr(group, name)
+        if wrong and value != getattr(type(group), name):
+            raise ValueError(f"{key}={value!r}: {wrong}")

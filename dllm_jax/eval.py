@@ -89,7 +89,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    streams = streams_of(cfg, model, mesh, say, grader)
+    streams = streams_of(cfg, model, tok, mesh, say, grader)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
@@ -139,7 +139,7 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
     ]
 
 
-def streams_of(cfg: config.Config, model, mesh, say, grader: rewards.Grader):
+def streams_of(cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader):
     """Returns a function from a setting's Config to its `stream`, but for prompts.
 
     grader: what lies beside it.
@@ -152,7 +152,7 @@ def streams_of(cfg: config.Config, model, mesh, say, grader: rewards.Grader):
         mesh=mesh,
         rollout=cfg.mesh.rollout,
         say=say,
-        beside=grader.claim(0, slots=cfg.sampler.slots).resident,
+        beside=pictures.claim(cfg, model, tok, grader, 0).resident,
     )
 
     def stream(own: config.Config):

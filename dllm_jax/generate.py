@@ -286,8 +286,7 @@ def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
     if not ended:
         raise exits.Stopped("stopped by a signal, before the image was whole")
     ((_, answer),) = ended
-    first = len(prompt)
-    (picture,) = codec.pictures([answer.tokens_T[first : first + answer.len]])
+    (picture,) = codec.pictures([answer.tokens_T[len(prompt) :][: answer.len]])
     with exits.room(out, picture.nbytes):
         codes.write(out, picture)
     print(f"[{out}: {answer.len} codes, {answer.forwards} steps]", file=sys.stderr)
@@ -374,8 +373,7 @@ def said(answer: state.Answer, tok, codec: codes.Codec | None) -> dict:
         return {"text": answers.decode(trace, tok)[0] if tok else None}
     if not answer.len:
         return {"text": None}
-    first = int(answer.prompt_len)
-    ids = answer.tokens_T[first : first + int(answer.len)]
+    ids = answer.tokens_T[answer.prompt_len :][: answer.len]
     return {"text": None, "picture": images.embedded(codec.pictures([ids])[0])}
 
 
@@ -469,11 +467,12 @@ def main(argv: list[str] | None = None):
         answer(prompt, options, exits.StopSignal())
 
 
-def asked(prompt: str | None, options, reader, path, model: ModelConfig, tok):
+def asked(prompt: str | None, options, given, path, model: ModelConfig, tok):
     """Returns (prompt ids, their lines) of the prompt, which has none, or of the file.
 
-    reader: models.vision.prompts.Reader of a model that looks; path: the model's folder.
+    given: Settings; path: the model's folder. What reads images leaves with the last of them.
     """
+    reader = pictures.reader(given.model, given.sampler, model, tok)
     if options.image and reader is None:
         raise ValueError(
             f"--image=FILE: {str(path)!r} is no model that looks at images"
@@ -514,8 +513,7 @@ def answer(prompt: str | None, options, stop):
         sink = folder.Answers(options.out, job, overwrite=options.overwrite)
     else:
         sink = Terminal(options.out)
-    reader = pictures.reader(given.model, given.sampler, model, tok)
-    prompts, rows = asked(prompt, options, reader, path, model, tok)
+    prompts, rows = asked(prompt, options, given, path, model, tok)
     codec = codes.Codec(made) if made else None
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
@@ -534,6 +532,7 @@ def answer(prompt: str | None, options, stop):
         mesh=mesh,
         rollout=given.mesh.rollout,
         say=functools.partial(print, file=sys.stderr),
+        beside=sum(x.nbytes for x in jax.tree.leaves(codec and codec.params)),
     )
     key = jax.random.key(options.config.seed)
     stream = functools.partial(

@@ -17,6 +17,8 @@ import warnings
 import numpy as np
 from PIL import Image
 
+MARK = "<image>"  # where an image stands in a text
+FIELDS = "image_abs_path", "image_path"  # by which dLLM-RL's records name one, too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # At most: 0.2 GB as bytes of three colours. A photograph of a telephone has 12 to 50
 # million; a larger one would be shrunk a hundredfold before a model sees it.
@@ -25,6 +27,13 @@ PIXELS, SIDE = 2**26, 2**16
 # pixels a side at most; and the bytes above which it is a JPEG.
 LOOKED_AT, JUDGED, AS_PNG = 256, 1024, 2**15
 SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def paths_of(row: dict, field: str) -> list:
+    """Returns the paths of a record's images: of its field, or of one of FIELDS."""
+    names = [name for name in (field, *FIELDS) if row.get(name) is not None]
+    given = row[names[0]] if names else []
+    return given if isinstance(given, list) else [given]
 
 
 def inside(path, root) -> pathlib.Path:

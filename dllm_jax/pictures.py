@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from dllm_jax import memory
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import codes, prompts
@@ -62,16 +63,14 @@ def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
         return prompts.Reader(model, keep_newline=args.keep_newline)
     if not model.codebook:
         return None
-    path = hf.find(args.path)
+    made = functools.partial(format_of, args, hf.find(args.path), model, tok)
 
-    @functools.cache  # for who asks for an image, and nobody else
-    def codec():
-        return codes.Codec(format_of(args, path, model, tok), args.image_fit)
+    def codec():  # for who asks for an image, and nobody else
+        return codes.Codec(made(), args.image_fit)
 
     if sampler.answers == "text":
         return codes.Reader(codec)
-    tokens = format_of(args, path, model, tok).tokens
-    return codes.Captions(codec if learns else None, tokens)
+    return codes.Captions(codec if learns else None, made().tokens)
 
 
 def decoder(cfg, model: ModelConfig, tok):
@@ -83,3 +82,16 @@ def decoder(cfg, model: ModelConfig, tok):
         return functools.partial(answers.decode, tok=tok)
     made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
     return codes.Codec(made, cfg.model.image_fit).drawn
+
+
+def claim(cfg, model: ModelConfig, tok, grader, beside: int) -> memory.Claim:
+    """Returns what a run's graders take of a device, and what makes pictures for them.
+
+    cfg, model, tok: see `decoder`; beside: bytes of a device that others have. A tokenizer
+    of images stays there.
+    """
+    claims = [functools.partial(grader.claim, slots=cfg.sampler.slots)]
+    if cfg.sampler.answers == "image":
+        made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
+        claims.append(lambda _: made.claim(draws=True))
+    return memory.claimed(claims, beside)

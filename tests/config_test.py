@@ -508,6 +508,14 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
     assert cfg.batch.on(devices).rows == (becomes or rows)
 
 
+PAIRS = {
+    "method": "dpo",
+    "noise.kind": "subset",
+    "objective.aggregate": "elbo",
+    "objective.reference_beta": 0.2,
+}
+
+
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
@@ -572,12 +580,47 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
             {"rl.value": "trace", "noise.kind": "bernoulli", "rl.trusted_gap": 0.0},
             "a value model would see the future",
         ),
+        (
+            {"rl.value": "trace", "noise.kind": "left_to_right"},
+            "a value model would see the future",
+        ),
+        (
+            {
+                "objective.likelihood": "selection",
+                "sampler.guidance": 1.0,
+                "sampler.blank": (1,),
+                "noise.guided": False,
+            },
+            "noise.guided=False scores another distribution",
+        ),
+        (
+            {**PAIRS, "objective.nll_weight": 0.1},
+            "objective.nll_weight=0.1: only method='rl' adds it",
+        ),
+        (
+            {"method": "sft", "objective.entropy_bonus": 0.1},
+            "objective.entropy_bonus=0.1: only method='rl' adds it",
+        ),
+        (
+            {"rl.value": "trace", "objective.value_clip": 0.0},
+            "objective.value_clip=0.0: no value network learns",
+        ),
+        ({"noise.pick": "surprise"}, "noise.pick='surprise': no rounds are picked"),
+        ({"rl.target_kl": 0.1}, "rl.target_kl=0.1: no update follows"),
+        (
+            {
+                "rl.truncated": "soft",
+                "rl.truncated_tail": 9,
+                "sampler.max_new": 8,
+            },
+            "rl.truncated_tail=9: at most sampler.max_new=8",
+        ),
     ],
 )
 def test_levers_that_go_ill_together(tree, says):
     node = config.default()
     for name, value in tree.items():
-        group, leaf = name.split(".")
-        node[group][leaf] = value
+        *group, leaf = name.split(".")
+        (node[group[0]] if group else node)[leaf] = value
     with pytest.raises(ValueError, match=re.escape(says)):
         config.freeze(node)

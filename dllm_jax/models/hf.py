@@ -25,6 +25,7 @@ import ml_dtypes  # noqa: F401  (teaches numpy and safetensors about bfloat16)
 import numpy as np
 import safetensors
 import safetensors.numpy
+from flax import traverse_util
 
 from dllm_jax import exits, sharding
 from dllm_jax.models import transformer
@@ -413,16 +414,12 @@ def load_autoencoder(folder: pathlib.Path, module, dtype=None):
     refuse(folder, faults)
     params = {}
     for name in shapes:
-        *path, last = name.split(".")
-        node = params
-        for key in path:
-            node = node.setdefault(key, {})
         x = tensors.slice(name)[:].astype(dtype or tensors.dtype(name))
         if not np.isfinite(x).all():
             faults.append(f"{name} is not finite")
-        node[last] = jnp.asarray(x)
+        params[name] = jnp.asarray(x)
     refuse(folder, faults)
-    return cfg, params
+    return cfg, traverse_util.unflatten_dict(params, sep=".")
 
 
 def read_parameter(

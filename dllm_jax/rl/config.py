@@ -109,7 +109,9 @@ class ObjectiveConfig:
     reference_beta_final: float = -1.0
     upper_weight: float = 0.5  # spg: of the upper bound, beside the lower one
     upper_power: float = 1.5  # spg: the upper bound's exponent, at least 1
-    kl: str = "k3"  # estimator: "k3" (exp(-d) - 1 + d), "k2" (d^2 / 2) or "k1" (d)
+    # Estimator: "k3" (exp(-d) - 1 + d), "k2" (d^2 / 2) or "k1" (d, which pulls nowhere on
+    # average while the policy is the one that sampled).
+    kl: str = "k3"
     nll_weight: float = 0.0  # of -log p of right answers, beside RL's loss; 0: off
     # What a token's loss is divided by, a key of views.AGGREGATES. token: all
     # supervised tokens of the update. sequence: its answer's length, then answers.

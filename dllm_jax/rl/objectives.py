@@ -23,7 +23,7 @@ LOG_WEIGHT = 1.6094379  # log 5: StableDRL's largest log-ratio
 
 
 def k1(delta):
-    """d: unbiased, but negative for some tokens."""
+    """d: negative for some tokens; as a loss its gradient is 0 on average, on policy."""
     return delta
 
 
@@ -33,7 +33,10 @@ def k2(delta):
 
 
 def k3(delta):
-    """exp(-d) - 1 + d: unbiased and never negative. The exponent is clamped."""
+    """exp(-d) - 1 + d: never negative; unbiased for tokens drawn from the new policy.
+
+    Here they are the old one's: right to second order in d. The exponent is clamped.
+    """
     return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
 
 

@@ -24,6 +24,7 @@ its *lead* is the seat of its first taken token, where its log-prob stands.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,11 @@ def of(sampler: SamplerConfig, model: ModelConfig) -> Selection:
         pad_penalty=sampler.pad_penalty,
     )
     if sure:
+        bound, in_nats = sampler.threshold, sampler.target == "log_confidence"
         rule = dataclasses.replace(
-            rule, threshold=sampler.threshold, tempered=sampler.tempered_threshold
+            rule,
+            threshold=math.exp(bound) if in_nats else bound,
+            tempered=sampler.tempered_threshold,
         )
     return Selection(rule, sampler.filters_draws, sampler.schedule)
 
@@ -80,6 +84,8 @@ def refused(sampler: SamplerConfig, attention: str) -> str:
         == 0,
         f"sampler.rank_temperature={sampler.rank_temperature} has no closed form: set it "
         "to 0": sampler.rank_temperature > 0,
+        "sampler.before_stop=True leaves out places that the trace does not tell: set it to "
+        "False": sampler.before_stop and sampler.filters_draws,
         f"with sampler.target={sampler.target!r} and sampler.pad_penalty > 1 nothing "
         "records the border: set sampler.pad_penalty=1": unseen
         and sampler.filters_draws,

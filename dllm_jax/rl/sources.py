@@ -243,10 +243,12 @@ class RL:
             if more is None:
                 return None
             if self.curriculum:
-                for i, right_n in zip(
-                    chosen, more.solved_n.reshape(-1, rl.group), strict=True
-                ):
-                    self.curriculum.note(i, right_n)
+                judged_n = ~judged(more, rl).late_n  # the others say nothing
+                groups = np.split(np.arange(len(asked)), len(chosen))
+                for i, group_n in zip(chosen, groups, strict=True):
+                    right_n = more.solved_n[group_n[judged_n[group_n]]]
+                    if len(right_n):
+                        self.curriculum.note(i, right_n)
             rollouts = rollout.joined(rollouts, more)
             problems, used, wave = problems + asked, used + places, wave + 1
             keep_n = batches.teaching(judged(rollouts, rl), rl)

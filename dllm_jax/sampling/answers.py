@@ -249,9 +249,9 @@ def images_of(prompt) -> dict:
     first_row: the id in the prompt with which an image begins, counted from the
     vocabulary's end; one whose codes are in the prompt has none.
     """
-    files = getattr(prompt, "files", ())
-    images, row = [{"file": file, "mark": mark} for file, mark in files], 0
+    images, row = [], 0
     for picture in pictures_of(prompt):
-        images.append({"file": picture.file, "mark": picture.mark, "first_row": row})
+        images.append({"file": picture.file, "mark": picture.mark})
+        images[-1] |= {"first_row": row} if picture.rows else {}
         row += picture.rows
     return {"images": images} if images else {}

@@ -1,11 +1,12 @@
-"""Makes tasks in which the order of unmasking matters, and blank checkpoints for SFT.
+"""Makes tasks in which the order of unmasking matters, and a blank checkpoint for SFT.
 
     python -m examples.puzzles.make sudoku
     python -m examples.puzzles.make sums
 
-writes train.jsonl and heldout.jsonl (different problems) to examples/puzzles/TASK, and a
-randomly initialised checkpoint to runs/TASK/blank, from which configs/sft.py:TASK trains the
-bundled model. It tells how many held-out problems are among those to train on.
+writes train.jsonl and heldout.jsonl (different problems) to examples/puzzles/TASK, from which
+configs/sft.py:TASK trains the bundled model, and tells how many held-out problems are among
+those to train on. That of sudoku begins as a randomly initialised checkpoint, which is written
+to runs/sudoku/blank; that of sums as the bundled model of examples/arithmetic.
 
 sudoku: 4 x 4, as few givens as one order finds, so that there is one solution. The prompt is
 the 16 digits, 0 where a cell is empty, and its answer is one block: the model chooses which
@@ -67,10 +68,10 @@ def sums(count: int, seed: int) -> list[dict]:
     ]
 
 
-# Task: (its records, the field of the question, the block of its model).
+# Task: (its records, the field of the question, the block of its blank model; 0: none).
 TASKS: dict[str, tuple[Callable, str, int]] = {
     "sudoku": (sudoku, "puzzle", 20),
-    "sums": (sums, "question", 16),
+    "sums": (sums, "question", 0),
 }
 
 
@@ -81,7 +82,7 @@ def shared(heldout: list[dict], train: list[dict], field: str) -> int:
 
 
 def main():
-    """Writes a task's records and its blank checkpoint."""
+    """Writes a task's records, and its blank checkpoint if it has one."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("task", choices=[*TASKS])
     p.add_argument("--heldout", type=int, default=256, help="problems set aside")
@@ -101,14 +102,15 @@ def main():
             f"{shared(*parts, name)} of {args.heldout} held-out problems have a {name} "
             "that is in train.jsonl"
         )
-    write_blank(
-        pathlib.Path("runs") / args.task / "blank",
-        np.random.default_rng(args.seed),
-        SHAPE,
-        tokenizer(chat=CHAT),
-        block_size=block,
-        torch_dtype="bfloat16",
-    )
+    if block:
+        write_blank(
+            pathlib.Path("runs") / args.task / "blank",
+            np.random.default_rng(args.seed),
+            SHAPE,
+            tokenizer(chat=CHAT),
+            block_size=block,
+            torch_dtype="bfloat16",
+        )
 
 
 if __name__ == "__main__":

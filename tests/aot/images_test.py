@@ -23,8 +23,9 @@ def test_a_model_that_looks_fits_with_all_that_a_run_keeps(topology, capsys):
         "update": topologies.peak_bytes(run.update()),
     }
     with capsys.disabled():
-        sizes = {name: f"{size / GIB:.2f} GiB" for name, size in needs.items()}
-        print(f"\nllada-v-8b {topology}: {sizes} of {run.limit / GIB:.2f}")
+        sizes = {"kept": resident} | needs
+        told = {name: f"{size / GIB:.2f} GiB" for name, size in sizes.items()}
+        print(f"\nllada-v-8b {topology}: {told} of {run.limit / GIB:.2f}")
     for name, size in needs.items():
         assert resident < size <= run.limit, name
 

@@ -266,7 +266,9 @@ def test_each_file_becomes_a_run_that_validates(name, tiny, tmp_path):
         assert (cfg.model.vq, cfg.model.image_size) == (str(tiny["vq"]), 8)
     if "rollout" not in tree:
         assert (cfg.method, cfg.noise.kind) == ("sft", "bernoulli")
+        assert "theirs are compared" not in text  # nothing is graded
         return
+    assert "theirs are compared as mathematics" in text
     new, block = tree["rollout"]["max_gen_length"], tree["rollout"]["block_size"]
     assert (cfg.sampler.max_new, cfg.sampler.block) == (new, block)
     assert cfg.sampler.steps_per_block == block  # a token a step, of all of them

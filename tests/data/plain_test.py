@@ -15,7 +15,8 @@ from dllm_jax import data
 from dllm_jax.data import plain
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-MODELS = ("arithmetic/model", "functions/model", "puzzles/sudoku/model")
+MODELS = ("arithmetic", "functions", "puzzles/sudoku", "puzzles/sums")
+MODELS = tuple(f"{name}/model" for name in MODELS)
 PAIRS = {
     name: (
         plain.read(EXAMPLES / name),

@@ -32,13 +32,15 @@ def test_held_out_problems_that_are_trained_on_are_counted():
     assert puzzles.shared(old, new, "puzzle") == 1
 
 
-def test_the_bundled_sudoku_is_what_its_command_makes():
-    folder = pathlib.Path(puzzles.__file__).parent / "sudoku"
+@pytest.mark.parametrize(("task", "most"), [("sudoku", 1e6), ("sums", 3e6)])
+def test_what_is_bundled_is_what_its_command_makes(task, most):
+    draw, field, _ = puzzles.TASKS[task]
+    folder = pathlib.Path(puzzles.__file__).parent / task
     heldout, train = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").open()]
         for name in ("heldout", "train")
     )
-    assert puzzles.sudoku(300, seed=0) == (heldout + train)[:300]
-    assert (len(heldout), puzzles.shared(heldout, train, "puzzle")) == (256, 0)
+    assert draw(300, seed=0) == (heldout + train)[:300]
+    assert (len(heldout), puzzles.shared(heldout, train, field)) == (256, 0)
     size = sum(file.stat().st_size for file in (folder / "model").iterdir())
-    assert size < 1e6
+    assert size < most

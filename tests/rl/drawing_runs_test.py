@@ -60,6 +60,7 @@ def test_rl_of_drawings_trains_what_was_drawn(place, whole):
     folder, told = whole
     rows = [row for row in common.metrics(folder) if "groups_kept" in row]
     assert [row["step"] for row in rows] == [1, 2]
+    assert "tokenizer of images" in told.partition("memory of a device")[2]
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
     assert min(row["groups_kept"] for row in rows) > 0, told
     assert all(0 < row["reward"] < 1 and row["truncated"] == 0 for row in rows)

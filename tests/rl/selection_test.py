@@ -129,6 +129,8 @@ RULES = {
     "margin": {"target": "margin", "threshold": 0.2},
     "top": {"target": "top", "threshold": 0.4},
     "neg_entropy": {"target": "neg_entropy", "threshold": -1.4},
+    "log": {"target": "log_confidence", "threshold": -1.05},
+    "static_log": {"target": "log_confidence", "strategy": "static"},
     "static_margin": {"strategy": "static", "target": "margin"},
     "warm": {"threshold": 0.35, "temperature": 1.7},
     "cold": {"threshold": 0.35, "temperature": 0.6, "tempered_threshold": True},
@@ -170,6 +172,8 @@ def test_every_outcome_has_its_probability(name, quota):
             "nothing records the border",
         ),
         ({"pad_penalty": 2.0, "strategy": "sequential"}, "block", ""),
+        ({"before_stop": True}, "block", "before_stop=True leaves out places"),
+        ({"before_stop": True, "target": "top"}, "block", ""),
         ({"cache": "none"}, "full", ""),
     ],
 )

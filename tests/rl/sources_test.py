@@ -308,6 +308,20 @@ def test_cut_answers_may_leave_their_groups(tmp_path):
     assert kept == {"graded": 16 * lent.ANSWER, "mask": 12 * lent.ANSWER}
 
 
+def test_what_is_not_judged_tells_nothing_of_a_problem(tmp_path):
+    """Of a group's others alone is remembered how many were right, and of none nothing."""
+
+    def grade(texts, problems, trace):
+        right_n = np.ones(len(texts), np.float32)
+        right_n[::2], right_n[:4] = np.nan, np.nan
+        return Grades(right_n)
+
+    source = rl_source(tmp_path, grade=grade, rest_after=1)
+    source.batches(1, 0, lent.Weights(), lent.score)
+    told = source.curriculum.memory
+    assert [row[1:] for row in told] == [[0.75, 1, source.settings.rl.rest_for]] * 3
+
+
 def test_a_mixture_asks_both_files(tmp_path):
     lines = (lent.ARITHMETIC / "heldout.jsonl").read_text().splitlines()
     for name, part in (("a", lines[:5]), ("b", lines[5:8])):

@@ -16,16 +16,20 @@ Letters: w columns of pixels.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from PIL import Image
 
-from dllm_jax import data, images
+from dllm_jax import data, images, memory, sharding
+from dllm_jax.images import MARK
 from dllm_jax.models import hf
 from dllm_jax.models.vision import magvit
+from dllm_jax.models.vision.prompts import Picture, Prompt
 
 RESERVED = "<|reserved_token_{}|>"
 # Token: its number of the reserved ones.
@@ -33,10 +37,11 @@ NUMBERS = {"soi": 0, "eoi": 1, "t2i": 4, "mmu": 5}
 # Pixels a side, of MMaDA's images; the released tokenizer says nothing of it.
 SIZE = 512
 TOGETHER = 8  # images that are decoded by one program
+# Of an image that is put on white the sides at most, and of one that is cut the longer side as
+# a multiple of the other: else a line of pixels would become gigabytes. What is beyond is shrunk
+# first, and cut off first.
+WIDEST, LONGEST = 2**13, 64
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
-MARK = "<image>"  # where an image stands in a text; here all come first
-# By which records of dLLM-RL name an image, too.
-FIELDS = "image_abs_path", "image_path"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +131,8 @@ def find(model_path, given: str) -> pathlib.Path:
                 f'"_class_name": "{magvit.KIND}"'
             )
         return folder
-    inside = sorted(
-        file.parent for file in pathlib.Path(model_path).glob("*/config.json")
-    )
-    found = [folder for folder in inside if hf.autoencoder_of(folder) is magvit]
+    files = sorted(pathlib.Path(model_path).glob("*/config.json"))
+    found = [x.parent for x in files if hf.autoencoder_of(x.parent) is magvit]
     if not found:
         raise ValueError(
             f"{str(model_path)!r} needs the tokenizer of its images, and has no folder with "
@@ -151,6 +154,34 @@ class Format:
     def count(self) -> int:
         """Codes of an image."""
         return (self.size // self.factor) ** 2
+
+    def claim(self, *, draws: bool) -> memory.Claim:
+        """Returns what a Codec takes of a device: its weights, and one of its programs.
+
+        draws: whether that makes images of codes, or codes of an image.
+        """
+        cfg, mesh = hf.read_autoencoder(self.folder, magvit), own_mesh()
+        params = magvit.abstract(cfg, jax.NamedSharding(mesh, jax.P()))
+        with jax.set_mesh(mesh):
+            if draws:
+                codes_BN = np.zeros((TOGETHER, self.count), np.int32)
+                codes_BN = sharding.shapes_of_rows(codes_BN, mesh)
+                side = self.size // self.factor
+                program = magvit.image_of.lower(params, codes_BN, side, side)
+            else:
+                blank_BChw = np.zeros((1, 3, self.size, self.size), np.float32)
+                program = magvit.codes_of.lower(params, blank_BChw)
+            needs = memory.program_bytes(program.compile())
+        name = "tokenizer of images"
+        return memory.Claim({name: memory.array_bytes(params)}, {name: needs})
+
+
+def own_mesh() -> jax.sharding.Mesh:
+    """Returns the mesh of this process's devices, which share images that are decoded.
+
+    No other process takes part: each reads and draws whenever it comes to it.
+    """
+    return sharding.make_mesh(devices=jax.local_devices())
 
 
 def format_of(
@@ -181,28 +212,30 @@ class Codec:
 
     def __init__(self, made: Format, fit: str = "pad"):
         """fit: one of FITS."""
-        self.format, self.fit = made, fit
-        _, self.params = hf.load(made.folder)
+        self.format, self.fit, self.mesh = made, fit, own_mesh()
+        whole = jax.NamedSharding(self.mesh, jax.P())
+        self.params = jax.device_put(hf.load(made.folder)[1], whole)
 
+    @sharding.on_own_mesh
     def ids(self, rgb: np.ndarray) -> list[int]:
         """Returns the ids of an image [h, w, 3], uint8."""
         pixels = prepared(rgb, self.format.size, self.fit)
         codes_BN = magvit.encode(self.params, pixels[None])
         return self.format.tokens.ids(np.asarray(codes_BN)[0])
 
+    @sharding.on_own_mesh
     def pictures(self, ids: list) -> np.ndarray:
         """Returns the images [n, h, w, 3], uint8, of the ids of each; raises ValueError."""
         codes = np.array([self.format.tokens.codes(one) for one in ids], np.int32)
-        return shown(np.asarray(magvit.decode(self.params, codes)))
+        placed = sharding.place_rows(codes, self.mesh)
+        return shown(np.asarray(magvit.decode(self.params, placed)))
 
     def drawn(self, trace) -> list[np.ndarray]:
         """Returns the picture of each row of a host Trace; one without an answer is black."""
         side, count = self.format.size, self.format.count
         out = [np.zeros((side, side, 3), np.uint8) for _ in trace.len_B]
         rows = np.flatnonzero(trace.len_B == count)
-        ids = [
-            trace.tokens_BT[i, trace.prompt_len_B[i] :][:count] for i in rows.tolist()
-        ]
+        ids = [trace.tokens_BT[i, trace.prompt_len_B[i] :][:count] for i in rows]
         for first in range(0, len(rows), TOGETHER):
             some = ids[first : first + TOGETHER]
             filled = some + some[:1] * (TOGETHER - len(some))  # one program for all
@@ -218,19 +251,27 @@ def prepared(rgb: np.ndarray, size: int, fit: str) -> np.ndarray:
     dLLM-RL does; "crop" resizes the shorter side and takes the middle, as MMaDA does.
     """
     image, cubic = Image.fromarray(rgb), Image.Resampling.BICUBIC
-    wide, high = image.size
     if fit == "pad":
+        image.thumbnail((WIDEST, WIDEST))  # only where the white would be too much
+        wide, high = image.size
         side = max(wide, high)
         board = Image.new("RGB", (side, side), (255, 255, 255))
         board.paste(image, ((side - wide) // 2, (side - high) // 2))
         square = board.resize((size, size), cubic)
     else:
-        side = min(wide, high)
-        wide, high = (max(size, int(size * n / side)) for n in image.size)
-        left, top = round((wide - size) / 2), round((high - size) / 2)
-        middle = (left, top, left + size, top + size)
-        square = image.resize((wide, high), cubic).crop(middle)
+        side = min(image.size)
+        image = middle(image, *(min(n, LONGEST * side) for n in image.size))
+        image = image.resize(
+            [max(size, int(size * n / side)) for n in image.size], cubic
+        )
+        square = middle(image, size, size)
     return np.moveaxis(images.normalized(np.asarray(square)), 2, 0)
+
+
+def middle(image: Image.Image, wide: int, high: int) -> Image.Image:
+    """Returns the middle of an image."""
+    left, top = round((image.width - wide) / 2), round((image.height - high) / 2)
+    return image.crop((left, top, left + wide, top + high))
 
 
 def shown(pixels_nChw: np.ndarray) -> np.ndarray:
@@ -258,9 +299,8 @@ class Reader:
 
     def __init__(self, codec: Callable[[], Codec]):
         """codec: returns the Codec, when the first image is read."""
-        self.codec = codec
-        # By file: the mark of its pixels (images.mark), and its ids.
-        self.known: dict[str, tuple[str, list[int]]] = {}
+        self.codec = functools.cache(codec)
+        self.known: dict[str, tuple[Picture, list[int]]] = {}  # by file, with its ids
 
     def shown(self, row: dict, field: str, root) -> "Shown | None":
         """Returns what `data.render` takes to show a record's image; None: it has none.
@@ -271,9 +311,7 @@ class Reader:
         if row.get("image_token_ids") is not None:
             tokens = self.codec().format.tokens
             return Shown(tokens, (tokens.codes(data.ids(row, "image_token_ids")),))
-        names = [name for name in (field, *FIELDS) if row.get(name) is not None]
-        given = row[names[0]] if names else []
-        return self.of_files(given if isinstance(given, list) else [given], root)
+        return self.of_files(images.paths_of(row, field), root)
 
     def of_files(self, paths: list, root) -> "Shown | None":
         """Returns what `data.render` takes to show these image files: see `shown`."""
@@ -282,31 +320,23 @@ class Reader:
         if not paths:
             return None
         tokens = self.codec().format.tokens
-        file, mark, ids = self.read(paths[0], root)
-        return Shown(tokens, (tokens.codes(ids),), ((file, mark),))
+        picture, ids = self.read(paths[0], root)
+        return Shown(tokens, (tokens.codes(ids),), (picture,))
 
-    def read(self, path, root) -> tuple[str, str, list[int]]:
-        """Returns (where an image file is, the mark of its pixels, its ids).
+    def read(self, path, root) -> tuple[Picture, list[int]]:
+        """Returns the Picture of a file, and its ids; raises data.Unreadable.
 
-        It is encoded once. Raises data.Unreadable.
+        It is encoded once.
         """
         try:
             file = os.fspath(images.inside(path, root))
             if file not in self.known:
                 rgb = images.read(path, root=root)
-                self.known[file] = images.mark(rgb), self.codec().ids(rgb)
+                picture = Picture(file, images.mark(rgb), rgb.shape[1::-1])
+                self.known[file] = picture, self.codec().ids(rgb)
         except ValueError as error:
             raise data.Unreadable(str(error)) from None
-        return file, *self.known[file]
-
-
-class Prompt(list):
-    """Token ids that know the files of the images whose codes are among them."""
-
-    def __init__(self, ids, files: tuple[tuple[str, str], ...] = ()):
-        """files: of each image its path, and the mark of its pixels."""
-        super().__init__(ids)
-        self.files = files
+        return self.known[file]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +345,7 @@ class Shown:
 
     tokens: ImageTokens
     codes: tuple[list[int], ...]
-    files: tuple[tuple[str, str], ...] = ()  # of images that files name: see Prompt
+    pictures: tuple[Picture, ...] = ()  # of images that files name
     plain = False  # a chat template writes the conversation
 
     def messages(self, messages: list[dict]) -> list[dict]:
@@ -335,7 +365,7 @@ class Shown:
     def ids(self, tok, written: str) -> Prompt:
         """Returns the ids of a written conversation."""
         conversation = list(data.ids_of(tok, written))
-        return Prompt(self.tokens.looking(self.codes[0], conversation), self.files)
+        return Prompt(self.tokens.looking(self.codes[0], conversation), self.pictures)
 
 
 class Captions:

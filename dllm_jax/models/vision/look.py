@@ -108,9 +108,6 @@ class Eyes:
     def remember(self, pictures: list[Picture]):
         """Lets the tower see what it has not, and forgets the oldest that is too much."""
         new = [x for x in pictures if x.mark not in self.features_of]
-        for picture in pictures:
-            if picture.mark in self.features_of:
-                self.features_of.move_to_end(picture.mark)
         width = BATCH * self.shards
         waiting = []  # (the picture's mark, a tile)
         for picture in new:
@@ -120,6 +117,8 @@ class Eyes:
                 waiting = waiting[width:]
         if waiting:
             self.see(waiting, width)
+        for picture in pictures:
+            self.features_of.move_to_end(picture.mark)
         while len(self.features_of) > len(pictures) and self.size > REMEMBERED:
             self.features_of.popitem(last=False)
 
@@ -139,11 +138,8 @@ class Eyes:
             )
         self.passes += 1
         for (mark, _), features_pe in zip(tiles, features_Bpe, strict=False):
-            have = self.features_of.get(mark)
-            more = features_pe[None]
-            self.features_of[mark] = (
-                more if have is None else np.concatenate([have, more])
-            )
+            have = self.features_of.get(mark, features_Bpe[:0])
+            self.features_of[mark] = np.concatenate([have, features_pe[None]])
 
 
 features = jax.jit(siglip.features, static_argnames="cfg")
@@ -179,32 +175,22 @@ def blank_arrays(model: ModelConfig, *, trained: bool) -> soft.Seen:
 
 def abstract(model: ModelConfig, mesh) -> soft.Seen:
     """Returns the shapes of a table on the mesh, as training sees it."""
-    blank = blank_arrays(model, trained=model.train_tower)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    split = sharding.shapes_of_rows(blank, mesh)
+    return laid_out(blank_arrays(model, trained=model.train_tower), mesh)
 
-    def shape(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
 
+def laid_out(seen: soft.Seen, mesh) -> soft.Seen:
+    """Returns a table's shapes on the mesh: tiles split over rows, all else whole."""
+    split, whole = sharding.shapes_of_rows(seen, mesh), jax.NamedSharding(mesh, jax.P())
+    names = "source_Mk", "weight_Mk", "newline_M"
     return split.replace(
-        source_Mk=shape(blank.source_Mk),
-        weight_Mk=shape(blank.weight_Mk),
-        newline_M=shape(blank.newline_M),
+        **{name: getattr(split, name).update(sharding=whole) for name in names}
     )
 
 
 def place(seen: soft.Seen, mesh) -> soft.Seen:
-    """Returns a table on the mesh: tiles split over rows, all else whole."""
-    whole = jax.sharding.PartitionSpec()
-    split = [seen.features_Bpe, seen.pixels_BChw]
-    features_Bpe, pixels_BChw = (
-        x if x is None else sharding.place_rows(x, mesh) for x in split
-    )
-    return soft.Seen(
-        features_Bpe,
-        pixels_BChw,
-        *(
-            sharding.place(x, whole, mesh)
-            for x in (seen.source_Mk, seen.weight_Mk, seen.newline_M)
-        ),
-    )
+    """Returns a table on the mesh: see `laid_out`."""
+
+    def put(x, shape):
+        return sharding.place(x, shape.sharding.spec, mesh)
+
+    return jax.tree.map(put, seen, laid_out(seen, mesh))

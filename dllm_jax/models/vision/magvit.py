@@ -18,6 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from dllm_jax import checks
 
@@ -131,6 +132,15 @@ def read(raw: dict) -> MagvitConfig:
 def shapes(cfg: MagvitConfig) -> dict[str, tuple[int, ...]]:
     """Returns {tensor name: shape} of a checkpoint."""
     return encoder_shapes(cfg.encoder) | decoder_shapes(cfg.decoder)
+
+
+def abstract(cfg: MagvitConfig, place) -> dict:
+    """Returns the parameters of a checkpoint as shapes, of f32 with the sharding `place`."""
+    flat = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        for name, shape in shapes(cfg).items()
+    }
+    return traverse_util.unflatten_dict(flat, sep=".")
 
 
 def conv_shapes(name: str, inner: int, outer: int, size: int = 3) -> dict:

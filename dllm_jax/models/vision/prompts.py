@@ -14,17 +14,16 @@ import os
 
 from dllm_jax import data, images
 from dllm_jax.checks import shown
+from dllm_jax.images import MARK
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import soft
 
-MARK = "<image>"
 # What LLaVA-NeXT, and so LLaDA-V, begins conversations with.
 SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual "
     "content that the user provides, and assist the user with a variety of tasks using "
     "natural language."
 )
-OTHER_FIELDS = ("image_abs_path", "image_path")  # that dLLM-RL's records have, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Picture:
     file: str
     mark: str  # of its pixels: images.mark
     size: tuple[int, int]  # width, height
-    tiles: int
-    rows: int  # of the table
+    tiles: int = 0
+    rows: int = 0  # of the table; 0: its codes are in the prompt
 
 
 class Prompt(list):
@@ -65,10 +64,7 @@ class Reader:
         field: with their paths. root: the folder that files must not leave. Raises
         data.Unreadable for an image that cannot be read.
         """
-        names = [name for name in (field, *OTHER_FIELDS) if row.get(name) is not None]
-        given = row[names[0]] if names else []
-        paths = given if isinstance(given, list) else [given]
-        return self.of_files(paths, root)
+        return self.of_files(images.paths_of(row, field), root)
 
     def of_files(self, paths: list, root) -> "Shown":
         """Returns what `data.render` takes to show these image files: see `shown`."""
@@ -89,13 +85,8 @@ class Reader:
                 rgb = images.read(path, root=root)
                 size = rgb.shape[1], rgb.shape[0]
                 cfg = self.model.vision
-                self.known[file] = Picture(
-                    file=file,
-                    mark=images.mark(rgb),
-                    size=size,
-                    tiles=soft.tile_count(size, cfg),
-                    rows=len(soft.arrangement(size, cfg)),
-                )
+                counts = soft.tile_count(size, cfg), len(soft.arrangement(size, cfg))
+                self.known[file] = Picture(file, images.mark(rgb), size, *counts)
         except ValueError as error:
             raise data.Unreadable(str(error)) from None
         return self.known[file]
@@ -118,13 +109,12 @@ class Shown:
             messages = [{"role": "system", "content": SYSTEM}, *messages]
         marks = sum(message["content"].count(MARK) for message in messages)
         if marks == 0 and self.pictures:
-            users = [i for i, x in enumerate(messages) if x["role"] == "user"]
-            if not users:
+            first = next((x for x in messages if x["role"] == "user"), None)
+            if first is None:
                 raise ValueError("an image needs a message of the user's")
-            first = messages[users[0]]
-            lines = f"{MARK}\n" * len(self.pictures)
-            first = first | {"content": lines + first["content"]}
-            return messages[: users[0]] + [first] + messages[users[0] + 1 :]
+            lines = f"{MARK}\n" * len(self.pictures) + first["content"]
+            told = first | {"content": lines}
+            return [told if x is first else x for x in messages]
         if marks != len(self.pictures):
             raise ValueError(
                 f"it has {marks} times {MARK} for {len(self.pictures)} image(s)"

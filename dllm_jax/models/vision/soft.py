@@ -94,14 +94,12 @@ def arrangement(size: tuple[int, int], cfg: VisionConfig) -> Arrangement:
     # A newline behind each row of the map; the tile of all of it comes before.
     source = np.pad(source, ((0, 0), (0, 1), (0, 0))).reshape(-1, TAPS)
     weight = np.pad(weight, ((0, 0), (0, 1), (0, 0))).reshape(-1, TAPS)
-    base_Mk = np.zeros((n * n, TAPS), int)
-    base_Mk[:, 0] = np.arange(n * n)
+    one_Mk = np.eye(1, TAPS).repeat(n * n, 0)
+    base_Mk = one_Mk * np.arange(n * n)[:, None]
     newline_M = np.arange(height * (width + 1)) % (width + 1) == width
     return Arrangement(
         source_Mk=np.concatenate([base_Mk, source]).astype(np.int32),
-        weight_Mk=np.concatenate([np.eye(1, TAPS).repeat(n * n, 0), weight]).astype(
-            np.float32
-        ),
+        weight_Mk=np.concatenate([one_Mk, weight]).astype(np.float32),
         newline_M=np.concatenate([np.zeros(n * n), newline_M]).astype(np.float32),
     )
 
@@ -122,7 +120,8 @@ def taps(size: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
     Bilinear interpolation with half-pixel centres, along one axis: PyTorch's with
     align_corners off.
     """
-    place = np.maximum((np.arange(wanted) + 0.5) * (size / wanted) - 0.5, 0)
+    step = size / max(wanted, 1)  # of a line of pixels no patch may remain
+    place = np.maximum((np.arange(wanted) + 0.5) * step - 0.5, 0)
     low = np.minimum(place.astype(int), size - 1)
     share = place - low
     both = np.stack([low, np.minimum(low + 1, size - 1)], axis=1)

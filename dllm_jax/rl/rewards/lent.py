@@ -10,7 +10,6 @@ its prompts; where it does not it reads the question's text alone.
 
 import collections
 import dataclasses
-import functools
 import zlib
 
 import jax
@@ -33,7 +32,8 @@ class Lent:
         """looks: whether questions may be about images."""
         self.cfg, self.looks = cfg, looks
         self.tok = self.model = self.place = self.answerer = self.params = None
-        self.reader = None  # what makes its prompts with images; None: it does not look
+        # What makes its prompts with images, None: it does not look; their codes.Format, or None.
+        self.reader = self.format = None
 
     def begin(self) -> list[str]:
         """Reads what the checkpoint is; returns what is to be said of it.
@@ -54,9 +54,25 @@ class Lent:
         self.tok = data.tokenizer(path)
         lines = [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
         if self.looks:
-            self.reader, line = reader(path, self.model, self.tok)
-            lines.append(line)
+            lines.append(self.look(path))
         return lines
+
+    def look(self, path) -> str:
+        """Makes what reads images for the checkpoint in this folder; says what it sees."""
+        why, model = "has no vision tower and no codes of images", self.model
+        if model.soft:
+            self.reader = prompts.Reader(model)
+        elif model.codebook:
+            try:
+                self.format = codes.format_of(
+                    path, self.tok, model.vocab, model.codebook, vq="", size=0
+                )
+                self.reader = codes.Reader(lambda: codes.Codec(self.format))
+            except ValueError as error:
+                why = str(error)
+        if self.reader:
+            return "the judge is shown the images that a question is about"
+        return f"the judge is shown no images, but the question's text: {path} {why}"
 
     def claim(self, beside: int, slots: int) -> memory.Claim:
         """Takes its place on the mesh in force; returns what it takes: see Grader.claim."""
@@ -87,7 +103,9 @@ class Lent:
             parts = transformer.abstract(self.model, mesh, "bfloat16", ("vision",))
             shown = parts["vision"], look.abstract(self.model, mesh)
             always["its tower and images"] = memory.array_bytes(shown)
-        return memory.Claim(always, {"judge": memory.program_bytes(lowered.compile())})
+        own = memory.Claim(always, {"judge": memory.program_bytes(lowered.compile())})
+        reads = self.format.claim(draws=False) if self.format else memory.NOTHING
+        return memory.claimed([lambda _: own, lambda _: reads], 0)
 
     def load(self):
         """Loads the weights to where `claim` said."""
@@ -112,8 +130,7 @@ class Lent:
         except ValueError:
             return []
         prompt = data.render(self.tok, messages, shown)
-        seen = answers.images_of(prompt)["images"]
-        same = [image["mark"] for image in seen] == [mark for _, mark in files]
+        same = [x.mark for x in prompt.pictures] == [mark for _, mark in files]
         return prompt if same else []
 
     def answers(self, conversations: list[list[dict]], files: list[tuple]):
@@ -145,23 +162,3 @@ class Lent:
             reasons["an image that cannot be read, or has changed"] = unseen
         pairs = zip(texts, told.tolist(), strict=True)
         return [text if ok else None for text, ok in pairs], reasons
-
-
-def reader(path, model, tok):
-    """Returns (what makes a judge's prompts with images, or None; a line that says so).
-
-    path: its folder; model: its ModelConfig; tok: its tokenizer.
-    """
-    told = "the judge is shown the images that a question is about"
-    if model.soft:
-        return prompts.Reader(model), told
-    why = "has no vision tower and no codes of images"
-    if model.codebook:
-        try:
-            made = codes.format_of(
-                path, tok, model.vocab, model.codebook, vq="", size=0
-            )
-            return codes.Reader(functools.cache(lambda: codes.Codec(made))), told
-        except ValueError as error:
-            why = str(error)
-    return None, f"the judge is shown no images, but the question's text: {path} {why}"

@@ -10,6 +10,7 @@ from PIL import Image
 from dllm_jax import config, data, generate, images, pictures, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import codes, magvit
+from dllm_jax.sampling import answers
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
 from dllm_jax.viewer import traces
 from tests.models.vision import drawers
@@ -90,6 +91,25 @@ def test_an_image_is_put_on_white_or_cut():
     )
 
 
+@pytest.mark.parametrize("fit", codes.FITS)
+@pytest.mark.parametrize("size", [(65_536, 1), (1, 20_000), (20_000, 40)])
+def test_a_line_of_pixels_takes_bounded_memory(fit, size, monkeypatch):
+    made = []
+    new = Image.new
+
+    def counted(mode, size, *colour):
+        made.append(size[0] * size[1])
+        return new(mode, size, *colour)
+
+    monkeypatch.setattr(Image, "new", counted)
+    rgb = np.full((*size[::-1], 3), 40, np.uint8)
+    square = codes.prepared(rgb, 16, fit)
+    assert max(made, default=0) <= images.PIXELS
+    assert square.shape == (3, 16, 16)
+    corner = 1 if fit == "pad" else 40 / 255 * 2 - 1  # white, or the line itself
+    np.testing.assert_allclose(square[:, 0, 0], corner, atol=1e-5)
+
+
 def test_pixels_are_shown_as_the_original_does():
     pixels = np.array([-2.0, -1, 0, 0.5, 1, 3]).reshape(1, 1, 1, 6).repeat(3, 1)
     assert codes.shown(pixels)[0, 0, :, 0].tolist() == [0, 0, 127, 191, 255, 255]
@@ -123,6 +143,13 @@ def test_questions_about_an_image(model, made, tmp_path, capsys):
     assert rows[0]["response_ids"] != rows[1]["response_ids"]
     assert len(ids) == 16
     assert min(ids) >= drawers.LENGTH
+    # A record answers its prompt, so that an evaluation that was cut goes on.
+    reader = codes.Reader(lambda: made[1])
+    shown = reader.of_files([file], None)
+    assert reader.read(file, None)[1] is reader.read(str(file), None)[1]  # encoded once
+    asked = data.render(drawers.tokenizer(), [{"role": "user", "content": "ab"}], shown)
+    assert answers.answers_prompt(rows[0], asked)
+    assert not answers.answers_prompt(rows[2], asked)  # nobody knows of its file
     # Its file is told, so that a page can show it; where ids were given nobody knows of one.
     mark = images.mark(images.read(file))
     assert rows[0]["images"] == [{"file": str(file.resolve()), "mark": mark}]
@@ -179,6 +206,18 @@ def refused(words: str, *argv):
     with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
         generate.main([*argv])
     assert words in str(error.value)
+
+
+def test_what_its_tokenizer_takes_of_a_device_is_told_from_shapes(made):
+    """Weights on every device of the process, which share the images that are decoded."""
+    format, codec = made
+    size = sum(x.nbytes for x in jax.tree.leaves(codec.params))
+    assert {len(x.devices()) for x in jax.tree.leaves(codec.params)} == {8}
+    claims = {draws: format.claim(draws=draws) for draws in (False, True)}
+    image = 4 * 3 * format.size**2  # bytes of its pixels, as they come back
+    for claim in claims.values():
+        assert claim.always == {"tokenizer of images": size}
+        assert image <= claim.working["tokenizer of images"] < 2**22
 
 
 def test_what_is_refused(model, tmp_path):

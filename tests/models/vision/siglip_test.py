@@ -88,6 +88,17 @@ def test_the_number_of_tokens_of_llada_v():
         assert count <= ModelConfig(vision=cfg, tiles=tiles).soft
 
 
+def test_of_a_line_of_pixels_the_base_and_newlines_remain():
+    """With an even number of patches across, the rule leaves nothing of the map itself."""
+    sides = range(384, 3 * 384 + 1, 384)
+    canvases = tuple((w, h) for w in sides for h in sides)
+    cfg = soft.VisionConfig(canvases=canvases, cap=4, patch=16)
+    wide, high = (soft.arrangement(size, cfg) for size in ((20_000, 1), (1, 20_000)))
+    assert (len(wide), len(high)) == (24 * 24, 24 * 24 + 24)
+    assert wide.newline_M.sum() == 0 and high.newline_M[-24:].all()
+    assert (high.weight_Mk[-24:] == 0).all() and len(high.source_Mk) == len(high)
+
+
 def test_interpolation_is_that_of_images_of_real_numbers():
     # Of a ramp, which bilinear interpolation reproduces but for the edges.
     place, share = soft.taps(40, 13)

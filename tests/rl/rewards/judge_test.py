@@ -17,7 +17,7 @@ from PIL import Image
 
 from dllm_jax import data, images, sharding
 from dllm_jax.models import hf
-from dllm_jax.models.vision import codes
+from dllm_jax.models.vision.prompts import Picture, Prompt
 from dllm_jax.rl import rewards
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from dllm_jax.rl.rewards import endpoint, judge
@@ -306,7 +306,7 @@ def seen(file, *sizes) -> tuple:
 def test_an_endpoint_is_shown_the_images(tmp_path, capsys):
     """Of one answer as a whole, and of its chunks; small, each in its place."""
     files = seen(tmp_path, (2500, 900), (20, 16))
-    prompt = codes.Prompt([1, 2], files)
+    prompt = Prompt([1, 2], tuple(Picture(*file, size=(1, 1)) for file in files))
     problem = data.Problem(prompt, "<image>\nWhat is this, and <image>?", "607", {})
     trace = state.stacked([answer(r"\boxed{607}")])
     with server(lambda asked, _: asked.complete(r"\boxed{1}")) as (url, asked):
@@ -353,7 +353,18 @@ def test_a_checkpoint_is_shown_images_as_its_own_prompts_are(tmp_path):
     assert line == shown
     prompt = coded.prompt(messages, files[:1])
     tokens = coded.reader.codec().format.tokens
-    assert prompt[:2] == [tokens.mmu, tokens.soi] and prompt.files == files[:1]
+    assert prompt[:2] == [tokens.mmu, tokens.soi]
+    assert tuple((x.file, x.mark) for x in prompt.pictures) == files[:1]
+    # Its weights, and a program that reads an image, are in the memory that it asks for.
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        claim = coded.claim(0, slots=16)
+        coded.format, alone = None, coded.format
+        bare = coded.claim(0, slots=16)
+    size = sum(x.nbytes for x in jax.tree.leaves(coded.reader.codec().params))
+    assert claim.always == bare.always | {"tokenizer of images": size}
+    reading = alone.claim(draws=False).working
+    assert claim.working == max(bare.working, reading, key=lambda x: sum(x.values()))
     assert coded.prompt(messages, files) == []  # it reads one
     assert coded.prompt(messages, ((files[0][0], "other"),)) == []
     for folder in (
