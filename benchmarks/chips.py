@@ -49,9 +49,17 @@ def link_bytes(topology: str) -> float:
     name, _, shape = topology.partition(":")
     if name not in TORUS:
         return CHIPS[name].link
-    sizes = [int(x) for x in shape.split("x")]
-    links = sum(2 if size >= TORUS[name] else 1 for size in sizes if size > 1)
-    return max(links, 1) * CHIPS[name].link
+    long = [int(x) > 1 for x in shape.split("x")]
+    return max(sum(long) + sum(rings(topology)), 1) * CHIPS[name].link
+
+
+def rings(topology: str) -> tuple[bool, ...]:
+    """Returns whether the last chip of each of a slice's axes is next to the first, too.
+
+    What is no number is refused by the compiler, which knows the shapes.
+    """
+    name, _, shape = topology.partition(":")
+    return tuple(x.isdigit() and int(x) >= TORUS[name] for x in shape.split("x"))
 
 
 def devices(topology: str) -> int:

@@ -9,8 +9,8 @@ that is called, a loop's body as often as the loop says.
 
 Counted are, on one device:
 
-*   FLOPs of products (`dot`, `convolution`, cuBLAS calls), two for a multiplication and an
-    addition. What else is computed is small beside them.
+*   FLOPs of products (`dot`, `convolution`, cuBLAS calls, a TPU's of groups of rows), two for
+    a multiplication and an addition. What else is computed is small beside them.
 *   bytes that come from the device's memory and go there: an instruction reads its operands
     and writes its result; what a fusion keeps inside is free, of an array that it slices or
     gathers from it reads what it takes, and what is updated in place is written where it
@@ -18,7 +18,8 @@ Counted are, on one device:
 *   bytes that a device sends in collectives, by the devices that take part, as rings do it:
     (n - 1) / n of what an all-gather or a reduce-scatter makes or takes, twice that of an
     all-reduce.
-*   kernels, by name: what they do inside no text tells, and `count` leaves it to its caller.
+*   kernels of Pallas, by name: what they do inside no text tells, and `count` leaves it to
+    its caller.
 
 A loop whose number of rounds is data is counted as one round. Of a conditional that branch
 counts whose number `choose(depth, count)` returns, of how many conditionals stand around it
@@ -276,7 +277,19 @@ def product_flops(line: Instruction, operands: list[Instruction]) -> float:
             left = operands[0].arrays[0].dims
             sizes = [left[int(i)] for i in re.findall(r"\d+", over[1])]
             return 2.0 * math.prod(line.arrays[0].dims) * math.prod(sizes)
+    if grouped(line) and "ragged_dot_tiling" in line.attributes:
+        # Of a row with its group's matrix, or of rows with rows into each group's.
+        return 2.0 * math.prod(operands[-2].arrays[0].dims) * line.arrays[0].dims[-1]
     return 0.0
+
+
+def grouped(line: Instruction) -> bool:
+    """Returns whether an instruction is XLA's own kernel of jax.lax.ragged_dot on a TPU.
+
+    Its operands are whole arrays, so that the text tells what it does: the products, or
+    which rows are of which group, which is next to nothing.
+    """
+    return line.opcode == "custom-call" and line.name.startswith("ragged-dot")
 
 
 def cublas(line: Instruction) -> bool:
@@ -475,6 +488,8 @@ def kernel_name(line: Instruction) -> str | None:
     """Returns the name of the Pallas kernel that an instruction runs, or None."""
     target = re.search(r'custom_call_target="([^"]+)"', line.attributes)
     if line.opcode != "custom-call" or not target or target[1] not in KERNELS:
+        return None
+    if grouped(line):
         return None
     path = re.search(r'op_name="([^"]+)"', line.attributes)
     return path[1].rsplit("/", 2)[-2] if path and "/" in path[1] else line.name

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from benchmarks import chips
 from benchmarks.chips import CHIPS
 from dllm_jax import sharding
 
@@ -95,11 +96,14 @@ def _tpu(topology: str):
     if importlib.util.find_spec("libtpu") is None:
         raise SkipReason(f"{topology}: libtpu is not installed (extra 'aot')")
     os.environ.update(TPU_ENV)
-    # A host has four chips unless told otherwise.
-    one = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    # A host has four chips unless told otherwise, and no axis is a ring: in a cube of v5p
+    # without them each all-gather became an all-reduce, which sends twice as much.
+    more = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    if any(chips.rings(topology)):
+        more["wrap"] = (*chips.rings(topology), False)[:3]
     try:
         return topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **one
+            platform="tpu", topology_name=topology, **more
         )
     except jax.errors.JaxRuntimeError as e:
         raise ValueError(f"topology {topology!r}: {e}") from e

@@ -146,12 +146,12 @@ def constrain_rows(tree):
     return jax.tree.map(by_row, tree)
 
 
-def per_device(f, dims_in, dims_out, *args, rules_out: dict = ACT):
+def per_device(f, dims_in, dims_out, *args):
     """Returns f of each device's part of `args`, for code that XLA cannot split itself.
 
     dims_in: the letters of each argument, or a tree of them; dims_out: those of the
-    results, which lie as `rules_out` says. A letter has one size in all of them. Without a
-    mesh, or where the caller is per device already, it is f(*args).
+    results. A letter has one size in all of them. Without a mesh, or where the caller is
+    per device already, it is f(*args).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
@@ -160,26 +160,13 @@ def per_device(f, dims_in, dims_out, *args, rules_out: dict = ACT):
     for dims, x in zip(jax.tree.leaves(dims_in), jax.tree.leaves(args), strict=True):
         sizes |= dict(zip(dims, x.shape, strict=True))
 
-    def specs(tree, rules):
-        return jax.tree.map(
-            lambda dims: pspec(dims, tuple(sizes[d] for d in dims), rules, mesh), tree
-        )
+    def spec(dims):
+        return pspec(dims, tuple(sizes[letter] for letter in dims), ACT, mesh)
 
-    in_specs, out_specs = specs(dims_in, ACT), specs(dims_out, rules_out)
+    in_specs, out_specs = (jax.tree.map(spec, dims) for dims in (dims_in, dims_out))
     return jax.shard_map(
         f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )(*args)
-
-
-def scattered(rows: int, width: int) -> bool:
-    """Returns whether the mesh in force splits both these rows and parameters of that width.
-
-    What devices sum over rows for such parameters each then keeps its part of alone.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or mesh.shape["fsdp"] == 1:
-        return False
-    return bool(pspec("B", (rows,), ACT, mesh) and pspec("D", (width,), PARAM, mesh))
 
 
 def place(x, spec: PartitionSpec, mesh: Mesh) -> jax.Array:

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from benchmarks import budget, programs, roofline, scaling_page
+from benchmarks import budget, chips, programs, roofline, scaling_page
 from dllm_jax.pallas_kernels import held_pages
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -96,3 +96,17 @@ def test_devices_of_a_group_differ_along_its_axes():
     mesh = types.SimpleNamespace(shape={"data": 2, "fsdp": 2, "model": 2})
     assert budget.axes_of((0, 1), mesh) == "model"
     assert budget.axes_of((0, 2, 4, 6), mesh) == "data+fsdp"
+
+
+@pytest.mark.parametrize(
+    "topology, rings, links",
+    [
+        ("v5p:2x2x1", (False, False, False), 2),
+        ("v5p:4x4x4", (True, True, True), 6),
+        ("v6e:2x4", (False, False), 2),
+        ("v6e:8x16", (False, True), 3),
+    ],
+)
+def test_a_slice_has_two_links_where_an_axis_is_a_ring(topology, rings, links):
+    assert chips.rings(topology) == rings
+    assert chips.link_bytes(topology) == links * chips.chip(topology).link

@@ -125,6 +125,28 @@ def test_a_fused_slice_of_a_stack_and_what_stays_on_the_chip():
     assert found.kernels == {"pages": 1}
 
 
+GROUPED = """HloModule m
+ENTRY %main (x: bf16[64,32], w: bf16[4,32,16], y: bf16[64,16], s: s32[4]) -> bf16[4,32,16] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[4,32,16]{2,1,0} parameter(1)
+  %y = bf16[64,16]{1,0} parameter(2)
+  %s = s32[4]{0} parameter(3)
+  %ragged-dot-metadata = s32[5]{0} custom-call(%s), custom_call_target="tpu_custom_call"
+  %ragged-dot-none.1 = bf16[64,16]{1,0} custom-call(%ragged-dot-metadata, %x, %w), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,32,16"}, metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}
+  ROOT %ragged-dot-none = bf16[4,32,16]{2,1,0} custom-call(%ragged-dot-metadata, %x, %y), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,32,16"}
+}
+"""
+
+
+def test_products_of_groups_of_rows_are_two_flops_a_pair_of_each_row():
+    found = hlo.count(hlo.parsed(GROUPED), "main")
+    assert found.flops == 2 * (2 * 64 * 32 * 16)
+    x, w, y, ends = 2 * 64 * 32, 2 * 4 * 32 * 16, 2 * 64 * 16, 4 * 5
+    assert found.read == 2 * x + w + y + 2 * ends + 4 * 4
+    assert found.written == y + w + ends
+    assert not found.kernels
+
+
 @pytest.mark.parametrize(
     "groups, want",
     [

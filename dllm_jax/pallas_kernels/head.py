@@ -128,13 +128,8 @@ def fused_backward(module, forbidden, interpret, saved, gradients):
 
 
 def pulled(module, forbidden, interpret, x_BUD, head_DV, token_BU, columns):
-    """Returns (dx_BUD, dhead_DV); columns: see choice.py, `saved`, each [B, U].
-
-    dhead_DV lies as the head's master does, where rows are split: a device needs the sum of
-    its part alone. (The compiler for v5p made an all-reduce of the whole of it all the same.)
-    """
-    (B, _, D), V = x_BUD.shape, head_DV.shape[1]
-    scatters = sharding.scattered(B, D)
+    """Returns (dx_BUD, dhead_DV); columns: see choice.py, `saved`, each [B, U]."""
+    B, V = x_BUD.shape[0], head_DV.shape[1]
 
     def run(x_BUD, head_DV, token_BU, *columns):
         axis, offset = vocabulary_part(head_DV, V)
@@ -149,19 +144,13 @@ def pulled(module, forbidden, interpret, x_BUD, head_DV, token_BU, columns):
         )
         if axis is not None:
             dx_RD = jax.lax.psum(dx_RD, axis)
-        if scatters:
-            dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", tiled=True)
-            dhead_DV = jax.lax.psum(dhead_DV, "data")
-        elif x_BUD.shape[0] < B:
+        if x_BUD.shape[0] < B:
             dhead_DV = jax.lax.psum(dhead_DV, sharding.ACT["B"])
         return dx_RD.reshape(x_BUD.shape), dhead_DV
 
     dims_in = ("BUD", "DV", *["BU"] * (1 + len(columns)))
-    # The rows' axes come first in "BUD", so that of it nothing else is split.
-    rules_out = sharding.ACT | ({"D": "fsdp"} if scatters else {})
-    inputs = x_BUD, head_DV, token_BU, *columns
     return sharding.per_device(
-        run, dims_in, ("BUD", "DV"), *inputs, rules_out=rules_out
+        run, dims_in, ("BUD", "DV"), x_BUD, head_DV, token_BU, *columns
     )
 
 

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import budget, topologies
 
@@ -34,6 +36,20 @@ def test_a_program_is_no_worse_than_its_budget(name):
     print(f"{name}: {row}")
     assert not row["refused"]
     assert budget.worse(name, budget.load()[name], row) == []
+
+
+def test_a_cube_of_v5p_gathers_what_is_split_over_all_of_it():
+    try:
+        mesh = topologies.mesh("v5p:4x4x4")
+    except topologies.SkipReason as reason:
+        pytest.skip(str(reason))
+    split, whole = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], [])
+    )
+    w_DF = jax.ShapeDtypeStruct((4096, 1024), "bfloat16", sharding=split)
+    gathered = jax.jit(lambda w_DF: w_DF + 1, out_shardings=whole)
+    text = gathered.lower(w_DF).compile().as_text()
+    assert " all-gather(" in text and " all-reduce(" not in text
 
 
 @pytest.mark.parametrize("word, code", [("", 0), ("1", 1)])

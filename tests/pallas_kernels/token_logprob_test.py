@@ -87,9 +87,6 @@ def test_logprob_and_gradient_are_the_specification(vocabulary, implementation, 
         found = jax.jit(functools.partial(with_gradients, f))(*args)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
-    # Of the head's gradient a device has its own part of the width, where fsdp splits rows.
-    parts = sizes.get("fsdp", 1)
-    assert found[1][1].addressable_shards[0].data.shape[0] == D // parts
 
 
 def done(op):
