@@ -94,7 +94,7 @@ def test_no_test_imports_another():
 # methods of answers; 730 for a critic of the trace and RL's levers; 270 for rewards of tokens;
 # 800 for images in prompts and images as answers; 100 for what holds these together; 60 for
 # what graders take of a device, 80 for images' tables, marks and pages' pictures; 400 for
-# full attention on the engine; 140 for int8 weights and the head's scattered gradient; 230 for
+# full attention on the engine; 130 for int8 weights; 230 for
 # larger blocks, the record that a critic sees, further samplers and references that move; 150
 # for tokenizers read without the library of all, and 60 for stronger tests' command, packing in
 # a thread and tables that scalar memory cannot hold; 140 for training in functions of one look,
