@@ -312,8 +312,9 @@ def known_set(name: str) -> Set:
     if name.startswith("hub:") and len(parts) >= 3 and all(parts):
         return Set(HUB.format("/".join(parts[:2]), "/".join(parts[2:])), "", "")
     raise ValueError(
-        f"unknown data set {name!r}: choose from {', '.join(SETS)}, or name a file on the "
-        "hub as hub:OWNER/NAME/PATH.jsonl"
+        f"unknown data set {name!r}: choose from {', '.join(SETS)}, name a file on the "
+        "hub as hub:OWNER/NAME/PATH.jsonl, or a generated task of `python -m "
+        "dllm_jax.data list`"
     )
 
 

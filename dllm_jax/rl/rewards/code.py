@@ -128,11 +128,8 @@ def called_check(source: str) -> dict | None:
         case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(entry)], [])):
             lines = source.splitlines(keepends=True)[: last.lineno - 1]
             named = any(getattr(x, "name", None) == "check" for x in before)
-            return (
-                {"kind": "check", "entry": entry, "check": "".join(lines)}
-                if named
-                else None
-            )
+            if named:
+                return {"kind": "check", "entry": entry, "check": "".join(lines)}
     return None
 
 
@@ -170,11 +167,7 @@ def live(record: dict) -> dict:
     cases = [kept(case, dict, "a list of objects") for case in cases]
     pairs = [(case.get("input"), case.get("output")) for case in cases]
     if not any(case.get("testtype") == "functional" for case in cases):
-        return (
-            stdio(*(list(x) for x in zip(*pairs, strict=True)))
-            if pairs
-            else stdio([], [])
-        )
+        return stdio([x for x, _ in pairs], [y for _, y in pairs])
     metadata = kept(from_json(record.get("metadata") or "{}"), dict, "metadata")
     arguments = [[from_json(x) for x in lines_of(given)] for given, _ in pairs]
     results = [from_json(result) for _, result in pairs]
@@ -187,7 +180,7 @@ def contests(record: dict) -> dict:
         raise ValueError("its description allows more than one output: leave it out")
     inputs, outputs = [], []
     for name in ("public_tests", "private_tests", "generated_tests"):
-        given = record.get(name) or {}
+        given = kept(record.get(name) or {}, dict, f"an object in {name}")
         inputs += rows(given.get("input") or [])
         outputs += rows(given.get("output") or [])
     return stdio(inputs, outputs)
@@ -215,15 +208,24 @@ def limits_of(record: dict) -> tuple[float | None, int | None]:
     seconds, memory = record.get("test_time_limit"), None
     if isinstance(record.get("time_limit"), dict):
         limit = record["time_limit"]
-        seconds = (limit.get("seconds") or 0) + (limit.get("nanos") or 0) / 1e9
+        seconds = amount(limit, "seconds") + amount(limit, "nanos") / 1e9
     if record.get("memory_limit_bytes"):
-        memory = int(record["memory_limit_bytes"]) // 2**20
+        memory = int(amount(record, "memory_limit_bytes")) // 2**20
     if isinstance(record.get("limits"), dict):
         seconds = record["limits"].get("seconds", seconds)
         memory = record["limits"].get("memory_mb", memory)
     seconds, memory = seconds or None, memory or None
     sandbox.check_limits(seconds or 1.0, memory or MEMORY_MB)
     return seconds, memory
+
+
+def amount(record: dict, name: str) -> float:
+    """Returns a field's number, 0 where there is none; raises ValueError for another."""
+    value = record.get(name) or 0
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 <= value < 2**53):
+        raise ValueError(f"{name}={checks.shown(value)}: must be a number, at least 0")
+    return value
 
 
 class Unpickler(pickle.Unpickler):
@@ -291,11 +293,7 @@ def joined(value) -> str:
     """Returns the text of an input or output, which may be a list of its lines."""
     if isinstance(value, list):
         return "\n".join(map(joined, value))
-    return (
-        kept(value, (str, int, float), "a text")
-        if isinstance(value, str)
-        else str(value)
-    )
+    return str(kept(value, (str, int, float), "a text"))
 
 
 def stdio(inputs, outputs) -> dict:
@@ -328,8 +326,8 @@ NEEDS = {
 def checked(tests: dict) -> dict:
     """Returns tests with their defaults; raises ValueError where they are no tests."""
     kind = tests.get("kind")
-    if kind not in NEEDS:
-        raise ValueError(f"kind={kind!r}: one of {', '.join(NEEDS)}")
+    if not (isinstance(kind, str) and kind in NEEDS):
+        raise ValueError(f"kind={checks.shown(kind)}: one of {', '.join(NEEDS)}")
     tests = DEFAULTS | tests
     for name, needed in NEEDS[kind].items():
         kept(tests.get(name), needed, f"{name}, a {needed.__name__}")
@@ -338,6 +336,7 @@ def checked(tests: dict) -> dict:
     for case in tests.get("cases", []):
         if not (isinstance(case, (list, tuple)) and len(case) == 2):
             raise ValueError("a case is a pair")
+        (texts if kind == "stdio" else lambda pair: rows(pair[0]))(case)
     sources = [tests["setup"], tests["prelude"], *tests.get("asserts", [])]
     for source in [*sources, tests.get("check", "")]:
         parsed(source)

@@ -274,7 +274,8 @@ def files(*contents: bytes):
 
 def check_limits(seconds: float, memory_mb: int) -> None:
     """Raises ValueError for limits that none can keep."""
-    if not (isinstance(seconds, (int, float)) and 0 < seconds <= 3600):
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds <= 3600):
         raise ValueError(f"seconds={seconds!r}: must be a number above 0, at most 3600")
     whole = isinstance(memory_mb, int) and not isinstance(memory_mb, bool)
     if not (whole and LEAST_MB <= memory_mb <= 2**20):

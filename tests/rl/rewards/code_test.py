@@ -210,6 +210,7 @@ class Evil:
         ({"test_list": ["assert ("]}, "'assert \\(' is no Python"),
         ({"test_input": ["1"], "test_output": []}, "1 inputs and 0 outputs"),
         ({"test_input": ["1"]}, "field 'test_input': must be a list"),
+        ({"test_input": [None], "test_output": ["1"]}, "must be a text, and is a None"),
         (
             {"test_input": [""], "test_method": "x"},
             "test_method='x': stdio or function",
@@ -230,7 +231,14 @@ class Evil:
             "more than one output",
         ),
         ({"public_tests": {"input": 3}}, "must be a list"),
+        ({"public_tests": {}, "private_tests": [1]}, "an object in private_tests"),
         ({"tests": {"kind": "x"}}, "kind='x': one of stdio, asserts, check, calls"),
+        ({"tests": {"kind": []}}, "kind=\\[\\]: one of stdio"),
+        ({"tests": {"kind": "stdio", "cases": [[1, "2"]]}}, "must be a list of texts"),
+        (
+            {"tests": {"kind": "calls", "entry": "f", "cases": [[1, 1]]}},
+            "must be a list, and is a int",
+        ),
         ({"tests": {"kind": "calls", "cases": [[[1], 1]]}}, "must be entry, a str"),
         ({"tests": {"kind": "calls", "entry": "f", "cases": [1]}}, "a case is a pair"),
     ],
@@ -242,7 +250,15 @@ def test_a_bad_record_is_refused(record, message):
 
 
 def test_bad_limits_of_a_record_are_refused():
-    for limits in ({"test_time_limit": -1}, {"limits": {"memory_mb": 1}}):
+    for limits in (
+        {"test_time_limit": -1},
+        {"test_time_limit": True},
+        {"limits": {"memory_mb": 1}},
+        {"time_limit": {"seconds": "2"}},
+        {"time_limit": {"seconds": 2, "nanos": [1]}},
+        {"memory_limit_bytes": math.inf},
+        {"memory_limit_bytes": "256 MB"},
+    ):
         with pytest.raises(ValueError, match="must be"):
             code.limits_of(limits)
 
