@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
-MAPPINGS = 30_000  # beyond 65,530, Linux's limit, compilation crashes
+MAPPINGS = 50_000  # beyond 65,530, Linux's limit, compilation crashes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,9 +33,14 @@ TABLES = r"(.*embed.*|.*wte|lm_head|model\.transformer\.ff_out)\.weight"
 FEW = 4  # cases that are all needed
 
 
-def renamed(vocab: int) -> np.ndarray:
-    """Returns the new id of every old one."""
-    return np.random.default_rng(vocab).permutation(vocab)
+def renamed(vocab: int, folder: pathlib.Path) -> np.ndarray:
+    """Returns the new id of every old one; codes of images, a range of ids, stay where they are."""
+    file = folder / "sample.json"
+    told = json.loads(file.read_text()) if file.exists() else {}
+    args = [case.get("args", {}) for case in told.get("cases", ())]
+    words = min((x["text_vocab"] for x in args if "text_vocab" in x), default=vocab)
+    new = np.random.default_rng(vocab).permutation(words)
+    return np.concatenate([new, np.arange(words, vocab)])
 
 
 class Family:
@@ -45,7 +50,7 @@ class Family:
         path = folder / "checkpoint/config.json"
         path = path if path.exists() else HERE / "sdar/checkpoint/config.json"
         self.config = json.loads(path.read_text())
-        self.new = renamed(self.config["vocab_size"])
+        self.new = renamed(self.config["vocab_size"], folder)
         # In a fused projection the new rows would have to stand in between.
         self.grows = self.config["model_type"] != "llada2_moe"
         # A router would count the new layer's tokens, and a bias have a gradient.

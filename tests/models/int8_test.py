@@ -161,7 +161,9 @@ def ids(where, weights, temperature):
     return answers.collect(stream, len(PROMPTS)).tokens_BT
 
 
+@pytest.mark.soak
 def test_the_engine_says_the_same_on_every_mesh(tiny):
+    """Without `make soak`: test_layers_are_rounded_alike_on_every_mesh_and_stacked."""
     model, params = tiny
     found, bytes_of = [], []
     for shape, rollout in (((1, 1, 1), "auto"), ((2, 2, 2), "model")):

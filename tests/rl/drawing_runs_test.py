@@ -91,7 +91,9 @@ def test_a_killed_run_of_drawings_goes_on_bit_for_bit(place, whole, tmp_path):
     common.check_same(whole[0], cut)
 
 
+@pytest.mark.soak
 def test_four_devices_draw_and_learn_as_one(place, whole, tmp_path):
+    """Without `make soak`: runs on eight devices are train_test's."""
     keys = [*RL, f"data.heldout={place / 'train.jsonl'}", "rl.steps=1"]
     run(place, tmp_path / "4", *keys, devices=4)
     one, many = (

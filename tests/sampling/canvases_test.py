@@ -103,7 +103,12 @@ def test_rows_are_answered_as_in_a_batch(tiny, name):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [(1, (1, 1, 1)), (32, (1, 1, 1)), (3, (2, 2, 2))]
+    ("rows", "sizes"),
+    [
+        pytest.param(1, (1, 1, 1), marks=pytest.mark.soak),
+        (32, (1, 1, 1)),
+        (3, (2, 2, 2)),
+    ],
 )
 def test_whatever_the_rows_and_the_mesh(tiny, rows, sizes):
     model, params, cfg = case(tiny, "dual, shift", rows=rows, pages=12)

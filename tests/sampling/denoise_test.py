@@ -587,7 +587,10 @@ def on_mesh(tiny):
     return sample
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)], ids=str)
+SHAPES = pytest.param((8, 1, 1), marks=pytest.mark.soak), (2, 2, 2)
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_a_mesh_changes_nothing(on_mesh, sizes):
     alone, *_ = on_mesh((1, 1, 1))
     trace, params, arrays, program = on_mesh(sizes)
