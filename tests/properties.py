@@ -11,7 +11,7 @@ import re
 import hypothesis
 import pytest
 
-EXAMPLES = {"test": 40, "soak-short": 60, "soak": 4000}
+EXAMPLES = {"test": 40, "soak-short": 50, "soak": 4000}
 for name, count in EXAMPLES.items():
     hypothesis.settings.register_profile(
         name,
