@@ -9,6 +9,7 @@ key that has no effect here, or another one, and why.
 import difflib
 import pathlib
 import re
+import signal
 import sys
 import textwrap
 
@@ -187,4 +188,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     command_line.entry(main, __doc__)

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import signal
 
 import ml_collections
 
@@ -619,4 +620,5 @@ def main():
 if __name__ == "__main__":
     from dllm_jax import command_line  # which assembles this module
 
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     command_line.entry(main, __doc__)
