@@ -49,29 +49,46 @@ def moved(place, folder) -> set[str]:
     return {part for part in parts if any(part in name for name in changed)}
 
 
-def test_rl_with_images_goes_on_where_it_stopped(place, tmp_path):
-    keys = [
-        *("rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.updates=1"),
-        *("rl.value=head", "rl.advantage=center", "rl.filter=varied"),
-        *("rl.truncated=graded", "data.heldout=", "run.keep=3"),
-        "rl.reward=tests.models.vision.common:variety",
-    ]
-    told = run(place, tmp_path / "one", *keys)
+RL = ["rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.updates=1", "rl.value=head"]
+RL += [
+    "rl.advantage=center",
+    "rl.filter=varied",
+    "rl.truncated=graded",
+    "data.heldout=",
+]
+RL += ["run.samples=8", "run.keep=3", "rl.reward=tests.models.vision.common:variety"]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """Returns (folder of a run of two steps of RL, what it printed)."""
+    return place / "whole", run(place, place / "whole", *RL)
+
+
+def test_rl_with_images_goes_on_where_it_stopped(place, whole, tmp_path):
+    folder, told = whole
     assert "1 of 6 records are skipped" in told and "image 'no.png'" in told
-    rows = common.metrics(tmp_path / "one")
+    rows = common.metrics(folder)
     assert [row["step"] for row in rows] == [1, 2], rows
     # Training sees what sampling saw, images too.
     assert min(row["groups_kept"] for row in rows) > 0, told
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
     learned = {"mm_projector", "image_newline", "embed_tokens", "lm_head"}
-    assert moved(place, tmp_path / "one") == learned
-    samples = (tmp_path / "one" / "samples" / "step_000001.jsonl").read_text()
+    assert moved(place, folder) == learned
+    samples = (folder / "samples" / "step_000001.jsonl").read_text()
     shown = [json.loads(line).get("images") for line in samples.splitlines()]
     assert any(images and "mark" in images[0] for images in shown)
 
-    cut = common.cut(tmp_path / "one", tmp_path / "two")
-    assert "after step 1" in run(place, cut, *keys)
-    common.check_same(tmp_path / "one", cut)
+    cut = common.cut(folder, tmp_path / "two")
+    assert "after step 1" in run(place, cut, *RL)
+    common.check_same(folder, cut)
+
+
+@pytest.mark.soak
+def test_eight_devices_look_and_learn_as_one(place, whole, tmp_path):
+    """Without `make soak`: runs on eight devices are train_test's."""
+    run(place, tmp_path / "8", *RL, "rl.steps=1", *common.EIGHT, devices=8)
+    common.check_alike(whole[0], tmp_path / "8")
 
 
 @pytest.fixture(scope="module")

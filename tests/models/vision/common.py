@@ -5,6 +5,7 @@ import pathlib
 import shutil
 
 import numpy as np
+import pytest
 import safetensors.numpy
 import tokenizers
 import transformers
@@ -145,6 +146,26 @@ def check_same(one: pathlib.Path, two: pathlib.Path) -> None:
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+EIGHT = ["mesh.data=2", "mesh.fsdp=2", "mesh.model=2"]  # how eight devices are laid out
+
+
+def check_alike(one: pathlib.Path, many: pathlib.Path) -> None:
+    """Asserts that a run on other devices answered the same and learned it to rounding."""
+    asked, answered = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (at / "samples" / "step_000001.jsonl" for at in (one, many))
+    )
+    assert len(asked) == len(answered) > 0
+    for left, right in zip(asked, answered, strict=True):
+        for name in ("prompt_ids", "response_ids", "step_map"):
+            assert left[name] == right[name], name
+    left, right = (
+        next(row for row in metrics(at) if row["step"] == 1) for at in (one, many)
+    )
+    for name in ("reward", "advantage_std", "grad_norm", "entropy", "groups_kept"):
+        assert left[name] == pytest.approx(right[name], rel=1e-4), name
 
 
 def run(place, folder, *overrides, devices: int = 1, code: int = 0) -> str:
