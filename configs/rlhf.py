@@ -30,7 +30,7 @@ from dllm_jax import config
 def arithmetic(c):
     """The bundled model learns from the scores of the reward model; accuracy is told."""
     tracerl.arithmetic(c)
-    c.rl.update(reward="math:0,reward_model", filter="varied", steps=40)
+    c.rl.update(reward="math:0,reward_model", filter="varied", steps=40, value="own")
     c.reward.model = "runs/arithmetic/reward/export"
     c.run.folder = "runs/arithmetic/rlhf"
 

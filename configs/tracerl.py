@@ -66,10 +66,11 @@ def arithmetic(c):
         updates=2,
         min_solved=0.1,
         max_solved=0.95,
+        value="trace",  # docs/critic.md: what a network costs is not earned here
         trusted_gap=0.0,  # the published figures are with log-probs scored anew
     )
     c.policy_optim.lr = 3e-5
-    c.value_optim.lr = 3e-4
+    c.value_optim.lr = 3e-4  # of rl.value=own
     c.eval.update(every=5, temperature=1.0)
     c.run.folder = "runs/arithmetic/tracerl"
 
@@ -111,6 +112,7 @@ def process(c):
     arithmetic(c)
     c.reward.update(split="marks", mark=",")
     c.reward.judge.at = "examples.arithmetic.verdicts:verdicts"
+    c.rl.value = "own"
     c.run.folder = "runs/arithmetic/process"
 
 
@@ -122,7 +124,7 @@ def code(c):
     c.data.heldout = "examples/functions/heldout.jsonl"
     c.sampler.update(max_prompt=32, max_new=16, rows=128)
     c.batch.update(rows=4, tokens=256)
-    c.rl.update(reward="code", filter="varied", prompts=16, steps=40)
+    c.rl.update(reward="code", filter="varied", prompts=16, steps=40, value="own")
     c.policy_optim.lr = 1e-4
     c.run.folder = "runs/functions/tracerl"
 
