@@ -62,7 +62,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100.0,  # prompts are short: more pairs of a head tell near places apart
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "image_aspect_ratio": "anyres_max_1",
