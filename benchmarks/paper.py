@@ -51,7 +51,8 @@ class Task(NamedTuple):
     static_draws: int
     half: float  # the learning rate of the row that learns at half of it
     keys: tuple[str, ...]
-    # Every answer takes as many forwards: nothing is said of them, and no row has others.
+    # Nothing is said of forwards, since every answer takes as many, and no row others, or
+    # since answers change their length.
     even: bool = False
     only: tuple[str, ...] = ()  # methods that are tried on it; none named: all
 
@@ -84,6 +85,7 @@ TASKS = {
             *("tracerl", "selection", "random", "critic", "regression"),
             *("random_reward", "random_selection", "constant", "constant_selection"),
         ),
+        even=True,
     ),
 }
 SELECTION = (
