@@ -303,7 +303,7 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         width=batch.tokens,
         seats=batch.rows // run.rows_on * run.settings.layout.seats(batch),
         context=0,
-        keys=batch.tokens * roofline.VISITED,
+        keys=float(min(batch.tokens, roofline.VISITED)),
     )
     whole = hlo.count(program, program.entry, devices=run.mesh.size)
     for body in hlo.loops(program, program.entry):

@@ -310,11 +310,9 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
     """
     key, values = cfg.eval.swept
     if not key:
-        others = variants(cfg.eval.samplers, cfg.sampler)
-        others = {
-            name: dataclasses.replace(cfg, sampler=x) for name, x in others.items()
-        }
-        return [("", cfg), *others.items()]
+        others = variants(cfg.eval.samplers, cfg.sampler).items()
+        made = [(name, dataclasses.replace(cfg, sampler=x)) for name, x in others]
+        return [("", cfg), *made]
     if cfg.eval.samplers:
         raise ValueError("eval.sweep and eval.samplers: set one of them")
     reads = {
@@ -464,13 +462,29 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "
             "likelier and nothing less likely; rl.advantage='zscore' compares answers"
         )
-    rows = cfg.batch.on(devices).rows
-    if rows != cfg.batch.rows:
+    shared = shared_batch(cfg, model, devices)
+    if shared != cfg.batch:
         lines.append(
-            f"batch.rows={cfg.batch.rows} becomes {rows}: {devices} devices (data x fsdp) "
-            "share the rows of a microbatch"
+            f"batch.rows={cfg.batch.rows} becomes {shared.rows}, of {shared.tokens} slots "
+            f"each: {devices} devices (data x fsdp) share the rows of a microbatch"
         )
     return lines
+
+
+def shared_batch(cfg: Config, model: ModelConfig, devices: int) -> BatchConfig:
+    """Returns the shape of microbatches whose rows so many devices share.
+
+    cfg, model: of `chosen`. With more devices than rows a microbatch grows, and so does
+    what the last one of an update, which is seldom full, leaves empty. Then a row is no
+    wider than it must be for the longest answer in one round a block: what has more rounds
+    and is as long is cut. Canvases are many, and would fill narrow rows badly.
+    """
+    batch = cfg.batch.on(devices)
+    shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
+    if shown.facts.by_block and devices > cfg.batch.rows:
+        narrow = shown.width(cfg.sampler.slots, rounds=1)
+        batch = dataclasses.replace(batch, tokens=min(batch.tokens, narrow))
+    return batch
 
 
 def check_kernels(model: ModelConfig, sampler: SamplerConfig, folder: str):

@@ -498,14 +498,38 @@ def test_defects_keep_their_traceback():
     ("rows", "devices", "becomes"), [(8, 16, 16), (8, 6, 12), (1, 8, 8), (8, 4, None)]
 )
 def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
-    cfg = dataclasses.replace(config.Config(), batch=BatchConfig(rows=rows))
+    cfg = dataclasses.replace(
+        config.Config(), sampler=SamplerConfig(block=4), batch=BatchConfig(rows=rows)
+    )
     lines = config.warnings(cfg, ModelConfig(), devices)
     if becomes is None:
         assert not lines
     else:
         assert len(lines) == 1
-        assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}: {devices} ")
-    assert cfg.batch.on(devices).rows == (becomes or rows)
+        assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}, of 0 slots")
+    assert config.shared_batch(cfg, ModelConfig(), devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("attention", "devices", "tokens", "becomes"),
+    [
+        ("block", 8, 8192, 8192),
+        ("block", 9, 8192, 4864),  # 2,784 + 2,004 slots, in whole tiles
+        ("block", 64, 8192, 4864),
+        ("block", 64, 4096, 4096),
+        ("full", 64, 8192, 8192),
+    ],
+)
+def test_rows_are_narrower_where_more_devices_than_rows_share_them(
+    attention, devices, tokens, becomes
+):
+    cfg = dataclasses.replace(
+        config.Config(),
+        sampler=SamplerConfig(block=4, max_prompt=784, max_new=2000),
+        batch=BatchConfig(rows=8, tokens=tokens),
+    )
+    model = ModelConfig(attention=attention, block=4)
+    assert config.shared_batch(cfg, model, devices).tokens == becomes
 
 
 PAIRS = {
