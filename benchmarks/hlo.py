@@ -106,10 +106,15 @@ class Computation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Computations by name."""
+    """Computations by name.
+
+    experts: groups that hold rows where a product has more, those of all layers; 0: all
+    of them may. No text tells.
+    """
 
     computations: dict[str, Computation]
     entry: str
+    experts: int = 0
 
 
 @dataclasses.dataclass
@@ -408,6 +413,10 @@ def changed(program: Program, computation: Computation, name: str) -> float:
 def moved(program: Program, line: Instruction, operands) -> tuple[float, float]:
     """Returns the bytes (read, written) of one instruction outside of fusions."""
     inputs = [operand.bytes for operand in operands]
+    if program.experts and grouped(line) and operands:
+        groups, *matrix = operands[-1].arrays[0].dims
+        if len(matrix) == 2:  # else of a gradient's rows
+            inputs[-1] *= min(program.experts / groups, 1)
     if line.opcode in ("fusion", "fusion-start"):
         inner = program.computations[named(line.attributes, "calls")[0]]
         names = inner.parameters()

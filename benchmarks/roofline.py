@@ -177,11 +177,12 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def ideal_forward(
-    model: ModelConfig, rows: float, sizes: Facts, share: int
+    model: ModelConfig, rows: float, sizes: Facts, share: int, layer_size: int
 ) -> hlo.Counted:
     """Returns what a forward of blocks must do on one device.
 
-    rows: of the devices that share the weights; share: how many these are.
+    rows: of the devices that share the weights; share: how many these are. layer_size:
+    bytes of a weight of a layer.
     """
     weights, Q = sizes_of(model), sizes.width
     itemsize, keys = sizes.itemsize, 2 * sizes.K * sizes.H * model.layers
@@ -190,7 +191,7 @@ def ideal_forward(
     return hlo.Counted(
         flops=2.0 * Q * (weights.layers * windows + weights.head * rows) / share
         + attention,
-        read=(weights.stored + weights.head) * itemsize / share
+        read=(weights.stored * layer_size + weights.head * itemsize) / share
         + rows * sizes.context * keys * itemsize,
     )
 

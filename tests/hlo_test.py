@@ -147,6 +147,13 @@ def test_products_of_groups_of_rows_are_two_flops_a_pair_of_each_row():
     assert not found.kernels
 
 
+def test_of_a_stack_of_experts_those_of_one_layer_are_read():
+    program = hlo.parsed(GROUPED)
+    whole, part = (hlo.count(x, "main") for x in (program, program._replace(experts=1)))
+    assert whole.read - part.read == 3 / 4 * (2 * 4 * 32 * 16)  # of four, in bf16
+    assert (part.flops, part.written) == (whole.flops, whole.written)
+
+
 @pytest.mark.parametrize(
     "groups, want",
     [
