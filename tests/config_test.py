@@ -511,24 +511,26 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
 
 
 @pytest.mark.parametrize(
-    ("attention", "devices", "tokens", "becomes"),
+    ("attention", "lengths", "devices", "becomes"),
     [
-        ("block", 8, 8192, 8192),
-        ("block", 9, 8192, 4608),  # 5/3 of 2,784 slots are 4,640, in whole tiles
-        ("block", 64, 8192, 4608),
-        ("block", 64, 4096, 4096),
-        ("full", 64, 8192, 8192),
+        ("block", (784, 2000, 4), 8, 8192),
+        ("block", (784, 2000, 4), 9, 4608),  # 5/3 of 2,784 slots are 4,640
+        ("block", (784, 2000, 4), 64, 4608),
+        ("block", (8, 120, 120), 64, 256),  # a canvas and a noised block of it
+        ("block", (2000, 4000, 4), 64, 8192),
+        ("full", (784, 2000, 4), 64, 8192),
     ],
 )
 def test_rows_are_narrower_where_more_devices_than_rows_share_them(
-    attention, devices, tokens, becomes
+    attention, lengths, devices, becomes
 ):
+    prompt, answer, block = lengths
     cfg = dataclasses.replace(
         config.Config(),
-        sampler=SamplerConfig(block=4, max_prompt=784, max_new=2000),
-        batch=BatchConfig(rows=8, tokens=tokens),
+        sampler=SamplerConfig(block=block, max_prompt=prompt, max_new=answer),
+        batch=BatchConfig(rows=8, tokens=8192),
     )
-    model = ModelConfig(attention=attention, block=4)
+    model = ModelConfig(attention=attention, block=block)
     assert config.shared_batch(cfg, model, devices).tokens == becomes
 
 
