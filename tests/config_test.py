@@ -516,7 +516,7 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         ("block", (784, 2000, 4), 8, 8192),
         ("block", (784, 2000, 4), 9, 4608),  # 5/3 of 2,784 slots are 4,640
         ("block", (784, 2000, 4), 64, 4608),
-        ("block", (8, 120, 120), 64, 256),  # a canvas and a noised block of it
+        ("block", (64, 64, 64), 64, 256),  # a canvas and a noised block of it
         ("block", (2000, 4000, 4), 64, 8192),
         ("full", (784, 2000, 4), 64, 8192),
     ],
