@@ -172,11 +172,10 @@ LOSSES = """
 * Rows of 8,192 slots are for 8 devices. On 64, of which each has a row, an update's 72 made two
   microbatches, and the second held 8: an MFU bound of 38 % for 8B, 34 % for 4B and 1.7B. Where
   more devices than `batch.rows` share them, rows are now of 5/3 of the longest prompt and answer,
-  here 4,608 slots: 128 rows, and a bound of 67 % for 8B, 61 for 4B, @17@ for 1.7B. That two
-  microbatches just hold them is this update's luck: simulated, on average over 64 to 256
-  answers, 74 % of the slots of 64 devices hold something, and 59 % did; of 128 devices 58 and
-  33 % (`python -m benchmarks.fill`, which packs, and its lengths are drawn). `batch.rows=64`
-  brings wide rows back.
+  here 4,608 slots: 128 rows, and a bound of 67 % for 8B, 61 for 4B, 60 for 1.7B. That two
+  microbatches just hold them is this update's luck: with 64 to 256 answers, of lengths that are
+  drawn, 74 % of the slots of 64 devices hold something, and 59 % did; of 128 devices 58 and 33 %
+  (`python -m benchmarks.fill`, by the run's own packer). `batch.rows=64` brings wide rows back.
 * XLA's kernel for `jax.lax.ragged_dot` takes an array of its own, and so each layer's experts,
   54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
   multiplies by the groups of all layers, of which those of one hold rows

@@ -16,6 +16,5 @@ def multiply(x_RD, w_EDF, sizes_E, number=None):
         return jax.lax.ragged_dot(x_RD, w_EDF, sizes_E)
     w_cDF = w_EDF.reshape(-1, *w_EDF.shape[2:])
     sizes_c = jnp.zeros(len(w_cDF), jnp.int32)
-    first = (number * len(sizes_E),)
-    sizes_c = jax.lax.dynamic_update_slice(sizes_c, sizes_E, first)
+    sizes_c = jax.lax.dynamic_update_slice(sizes_c, sizes_E, (number * len(sizes_E),))
     return jax.lax.ragged_dot(x_RD, w_cDF, sizes_c)
