@@ -86,8 +86,8 @@ def rollouts(cells: dict) -> str:
     )
     return (
         "\n## Rollout: a forward of blocks\n\nOn `h200:1` with 1, 64 and 128 rows: as "
-        "`eval` and `generate` run, with nothing trained beside it. int8: with "
-        "`sampler.int8=True`,\nwhose ideal reads a byte of a layer's weight.\n\n"
+        "`eval` and `generate` run, with nothing trained beside it. int8:\n"
+        "with `sampler.int8=True`, whose ideal reads a byte of a layer's weight.\n\n"
         + table(head, rows)
     )
 

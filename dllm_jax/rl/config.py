@@ -346,7 +346,7 @@ class RLConfig:
         apart = f"needs rl.value='own', a network that learns apart, not {self.value!r}"
         most = self.prompts * self.group
         return (
-            ("trusted_gap", -1 < self.trusted_gap < 0, "nats >= 0; or -1: chosen"),
+            ("trusted_gap", -1 < self.trusted_gap < 0, "nats, 0 or more; or -1"),
             (
                 "trusted_gap",
                 self.trusted_gap > 0 and self.value == "head",
