@@ -52,12 +52,14 @@ class Cell(NamedTuple):
     topology: str
     program: str  # "rollout" or "update" of a run, or "answers": a rollout by itself
     rows: int = 0  # sampler.rows, of "answers"
+    int8: bool = False  # sampler.int8, of "answers"
 
     @property
     def name(self) -> str:
         """What the file calls it."""
         rows = f" rows={self.rows}" if self.rows else ""
-        return f"{self.model} {self.topology} {self.program}{rows}"
+        more = " int8" if self.int8 else ""
+        return f"{self.model} {self.topology} {self.program}{rows}{more}"
 
 
 def cells() -> list[Cell]:
@@ -67,6 +69,7 @@ def cells() -> list[Cell]:
         for model in ("sdar-8b", "sdar-4b")
         for rows in (64, 1, 128)
     ]
+    alone.append(Cell("sdar-8b", "h200:1", "answers", 1, int8=True))
     runs = [
         Cell(model, topology, program)
         for model in MODELS
@@ -94,6 +97,7 @@ def measured(cell: Cell) -> dict:
     """Returns `figures` of the programs that are compiled here."""
     start = time.process_time()
     more = {"rows": cell.rows} if cell.rows else {}
+    more |= {"int8": True} if cell.int8 else {}
     run = programs.Run(cell.model, cell.topology, **more)
     row = {"refused": refusal(cell, run)}
     if not row["refused"]:
@@ -190,10 +194,12 @@ def of_rollout(cell: Cell, run: programs.Run) -> dict:
     program = hlo.parsed(compiled.as_text())
     (body,) = hlo.loops(program, program.entry)
     mesh, rows = place.answerer.mesh, place.answerer.scheduler.rows_per_shard
+    program = program._replace(experts=run.model.experts // mesh.shape["model"])
     counted, facts = of_blocks(run, program, body, mesh, rows)
     seconds = roofline.seconds(counted, cell.topology)
     share = mesh.shape["model"]
-    best = roofline.ideal_forward(run.model, rows, facts, share)
+    size = 1 if cell.int8 else facts.itemsize
+    best = roofline.ideal_forward(run.model, rows, facts, share, size)
     tokens = rows * run.cfg.sampler.block / roofline.STEPS / share
     row |= told(counted, mesh)
     row |= {
@@ -303,7 +309,7 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         width=batch.tokens,
         seats=batch.rows // run.rows_on * run.settings.layout.seats(batch),
         context=0,
-        keys=batch.tokens * roofline.VISITED,
+        keys=float(min(batch.tokens, roofline.VISITED)),
     )
     whole = hlo.count(program, program.entry, devices=run.mesh.size)
     for body in hlo.loops(program, program.entry):

@@ -106,10 +106,15 @@ class Computation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Computations by name."""
+    """Computations by name.
+
+    experts: groups that hold rows where a product has more, those of all layers; 0: all
+    of them may. No text tells.
+    """
 
     computations: dict[str, Computation]
     entry: str
+    experts: int = 0
 
 
 @dataclasses.dataclass
@@ -408,6 +413,10 @@ def changed(program: Program, computation: Computation, name: str) -> float:
 def moved(program: Program, line: Instruction, operands) -> tuple[float, float]:
     """Returns the bytes (read, written) of one instruction outside of fusions."""
     inputs = [operand.bytes for operand in operands]
+    if program.experts and grouped(line) and operands:
+        groups, *matrix = operands[-1].arrays[0].dims
+        if len(matrix) == 2:  # else of a gradient's rows
+            inputs[-1] *= min(program.experts / groups, 1)
     if line.opcode in ("fusion", "fusion-start"):
         inner = program.computations[named(line.attributes, "calls")[0]]
         names = inner.parameters()
@@ -432,6 +441,9 @@ def moved(program: Program, line: Instruction, operands) -> tuple[float, float]:
 
 def group_of(attributes: str, devices: int) -> tuple[int, ...]:
     """Returns the devices of a collective's first group."""
+    meshed = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", attributes)
+    if meshed:
+        return group_on_mesh(meshed[1], meshed[2])
     pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
     if pairs:
         return tuple(sorted({int(pairs[1]), int(pairs[2])}))
@@ -454,6 +466,24 @@ def group_of(attributes: str, devices: int) -> tuple[int, ...]:
             flat, digit = divmod(flat, size)
             at += digit * strides[i]
         group.append(at)
+    return tuple(group)
+
+
+def group_on_mesh(mesh: str, axes: str) -> tuple[int, ...]:
+    """Returns the group of device 0; mesh: as in "'data'=4,'fsdp'=16"; axes: "'fsdp'".
+
+    Of an axis may be a part: 'fsdp':(2)4 are four devices, of which each is followed by
+    those of the rest, here eight, and so on.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    group, stride = [0], 1
+    strides = {}
+    for name in reversed(sizes):
+        strides[name], stride = stride, stride * sizes[name]
+    for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+        count = int(part) if part else sizes[name]
+        step = strides[name] * sizes[name] // (int(before or 1) * count)
+        group = [at + i * step for at in group for i in range(count)]
     return tuple(group)
 
 

@@ -2,10 +2,11 @@
 
 The assumptions, which are those of a run of the published recipe: a block takes 2.2 forwards,
 a row has seen 1,000 positions (half of its canvas where that is shorter), an answer has 500
-tokens after a prompt of 588, and a packed row's attention visits 22 % of its tiles. A program
-takes the longer of its bytes and its FLOPs at the chip's peak, and then its collectives, none
-of them overlapped. The *ideal* of a forward reads the weights once and the keys of each row
-once, or multiplies what its windows need, whichever takes longer; it waits for nobody.
+tokens after a prompt of 588, and a query of a packed row visits tiles of 1,835 keys, which is
+22 % of a row of 8,192. A program takes the longer of its bytes and its FLOPs at the chip's
+peak, and then its collectives, none of them overlapped. The *ideal* of a forward reads the
+weights once and the keys of each row once, or multiplies what its windows need, whichever
+takes longer; it waits for nobody.
 
 What is inside kernels no text tells: `KERNELS` has it, by their names, from the shapes.
 """
@@ -24,7 +25,7 @@ STEPS = 2.2  # forwards of a block, in which its tokens are unmasked
 CONTEXT = 1000
 PROMPT, ANSWER = 588, 500  # tokens, on average
 FILL = 0.956  # of a packed row's slots that hold something
-VISITED = 0.224  # of a packed row's pairs of tiles, 256 x 512
+VISITED = 1835  # keys of a packed row that a query's tiles, of 256 x 512, hold
 TILE = 256  # queries that share what is read of the keys
 
 
@@ -176,11 +177,12 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def ideal_forward(
-    model: ModelConfig, rows: float, sizes: Facts, share: int
+    model: ModelConfig, rows: float, sizes: Facts, share: int, layer_size: int
 ) -> hlo.Counted:
     """Returns what a forward of blocks must do on one device.
 
-    rows: of the devices that share the weights; share: how many these are.
+    rows: of the devices that share the weights; share: how many these are. layer_size:
+    bytes of a weight of a layer.
     """
     weights, Q = sizes_of(model), sizes.width
     itemsize, keys = sizes.itemsize, 2 * sizes.K * sizes.H * model.layers
@@ -189,7 +191,7 @@ def ideal_forward(
     return hlo.Counted(
         flops=2.0 * Q * (weights.layers * windows + weights.head * rows) / share
         + attention,
-        read=(weights.stored + weights.head) * itemsize / share
+        read=(weights.stored * layer_size + weights.head * itemsize) / share
         + rows * sizes.context * keys * itemsize,
     )
 

@@ -45,7 +45,8 @@ def table(head: str, rows: list[list]) -> str:
 def fitting(cells: dict, *programs: str):
     """Yields (model, topology, figures) of the cells of programs that fit."""
     for name, row in cells.items():
-        model, topology, program, *_ = name.split()
+        model, topology, program, *more = name.split()
+        model += " int8" if "int8" in more else ""
         if program in programs and not row["refused"]:
             yield model, topology, row
 
@@ -85,7 +86,8 @@ def rollouts(cells: dict) -> str:
     )
     return (
         "\n## Rollout: a forward of blocks\n\nOn `h200:1` with 1, 64 and 128 rows: as "
-        "`eval` and `generate` run, with nothing trained beside it.\n\n"
+        "`eval` and `generate` run, with nothing trained beside it. int8:\n"
+        "with `sampler.int8=True`, whose ideal reads a byte of a layer's weight.\n\n"
         + table(head, rows)
     )
 
@@ -168,6 +170,20 @@ LOSSES = """
 * A cube of v5p was described to its compiler without the links that close its axes to rings,
   and each gather of an update over all 64 chips became an all-reduce, of twice the bytes. With
   them 8B's update sends 235,500 MiB and not 350,400.
+* Rows of 8,192 slots are for 8 devices. On 64, of which each has a row, an update's 72 made two
+  microbatches, and the second held 8: an MFU bound of 38 % for 8B, 34 % for 4B and 1.7B. Where
+  more devices than `batch.rows` share them, rows are now of 5/3 of the longest prompt and answer,
+  here 4,608 slots: 128 rows, and a bound of 67 % for 8B, 61 for 4B, 60 for 1.7B. That two
+  microbatches just hold them is this update's luck: with 64 to 256 answers, of lengths that are
+  drawn, 74 % of the slots of 64 devices hold something, and 59 % did; of 128 devices 58 and 33 %
+  (`python -m benchmarks.fill`, by the run's own packer). `batch.rows=64` brings wide rows back.
+* XLA's kernel for `jax.lax.ragged_dot` takes an array of its own, and so each layer's experts,
+  54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
+  multiplies by the groups of all layers, of which those of one hold rows
+  (`pallas_kernels/tpu/grouped_matmul.py`): 57 GiB read and not 111, none copied, 99 % of the
+  ideal and not 34; prompts 18,960 tokens/s and not 7,472. Before it multiplies, the kernel's
+  table of groups is made by loops over all 6,144 of them on the chip's scalar unit. What
+  that takes no text tells, and nobody has measured it.
 
 ## What is not reached, and why
 
@@ -185,23 +201,18 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   `xla_tpu_enable_latency_hiding_scheduler`, the offload of all-gathers to sparse cores) none
   changes a sharded step's text on v5p, and `..._fuse_all_gather` is refused there. So `launch/`
   sets none.
-* The recipe's 256 rows and 72 packed rows are for a few devices. On 64 of them a device has 4
-  rows to sample for, and of a microbatch of 64 packed rows the second holds 8: hence a bound
-  of 34 to 38 % where 4 devices have 60 to 67. Raise `sampler.rows` and `rl.prompts` with the
-  slice. Or let `batch.tokens=5120`: a row need hold no more than one prompt and its answer,
-  2,784 tokens. Then two microbatches are enough if rows are filled to 86 %, and the bound of
-  8B is 60 %, by proportion and not compiled.
+* The recipe's 256 rows of the sampler are for a few devices: on 64 each has 4. Raise
+  `sampler.rows` and `rl.prompts` with the slice.
 * Over all 64 chips of a v5p cube gradients are summed on every one, which then keeps its
   part. In a small program, of a product of 4,096 x 12,288, the compiler does so with `fsdp`
-  of 64 and scatters the sum with `mesh.data=4` and `mesh.data=16`, which keep 4 and 16
-  times as much of what is trained on a device.
+  of 64, and even with an explicit `psum_scatter` over 64; over 16 chips and then over 4 it
+  scatters. The update of 8B with `mesh.data=4` sends as much all the same, 102,700 MiB of
+  gathers and 127,700 of sums over all chips (rows of 4,864 slots), and takes 22.2 GiB of a
+  device instead of 10.6. To scatter in two steps the gradient of each weight would have to be
+  summed by hand inside a `shard_map`, which would save a quarter of the 16 % of the time that
+  collectives take.
 * A v6e multiplies twice as fast as a v5p and its memory gives 0.6 times as much: the update of
   1.7B there waits 2.9 s for memory where its products take 2.2, and 1 s for collectives.
-* SDAR-30B-A3B on a v5p cube samples at a third of its ideal. XLA's kernel for
-  `jax.lax.ragged_dot` takes an array of its own: each layer's experts, 54 of the model's 57
-  GiB, are copied out of their stack before it multiplies by them, in every forward. Layers as
-  arrays of their own would spare the copy and have 48 layers compiled in each program. What
-  would do is one product over the groups of all layers, of which those of one hold rows.
 * A value network of its own (`rl.value="own"`, the recipe's) doubles the update and what is
   trained: with it 4B does not fit one H200.
 """

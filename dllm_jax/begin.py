@@ -160,7 +160,7 @@ def settings_of(
         rl=cfg.rl,
         sft_steps=cfg.sft.steps,
         sft_examples=cfg.sft.examples,
-        batch=cfg.batch.on(devices),
+        batch=config.shared_batch(cfg, model, devices),
         policy_optim=cfg.policy_optim,
         value_optim=cfg.value_optim,
         heldout_problems=cfg.eval.problems,

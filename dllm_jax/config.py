@@ -311,11 +311,9 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
     """
     key, values = cfg.eval.swept
     if not key:
-        others = variants(cfg.eval.samplers, cfg.sampler)
-        others = {
-            name: dataclasses.replace(cfg, sampler=x) for name, x in others.items()
-        }
-        return [("", cfg), *others.items()]
+        others = variants(cfg.eval.samplers, cfg.sampler).items()
+        made = [(name, dataclasses.replace(cfg, sampler=x)) for name, x in others]
+        return [("", cfg), *made]
     if cfg.eval.samplers:
         raise ValueError("eval.sweep and eval.samplers: set one of them")
     reads = {
@@ -465,13 +463,32 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "
             "likelier and nothing less likely; rl.advantage='zscore' compares answers"
         )
-    rows = cfg.batch.on(devices).rows
-    if rows != cfg.batch.rows:
+    shared = shared_batch(cfg, model, devices)
+    if shared != cfg.batch:
         lines.append(
-            f"batch.rows={cfg.batch.rows} becomes {rows}: {devices} devices (data x fsdp) "
-            "share the rows of a microbatch"
+            f"batch.rows={cfg.batch.rows} becomes {shared.rows}, of {shared.tokens} slots "
+            f"each: {devices} devices (data x fsdp) share the rows of a microbatch"
         )
     return lines
+
+
+def shared_batch(cfg: Config, model: ModelConfig, devices: int) -> BatchConfig:
+    """Returns the shape of microbatches whose rows so many devices share.
+
+    cfg, model: of `chosen`. With more devices than rows a microbatch grows, and so does
+    what the last one of an update, which is seldom full, leaves empty. Then a row is no
+    wider than 5/3 of the longest prompt and answer, in whole tiles: of the recipe's lengths
+    74 % of the slots of 64 devices then hold something, on average, 59 % of rows of 8,192,
+    and less of narrower and wider ones, too (benchmarks/fill.py). Canvases are many, and
+    would fill narrow rows badly.
+    """
+    batch, slots = cfg.batch.on(devices), cfg.sampler.slots
+    shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
+    if shown.facts.by_block and devices > cfg.batch.rows:
+        whole = 5 * slots // 3 // layout.WHOLE * layout.WHOLE
+        narrow = max(whole, shown.width(slots + shown.block, rounds=0))
+        batch = dataclasses.replace(batch, tokens=min(batch.tokens, narrow))
+    return batch
 
 
 def check_kernels(model: ModelConfig, sampler: SamplerConfig, folder: str):

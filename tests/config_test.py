@@ -498,14 +498,40 @@ def test_defects_keep_their_traceback():
     ("rows", "devices", "becomes"), [(8, 16, 16), (8, 6, 12), (1, 8, 8), (8, 4, None)]
 )
 def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
-    cfg = dataclasses.replace(config.Config(), batch=BatchConfig(rows=rows))
+    cfg = dataclasses.replace(
+        config.Config(), sampler=SamplerConfig(block=4), batch=BatchConfig(rows=rows)
+    )
     lines = config.warnings(cfg, ModelConfig(), devices)
     if becomes is None:
         assert not lines
     else:
         assert len(lines) == 1
-        assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}: {devices} ")
-    assert cfg.batch.on(devices).rows == (becomes or rows)
+        assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}, of 0 slots")
+    assert config.shared_batch(cfg, ModelConfig(), devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("attention", "lengths", "devices", "becomes"),
+    [
+        ("block", (784, 2000, 4), 8, 8192),
+        ("block", (784, 2000, 4), 9, 4608),  # 5/3 of 2,784 slots are 4,640
+        ("block", (784, 2000, 4), 64, 4608),
+        ("block", (64, 64, 64), 64, 256),  # a canvas and a noised block of it
+        ("block", (2000, 4000, 4), 64, 8192),
+        ("full", (784, 2000, 4), 64, 8192),
+    ],
+)
+def test_rows_are_narrower_where_more_devices_than_rows_share_them(
+    attention, lengths, devices, becomes
+):
+    prompt, answer, block = lengths
+    cfg = dataclasses.replace(
+        config.Config(),
+        sampler=SamplerConfig(block=block, max_prompt=prompt, max_new=answer),
+        batch=BatchConfig(rows=8, tokens=8192),
+    )
+    model = ModelConfig(attention=attention, block=block)
+    assert config.shared_batch(cfg, model, devices).tokens == becomes
 
 
 PAIRS = {

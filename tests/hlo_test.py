@@ -147,6 +147,13 @@ def test_products_of_groups_of_rows_are_two_flops_a_pair_of_each_row():
     assert not found.kernels
 
 
+def test_of_a_stack_of_experts_those_of_one_layer_are_read():
+    program = hlo.parsed(GROUPED)
+    whole, part = (hlo.count(x, "main") for x in (program, program._replace(experts=1)))
+    assert whole.read - part.read == 3 / 4 * (2 * 4 * 32 * 16)  # of four, in bf16
+    assert (part.flops, part.written) == (whole.flops, whole.written)
+
+
 @pytest.mark.parametrize(
     "groups, want",
     [
@@ -154,6 +161,11 @@ def test_products_of_groups_of_rows_are_two_flops_a_pair_of_each_row():
         ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
         ("source_target_pairs={{3,1},{1,3}}", (1, 3)),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data'}", (0, 4)),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['data'=4,'fsdp'=2] {'data','fsdp'}", tuple(range(8))),
+        ("replica_groups=mesh['all'=8] {'all':(1)2}", (0, 4)),
+        ("replica_groups=mesh['all'=8] {'all':(2)4}", (0, 1, 2, 3)),
         ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7)),
     ],
 )

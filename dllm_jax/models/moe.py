@@ -97,13 +97,16 @@ def route(h_RD, p, cfg: ModelConfig):
 def mixture(h_BTD, p, cfg: ModelConfig, real_BT):
     """Returns (y_BTD, the Load of the tokens that are `real`), without shared experts.
 
-    p: the layer's parameters, "router" and those of DISPATCHED among them.
+    p: the layer's parameters, "router" and those of DISPATCHED among them. With a "number"
+    these are stacks of layers, and it is the layer's.
     """
     B, T, D = h_BTD.shape
     routed = route(h_BTD.reshape(B * T, D), p, cfg)
     expert_BTX, weight_BTX, prob_BTE = (x.reshape(B, T, -1) for x in routed)
     weights = {name: p[name].astype(h_BTD.dtype) for name in DISPATCHED}
-    matmul = functools.partial(grouped_matmul, implementation=cfg.kernels)
+    matmul = functools.partial(
+        grouped_matmul, number=p.get("number"), implementation=cfg.kernels
+    )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         y_BTD = visit(h_BTD, expert_BTX, weight_BTX, weights, first=0, matmul=matmul)
@@ -124,12 +127,13 @@ def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
     """
     rows = pspec("BTD", h_BTD.shape, ACT, mesh)
     split = {
-        name: pspec(dims, weights[name].shape, ACT, mesh)
+        name: pspec(dims.rjust(weights[name].ndim, "L"), weights[name].shape, ACT, mesh)
         for name, dims in DISPATCHED.items()
     }
     in_specs = (rows, rows, rows, split)
     # Otherwise their width, or nothing: then the spec is empty.
-    experts_apart = tuple(split["e_gate"])[:1] == ("model",)
+    depth = weights["e_gate"].ndim - 3  # 1: a stack of layers
+    experts_apart = tuple(split["e_gate"])[depth : depth + 1] == ("model",)
     parts_are_added = "model" in split["e_gate"]
     axes = axes_of(rows) | axes_of(split["e_gate"])  # what an output's part varies on
 
@@ -142,7 +146,7 @@ def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
         h_BTD, expert_BTX, weight_BTX, weights = jax.tree.map(varying, inputs, in_specs)
         first = 0
         if experts_apart:
-            first = jax.lax.axis_index("model") * len(weights["e_gate"])
+            first = jax.lax.axis_index("model") * weights["e_gate"].shape[-3]
         y_BTD = visit(
             h_BTD, expert_BTX, weight_BTX, weights, first=first, matmul=matmul
         )
@@ -170,7 +174,7 @@ def dispatch(h_RD, expert_RX, weight_RX, weights, *, first, matmul):
     Choices are sorted by expert, so that each expert multiplies one run of rows; those of
     experts that are elsewhere come last and count for nothing.
     """
-    (R, X), E = expert_RX.shape, len(weights["e_gate"])
+    (R, X), E = expert_RX.shape, weights["e_gate"].shape[-3]
     expert_c = expert_RX.reshape(-1) - first
     expert_c = jnp.where((expert_c >= 0) & (expert_c < E), expert_c, E)
     order_c = jnp.argsort(expert_c)

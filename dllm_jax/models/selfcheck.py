@@ -290,14 +290,14 @@ def token_draw(wide: Widths, rng):
 
 
 def grouped_matmul(wide: Widths, rng):
-    """Rows of ragged groups, one of them empty."""
+    """Rows of ragged groups, one of them empty, of the second of two layers."""
     E, rows = max(wide.experts, 2), 256
     x = normal(rng, (rows, wide.d_model), wide.dtype)
-    w = normal(rng, (E, wide.d_model, wide.expert_ffw or wide.d_model), wide.dtype)
+    w = normal(rng, (2, E, wide.d_model, wide.expert_ffw or wide.d_model), wide.dtype)
     sizes = rng.multinomial(rows, [0.0, *[1 / (E - 1)] * (E - 1)])
 
     def run(implementation, *arrays):
-        return pallas_kernels.grouped_matmul(*arrays, implementation=implementation)
+        return pallas_kernels.grouped_matmul(*arrays, 1, implementation=implementation)
 
     return run, (x, w, jnp.asarray(sizes, "int32"))
 

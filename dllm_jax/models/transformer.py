@@ -332,7 +332,7 @@ def trunk(
     elif cfg.sparse_step > 1:
         carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
     else:
-        carry, fresh, load = scan_stacks(layer, carry, params, unroll)
+        carry, fresh, load = scan_stacks(layer, carry, params, unroll, whole=paged)
     x_BTD, pages = carry
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
@@ -375,19 +375,29 @@ def loop_layers(layer, carry, layers: list[Params]):
     return carry, stack(fresh), stack(loads)
 
 
-def scan_stacks(layer, carry, params: Params, unroll: bool):
+def scan_stacks(layer, carry, params: Params, unroll: bool, whole: bool):
     """Returns (carry, keys and values of all layers, the load), one stack after the other.
 
     layer: a function of lax.scan, from (carry, (a layer's parameters, its number)) to
-    (carry, (its keys and values or None, its load or None)).
+    (carry, (its keys and values or None, its load or None)). whole: the layer has the stack
+    of all experts and its number there: of its own ones a kernel would want a copy.
     """
     fresh, depth = [], 0
     for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
             numbers_L = jnp.arange(depth, depth + len(params[name]["attn_norm"]))
             depth += len(numbers_L)
+            kept = moe.DISPATCHED.keys() & params[name].keys() if whole else ()
+            experts = {key: params[name][key] for key in kept}
+            rest = {key: x for key, x in params[name].items() if key not in kept}
+
+            def of_stack(carry, inputs, experts=experts, begin=numbers_L[0]):
+                p, number = inputs
+                more = experts | {"number": number - begin} if experts else {}
+                return layer(carry, (p | more, number))
+
             carry, (fresh_of_stack, load) = jax.lax.scan(
-                layer, carry, (params[name], numbers_L), unroll=unroll
+                of_stack, carry, (rest, numbers_L), unroll=unroll
             )
             fresh.append(fresh_of_stack)
     return carry, stacked(fresh), load

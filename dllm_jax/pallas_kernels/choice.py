@@ -50,8 +50,9 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         `width` ids wide (`noise.gumbel`). Temperature 0 draws without noise, at 1. Of rows
         that are not wanted nothing is read; what is given for them is finite.
     grouped_matmul
-        multiply(x_RD, w_EDF, sizes_E) -> y_RF in x's dtype
-        Rows are sorted by group, sizes_E to each; rows after the last group give 0. Made of
+        multiply(x_RD, w_EDF, sizes_E, number) -> y_RF in x's dtype
+        Rows are sorted by group, sizes_E to each; rows after the last group give 0. With a
+        number (None: without) w is a stack w_LEDF, and that layer of it is meant. Made of
         XLA's operations: JAX differentiates it, and nothing is to be interpreted.
 """
 

@@ -10,11 +10,12 @@ Letters: t tiles, r rows of one tile.
 import jax.numpy as jnp
 
 
-def multiply(x_RD, w_EDF, sizes_E):
+def multiply(x_RD, w_EDF, sizes_E, number=None):
     """Returns [R, F]: each row of x times the matrix of its group.
 
     Rows are padded to at most R + E tiles' worth.
     """
+    w_EDF = w_EDF if number is None else w_EDF[number]
     R, E = len(x_RD), len(w_EDF)
     size = min(128, max(16, 1 << (R // E).bit_length()))  # about a group's rows
     end_E = jnp.cumsum(sizes_E)

@@ -346,11 +346,7 @@ class RLConfig:
         apart = f"needs rl.value='own', a network that learns apart, not {self.value!r}"
         most = self.prompts * self.group
         return (
-            (
-                "trusted_gap",
-                -1 < self.trusted_gap < 0,
-                "nats, 0 or more; or -1, the program's",
-            ),
+            ("trusted_gap", -1 < self.trusted_gap < 0, "nats, 0 or more; or -1"),
             (
                 "trusted_gap",
                 self.trusted_gap > 0 and self.value == "head",
@@ -510,7 +506,8 @@ class BatchConfig:
     # share them.
     rows: int = 8
     # Slots of a row: clean copies and noised blocks. 0: the program chooses a width that
-    # holds the longest trajectory (layout.Layout.width).
+    # holds the longest trajectory (layout.Layout.width). Where there are more devices than
+    # rows, these may become narrower (config.shared_batch).
     tokens: int = 0
 
     def __post_init__(self):

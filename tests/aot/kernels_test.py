@@ -108,6 +108,21 @@ def test_experts(topology, implementation):
     assert program.memory_analysis().temp_size_in_bytes < dense
 
 
+@pytest.mark.parametrize("topology", TPUS)
+def test_a_layer_of_experts_is_not_copied_out_of_its_stack(topology):
+    L, R, E, D = 3, 256, 128, 1024
+
+    def forward(x, w, sizes):
+        def layer(x_RD, number):
+            return pallas_kernels.grouped_matmul(x_RD, w, sizes, number), None
+
+        return jax.lax.scan(layer, x, jnp.arange(L))[0]
+
+    x, w = arrays(jnp.bfloat16, (R, D), (L, E, D, D))
+    program = compiled(topology, forward, x, w, *arrays(jnp.int32, (E,)))
+    assert program.memory_analysis().temp_size_in_bytes < w.size * 2 / L / 4
+
+
 @pytest.mark.parametrize("topology, implementation", CHIPS)
 def test_pages_of_many_long_rows(topology, implementation):
     """256 rows of 32,768 positions: their tables have a MiB, all of a TPU's scalar memory."""

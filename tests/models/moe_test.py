@@ -182,6 +182,20 @@ def test_a_mesh_leaves_logits_and_gradients(sizes, experts, split):
         np.testing.assert_allclose(again, plain, atol=2e-5)
 
 
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"model": 4}])
+def test_experts_are_read_where_their_stack_lies(sizes):
+    """A layer with stacks and its number is one with experts of its own."""
+    p, h_BTD = first(SIGMOID), np.random.default_rng(1).normal(size=(8, 6, 16))
+    stacks = {name: jnp.stack([-p[name], p[name]]) for name in moe.DISPATCHED}
+    inputs = jnp.asarray(h_BTD, jnp.float32), p, np.ones((8, 6), bool)
+    want, _ = ffw(*inputs, cfg=SIGMOID)
+    with jax.set_mesh(sharding.make_mesh(**{"fsdp": -1} | sizes)):
+        for number, differs in ((1, False), (0, True)):
+            again = inputs[0], p | stacks | {"number": jnp.int32(number)}, inputs[2]
+            found, _ = ffw(*again, cfg=SIGMOID)
+            assert (np.abs(found - want).max() > 1e-3) == differs
+
+
 @EITHER
 def test_every_parameter_but_the_bias_of_the_choice_learns(cfg):
     _, load, grads = run(weights(cfg), np.arange(24).reshape(2, 12), cfg)

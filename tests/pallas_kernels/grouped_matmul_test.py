@@ -61,6 +61,18 @@ def test_the_specification_by_hand():
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "any", "tpu"])
+def test_a_layer_of_a_stack_is_named_by_its_number(implementation):
+    stack_LEDF, sizes_E = jnp.stack([-W, W, 2 * W]), jnp.array([3, 0, 20, 1, 9])
+    how = {"implementation": implementation}
+    run = jax.jit(
+        lambda n: pallas_kernels.grouped_matmul(X, stack_LEDF, sizes_E, n, **how)
+    )
+    want = reference.grouped_matmul(X, W, sizes_E)
+    for number, times in enumerate((-1, 1, 2)):
+        np.testing.assert_allclose(run(number), times * want, atol=1e-4)
+
+
 def test_an_unknown_implementation_is_named():
     with pytest.raises(ValueError, match="implementation='gpu' does not exist"):
         pallas_kernels.grouped_matmul(X, W, jnp.ones(E, int), implementation="gpu")
