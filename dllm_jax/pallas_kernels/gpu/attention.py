@@ -350,7 +350,7 @@ def schedule_of(kind: Pass, masks):
     return tiles.schedule(kinds_Bij.swapaxes(1, 2))
 
 
-def plan(mask):
+def plan(mask, *_):
     """Returns the schedule of each pass, by its place."""
     masks = tiles.mask_arrays(mask, RESIDENT, RESIDENT)
     passes = FORWARD, GRADIENT_Q, GRADIENT_KV
