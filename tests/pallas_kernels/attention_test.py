@@ -96,8 +96,11 @@ KINDS = [
 
 @pytest.mark.parametrize("implementation, N, K, H", KINDS[:-1])
 def test_the_kernel_is_the_specification_under_every_mask(
-    implementation, N, K, H, capfd
+    implementation, N, K, H, capfd, monkeypatch
 ):
+    if H > 64:  # a TPU's gradients in two shares of the queries, and not in one
+        monkeypatch.setattr(tpu_attention, "GRADIENT", 1)
+        assert len(tpu_attention.plan(MASKS["packed"], N // K, H)[1]) == 2
     kernel = functools.partial(
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
@@ -303,19 +306,3 @@ def test_what_is_computed_is_the_seen_parts_of_what_is_fetched():
     (step_1v, _), _ = tpu_attention.plan(mask.ranged(pos_1T + 1, pos_1T), 2, H)
     kinds = (step_1v[0] >> tiles.KIND_BIT) & 0xFF
     assert kinds.tolist() == [1, 2 + (1 << 2)]
-
-
-def test_gradients_in_shares_of_the_queries(monkeypatch):
-    monkeypatch.setattr(tpu_attention, "GRADIENT", 1)  # a tile of queries each
-    seen = MASKS["packed"]
-    assert len(tpu_attention.plan(seen, 2, H)[1]) == 2
-    q, dout = normal(B, T, 2, H), normal(B, T, 2, H, seed=1)
-    dout = jnp.where(dense(seen).any(axis=2)[..., None, None], dout, 0)
-    k, v = normal(B, T, 1, H, seed=2), normal(B, T, 1, H, seed=3)
-    kernel = functools.partial(
-        pallas_kernels.attention, implementation="tpu", interpret=True
-    )
-    found = jax.jit(functools.partial(with_gradients, kernel))(q, k, v, seen, dout)
-    want = SPECIFIED(q, k, v, seen, dout)
-    for x, y in zip(found[1:], want[1:], strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)

@@ -141,7 +141,9 @@ def backward_kernel(
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        @pl.loop(0, acc_ref.shape[0])
+        def _(g):
+            acc_ref[g] = jnp.zeros(acc_ref.shape[1:], acc_ref.dtype)
 
     @at(step_ref, tiles.BEGINS)
     def _():
@@ -165,7 +167,9 @@ def backward_kernel(
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _():
-        dq_ref[0, 0] = acc_ref[...].astype(dq_ref.dtype)
+        @pl.loop(0, acc_ref.shape[0])
+        def _(g):
+            dq_ref[0, 0, g] = acc_ref[g].astype(dq_ref.dtype)
 
 
 def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
