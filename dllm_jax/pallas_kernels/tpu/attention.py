@@ -152,12 +152,11 @@ def backward_kernel(
 
     def body(keys, sees_st):
         for g in range(q_ref.shape[2]):
-            row = slice(g, g + 1)
             q_Ht, dout_Ht = q_ref[0, 0, g], dout_ref[0, 0, g]
             score_st = score(q_Ht, k_ref[0, 0, keys], sees_st)
-            prob_st = jnp.exp(score_st - lse_ref[0, 0, row])
+            prob_st = jnp.exp(score_st - lse_ref[0, 0, g : g + 1])
             dprob_st = dot(v_ref[0, 0, keys], dout_Ht)
-            dscore_st = prob_st * (dprob_st - delta_ref[0, 0, row])
+            dscore_st = prob_st * (dprob_st - delta_ref[0, 0, g : g + 1])
             dscore_st = dscore_st.astype(q_Ht.dtype)
             dv_ref[0, 0, :, keys] += dot(dout_Ht, prob_st.astype(q_Ht.dtype), NT)
             dk_ref[0, 0, :, keys] += dot(q_Ht, dscore_st, NT)
