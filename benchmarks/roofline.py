@@ -26,7 +26,9 @@ CONTEXT = 1000
 PROMPT, ANSWER = 588, 500  # tokens, on average
 FILL = 0.956  # of a packed row's slots that hold something
 VISITED = 1835  # keys of a packed row that a query's tiles, of 256 x 512, hold
-TILE = 256  # queries that share what is read of the keys
+# Queries, and keys on a TPU, that share what is read of the others.
+TILE, FETCHED = 256, 1024
+COMPUTED = 0.8  # of VISITED, in parts of 256 keys on a TPU (docs/kernels.md)
 
 
 class Facts(NamedTuple):
@@ -44,6 +46,9 @@ class Facts(NamedTuple):
     H: int
     D: int
     V: int
+    E: int  # experts, of which a token goes to X, each of inner width I
+    X: int
+    I: int
     itemsize: int
 
 
@@ -60,6 +65,9 @@ def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
         H=model.head_dim,
         D=model.d_model,
         V=share(model.vocab),
+        E=share(model.experts),
+        X=model.experts_per_token,
+        I=model.sizes["I"],
         itemsize=jax.numpy.dtype(model.dtype).itemsize,
         **sizes,
     )
@@ -101,19 +109,43 @@ def of_head(products: int):
     return counted
 
 
-def packed(products: int):
-    """Returns the count of a pass of tiled attention; each tile of queries reads its keys."""
+def packed(products: int, computed: float = 1.0):
+    """Returns the count of a pass of tiled attention; each tile of queries reads its keys.
+
+    computed: of what is visited.
+    """
 
     def counted(f: Facts) -> hlo.Counted:
         T, head = f.width, f.H * f.itemsize
         streamed = math.ceil(T / TILE) * f.keys * 2 * f.K * head
         return hlo.Counted(
-            flops=2.0 * products * f.rows * T * f.keys * f.N * f.H,
+            flops=2.0 * products * f.rows * T * f.keys * computed * f.N * f.H,
             read=f.rows * (T * f.N * head * (products - 1) + streamed),
             written=f.rows * T * f.N * head,
         )
 
     return counted
+
+
+def backward(f: Facts) -> hlo.Counted:
+    """TPU's backward pass of packed attention: each tile of keys reads its queries."""
+    T, head = f.width, f.H * f.itemsize
+    streamed = math.ceil(T / FETCHED) * f.keys * 2 * f.N * head
+    return hlo.Counted(
+        flops=2.0 * 5 * f.rows * T * f.keys * COMPUTED * f.N * f.H,
+        read=f.rows * (3 * T * f.K * head + streamed),
+        written=f.rows * T * (f.N * head + 2 * 4 * f.K * f.H),
+    )
+
+
+def experts(f: Facts) -> hlo.Counted:
+    """A product of jax's GPU kernel: rows that chose one of all experts, by its matrix."""
+    choices = f.windows * f.width * f.X
+    return hlo.Counted(
+        flops=2.0 * choices * f.D * f.I,
+        read=(f.E * f.D * f.I + choices * f.D) * f.itemsize,
+        written=choices * f.I * f.itemsize,
+    )
 
 
 # Name in the program's text (TPU's, then GPU's): Facts -> Counted of one call.
@@ -123,9 +155,12 @@ KERNELS = {
     **dict.fromkeys(("draw_kernel", "token_draw"), of_head(1)),
     **dict.fromkeys(("pick_kernel", "behind_kernel", "token_logprob"), of_head(1)),
     **dict.fromkeys(("dx_kernel", "dhead_kernel"), of_head(2)),
-    **dict.fromkeys(("forward_kernel", "attention"), packed(2)),
-    **dict.fromkeys(("dq_kernel", "attention_dq"), packed(3)),
-    **dict.fromkeys(("dkv_kernel", "attention_dkv"), packed(4)),
+    "forward_kernel": packed(2, COMPUTED),
+    "backward_kernel": backward,
+    "attention": packed(2),
+    "attention_dq": packed(3),
+    "attention_dkv": packed(4),
+    "body": experts,  # jax's own ragged_dot_mgpu names its kernel so
 }
 
 

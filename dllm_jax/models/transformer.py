@@ -345,7 +345,8 @@ def planned(mask: Mask | Window, cfg: ModelConfig):
     That is where the keys are the queries' own: of a Window, if it is a canvas.
     """
     if not isinstance(mask, Window):
-        return pallas_kernels.planned(mask, cfg.head_dim, implementation=cfg.kernels)
+        sizes = cfg.heads // cfg.kv_heads, cfg.head_dim
+        return pallas_kernels.planned(mask, *sizes, implementation=cfg.kernels)
     return mask if mask.own is None else mask.replace(own=planned(mask.own, cfg))
 
 

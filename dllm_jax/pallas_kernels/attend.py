@@ -46,15 +46,16 @@ def attention(
     return flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask)
 
 
-def planned(mask, H: int, implementation="auto"):
+def planned(mask, G: int, H: int, implementation="auto"):
     """Returns the mask with what a kernel of `attention` has to know of its ranges.
 
     Found once, for the attention of many layers without cached keys, whose heads are of
-    size H: inside a loop over layers it would be found again in each.
+    size H, G of queries to one of keys: inside a loop over layers it would be found again in
+    each.
     """
     T, S = mask.q_end_BT.shape[1], mask.k_pos_BS.shape[1]
     module = kernel("attention", implementation, H, max(T, S)) if T > FEW else None
-    return mask if module is None else mask.replace(tiles=module.plan(mask))
+    return mask if module is None else mask.replace(tiles=module.plan(mask, G, H))
 
 
 def flash_few(module, interpret, q_BTNH, k_BSKH, v_BSKH, mask):

@@ -9,7 +9,8 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
             -> (out_BTNH in q's dtype, lse_BNT f32: the log of each query's sum)
         backward(q_BTNH, k_BSKH, v_BSKH, mask, out_BTNH, lse_BNT, dout_BTNH, *, interpret)
             -> (dq_BTNH, dk_BSKH, dv_BSKH), each in its input's dtype
-        plan(mask) -> a tree of arrays [B, ...]: what both may find in mask.tiles, or None
+        plan(mask, G, H) -> a tree of arrays [B, ...]: what both may find in mask.tiles, or
+            None; G: query heads of a key head
         A query that sees nothing gets zero, and gives no gradient: its lse is 1e30.
         (`reference` gives it a mean of all values; nobody may read either.)
     paged_attention
@@ -69,6 +70,7 @@ KERNELS = {
     ("attention", "tpu"): "tpu.attention",
     ("cache_update", "tpu"): "tpu.cache_update",
     ("grouped_matmul", "any"): "tiled_matmul",
+    ("grouped_matmul", "gpu"): "gpu.grouped_matmul",
     ("grouped_matmul", "tpu"): "tpu.grouped_matmul",
     ("paged_attention", "any"): "held_pages",
     ("paged_attention", "gpu"): "gpu.paged_attention",

@@ -50,7 +50,7 @@ def joined(x_iKfH, like_BTNH, t: int):
     return x_BTNH[:, :T].astype(like_BTNH.dtype)
 
 
-def plan(mask):
+def plan(mask, *_):
     """Returns `tiles.schedule` of the mask: the tiles of keys that each of queries visits."""
     t = choice.tile()
     return tiles.schedule(tiles.kinds(*tiles.mask_arrays(mask, t, t), t, t))

@@ -92,16 +92,16 @@ def schedule(kinds_Bij):
     return (2 * order_Bij + all_seen_Bij).astype(jnp.int32), count_Bi
 
 
-# What is done at a step of `walk`, in its lowest bits; then tile j, then tile i.
-ALL_SEEN, VISITS, BEGINS, ENDS = 1, 2, 4, 8
-J_BIT, I_BIT = 4, 18
+# What is done at a step of `walk`, in its lowest bits; then its kind, tile j, and tile i.
+BEGINS, ENDS = 1, 2
+KIND_BIT, J_BIT, I_BIT = 2, 10, 20
 
 
 def walk(kinds_Bij):
     """Returns (step_Bv, count_B): a row's visits in one line, those of a tile of i together.
 
-    A step is its tiles and bits: VISITS, with ALL_SEEN if all of the tile is
-    seen; BEGINS and ENDS at the first and the last step of a tile of i. One that visits
+    kinds_Bij: less than 256, and 0 where nothing is visited. A step is its tiles, its kind
+    and bits: BEGINS and ENDS at the first and the last step of a tile of i. One that visits
     nothing has one step all the same. The first `count` steps count, the rest have the last
     one's tiles and no bit. Raises ValueError where a side has too many tiles.
     """
@@ -115,14 +115,12 @@ def walk(kinds_Bij):
     there_Bij = visits_Bij | (first_Bij & ~visits_Bij.any(axis=2, keepdims=True))
     rank_Bij = jnp.cumsum(there_Bij, axis=2)
     bits = (
-        (kinds_Bij == 2, ALL_SEEN),
-        (visits_Bij, VISITS),
         (rank_Bij == 1, BEGINS),
         (rank_Bij == rank_Bij[..., -1:], ENDS),
     )
     i_i1, j_1j = jnp.arange(tiles_of_i)[:, None], jnp.arange(tiles_of_j)[None]
-    place_1ij = ((i_i1 << I_BIT) | (j_1j << J_BIT))[None]
-    code_Bij = sum((jnp.where(is_Bij, bit, 0) for is_Bij, bit in bits), place_1ij)
+    code_Bij = ((i_i1 << I_BIT) | (j_1j << J_BIT))[None] | (kinds_Bij << KIND_BIT)
+    code_Bij = sum((jnp.where(is_Bij, bit, 0) for is_Bij, bit in bits), code_Bij)
     order_Bv = jnp.argsort(~there_Bij.reshape(B, -1), axis=1, stable=True)
     count_B = jnp.sum(there_Bij, axis=(1, 2), dtype=jnp.int32)
     number_1v = jnp.arange(order_Bv.shape[1])[None]

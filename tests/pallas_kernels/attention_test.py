@@ -26,7 +26,8 @@ LEN = jnp.array([T, 37])
 def small_tiles(monkeypatch):
     """Several tiles in each direction, the last ones partly padding."""
     monkeypatch.setattr(tpu_attention, "TILE_T", 128)
-    monkeypatch.setattr(tpu_attention, "TILE_S", 128)
+    monkeypatch.setattr(tpu_attention, "TILE_S", 256)
+    monkeypatch.setattr(tpu_attention, "PART", 128)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -95,8 +96,11 @@ KINDS = [
 
 @pytest.mark.parametrize("implementation, N, K, H", KINDS[:-1])
 def test_the_kernel_is_the_specification_under_every_mask(
-    implementation, N, K, H, capfd
+    implementation, N, K, H, capfd, monkeypatch
 ):
+    if H > 64:  # a TPU's gradients in two shares of the queries, and not in one
+        monkeypatch.setattr(tpu_attention, "GRADIENT", 1)
+        assert len(tpu_attention.plan(MASKS["packed"], N // K, H)[1]) == 2
     kernel = functools.partial(
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
@@ -158,7 +162,7 @@ def test_on_a_mesh(implementation, sizes):
         pallas_kernels.attention, implementation=implementation, interpret=True
     )
     want = SPECIFIED(q, k, v, seen, q)
-    planned = pallas_kernels.planned(seen, H, implementation)
+    planned = pallas_kernels.planned(seen, 2, H, implementation)
     assert planned.tiles is not None
     with jax.set_mesh(mesh):
         found = jax.jit(functools.partial(with_gradients, kernel))(q, k, v, planned, q)
@@ -173,7 +177,7 @@ def test_gpu_kernels_are_split_over_a_mesh():
     q, k = (jax.ShapeDtypeStruct((4, T, n, H), jnp.bfloat16) for n in (4, 2))
     seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, T), x.dtype), packed())
     kernel = functools.partial(pallas_kernels.attention, implementation="gpu")
-    plan = functools.partial(pallas_kernels.planned, H=H, implementation="gpu")
+    plan = functools.partial(pallas_kernels.planned, G=2, H=H, implementation="gpu")
     seen = jax.eval_shape(plan, seen)
     with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, model=2)):
         run = functools.partial(with_gradients, kernel)
@@ -256,31 +260,49 @@ def test_a_walk_is_one_line_of_visits():
     none = [[0] * 4] * 3
     step, count = tiles.walk(jnp.array([some, none]))
     assert count.tolist() == [7, 3] and step.shape == (2, 12)
+    begins, ends = tiles.BEGINS, tiles.ENDS
     steps = [
-        [(*map(int, tiles.place(x)), int(x) % (1 << tiles.J_BIT)) for x in row]
+        [
+            (*map(int, tiles.place(x)), *divmod(int(x) % (1 << tiles.J_BIT), 4))
+            for x in row
+        ]
         for row in step
     ]
-    visits, seen = tiles.VISITS, tiles.VISITS | tiles.ALL_SEEN
-    begins, ends = tiles.BEGINS, tiles.ENDS
-    assert steps[0][:3] == [(0, 1, seen | begins), (0, 3, visits | ends)] + [
-        (1, 0, begins | ends)
+    assert steps[0][:3] == [
+        (0, 1, 2, begins),
+        (0, 3, 1, ends),
+        (1, 0, 0, begins | ends),
     ]
     assert steps[0][3:7] == [
-        *((2, 0, visits | begins), (2, 1, visits)),
-        *((2, 2, visits), (2, 3, seen | ends)),
+        *((2, 0, 1, begins), (2, 1, 1, 0), (2, 2, 1, 0), (2, 3, 2, ends))
     ]
-    assert steps[0][7:] == [(2, 3, 0)] * 5  # the last one's tiles: nothing is fetched
-    assert steps[1] == [(i, 0, begins | ends) for i in range(3)] + [(2, 0, 0)] * 9
+    assert (
+        steps[0][7:] == [(2, 3, 0, 0)] * 5
+    )  # the last one's tiles: nothing is fetched
+    assert steps[1] == [(i, 0, 0, begins | ends) for i in range(3)] + [(2, 0, 0, 0)] * 9
 
 
 def test_a_walk_through_too_many_tiles_is_refused():
-    kinds = jax.ShapeDtypeStruct((1, 2, 1 << 15), jnp.int32)
-    with pytest.raises(ValueError, match="2 x 32768 tiles: shorter rows"):
+    kinds = jax.ShapeDtypeStruct((1, 2, 1 << 11), jnp.int32)
+    with pytest.raises(ValueError, match="2 x 2048 tiles: shorter rows"):
         jax.eval_shape(tiles.walk, kinds)
 
 
-def test_the_grid_has_a_step_for_each_visit_and_no_more():
+def test_the_grid_has_a_step_for_each_visit_and_no_more(monkeypatch):
     """A causal mask visits half of the tiles: so many steps there are, not all tiles'."""
-    pos_1T = jnp.arange(4 * tpu_attention.TILE_T)[None]
-    (_, of_queries), (_, of_keys) = tpu_attention.plan(mask.ranged(pos_1T + 1, pos_1T))
-    assert of_queries.tolist() == of_keys.tolist() == [1 + 2 + 3 + 4]
+    pos_1T = jnp.arange(8 * tpu_attention.TILE_T)[None]
+    seen = mask.ranged(pos_1T + 1, pos_1T)
+    (_, of_queries), ((_, of_keys),) = tpu_attention.plan(seen, 2, H)
+    assert of_queries.tolist() == of_keys.tolist() == [2 * (1 + 2 + 3 + 4)]
+    # Half of a row's gradients have room: its second half of keys sees nothing of the first.
+    monkeypatch.setattr(tpu_attention, "GRADIENT", 4 * 2 * H * pos_1T.size // 2)
+    _, shares = tpu_attention.plan(seen, 2, H)
+    assert [count.tolist() for _, count in shares] == [[4 + 2 + 1 + 1], [4 + 4 + 4 + 2]]
+
+
+def test_what_is_computed_is_the_seen_parts_of_what_is_fetched():
+    """Under a causal mask the last tile of a line has a part that nobody sees, or one cut."""
+    pos_1T = jnp.arange(2 * tpu_attention.TILE_T)[None]
+    (step_1v, _), _ = tpu_attention.plan(mask.ranged(pos_1T + 1, pos_1T), 2, H)
+    kinds = (step_1v[0] >> tiles.KIND_BIT) & 0xFF
+    assert kinds.tolist() == [1, 2 + (1 << 2)]

@@ -1,11 +1,14 @@
 """The grouped matmul: rows of ragged groups, forward and backward."""
 
+import functools
+
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax import pallas_kernels
 from dllm_jax.pallas_kernels import reference
@@ -50,6 +53,37 @@ def test_ragged_groups(implementation, sizes):
         np.testing.assert_allclose(found, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [[70, 0, 41], [0, 0, 0]])
+def test_jaxs_gpu_kernel_interpreted(sizes):
+    """Tiles of 64 rows: of two groups, of none, and rows behind the last group."""
+    rng = np.random.default_rng(1)
+    x, w, dy = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+        for shape in ((120, 64), (3, 64, 128), (120, 128))
+    )
+    how = functools.partial(pallas_kernels.grouped_matmul, sizes_E=jnp.array(sizes))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        out, pull = jax.vjp(functools.partial(how, implementation="gpu"), x, w)
+        found = out, *pull(dy)
+    exact = [z.astype(jnp.float32) for z in (x, w, dy)]
+    out, pull = jax.vjp(functools.partial(how, implementation="reference"), *exact[:2])
+    for z, want in zip(found, (out, *pull(exact[2])), strict=True):
+        assert z.dtype == jnp.bfloat16
+        np.testing.assert_allclose(z.astype(jnp.float32), want, atol=0.2, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype, width", [("bfloat16", 96), ("float32", 128)])
+def test_a_matrix_that_jaxs_gpu_kernel_cannot_take_goes_by_tiles(dtype, width):
+    x, w, s = (
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in (((8, 64), dtype), ((2, 64, width), dtype), ((2,), "int32"))
+    )
+    run = functools.partial(pallas_kernels.grouped_matmul, implementation="gpu")
+    assert "wgmma" not in str(jax.make_jaxpr(run)(x, w, s))
+    whole = w.update(shape=(2, 64, 128), dtype="bfloat16")
+    assert "wgmma" in str(jax.make_jaxpr(run)(x.update(dtype="bfloat16"), whole, s))
+
+
 def test_the_specification_by_hand():
     sizes = [3, 0, 20, 1, 9]
     found = reference.grouped_matmul(X, W, jnp.asarray(sizes))
@@ -74,5 +108,5 @@ def test_a_layer_of_a_stack_is_named_by_its_number(implementation):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="implementation='gpu' does not exist"):
-        pallas_kernels.grouped_matmul(X, W, jnp.ones(E, int), implementation="gpu")
+    with pytest.raises(ValueError, match="implementation='cuda' does not exist"):
+        pallas_kernels.grouped_matmul(X, W, jnp.ones(E, int), implementation="cuda")

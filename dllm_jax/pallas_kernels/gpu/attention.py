@@ -3,7 +3,7 @@
 Forward and backward of FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608). A block
 of three warpgroups keeps a tile of one side, the resident one: two warpgroups compute, 64
 rows of it each, while the third copies the tiles of the other side, the streamed one, that
-`tiles.schedule` names, through a ring of buffers. Scores are in base 2, so that an
+`tiles.schedule` names, and what the mask is made of there, through a ring of buffers. Scores are in base 2, so that an
 exponential is one instruction. A tile of scores has rows of the resident side (axis 0) and
 columns of the streamed one (axis 1): the queries are axis 0 of the forward pass and of dq,
 and axis 1 of dk and dv.
@@ -235,6 +235,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
         out_refs,
         resident_smem,
         streamed_smem,
+        lines_smem,
         arrived,
         ready,
         free,
@@ -261,35 +262,40 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
                 plgpu.copy_gmem_to_smem(source, buffer.at[wg], arrived.at[wg])
             plgpu.barrier_wait(arrived.at[wg])
 
+            def load(ref, axis):
+                return plgpu.load(ref, layout=ALONG[axis], optimized=False)
+
+            here = pl.ds(row, ROWS)
+            held = [load(x.at[b, here], 0) for x in masks[q_axis]]
+            values = [load(x.at[b, h, here], 0) for x in vectors if q_axis == 0]
+            masked = len(
+                masks[1 - q_axis]
+            )  # lines of the mask; behind them the vectors
+
             def compute(n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
-                column, head, all_seen = visited(n)
-                place = (row, ROWS), (column, tile)  # of axis 0, of axis 1
-
-                def load(ref, axis, *index):
-                    ref = ref.at[*index, pl.ds(*place[axis])]
-                    return plgpu.load(ref, layout=ALONG[axis], optimized=False)
+                _, _, all_seen = visited(n)
+                plgpu.barrier_wait(ready.at[slot])
 
                 def hide(score_rc):
-                    begin, end, q_group, pos, k_group = (
-                        wide(load(ref, axis, b), axis, score_rc)
-                        for axis, refs in zip((q_axis, 1 - q_axis), masks, strict=True)
-                        for ref in refs
-                    )
+                    lines = [load(x.at[slot], 1) for x in lines_smem[:masked]]
+                    of_q, of_k = (held, lines) if q_axis == 0 else (lines, held)
+                    begin, end, q_group = (wide(x, q_axis, score_rc) for x in of_q)
+                    pos, k_group = (wide(x, 1 - q_axis, score_rc) for x in of_k)
                     sees_rc = ((pos >= begin) & (pos < end)) | (k_group == q_group)
                     return jnp.where(sees_rc, score_rc, NEVER)
 
                 def mask(score_rc):
                     return lax.cond(all_seen, lambda score_rc: score_rc, hide, score_rc)
 
-                q_head = h if q_axis == 0 else head
-                plgpu.barrier_wait(ready.at[slot])
                 sides = (
                     [x.at[wg] for x in resident_smem],
                     [x.at[slot] for x in streamed_smem],
                 )
-                values = [load(x, q_axis, b, q_head) for x in vectors]
-                carry = kind.step(carry, *sides, mask, values, scale, interpret)
+                lines = [load(x.at[slot], 1) for x in lines_smem[masked:]]
+                carry = kind.step(
+                    carry, *sides, mask, values or lines, scale, interpret
+                )
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
@@ -316,8 +322,12 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
 
             def fetch(n, slot):
                 column, head, _ = visited(n)
-                for x_ref, buffer in zip(streamed, streamed_smem, strict=True):
-                    source = x_ref.at[b, pl.ds(column, tile), head]
+                here = pl.ds(column, tile)
+                sources = [x.at[b, here, head] for x in streamed]
+                sources += [x.at[b, here] for x in masks[1 - q_axis]]
+                sources += [x.at[b, head, here] for x in vectors if q_axis == 1]
+                buffers = *streamed_smem, *lines_smem
+                for source, buffer in zip(sources, buffers, strict=True):
                     plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
             feed(fetch, steps, free, BUFFERS)
@@ -325,11 +335,13 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
     out_type = [jax.ShapeDtypeStruct(resident[0].shape, dtype)] * kind.results
     if kind is FORWARD:
         out_type.append(jax.ShapeDtypeStruct((B, heads, rows), jnp.float32))
+    lines = [*masks[1 - q_axis], *(vectors if q_axis == 1 else ())]
     scratch = [
         [shared(dtype, 2, ROWS, H) for _ in resident],
         [shared(dtype, BUFFERS, tile, H) for _ in streamed],
+        [plgpu.SMEM((BUFFERS, tile), x.dtype) for x in lines],
         plgpu.Barrier(num_arrivals=len(resident), num_barriers=2),
-        plgpu.Barrier(num_arrivals=len(streamed), num_barriers=BUFFERS),
+        plgpu.Barrier(num_arrivals=len(streamed) + len(lines), num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
     ]
     grid = {"head": heads, "tile": rows // RESIDENT, "row": B}
@@ -350,7 +362,7 @@ def schedule_of(kind: Pass, masks):
     return tiles.schedule(kinds_Bij.swapaxes(1, 2))
 
 
-def plan(mask):
+def plan(mask, *_):
     """Returns the schedule of each pass, by its place."""
     masks = tiles.mask_arrays(mask, RESIDENT, RESIDENT)
     passes = FORWARD, GRADIENT_Q, GRADIENT_KV

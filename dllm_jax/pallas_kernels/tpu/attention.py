@@ -4,11 +4,15 @@ Forward and backward of FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2),
 tiles of scores held as [keys, queries]: a query's running maximum and sum are then rows,
 their reductions run over sublanes, and every product is one that the matrix unit takes
 without a transposition. The G query heads of a key head share its tiles and their mask.
-A kernel sums for a tile of one side over those of the other: a step of its grid is one
-visit, in the order of `tiles.walk`, so that a tile with few visits waits for none with many.
+A step of the grid is one visit of a tile of queries to one of keys, in the order of
+`tiles.walk`, so that a tile with few visits waits for none with many. What it fetches are
+many keys; what it computes are those quarters of them of which anything is seen. The backward pass goes through
+the keys' tiles once, and keeps the gradient of all queries in fast memory meanwhile: the
+scores are computed once, for five products and not seven.
 
-Letters: t queries of one tile, s keys of it, i tiles of the side summed for, j others, v
-visits of a row.
+Letters: t queries of one tile, s keys of what is computed together, c keys of one tile
+that is fetched, n those parts of it, i tiles of the side summed for, j others, v visits of
+a row.
 """
 
 import jax
@@ -19,7 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 from dllm_jax.pallas_kernels import tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 
-TILE_T, TILE_S = 256, 512
+TILE_T, TILE_S = 256, 1024  # queries, keys
+PART = 256  # keys that are computed together
+GRADIENT = (
+    2**24
+)  # bytes of the queries' gradient in fast memory, of which there are two
+VMEM = 2**26
 LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
@@ -41,20 +50,27 @@ def at(step_ref, bit: int):
 
 
 def visited(body, step_ref, q_mask_ref, k_mask_ref):
-    """Runs body(sees_st) if this step of the grid visits a tile; None: all are seen."""
-    seen = step_ref[pl.program_id(0), pl.program_id(2)] & (
-        tiles.VISITS | tiles.ALL_SEEN
-    )
+    """Runs body(keys, sees_st) for what this step of the grid visits; None: all are seen.
 
-    @pl.when(seen == tiles.VISITS | tiles.ALL_SEEN)
-    def _():
-        body(None)
+    keys: a slice of the tile, one part of it.
+    """
+    step = step_ref[pl.program_id(0), pl.program_id(2)]
 
-    @pl.when(seen == tiles.VISITS)
-    def _():
-        begin_1t, end_1t, group_1t = (q_mask_ref[0, n : n + 1] for n in range(3))
-        pos_s1, group_s1 = k_mask_ref[0, :, 0:1], k_mask_ref[0, :, 1:2]
-        body(((pos_s1 >= begin_1t) & (pos_s1 < end_1t)) | (group_s1 == group_1t))
+    @pl.loop(0, k_mask_ref.shape[1] // PART)
+    def _(n):
+        kind = (step >> (tiles.KIND_BIT + 2 * n)) & 3
+        keys = pl.ds(pl.multiple_of(n * PART, PART), PART)
+
+        @pl.when(kind == 2)
+        def _():
+            body(keys, None)
+
+        @pl.when(kind == 1)
+        def _():
+            begin_1t, end_1t, group_1t = (q_mask_ref[0, x : x + 1] for x in range(3))
+            pos_s1, group_s1 = k_mask_ref[0, keys, 0:1], k_mask_ref[0, keys, 1:2]
+            sees_st = (pos_s1 >= begin_1t) & (pos_s1 < end_1t)
+            body(keys, sees_st | (group_s1 == group_1t))
 
 
 def forward_kernel(
@@ -78,16 +94,16 @@ def forward_kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def body(sees_st):
+    def body(keys, sees_st):
         for g in range(q_ref.shape[2]):
             row = slice(g, g + 1)
-            score_st = score(q_ref[0, 0, g], k_ref[0, 0], sees_st)
+            score_st = score(q_ref[0, 0, g], k_ref[0, 0, keys], sees_st)
             max_1t = jnp.maximum(max_ref[row], score_st.max(axis=0, keepdims=True))
             prob_st = jnp.exp(score_st - max_1t)
             fade_1t = jnp.exp(max_ref[row] - max_1t)
             max_ref[row] = max_1t
             sum_ref[row] = sum_ref[row] * fade_1t + prob_st.sum(axis=0, keepdims=True)
-            v_Hs = v_ref[0, 0]
+            v_Hs = v_ref[0, 0, :, keys]
             acc_ref[g] = acc_ref[g] * fade_1t + dot(v_Hs, prob_st.astype(v_Hs.dtype))
 
     visited(body, step_ref, q_mask_ref, k_mask_ref)
@@ -102,16 +118,7 @@ def forward_kernel(
             out_ref[0, 0, g] = (acc_ref[g] * share_Gt[g : g + 1]).astype(out_ref.dtype)
 
 
-def score_gradient(g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref):
-    """Returns (probabilities, gradient of the scores), each [s, t], f32."""
-    row = slice(g, g + 1)
-    score_st = score(q_ref[0, 0, g], k_ref[0, 0], sees_st)
-    prob_st = jnp.exp(score_st - lse_ref[0, 0, row])
-    dprob_st = dot(v_ref[0, 0], dout_ref[0, 0, g])
-    return prob_st, prob_st * (dprob_st - delta_ref[0, 0, row])
-
-
-def dq_kernel(
+def backward_kernel(
     step_ref,
     q_ref,
     k_ref,
@@ -121,81 +128,62 @@ def dq_kernel(
     delta_ref,
     q_mask_ref,
     k_mask_ref,
-    k_Hs_ref,
+    k_Hc_ref,
     dq_ref,
-    acc_ref,
-):
-    """Sums the gradient of a tile of queries over the tiles of keys that it visits."""
-
-    @at(step_ref, tiles.BEGINS)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    def body(sees_st):
-        for g in range(q_ref.shape[2]):
-            _, dscore_st = score_gradient(
-                g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
-            )
-            acc_ref[g] += dot(k_Hs_ref[0, 0], dscore_st.astype(k_Hs_ref.dtype))
-
-    visited(body, step_ref, q_mask_ref, k_mask_ref)
-
-    @at(step_ref, tiles.ENDS)
-    def _():
-        dq_ref[0, 0] = acc_ref[...].astype(dq_ref.dtype)
-
-
-def dkv_kernel(
-    step_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse_ref,
-    delta_ref,
-    q_mask_ref,
-    k_mask_ref,
     dk_ref,
     dv_ref,
-    dk_acc_ref,
-    dv_acc_ref,
+    acc_ref,
 ):
-    """Sums the gradients of a tile of keys and values over the tiles of queries."""
+    """Sums a tile of keys' gradients over the tiles of queries, and all queries' own."""
+    _, j = tiles.place(step_ref[pl.program_id(0), pl.program_id(2)])
+    t = q_ref.shape[4]
+    here = pl.ds(pl.multiple_of(j * t, t), t)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        @pl.loop(0, acc_ref.shape[0])
+        def _(g):
+            acc_ref[g] = jnp.zeros(acc_ref.shape[1:], acc_ref.dtype)
 
     @at(step_ref, tiles.BEGINS)
     def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
+        dk_ref[...] = jnp.zeros_like(dk_ref)
+        dv_ref[...] = jnp.zeros_like(dv_ref)
 
-    def body(sees_st):
+    def body(keys, sees_st):
         for g in range(q_ref.shape[2]):
             q_Ht, dout_Ht = q_ref[0, 0, g], dout_ref[0, 0, g]
-            prob_st, dscore_st = score_gradient(
-                g, sees_st, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref
-            )
-            dv_acc_ref[...] += dot(dout_Ht, prob_st.astype(dout_Ht.dtype), NT)
-            dk_acc_ref[...] += dot(q_Ht, dscore_st.astype(q_Ht.dtype), NT)
+            score_st = score(q_Ht, k_ref[0, 0, keys], sees_st)
+            prob_st = jnp.exp(score_st - lse_ref[0, 0, g : g + 1])
+            dprob_st = dot(v_ref[0, 0, keys], dout_Ht)
+            dscore_st = prob_st * (dprob_st - delta_ref[0, 0, g : g + 1])
+            dscore_st = dscore_st.astype(q_Ht.dtype)
+            dv_ref[0, 0, :, keys] += dot(dout_Ht, prob_st.astype(q_Ht.dtype), NT)
+            dk_ref[0, 0, :, keys] += dot(q_Ht, dscore_st, NT)
+            acc_ref[g, :, here] += dot(k_Hc_ref[0, 0, :, keys], dscore_st)
 
     visited(body, step_ref, q_mask_ref, k_mask_ref)
 
-    @at(step_ref, tiles.ENDS)
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _():
-        dk_ref[0, 0] = dk_acc_ref[...].astype(dk_ref.dtype)
-        dv_ref[0, 0] = dv_acc_ref[...].astype(dv_ref.dtype)
+        @pl.loop(0, acc_ref.shape[0])
+        def _(g):
+            dq_ref[0, 0, g] = acc_ref[g].astype(dq_ref.dtype)
 
 
 def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
     """Runs a kernel over (row, key head, visit of a tile of one side to one of the other).
 
-    inputs: (dimension letters, array) pairs; outputs: letters; scratch: letters. schedule:
-    of `plan`, for this side. tile: how much of a letter is a tile, the letter whose tiles
-    are visited being last.
+    inputs: (dimension letters, array) pairs; outputs: (letters, dtype) pairs, of which "Q" is
+    T, whole; scratch: letters. schedule: of `plan`, for this side. tile: how much of a
+    letter is a tile, the letter whose tiles are visited being last.
     """
     major, minor = tile
     step_Bv, count_B = schedule
     extent = {}
     for dims, x in inputs:
         extent |= dict(zip(dims, x.shape, strict=True))
+    extent["Q"] = extent["T"]
 
     def spec(dims):
         def index_map(b, k, n, step_ref):
@@ -206,8 +194,7 @@ def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
         share = extent | {"B": 1, "K": 1} | tile
         return pl.BlockSpec([share[letter] for letter in dims], index_map)
 
-    def output(dims):
-        dtype = inputs[0][1].dtype if "H" in dims else jnp.float32
+    def output(dims, dtype):
         return jax.ShapeDtypeStruct([extent[letter] for letter in dims], dtype)
 
     def buffer(dims):
@@ -216,16 +203,17 @@ def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
 
     return pl.pallas_call(
         kernel,
-        out_shape=[output(dims) for dims in outputs],
+        out_shape=[output(*of_one) for of_one in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(extent["B"], extent["K"], count_B.max()),
             in_specs=[spec(dims) for dims, _ in inputs],
-            out_specs=[spec(dims) for dims in outputs],
+            out_specs=[spec(dims) for dims, _ in outputs],
             scratch_shapes=[buffer(dims) for dims in scratch],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM,
         ),
         interpret=interpret,
         name=kernel.__name__,
@@ -235,14 +223,34 @@ def launch(kernel, inputs, outputs, scratch, schedule, tile, interpret):
 def tile_sizes(mask) -> tuple[int, int]:
     """Returns how many queries and how many keys a tile has."""
     T, S = mask.q_end_BT.shape[1], mask.k_pos_BS.shape[1]
-    return tiles.fit(TILE_T, T), tiles.fit(TILE_S, S)
+    return tiles.fit(TILE_T, T), tiles.fit(TILE_S, S, PART)
 
 
-def plan(mask):
-    """Returns `tiles.walk` of the tiles of queries, and of those of keys."""
+def shares(G: int, H: int, T: int, t: int) -> list[slice]:
+    """Returns the queries in shares whose gradients have room in fast memory, whole tiles."""
+    size = max(GRADIENT // (4 * G * H * t), 1) * t
+    return [slice(first, first + size) for first in range(0, T, size)]
+
+
+def of_share(dims: str, x, share: slice):
+    """Returns an array's part that is of a share's queries, or of all of them."""
+    return x[(*[slice(None)] * dims.index("T"), share)] if "T" in dims else x
+
+
+def plan(mask, G: int, H: int):
+    """Returns `tiles.walk` of the tiles of queries, and for each of `shares` of the keys'.
+
+    A tile's kind has two bits for each of its parts: `tiles.kinds` of that.
+    """
     t, s = tile_sizes(mask)
-    kinds_Bij = tiles.kinds(*tiles.mask_arrays(mask, t, s), t, s)
-    return tiles.walk(kinds_Bij), tiles.walk(kinds_Bij.swapaxes(1, 2))
+    q_arrays, k_arrays = tiles.mask_arrays(mask, t, s)
+    kinds_Bin = tiles.kinds(q_arrays, k_arrays, t, PART)
+    kinds_Bijn = kinds_Bin.reshape(*kinds_Bin.shape[:2], -1, s // PART)
+    kinds_Bij = kinds_Bijn @ 4 ** jnp.arange(s // PART)
+    return tiles.walk(kinds_Bij), [
+        tiles.walk(kinds_Bij[:, share.start // t : share.stop // t].swapaxes(1, 2))
+        for share in shares(G, H, q_arrays[0].shape[1], t)
+    ]
 
 
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
@@ -260,7 +268,7 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
         jnp.moveaxis(k_BSKH, 1, 2),
         jnp.moveaxis(v_BSKH, 1, 2),
         [("B3T", jnp.stack(q_mask, axis=1)), ("BS2", jnp.stack(k_mask, axis=2))],
-        mask.tiles or plan(mask),
+        mask.tiles or plan(mask, q_BTNH.shape[2] // K, H),
         {"T": t, "S": s},
     )
 
@@ -286,7 +294,7 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     out_BKGHT, lse_BKGT = launch(
         forward_kernel,
         [("BKGHT", q_BKGHT), ("BKSH", k_BKSH), ("BKHS", v_BKSH.swapaxes(2, 3)), *masks],
-        outputs=["BKGHT", "BKGT"],
+        outputs=[("BKGHT", q_BTNH.dtype), ("BKGT", jnp.float32)],
         scratch=["GT", "GT", "GHT"],
         schedule=schedules[0],
         tile=tile,
@@ -303,7 +311,6 @@ def backward(
     q_BKGHT, k_BKSH, v_BKSH, masks, schedules, tile = arranged(
         q_BTNH, k_BSKH, v_BSKH, mask
     )
-    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     dout_BKGHT, out_BKGHT = (
         queries(x_BTNH, k_BSKH.shape[2], tile["T"]) for x_BTNH in (dout_BTNH, out_BTNH)
     )
@@ -317,24 +324,24 @@ def backward(
         ("BKGT", lse_BNT.reshape(delta_BKGT.shape)),
         ("BKGT", delta_BKGT),
         *masks,
+        ("BKHS", k_BKSH.swapaxes(2, 3)),
     ]
-    (dq_BKGHT,) = launch(
-        dq_kernel,
-        [*inputs, ("BKHS", k_BKSH.swapaxes(2, 3))],
-        outputs=["BKGHT"],
-        scratch=["GHT"],
-        schedule=schedules[0],
-        tile=tile,
-        interpret=interpret,
-    )
-    gradients = launch(
-        dkv_kernel,
-        inputs,
-        outputs=["BKHS", "BKHS"],
-        scratch=["HS", "HS"],
-        schedule=schedules[1],
-        tile=dict(reversed(tile.items())),
-        interpret=interpret,
-    )
-    dk_BSKH, dv_BSKH = (jnp.moveaxis(x_BKHS[..., :S], 3, 1) for x_BKHS in gradients)
-    return positions(dq_BKGHT, T) * H**-0.5, dk_BSKH, dv_BSKH
+
+    of_keys = "BKHS", jnp.float32  # summed over the shares
+    gradients = [
+        launch(
+            backward_kernel,
+            [(dims, of_share(dims, x, share)) for dims, x in inputs],
+            outputs=[("BKGHQ", q_BTNH.dtype), of_keys, of_keys],
+            scratch=["GHQ"],
+            schedule=schedule,
+            tile=dict(reversed(tile.items())),
+            interpret=interpret,
+        )
+        for share, schedule in zip(shares(*q_BKGHT.shape[2:], tile["T"]), schedules[1])
+    ]
+    dq_BKGHT, *dkv = zip(*gradients, strict=True)
+    H, S = k_BKSH.shape[3], k_BSKH.shape[1]
+    dq_BTNH = positions(jnp.concatenate(dq_BKGHT, axis=4), q_BTNH.shape[1]) * H**-0.5
+    dk_BSKH, dv_BSKH = (jnp.moveaxis(sum(x)[..., :S], 3, 1) for x in dkv)
+    return tuple(x.astype(q_BTNH.dtype) for x in (dq_BTNH, dk_BSKH, dv_BSKH))
