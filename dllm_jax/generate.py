@@ -70,20 +70,12 @@ IMAGE = "what the prompt is about, for a model that looks; may be given again"
 OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
 DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
-# A flag of former times: the key that took its place.
+# A flag that there is not, of former times or never: the key that is meant.
 MOVED = {
-    "tempered-threshold": "sampler.tempered_threshold",
-    "entropy-bound": "sampler.entropy_bound",
-    "target": "sampler.target",
-    "rank-temperature": "sampler.rank_temperature",
-    "pad-penalty": "sampler.pad_penalty",
-    "horizon": "sampler.horizon",
-    "top-k": "sampler.top_k",
-    "top-p": "sampler.top_p",
-    "stop-ids": "sampler.stop_ids, which adds to the checkpoint's",
-    "kernels": "model.kernels",
-    "model-parallel": "mesh.model",
-}
+    field.name.replace("_", "-"): f"sampler.{field.name}"
+    for field in dataclasses.fields(SamplerConfig)
+} | {"kernels": "model.kernels", "model-parallel": "mesh.model"}
+MOVED["stop-ids"] += ", which adds to the checkpoint's"
 # How the keys begin that have an effect here, and those among them that have none.
 USED = ("seed", "model.", "sampler.", "mesh.", "run.compile_cache")
 UNUSED = ("model.remat", "model.lora", "model.tower", "sampler.max_prompt")
@@ -133,10 +125,10 @@ def spelled_out(argv: list[str]) -> list[str]:
             return words + argv[i:]
         name, equals, value = arg.partition("=")
         name = name.removeprefix("--") if arg.startswith("--") else ""
-        if name in MOVED:
-            raise ValueError(f"--{name} is now --config.{MOVED[name]}")
         if name in SHORT:
             arg = f"--config.{SHORT[name][0]}{equals}{value}"
+        elif name in MOVED:
+            raise ValueError(f"--{name} is now --config.{MOVED[name]}")
         words.append(arg)
     return words
 
@@ -389,8 +381,8 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
     asked = [[]] * done + prompts[done:]
     answered = stream(asked, stop=stop) if done < len(prompts) else ()
     checked = answers.checked(answered, len(prompts))
-    quiet = not sys.stderr.isatty()
-    shown = tqdm(checked, total=len(prompts), unit="prompt", disable=quiet)
+    # disable=None: where errors do not go to a terminal
+    shown = tqdm(checked, total=len(prompts), unit="prompt", disable=None)
     for i, answer in answers.in_order(shown):
         if stop():
             break
@@ -517,6 +509,10 @@ def answer(prompt: str | None, options, stop):
     codec = codes.Codec(made) if made else None
 
     # ---- The model, and a sampler as wide as they need -----------------------------------
+    # To compile for one answer takes longer than its forwards, unless these draw of more ids:
+    # 2 s of a core by a program that is made in haste, which saves several times that.
+    if prompt and cfg.max_new * cfg.block * model.vocab <= 2**25:
+        sharding.hasten()
     sharding.keep_compiled(given.run.compile_cache)
     mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)

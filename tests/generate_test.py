@@ -361,13 +361,53 @@ def test_a_config_file_may_be_named_anywhere_and_keys_go_behind_it():
     assert (options.config.sampler.rows, options.config.sampler.max_new) == (3, 32)
 
 
-@pytest.mark.parametrize(("flag", "key"), generate.MOVED.items())
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [pair for pair in generate.MOVED.items() if pair[0] not in generate.SHORT],
+)
 def test_a_flag_of_former_times_is_refused_with_its_key(flag, key):
     name = key.split(",")[0]
     assert name in config.keys(config.default().to_dict())
     for arg in (f"--{flag}", f"--{flag}=1"):
         with pytest.raises(ValueError, match=f"^--{flag} is now --config.{key}$"):
             generate.parsed(["--model=DIR", arg, "hello"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "hastens"),
+    [
+        (["1+2"], True),
+        (["1+2", "--max-new-tokens=1000000"], False),  # it draws of too many ids
+        (["--prompts=FILE"], False),
+    ],
+)
+def test_for_one_short_answer_it_compiles_in_haste(
+    flags, hastens, tmp_path, monkeypatch
+):
+    file, calls = tmp_path / "prompts.jsonl", []
+    file.write_text('{"prompt_ids": [5]}')
+    monkeypatch.setattr(sharding, "hasten", lambda: calls.append("hasten"))
+    # The backend starts at the mesh, and that is early enough.
+    monkeypatch.setattr(sharding, "make_mesh", lambda **axes: calls.append("mesh") or 0)
+    model = ROOT / "examples/arithmetic/model"
+    with pytest.raises(ValueError, match="Expected mesh"):  # 0 is none
+        generate.main(
+            [f"--model={model}", *(x.replace("FILE", str(file)) for x in flags)]
+        )
+    assert calls == ["hasten"] * hastens + ["mesh"]
+
+
+def test_haste_is_for_cpus_alone_and_flags_that_are_set_win(monkeypatch):
+    monkeypatch.setattr(sharding.util, "find_spec", lambda name: None)
+    own = "--xla_backend_optimization_level=2"
+    for plugins, flags in (((), f"{sharding.HASTE} {own}"), (("cuda",), own)):
+        monkeypatch.setenv("XLA_FLAGS", own)
+        monkeypatch.setattr(
+            sharding.metadata, "entry_points", lambda group, found=plugins: found
+        )
+        for _ in range(2):
+            sharding.hasten()
+        assert os.environ["XLA_FLAGS"] == flags
 
 
 @pytest.mark.parametrize("cache", ["block", "none", "prefix", "dual"])

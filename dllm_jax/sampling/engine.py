@@ -17,7 +17,7 @@ from dllm_jax.sampling import state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.denoise import TURN
 from dllm_jax.sampling.forwards import advance, advance_on_gpu
-from dllm_jax.sampling.rows import Rows, admit, empty, some_traces
+from dllm_jax.sampling.rows import Rows, admit, copy_pages, empty, some_traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
 
@@ -171,7 +171,10 @@ class Engine:
         changes = self.scheduler.admit()
         self.changed = changes is not None
         if self.changed:
+            copies = (changes.target_B < self.scheduler.pages_per_shard).any()
             changes = sharding.place_rows(changes, self.mesh)
+            if copies:
+                self.rows = copy_pages(self.rows, changes)
             static = {"model": self.model, "cfg": self.cfg.static}
             self.rows = admit(self.rows, changes, key, **static)
         steps, enough = self.until(watched)

@@ -76,12 +76,24 @@ def empty(changes: Changes, key, *, model, cfg, pages: int) -> Rows:
     return constrained(rows.replace(s=rows.s.replace(cache=pool)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "cfg"), donate_argnames="rows")
-def admit(rows: Rows, changes: Changes, key, *, model, cfg) -> Rows:
-    """Returns the rows with `changes`; key: the run's, a typed random key."""
+@functools.partial(jax.jit, donate_argnames="rows")
+def copy_pages(rows: Rows, changes: Changes) -> Rows:
+    """Returns the rows with the pages copied on which new rows go on: rarely is there one."""
 
     def copied(pool, source_B, target_B):
         return tuple(x.at[:, target_B].set(x[:, source_B], mode="drop") for x in pool)
+
+    pool, dims = rows.s.cache, ("LPOKH", "LPOKH")
+    arrays = (pool.k_LPOKH, pool.v_LPOKH), changes.source_B, changes.target_B
+    pool = kv.PagedKVCache(
+        *sharding.per_device(copied, (dims, "B", "B"), dims, *arrays)
+    )
+    return constrained(rows.replace(s=rows.s.replace(cache=pool)))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cfg"), donate_argnames="rows")
+def admit(rows: Rows, changes: Changes, key, *, model, cfg) -> Rows:
+    """Returns the rows with `changes` but for pages; key: the run's, a typed random key."""
 
     def merged(old, new):
         if new.ndim == 0:  # counters go on
@@ -89,18 +101,6 @@ def admit(rows: Rows, changes: Changes, key, *, model, cfg) -> Rows:
         return jnp.where(changes.here_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     pool = rows.s.cache
-    if policy.choose(cfg, model.attention).final:  # or no row shares another's pages
-        dims = ("LPOKH", "LPOKH")
-        pool = kv.PagedKVCache(
-            *sharding.per_device(
-                copied,
-                (dims, "B", "B"),
-                dims,
-                (pool.k_LPOKH, pool.v_LPOKH),
-                changes.source_B,
-                changes.target_B,
-            )
-        )
     live_B = rows.s.live_B & ~changes.gone_B
     old = rows.replace(s=rows.s.replace(cache=None, live_B=live_B))
     new = new_rows(changes, key, model=model, cfg=cfg)

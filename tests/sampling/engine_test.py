@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -296,8 +297,10 @@ def test_tables_of_prompts_end_where_prompts_do(tiny, monkeypatch):
     assert asked == {20 // 8 + 1, (20 + 52) // 8}  # of prompts, of blocks
 
 
-def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
+def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny, monkeypatch):
     model, params = tiny  # of 4 whole blocks in two pages, 3 tokens of a fifth
+    copies = mock.Mock(side_effect=engine.copy_pages)
+    monkeypatch.setattr(engine, "copy_pages", copies)
     made = Engine(model=model, cfg=CFG, mesh=ONE())
     ask(made, GROUP)
     rows = [row for _, row in made.run(params, KEY)]
@@ -313,6 +316,11 @@ def test_a_block_costs_its_steps_and_a_group_one_prompt(tiny):
     ask(alone, GROUP[:1])
     ((_, row),) = alone.run(params, KEY)
     assert int(alone.rows.forwards) == 1 + row.steps
+    # Whole pages are shared; on one that is half full who comes later goes on in a copy.
+    assert not copies.called
+    ask(made, [(index, prompt[:14], *rest) for index, prompt, *rest in GROUP])
+    assert len(list(made.run(params, KEY))) == len(GROUP)
+    assert copies.called
 
 
 def test_a_forward_copies_no_pages(tiny):
