@@ -15,7 +15,7 @@ trace, or ar for models that predict the next token. A trace is the `step_map` o
         --prompts=examples/arithmetic/train.jsonl --out=runs/arithmetic/traces.jsonl
     python -m dllm_jax.train --config=configs/sft.py:trace
 
-Presets: arithmetic (default), full, sudoku, sums, functions, pictures, codes, scenes, questions, smollm2, trace,
+Presets: arithmetic (default), full, sudoku, sums, countdown, functions, pictures, codes, scenes, questions, smollm2, trace,
 adapt; for released models, with data of your own, sdar-1.7b, sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b,
 diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, and about images llada-v-8b, mmada-8b-images; and vrpo,
 which learns from pairs of answers (dpo: on the bundled model, with data.train of your own):
@@ -67,19 +67,19 @@ def arithmetic(c):
 def full(c):
     """The bundled model learns to attend to its whole canvas, as Dream and LLaDA do.
 
-    Its weights go on, as Dream's did from next-token prediction. dLLM-RL's SFT for Dream:
-    blocks one after the other, all later ones masked.
+    Its weights go on, as Dream's did from next-token prediction. Masks are LLaDA's: a rate
+    for the whole answer, of which each example shows one canvas.
     """
     arithmetic(c)
     c.model.update(path="examples/arithmetic/model", attention="full")
     c.data.post_num = 8  # an answer may end anywhere in its block
     c.sampler.update(block=8, cache="none")
     c.batch.update(rows=16, tokens=192)  # four canvases of 48 in a row
-    c.sft.examples = 16
-    c.noise.kind = "semi_ar"
-    c.policy_optim.lr = 1e-3
-    c.eval.problems = 128
-    c.run.folder = "runs/arithmetic/full/sft"
+    c.noise.update(rate="scope", lower=0.05)
+    c.sft.steps = 400
+    c.policy_optim.update(lr=1e-3, horizon=400)
+    c.eval.update(every=50, problems=128)
+    c.run.update(folder="runs/arithmetic/full/sft", save_every=50)
 
 
 def sudoku(c):
@@ -114,6 +114,22 @@ def sums(c):
     c.policy_optim.update(lr=1e-3, horizon=400)
     c.eval.update(every=40, problems=128)
     c.run.update(folder="runs/sums/sft", save_every=40)
+
+
+def countdown(c):
+    """The bundled arithmetic model learns countdowns of three numbers, in blocks of 8."""
+    arithmetic(c)
+    c.model.path = "examples/arithmetic/model"
+    c.data.train = "examples/puzzles/countdown/train.jsonl"
+    c.data.heldout = "examples/puzzles/countdown/heldout.jsonl"
+    c.rl.reward = "countdown"
+    c.sampler.update(block=8, max_prompt=20, max_new=32)
+    c.batch.tokens = 192  # two examples in a row
+    c.noise.update(rate="scope", lower=0.05)  # a rate for a block: empty ones, too
+    c.sft.update(steps=400, examples=64)
+    c.policy_optim.update(lr=1e-3, horizon=400)
+    c.eval.update(every=50, problems=128)
+    c.run.update(folder="runs/countdown/sft", save_every=50)
 
 
 def functions(c):
@@ -317,6 +333,7 @@ PRESETS = {
     "full": full,
     "sudoku": sudoku,
     "sums": sums,
+    "countdown": countdown,
     "functions": functions,
     "pictures": pictures,
     "codes": codes,

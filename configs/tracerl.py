@@ -12,7 +12,7 @@ follow the published recipe; they want accelerators, a checkpoint and a dataset:
 on files as dLLM-RL has them; `python -m dllm_jax.data get math_train` downloads the same
 records with other fields, and says by which keys they are read.
 
-Presets: arithmetic (default), sudoku, sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
+Presets: arithmetic (default), full, sudoku, sums, countdown, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
 sdar-4b, sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, and on questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
@@ -104,6 +104,34 @@ def sums(c):
     c.batch.update(rows=4, tokens=480)
     c.eval.every = 10
     c.run.folder = "runs/sums/tracerl"
+
+
+def countdown(c):
+    """The 0.6M-parameter model on countdowns of three numbers, in blocks of 8: see sft.py."""
+    arithmetic(c)
+    c.model.path = "examples/puzzles/countdown/model"
+    c.data.train = "examples/puzzles/countdown/train.jsonl"
+    c.data.heldout = "examples/puzzles/countdown/heldout.jsonl"
+    c.sampler.update(block=8, max_prompt=20, max_new=32)
+    c.noise.rate = "scope"  # random masks, as in sudoku
+    c.rl.update(reward="countdown", value="none", steps=30, prompts=16)
+    c.batch.update(rows=4, tokens=384)
+    c.policy_optim.lr = 5e-5
+    c.eval.every = 10
+    c.run.folder = "runs/countdown/tracerl"
+
+
+def full(c):
+    """The twin of the default run's model that attends to its whole canvas: see sft.py."""
+    arithmetic(c)
+    c.model.path = "examples/arithmetic/full"
+    c.sampler.update(block=8, cache="none")
+    c.noise.rate = "scope"  # random masks, as in sudoku
+    c.rl.update(value="none", steps=30, prompts=16)
+    c.batch.update(rows=16, tokens=192)  # four canvases of 48 in a row
+    c.policy_optim.lr = 5e-5
+    c.eval.every = 10
+    c.run.folder = "runs/arithmetic/full/tracerl"
 
 
 def process(c):
@@ -328,6 +356,8 @@ PRESETS = {
     "arithmetic": arithmetic,
     "sudoku": sudoku,
     "sums": sums,
+    "countdown": countdown,
+    "full": full,
     "process": process,
     "code": code,
     "pictures": pictures,
@@ -340,7 +370,7 @@ PRESETS = {
 }
 # Draws of a mask whose rate is that of a scope: dLLM-RL's of full attention, where nothing
 # else is said.
-DRAWS, MANY = {"sudoku": 4, "sums": 4}, 35
+DRAWS, MANY = {"sudoku": 4, "sums": 4, "countdown": 4}, 35
 
 
 def get_config(preset: str = "arithmetic"):
