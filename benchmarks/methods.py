@@ -1,6 +1,10 @@
-"""Trains the default task by every method at equal compute: the table of docs/methods.md.
+"""Trains the default task by every method at equal compute: the tables of docs/methods.md.
 
     python -m benchmarks.methods [--folder=runs/methods] [--seeds 0 1 2] [--only NAME ...]
+    python -m benchmarks.methods --newer [--seeds 0] [--only NAME ...]
+
+--newer: a second table, of the rows that came later, on this task and on sudoku in five steps
+(docs/paper.md), beside TraceRL without a value model.
 
 Each run is a `python -m dllm_jax.train` of the bundled model; they run one after another,
 all methods of a seed before the next seed. What is finished is skipped and what was
@@ -24,7 +28,10 @@ DOCS = ROOT / "docs"
 MODEL = "examples/arithmetic/model"
 TASK = "examples/arithmetic/"
 STEPS, PROMPTS, GROUP, UPDATES = 30, 16, 8, 2
-BEGIN, END = (f"<!-- benchmarks.methods: {end} -->" for end in ("begin", "end"))
+MARKS = [  # of the first table, and of that of --newer
+    [f"<!-- benchmarks.methods{which}: {end} -->" for end in ("begin", "end")]
+    for which in ("", " --newer")
+]
 ANSWERS = 4  # to each held-out problem, whenever a run evaluates
 
 NONE, STEP = "rl.value=none", "objective.aggregate=step"
@@ -82,9 +89,66 @@ SFT = {
     ),
 }
 METHODS = RL | ORDERED | SFT
+SEQUENCE = NONE, "objective.loss=sequence"
+K2 = "objective.kl=k2"
+# The rows that came later, each tried on both of TASKS.
+NEWER = {
+    "TraceRL": ("tracerl", STEP, NONE),
+    "likelihood of the sampler's steps": (
+        *("tracerl", NONE, "objective.likelihood=selection", "rl.trusted_gap=0"),
+    ),
+    "GSPO on traces": ("tracerl", *SEQUENCE, "objective.aggregate=sequence"),
+    "ESPO": (
+        *("tracerl", *SEQUENCE, "objective.aggregate=elbo_sequence", K2),
+        *("noise.kind=subset", "noise.draws=2"),
+    ),
+    "GDPO": (
+        *("tracerl", *SEQUENCE, "objective.aggregate=elbo_sequence", K2),
+        *("noise.kind=quadrature", "noise.draws=2"),
+    ),
+    "EBPO": (
+        *("tracerl", *SEQUENCE, "objective.aggregate=elbo_answer", K2),
+        "noise.kind=subset",
+    ),
+    "AGRPO": ("tracerl", NONE, "noise.kind=trace", "noise.rounds=4"),
+    "JustGRPO's order": (
+        *("tracerl", NONE, "noise.kind=left_to_right", "noise.rounds=4"),
+    ),
+    "EGSPO": ("tracerl", NONE, "noise.rounds=4", "noise.pick=surprise"),
+    "wd1": (
+        *("tracerl", NONE, "objective.loss=dipo", "rl.advantage=wd1"),
+        "rl.filter=varied",
+    ),
+    "StableDRL": (
+        *("tracerl", NONE, "objective.loss=stable", "noise.kind=subset"),
+        *("objective.aggregate=elbo_answer", "noise.draws=2"),
+    ),
+    "LightningRL, right answers": (
+        *("tracerl", NONE, "rl.speed=1.0", "rl.filter=paced"),
+        *("objective.aggregate=sequence", "objective.nll_weight=0.1"),
+    ),
+}
+# Task: (the preset, its keys), for NEWER.
+TASKS = {
+    "arithmetic": ("arithmetic", ()),
+    "sudoku5": (
+        "sudoku",
+        (
+            *("sampler.strategy=static", "sampler.steps_per_block=5"),
+            *("policy_optim.lr=2e-4", "rl.updates=1"),
+            *("eval.problems=256", "eval.answers=4"),
+        ),
+    ),
+}
+NAMES = [*METHODS], [f"{task}: {name}" for task in TASKS for name in NEWER]
+ARITHMETIC = f"model.path={MODEL}", "data.heldout={folder}/heldout.jsonl"
 COMMON = (
-    *(f"model.path={MODEL}", "data.heldout={folder}/heldout.jsonl", "batch.rows=8"),
-    *("eval.every=10", "eval.temperature=1.0", "run.compile_cache={folder}/compiled"),
+    *(
+        "batch.rows=8",
+        "eval.every=10",
+        "eval.temperature=1.0",
+        "run.compile_cache={folder}/compiled",
+    ),
     *("run.samples=0", "run.keep=1", "run.save_every=10", "run.export=False"),
     *(f"rl.steps={STEPS}", f"rl.prompts={PROMPTS}", f"rl.group={GROUP}"),
     *(f"rl.updates={UPDATES}", f"sft.steps={STEPS * UPDATES}"),
@@ -94,8 +158,15 @@ PER_UPDATE = PROMPTS * GROUP // UPDATES
 
 def keys_of(name: str, folder: pathlib.Path) -> list[str]:
     """Returns the command-line overrides of a method, its config first."""
-    file, *keys = METHODS[name]
-    common = list(COMMON)
+    task, _, newer = name.partition(": ")
+    if newer:
+        file, *keys = NEWER[newer]
+        preset, of_task = TASKS[task]
+        file += f":{preset}"
+        common = [*COMMON, *of_task, *(ARITHMETIC if preset == "arithmetic" else ())]
+    else:
+        file, *keys = METHODS[name]
+        common = [*COMMON, *ARITHMETIC]
     if name in SFT:
         dpo = file == "sft:dpo"
         common += [
@@ -171,14 +242,15 @@ def mean(values, digits: int = 3) -> str:
     return told if spread is None else f"{told} ± {spread:.{digits}f}"
 
 
-def report(folder: pathlib.Path, seeds: list[int]):
-    """Writes results.json, the table and the curves of what has ended."""
+def report(folder: pathlib.Path, seeds: list[int], newer: bool):
+    """Writes results.json, a table and, of the first one, the curves of what has ended."""
     results = {}
-    for name in METHODS:
+    for name in NAMES[newer]:
         runs = {seed: result(folder, name, seed) for seed in seeds}
         if any(runs.values()):
             results[name] = {seed: run for seed, run in runs.items() if run}
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    file = "newer.json" if newer else "results.json"
+    (folder / file).write_text(json.dumps(results, indent=1) + "\n")
     lines = [
         "| method | runs | accuracy before | after | tokens per forward | seconds |",
         "|---|---|---|---|---|---|",
@@ -190,11 +262,12 @@ def report(folder: pathlib.Path, seeds: list[int]):
         seconds = statistics.median(r["seconds"] for r in runs)
         cells = (name, len(runs), before, after, speed, f"{seconds:.0f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    page = DOCS / "methods.md"
-    head, _, rest = page.read_text().partition(BEGIN)
+    page, (begin, end) = DOCS / "methods.md", MARKS[newer]
+    head, _, rest = page.read_text().partition(begin)
     table = "\n".join(lines)
-    page.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
-    draw(results)
+    page.write_text(f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
+    if not newer:
+        draw(results)
 
 
 def draw(results: dict):
@@ -252,15 +325,16 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--folder", type=pathlib.Path, default="runs/methods")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--only", nargs="*", choices=[*METHODS], default=list(METHODS))
+    p.add_argument("--newer", action="store_true", help="the second table")
+    p.add_argument("--only", nargs="*", choices=NAMES[0] + NAMES[1], metavar="NAME")
     args = p.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     problems = (ROOT / TASK / "heldout.jsonl").read_text()
     (args.folder / "heldout.jsonl").write_text(problems * ANSWERS)
-    if not (args.folder / "pairs.jsonl").exists():
+    if not (args.newer or (args.folder / "pairs.jsonl").exists()):
         collect(args.folder)
     for seed in args.seeds:
-        for name in args.only:
+        for name in args.only or NAMES[args.newer]:
             if result(args.folder, name, seed):
                 continue
             run, began = run_folder(args.folder, name, seed), time.monotonic()
@@ -272,8 +346,8 @@ def main():
                 f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
-            report(args.folder, args.seeds)
-    report(args.folder, args.seeds)
+            report(args.folder, args.seeds, args.newer)
+    report(args.folder, args.seeds, args.newer)
 
 
 if __name__ == "__main__":

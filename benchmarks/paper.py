@@ -419,8 +419,8 @@ FASTER = (
 OPEN = {
     "trace SFT is above random-mask and semi-AR SFT at equal compute": """no cell here; see
 [methods.md](methods.md), on the arithmetic task""",
-    "the same gains with full attention": """cannot be told here: no small model with full
-attention is bundled""",
+    "the same gains with full attention": """no cell here, and random masks were not run; what
+TraceRL does to the bundled model with full attention is told in configs/tracerl.py:full""",
 }
 
 

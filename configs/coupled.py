@@ -6,7 +6,7 @@ trains the bundled arithmetic model on a CPU in a few minutes. Every token of an
 supervised once in each pair, with about half of the others shown. The clipped policy loss
 and everything else are TraceRL's, without a value model.
 
-Presets: arithmetic (default), sudoku, sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
+Presets: arithmetic (default), full, sudoku, sums, countdown, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b,
 sdar-4b, sdar-8b, trado-4b, trado-8b, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b, mmada-8b, llada-v-8b,
 mmada-8b-images; see configs/tracerl.py.
 

@@ -5,12 +5,12 @@
     python -m dllm_jax.eval --config=configs/eval.py:math500 --config.model.path=DIR
     python -m dllm_jax.eval --config=configs/eval.py:llada-8b/gsm8k
 
-Models: arithmetic (default), sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b, sdar-4b,
+Models: arithmetic (default), full, sums, process, code, pictures, codes, scenes, questions, smollm2, sdar-1.7b, sdar-4b,
 sdar-8b, trado-4b, trado-8b, trado-8b-thinking, dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, llada-v-8b, mmada-8b-images: three answers to
 each problem, at the temperature, and by the sampler, with which dLLM-RL evaluates. An answer
-that was cut at its limit is graded as any other. (The bundled model of sudoku has a benchmark's
-name, and is evaluated with --config=configs/tracerl.py:sudoku.)
+that was cut at its limit is graded as any other. (The bundled models of sudoku and countdown have
+a benchmark's name, and are evaluated with --config=configs/tracerl.py:sudoku, :countdown.)
 
 Benchmarks: math500, gsm8k, aime24 (20 answers to each, as in the paper), humaneval, mbpp,
 livecodebench, livebench, countdown, sudoku, seedbench: the set that `python -m dllm_jax.data get` keeps,

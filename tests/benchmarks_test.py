@@ -1,6 +1,9 @@
 """The benchmarks run, on next to nothing, and what they print makes a table."""
 
+import functools
 import json
+import pathlib
+import runpy
 import sys
 import types
 
@@ -12,10 +15,12 @@ from benchmarks import (
     decode,
     gradient_variance,
     kernels,
+    methods,
     mutants,
     report,
     unbiased,
 )
+from dllm_jax import config
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
 
@@ -182,3 +187,18 @@ def test_a_mutant_that_a_grader_let_pass_is_the_graders_fault():
     kind, why = mutants.verdict(row, mutant, generated=3)
     sandbox.close()
     assert (kind, why["tests_differ"], why["accepted"]) == ("missed", 1, False)
+
+
+@pytest.mark.parametrize("name", methods.NAMES[1])
+def test_rows_of_newer_methods_are_configurations(name):
+    head, *keys = methods.keys_of(name, pathlib.Path("folder"))
+    file, _, preset = head.removeprefix("--config=").partition(":")
+    tree = runpy.run_path(str(methods.ROOT / file))["get_config"](preset)
+    for key in keys:
+        path, _, value = key.removeprefix("--config.").partition("=")
+        *groups, leaf = path.split(".")
+        node = functools.reduce(lambda node, group: node[group], groups, tree)
+        node[leaf] = type(node[leaf])(value)
+    cfg = config.freeze(tree)
+    assert (cfg.rl.value, cfg.rl.steps) == ("none", methods.STEPS)
+    assert cfg.rl.reward == {"arithmetic": "math", "sudoku": "sudoku"}[preset]

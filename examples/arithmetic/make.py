@@ -8,7 +8,8 @@ tokenizer to runs/arithmetic/blank, from which `configs/sft.py` trains the bundl
 
 The responses to learn from come in two manners: half answer at once, half work it out
 digit by digit. A model trained on both does both, and is mostly wrong where it guesses;
-which manner pays is left to reinforcement learning.
+which manner pays is left to reinforcement learning. `--worked=1 --folder=DIR` writes the same
+problems, all of them worked out, to another folder.
 """
 
 import argparse
@@ -175,11 +176,14 @@ def main():
         "--worked", type=float, default=0.5, help="share of worked responses"
     )
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--folder", type=pathlib.Path, default=HERE, help="where the problems go"
+    )
     args = p.parse_args()
     rng = np.random.default_rng(args.seed)
 
     rows = problems(rng, args.heldout + args.train, args.worked)
-    write_records(HERE, rows, args.heldout)
+    write_records(args.folder, rows, args.heldout)
     write_blank(pathlib.Path(args.blank), rng, SHAPE, tokenizer())
 
 

@@ -2,16 +2,25 @@
 
     python -m examples.puzzles.make sudoku
     python -m examples.puzzles.make sums
+    python -m examples.puzzles.make countdown
 
 writes train.jsonl and heldout.jsonl (different problems) to examples/puzzles/TASK, from which
 configs/sft.py:TASK trains the bundled model, and tells how many held-out problems are among
 those to train on. That of sudoku begins as a randomly initialised checkpoint, which is written
-to runs/sudoku/blank; that of sums as the bundled model of examples/arithmetic.
+to runs/sudoku/blank; those of the others as the bundled model of examples/arithmetic.
 
 sudoku: 4 x 4, as few givens as one order finds, so that there is one solution. The prompt is
 the 16 digits, 0 where a cell is empty, and its answer is one block: the model chooses which
 cell it fills next. sums: two numbers of up to four digits, worked out digit by digit from the
-right, in blocks of 16, where a digit can wait for the carry beside it.
+right, in blocks of 16, where a digit can wait for the carry beside it. countdown: three numbers
+of two digits, and a target of two that they make with + and -, each used once; of what the model
+works out the checker reads the expression in the box alone, and any that is right will do.
+
+    python -m examples.puzzles.make countdown --read FILE
+
+writes those problems of d1's countdown_cd3_test.jsonl whose numbers and targets have two digits,
+as the model is asked them, to runs/countdown/d1.jsonl: a second held-out file, some of whose
+targets need * or /.
 """
 
 import argparse
@@ -68,10 +77,52 @@ def sums(count: int, seed: int) -> list[dict]:
     ]
 
 
+def countdown_record(numbers: list[int], target: int) -> dict:
+    """Returns a question as short as its tokens, and what the grader judges by."""
+    question = f"{','.join(map(str, numbers))}={target}"
+    return {"question": question, "numbers": numbers, "target": target}
+
+
+def countdown(count: int, seed: int) -> list[dict]:
+    """Returns different countdowns of numbers of two digits, with a solution worked out.
+
+    What is added stands before what is subtracted, so that no step is below zero.
+    """
+    rng, seen = np.random.default_rng(seed), {}
+    while len(seen) < count:
+        numbers, plus = rng.integers(10, 100, 3), rng.integers(0, 2, 3).astype(bool)
+        target = int(numbers[plus].sum() - numbers[~plus].sum())
+        if not 10 <= target < 100:
+            continue
+        record = countdown_record(numbers.tolist(), target)
+        first, *others = sorted(zip(~plus, numbers, strict=True), key=lambda x: x[0])
+        text, worth, steps = str(first[1]), int(first[1]), ""
+        for minus, number in others:
+            term = f"{'-' if minus else '+'}{number}"
+            after = worth - int(number) if minus else worth + int(number)
+            steps += f"{worth}{term}={after},"
+            text, worth = text + term, after
+        known = str(sorted(record["numbers"])), target  # however they are arranged
+        seen.setdefault(known, record | {"response": f"{steps}\\boxed{{{text}}}"})
+    return [*seen.values()]
+
+
+def read_d1(path: str) -> list[dict]:
+    """Returns the records of d1's file of countdowns whose numbers all have two digits."""
+    lines = [json.loads(x) for x in pathlib.Path(path).read_text().splitlines()]
+    asked = [([*map(int, x["input"].split(","))], int(x["output"])) for x in lines]
+    return [
+        countdown_record(numbers, target)
+        for numbers, target in asked
+        if all(10 <= x < 100 for x in (*numbers, target))
+    ]
+
+
 # Task: (its records, the field of the question, the block of its blank model; 0: none).
 TASKS: dict[str, tuple[Callable, str, int]] = {
     "sudoku": (sudoku, "puzzle", 20),
     "sums": (sums, "question", 0),
+    "countdown": (countdown, "question", 0),
 }
 
 
@@ -88,7 +139,14 @@ def main():
     p.add_argument("--heldout", type=int, default=256, help="problems set aside")
     p.add_argument("--train", type=int, default=4000, help="problems to train on")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--read", metavar="FILE", help="countdown: d1's problems instead")
     args = p.parse_args()
+    if args.read:
+        folder = pathlib.Path("runs/countdown")
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row) + "\n" for row in read_d1(args.read)]
+        (folder / "d1.jsonl").write_text("".join(lines))
+        return
     draw, field, block = TASKS[args.task]
     rows = draw(args.heldout + args.train, args.seed)
     folder = HERE / args.task

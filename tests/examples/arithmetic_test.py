@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
 from examples.arithmetic import make as arithmetic
@@ -22,11 +23,16 @@ def test_the_bundled_sums_are_what_their_command_makes():
     assert sum(row["question"] in asked for row in heldout) == 0
 
 
-def test_the_bundled_model_has_the_shape_of_the_blank_one():
-    stored = safetensors.numpy.load_file(HERE / "model" / "model.safetensors")
+@pytest.mark.parametrize(
+    ("model", "attention", "block"), [("model", None, 4), ("full", "full", 8)]
+)
+def test_the_bundled_models_have_the_shape_of_the_blank_one(model, attention, block):
+    stored = safetensors.numpy.load_file(HERE / model / "model.safetensors")
     blank = arithmetic.weights(np.random.default_rng(0), arithmetic.SHAPE)
     assert {x: w.shape for x, w in stored.items()} == {
         x: w.shape for x, w in blank.items()
     }
-    told = json.loads((HERE / "model" / "config.json").read_text())
+    told = json.loads((HERE / model / "config.json").read_text())
     assert {key: told[key] for key in arithmetic.SHAPE} == arithmetic.SHAPE
+    assert (told.get("attention_pattern"), told["block_size"]) == (attention, block)
+    assert sum(file.stat().st_size for file in (HERE / model).iterdir()) < 3e6

@@ -16,7 +16,7 @@ def test_responses_to_puzzles_are_right_and_no_two_are_the_same(task):
     draw, field, _ = puzzles.TASKS[task]
     rows = draw(40, 3)
     assert rows == draw(40, 3) and len({row[field] for row in rows}) == 40
-    grader = rewards.grader({"sudoku": "sudoku", "sums": "math"}[task], RewardConfig())
+    grader = rewards.grader({"sums": "math"}.get(task, task), RewardConfig())
     asked = [data.Problem([1], "", row.get("answer", ""), row) for row in rows]
     for problem in asked:
         grader.check(problem)
@@ -32,7 +32,35 @@ def test_held_out_problems_that_are_trained_on_are_counted():
     assert puzzles.shared(old, new, "puzzle") == 1
 
 
-@pytest.mark.parametrize(("task", "most"), [("sudoku", 1e6), ("sums", 3e6)])
+def test_no_countdown_is_another_rearranged_and_no_step_is_below_zero():
+    rows = puzzles.countdown(300, 1)
+    assert len({(*sorted(row["numbers"]), row["target"]) for row in rows}) == 300
+    for row in rows:
+        *steps, box = row["response"].split(",")
+        worth = [int(step.split("=")[1]) for step in steps]
+        assert len(worth) == 2 and worth[-1] == row["target"] < 100
+        assert min(worth) >= 0 and box.startswith("\\boxed{")
+        assert row["question"].endswith(f"={row['target']}")
+
+
+def test_countdowns_of_d1_are_asked_as_the_model_is(tmp_path):
+    file = tmp_path / "countdown_cd3_test.jsonl"
+    lines = (("30,90,93", 27), ("30,100,93", 23), ("30,90,9", 51), ("10,90,99", 1))
+    made = [json.dumps({"input": x, "output": str(y)}) + "\n" for x, y in lines]
+    file.write_text("".join(made))
+    (row,) = puzzles.read_d1(str(file))  # the others have other widths
+    assert row == puzzles.countdown_record([30, 90, 93], 27)
+    assert row["question"] == "30,90,93=27"
+    asked = [data.Problem([1], "", "", row)]
+    grader = rewards.grader("countdown", RewardConfig())
+    for text, right in (("90+30-93", 1), ("30+93-90", 0)):
+        grades = grader.grade([f"\\boxed{{{text}}}"], asked, None)
+        assert grades.reward_n == [right]
+
+
+@pytest.mark.parametrize(
+    ("task", "most"), [("sudoku", 1e6), ("sums", 3e6), ("countdown", 3e6)]
+)
 def test_what_is_bundled_is_what_its_command_makes(task, most):
     draw, field, _ = puzzles.TASKS[task]
     folder = pathlib.Path(puzzles.__file__).parent / task
