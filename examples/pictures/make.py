@@ -12,13 +12,18 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
                     tower, projector, language model. A picture is five tiles of 32 x 32
                     pixels, all of it and its four quarters, and 36 soft tokens
     images/         the pictures
-    train.jsonl     question, answer, response, image
-    heldout.jsonl   one question each about pictures that train.jsonl never shows
-    told.jsonl      all questions about the other pictures whose questions tell their colour and
-                    shape; every response says what is there before it answers
+    train.jsonl     question, answer, image: easy-VQA's, which questions and answers there are
+    heldout.jsonl   one question each about pictures that no other file shows
+    swapped.jsonl   heldout.jsonl, but that each question is shown the next one's picture: a
+                    model that does not look is right as often as before
+    told.jsonl      what is learned from: all questions about the other pictures whose questions
+                    tell their colour and shape. A question for yes or no is asked for what is
+                    there, or by a coin for something else; half of the pictures are mirrored
 
-The responses of train.jsonl come in two manners: half say what is there before they answer,
-half answer at once. Which of them pays is left to reinforcement learning.
+A response of told.jsonl says what is there, "color red shape circle", and for yes or no if what
+is asked for is among it, "the blue not present", before it answers. Each is four words and so a
+block: the answer is given when they are known, never beside them. Without the second, two things
+would have to be learned at once, neither of which helps alone: comparing, and what "not" asks.
 """
 
 import argparse
@@ -33,6 +38,7 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 import transformers
+from PIL import Image, ImageOps
 
 from dllm_jax.models import families, hf
 
@@ -62,7 +68,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    "rope_theta": 100.0,  # prompts are short: more pairs of a head tell near places apart
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "image_aspect_ratio": "anyres_max_1",
@@ -101,6 +107,11 @@ def read(folder: pathlib.Path) -> list[dict]:
     ]
 
 
+def denies(question: str) -> bool:
+    """Returns whether a question for yes or no asks if something is not there."""
+    return bool(re.search(r"\b(not|no)\b", question))
+
+
 def described(rows: list[dict]) -> str:
     """Returns what the questions about one picture tell of it: "red circle".
 
@@ -109,7 +120,7 @@ def described(rows: list[dict]) -> str:
     known = set()
     for row in rows:
         positive = "what" in row["question"] or (
-            row["answer"] == "yes" and not re.search(r"\b(not|no)\b", row["question"])
+            row["answer"] == "yes" and not denies(row["question"])
         )
         if positive:
             known |= {row["answer"], *re.findall(r"[a-z]+", row["question"])}
@@ -118,12 +129,12 @@ def described(rows: list[dict]) -> str:
 
 
 def split(
-    rows: list[dict], rng: np.random.Generator, heldout: int, wordy: float
+    rows: list[dict], rng: np.random.Generator, heldout: int
 ) -> dict[str, list[dict]]:
-    """Returns the records of train.jsonl and heldout.jsonl.
+    """Returns records to learn from ("train"), and "heldout".
 
-    heldout: pictures that are set aside, each with one of its questions. wordy: the share
-    of responses that describe the picture first. `file` says where a picture is now.
+    heldout: pictures that are set aside, each with one of its questions. `told` is what is
+    there, `mirrored` a coin of each record's own, and `file` where its picture is now.
     """
     of_file = {}
     for row in rows:
@@ -137,15 +148,53 @@ def split(
             {
                 "question": row["question"],
                 "answer": row["answer"],
-                "response": f"{told if rng.random() < wordy else ''} "
-                f"\\boxed{{{row['answer']}}}".strip(),
                 "image": f"images/{place}.png",
                 "file": row["file"],
+                "told": told,
+                "mirrored": bool(rng.random() < 0.5),
             }
             for row in kept
         ]
     shuffled = rng.permutation(len(parts["train"]))
     return parts | {"train": [parts["train"][i] for i in shuffled]}
+
+
+def taught(row: dict, rng: np.random.Generator) -> dict:
+    """Returns the record of told.jsonl that is made of one of split's.
+
+    A question for yes or no asks for one colour or shape: by a coin for what is there, else
+    for another one, so that its words do not tell the answer.
+    """
+    colour, shape = row["told"].split()
+    question, answer, image = row["question"], row["answer"], row["image"]
+    found = ""
+    if answer in ("yes", "no"):
+        names, there = (SHAPES, shape)
+        if re.search("|".join(COLORS), question):
+            names, there = (COLORS, colour)
+        others = [x for x in names if x != there]
+        word = there if rng.random() < 0.5 else others[rng.integers(len(others))]
+        question = re.sub("|".join(names), word, question)
+        found = f"the {word} {'is' if word == there else 'not'} present "
+        answer = "no" if (word == there) == denies(question) else "yes"
+    if row["mirrored"]:
+        image = image.replace(".png", "-mirrored.png")
+    return {
+        "question": question,
+        "answer": answer,
+        "response": f"color {colour} shape {shape} {found}\\boxed{{{answer}}}",
+        "image": image,
+        "file": row["file"],
+    }
+
+
+def place(row: dict, out: pathlib.Path) -> None:
+    """Writes the picture of a record, which may be a mirror image, left to right."""
+    if "-mirrored" in row["image"]:
+        with Image.open(row["file"]) as image:
+            ImageOps.mirror(image).save(out / row["image"])
+    else:
+        shutil.copyfile(row["file"], out / row["image"])
 
 
 # ---- The blank model -------------------------------------------------------------------
@@ -213,8 +262,7 @@ def main():
     p.add_argument("--out", default="runs/pictures", help="folder to write to")
     p.add_argument("--data", type=pathlib.Path, help="of easy_vqa, where it lies apart")
     p.add_argument("--heldout", type=int, default=1000, help="pictures set aside")
-    p.add_argument("--train", type=int, default=8000, help="questions to train on")
-    p.add_argument("--wordy", type=float, default=0.5, help="of responses: see above")
+    p.add_argument("--train", type=int, default=8000, help="questions of train.jsonl")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     if args.data is None:
@@ -231,15 +279,22 @@ def main():
 
     out, rng = pathlib.Path(args.out), np.random.default_rng(args.seed)
     (out / "images").mkdir(parents=True, exist_ok=True)
-    parts = split(rows, rng, args.heldout, args.wordy)
-    again = np.random.default_rng(args.seed)  # the same pictures are held out
-    all_wordy = split(rows, again, args.heldout, 1.0)["train"]
+    parts = split(rows, rng, args.heldout)
+    told = [row for row in parts["train"] if row["told"]]
+    coins = np.random.default_rng(args.seed)
+    parts["told"] = [taught(row, coins) for row in told]
     parts["train"] = parts["train"][: args.train]
-    parts["told"] = [x for x in all_wordy if not x["response"].startswith("\\boxed")]
+    asked, others = parts["heldout"], parts["heldout"][1:] + parts["heldout"][:1]
+    parts["swapped"] = [
+        a | {key: b[key] for key in ("image", "file")}
+        for a, b in zip(asked, others, strict=True)
+    ]
+    for row in {row["image"]: row for part in parts.values() for row in part}.values():
+        place(row, out)
     for name, part in parts.items():
-        for row in part:
-            shutil.copyfile(row.pop("file"), out / row["image"])
-        text = "".join(json.dumps(row) + "\n" for row in part)
+        kept = ("question", "answer", "response", "image")
+        kept = [{key: row[key] for key in kept if key in row} for row in part]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
         (out / f"{name}.jsonl").write_text(text)
         print(f"{out}/{name}.jsonl: {len(part)} questions")
     blank(out / "blank", rng)
