@@ -135,7 +135,7 @@ def pictures(c):
     """A tiny LLaDA-V learns to look, from nothing; see examples/pictures."""
     arithmetic(c)
     c.model.update(path="runs/pictures/blank", tower=True, tiles=640)
-    c.data.train = "runs/pictures/told.jsonl"
+    c.data.train = "runs/pictures/compared.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=12, rows=128)
     c.batch.update(rows=32, tokens=160)
@@ -150,8 +150,8 @@ def codes(c):
     pictures(c)
     c.model.update(path="runs/pictures/codes/blank", tower=False, tiles=0)
     c.data.train = "runs/pictures/codes/train.jsonl"
-    c.sampler.max_prompt = 88
-    c.batch.update(rows=64, tokens=112)
+    c.sampler.update(max_prompt=88, max_new=8)
+    c.batch.update(rows=64, tokens=104)
     c.sft.update(steps=1200, examples=64)
     c.policy_optim.update(lr=3e-3, horizon=1200)
     c.eval.every = 300

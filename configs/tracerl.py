@@ -134,7 +134,7 @@ def pictures(c):
     """
     arithmetic(c)
     c.model.update(path="runs/pictures/sft/export", tiles=640)
-    c.data.train = "runs/pictures/told.jsonl"
+    c.data.train = "runs/pictures/compared.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=12)
     c.batch.update(rows=32, tokens=160)
@@ -149,8 +149,8 @@ def codes(c):
     pictures(c)
     c.model.update(path="runs/pictures/codes/sft/export", tiles=0)
     c.data.train = "runs/pictures/codes/train.jsonl"
-    c.sampler.max_prompt = 88
-    c.batch.update(rows=16, tokens=224)
+    c.sampler.update(max_prompt=88, max_new=8)
+    c.batch.update(rows=16, tokens=208)
     c.rl.update(steps=40, prompts=32)
     c.eval.every = 20
     c.run.folder = "runs/pictures/codes/tracerl"

@@ -9,7 +9,8 @@ The questions and the pictures are those of make.py, and so is what is held out.
 trains a MAGVIT-v2 on the pictures of train.jsonl (tokenizer.py) and writes to runs/pictures
 
     codes/blank/        an MMaDA of random weights, and in vq/ the trained MAGVIT-v2
-    codes/train.jsonl   the questions of told.jsonl, with the codes of their pictures
+    codes/train.jsonl   the questions of told.jsonl, with the codes of their pictures, half of
+                        which are mirrored: a model of random weights needs many
     codes/rebuilt.png   held-out pictures, and below them what their 64 codes say of each
 
 It says how far off the reconstructions of the held-out pictures are, and of how many held-out
@@ -41,7 +42,7 @@ CONFIG = {
     "n_heads": 4,
     "n_kv_heads": 4,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100.0,  # as make.py's
+    "rope_theta": 100.0,  # prompts are short: more pairs of a head tell near places apart
     "weight_tying": False,
     "max_sequence_length": 256,
 }
@@ -94,14 +95,22 @@ def blind(learned: list[dict], asked: list[dict]) -> float:
     return sum(right) / len(right)
 
 
-def encoded(rows: list[dict], folder: pathlib.Path, params) -> list[dict]:
-    """Returns records with the ids of their pictures' codes in place of files."""
-    names = dict.fromkeys(row["image"] for row in rows)
-    found = tokenizer.encoded(params, tokenizer.pictures(folder, rows))
-    of_image = dict(zip(names, found, strict=True))
+def encoded(rows: list[dict], folder: pathlib.Path, params, seed: int) -> list[dict]:
+    """Returns records with the ids of their pictures' codes in place of files.
+
+    A coin of its own decides whether a record's picture is mirrored, left to right: colour
+    and shape stay what they are.
+    """
+    names = list(dict.fromkeys(row["image"] for row in rows))
+    pixels_nChw = tokenizer.pictures(folder, rows)
+    seen = [
+        dict(zip(names, tokenizer.encoded(params, x), strict=True))
+        for x in (pixels_nChw, pixels_nChw[..., ::-1])
+    ]
     first, made = len(text_tokenizer()), []
-    for row in rows:
-        ids = [first + int(code) for code in of_image[row["image"]]]
+    coins = np.random.default_rng(seed).integers(2, size=len(rows))
+    for row, coin in zip(rows, coins, strict=True):
+        ids = [first + int(code) for code in seen[coin][row["image"]]]
         kept = {key: row[key] for key in ("question", "answer", "response")}
         made.append(kept | {"image_token_ids": ids})
     return made
@@ -136,10 +145,9 @@ def main():
         f"{error.max():.5f}, of pixels in [-1, 1]; {len(np.unique(found))} codes of "
         f"{2**tokenizer.BITS}\nguesses from the question alone: {blind(learned, asked):.1%}"
     )
-    rows = encoded(told, out, params)
-    (out / "codes" / "train.jsonl").write_text(
-        "".join(json.dumps(x) + "\n" for x in rows)
-    )
+    rows = encoded(told, out, params, args.seed)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "codes" / "train.jsonl").write_text(text)
     rows = [codes.shown(x[:SHOWN]) for x in (unseen, made)]
     tokenizer.sheet(*rows).save(out / "codes" / "rebuilt.png")
 

@@ -16,11 +16,12 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
     heldout.jsonl   one question each about pictures that no other file shows
     swapped.jsonl   heldout.jsonl, but that each question is shown the next one's picture: a
                     model that does not look is right as often as before
-    told.jsonl      what is learned from: all questions about the other pictures whose questions
-                    tell their colour and shape. A question for yes or no is asked for what is
-                    there, or by a coin for something else; half of the pictures are mirrored
+    told.jsonl      all questions about the other pictures whose questions tell their colour and
+                    shape; every response says what is there before it answers, "red circle"
+    compared.jsonl  the same, but that a question for yes or no is asked for what is there, or
+                    by a coin for something else; half of the pictures are mirrored
 
-A response of told.jsonl says what is there, "color red shape circle", and for yes or no if what
+A response of compared.jsonl says what is there, "color red shape circle", and for yes or no if what
 is asked for is among it, "the blue not present", before it answers. Each is four words and so a
 block: the answer is given when they are known, never beside them. Without the second, two things
 would have to be learned at once, neither of which helps alone: comparing, and what "not" asks.
@@ -159,8 +160,8 @@ def split(
     return parts | {"train": [parts["train"][i] for i in shuffled]}
 
 
-def taught(row: dict, rng: np.random.Generator) -> dict:
-    """Returns the record of told.jsonl that is made of one of split's.
+def compared(row: dict, rng: np.random.Generator) -> dict:
+    """Returns the record of compared.jsonl that is made of one of split's.
 
     A question for yes or no asks for one colour or shape: by a coin for what is there, else
     for another one, so that its words do not tell the answer.
@@ -282,7 +283,10 @@ def main():
     parts = split(rows, rng, args.heldout)
     told = [row for row in parts["train"] if row["told"]]
     coins = np.random.default_rng(args.seed)
-    parts["told"] = [taught(row, coins) for row in told]
+    parts["told"] = [
+        row | {"response": f"{row['told']} \\boxed{{{row['answer']}}}"} for row in told
+    ]
+    parts["compared"] = [compared(row, coins) for row in told]
     parts["train"] = parts["train"][: args.train]
     asked, others = parts["heldout"], parts["heldout"][1:] + parts["heldout"][:1]
     parts["swapped"] = [

@@ -93,7 +93,7 @@ def described(out: pathlib.Path) -> tuple[np.ndarray, list[list[str]]]:
     first, found = len(codes.text_tokenizer()), {}
     told, read = (codes.records(out / x) for x in ("told.jsonl", "codes/train.jsonl"))
     for row, ids in zip(told, read, strict=True):
-        found[row["image"]] = ids["image_token_ids"], row["response"].split()[1:4:2]
+        found[row["image"]] = ids["image_token_ids"], row["response"].split()[:2]
     return np.array([x[0] for x in found.values()]) - first, [
         x[1] for x in found.values()
     ]

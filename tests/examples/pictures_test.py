@@ -63,8 +63,12 @@ def test_pictures_are_split_and_their_blank_model_answers(
     pixels = [np.asarray(Image.open(one / row["image"])) for row in parts["train"]]
     assert len({x.tobytes() for x in pixels}) == 4
     told = records(one / "told.jsonl")
-    assert len(told) == 16
-    mirrored = {row["image"] for row in told} - shown[0]
+    assert {row["image"] for row in told} == shown[0] and len(told) == 16
+    for row in told:
+        assert row["response"] == f"red circle \\boxed{{{row['answer']}}}"
+    compared = records(one / "compared.jsonl")
+    assert len(compared) == 16
+    mirrored = {row["image"] for row in compared} - shown[0]
     assert mirrored
     for name in mirrored:
         flipped = np.asarray(Image.open(one / name))[:, ::-1]
@@ -78,7 +82,7 @@ def test_pictures_are_split_and_their_blank_model_answers(
     tok = data.tokenizer(one / "blank")
     stated = data.ids_of(tok, "color red shape circle")
     assert len(stated) == pictures.CONFIG["block_size"]
-    for row in told:
+    for row in compared:
         text = row["response"]
         assert text.startswith("color red shape circle ")
         assert text.endswith(f" \\boxed{{{row['answer']}}}")
@@ -139,7 +143,7 @@ def test_no_answer_is_told_by_the_words_of_a_question():
         for question, answer in ASKED:
             row = {"question": question, "answer": answer, "image": "", "file": ""}
             row |= {"told": "red circle", "mirrored": False}
-            made = pictures.taught(row, rng)
+            made = pictures.compared(row, rng)
             if answer in ("yes", "no"):
                 there = "red" in made["question"]
                 denied = pictures.denies(question)
