@@ -135,13 +135,13 @@ def pictures(c):
     """A tiny LLaDA-V learns to look, from nothing; see examples/pictures."""
     arithmetic(c)
     c.model.update(path="runs/pictures/blank", tower=True, tiles=640)
-    c.data.train = "runs/pictures/compared.jsonl"
+    c.data.train = "runs/pictures/told.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
-    c.sampler.update(max_prompt=56, max_new=12, rows=128)
-    c.batch.update(rows=32, tokens=160)
-    c.sft.update(steps=600, examples=64)
-    c.policy_optim.update(lr=3e-3, horizon=600)
-    c.eval.update(every=100, problems=256)
+    c.sampler.update(max_prompt=56, max_new=8, rows=128)
+    c.batch.update(rows=32, tokens=144)
+    c.sft.update(steps=300, examples=64)
+    c.policy_optim.update(lr=3e-3, horizon=300)
+    c.eval.update(every=75, problems=256)
     c.run.update(folder="runs/pictures/sft", save_every=50)
 
 
@@ -150,7 +150,7 @@ def codes(c):
     pictures(c)
     c.model.update(path="runs/pictures/codes/blank", tower=False, tiles=0)
     c.data.train = "runs/pictures/codes/train.jsonl"
-    c.sampler.update(max_prompt=88, max_new=8)
+    c.sampler.max_prompt = 88
     c.batch.update(rows=64, tokens=104)
     c.sft.update(steps=1200, examples=64)
     c.policy_optim.update(lr=3e-3, horizon=1200)

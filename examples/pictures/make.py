@@ -18,13 +18,6 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
                     model that does not look is right as often as before
     told.jsonl      all questions about the other pictures whose questions tell their colour and
                     shape; every response says what is there before it answers, "red circle"
-    compared.jsonl  the same, but that a question for yes or no is asked for what is there, or
-                    by a coin for something else; half of the pictures are mirrored
-
-A response of compared.jsonl says what is there, "color red shape circle", and for yes or no if what
-is asked for is among it, "the blue not present", before it answers. Each is four words and so a
-block: the answer is given when they are known, never beside them. Without the second, two things
-would have to be learned at once, neither of which helps alone: comparing, and what "not" asks.
 """
 
 import argparse
@@ -39,7 +32,6 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 import transformers
-from PIL import Image, ImageOps
 
 from dllm_jax.models import families, hf
 
@@ -108,11 +100,6 @@ def read(folder: pathlib.Path) -> list[dict]:
     ]
 
 
-def denies(question: str) -> bool:
-    """Returns whether a question for yes or no asks if something is not there."""
-    return bool(re.search(r"\b(not|no)\b", question))
-
-
 def described(rows: list[dict]) -> str:
     """Returns what the questions about one picture tell of it: "red circle".
 
@@ -121,7 +108,7 @@ def described(rows: list[dict]) -> str:
     known = set()
     for row in rows:
         positive = "what" in row["question"] or (
-            row["answer"] == "yes" and not denies(row["question"])
+            row["answer"] == "yes" and not re.search(r"\b(not|no)\b", row["question"])
         )
         if positive:
             known |= {row["answer"], *re.findall(r"[a-z]+", row["question"])}
@@ -135,7 +122,7 @@ def split(
     """Returns records to learn from ("train"), and "heldout".
 
     heldout: pictures that are set aside, each with one of its questions. `told` is what is
-    there, `mirrored` a coin of each record's own, and `file` where its picture is now.
+    there, and `file` where its picture is now.
     """
     of_file = {}
     for row in rows:
@@ -145,6 +132,7 @@ def split(
         own = of_file[files[i]]
         told = described(own)
         kept = own if place >= heldout else [own[rng.integers(len(own))]]
+        rng.random(len(kept))  # keeps what is held out that of docs/multimodal.md
         parts["train" if place >= heldout else "heldout"] += [
             {
                 "question": row["question"],
@@ -152,50 +140,11 @@ def split(
                 "image": f"images/{place}.png",
                 "file": row["file"],
                 "told": told,
-                "mirrored": bool(rng.random() < 0.5),
             }
             for row in kept
         ]
     shuffled = rng.permutation(len(parts["train"]))
     return parts | {"train": [parts["train"][i] for i in shuffled]}
-
-
-def compared(row: dict, rng: np.random.Generator) -> dict:
-    """Returns the record of compared.jsonl that is made of one of split's.
-
-    A question for yes or no asks for one colour or shape: by a coin for what is there, else
-    for another one, so that its words do not tell the answer.
-    """
-    colour, shape = row["told"].split()
-    question, answer, image = row["question"], row["answer"], row["image"]
-    found = ""
-    if answer in ("yes", "no"):
-        names, there = (SHAPES, shape)
-        if re.search("|".join(COLORS), question):
-            names, there = (COLORS, colour)
-        others = [x for x in names if x != there]
-        word = there if rng.random() < 0.5 else others[rng.integers(len(others))]
-        question = re.sub("|".join(names), word, question)
-        found = f"the {word} {'is' if word == there else 'not'} present "
-        answer = "no" if (word == there) == denies(question) else "yes"
-    if row["mirrored"]:
-        image = image.replace(".png", "-mirrored.png")
-    return {
-        "question": question,
-        "answer": answer,
-        "response": f"color {colour} shape {shape} {found}\\boxed{{{answer}}}",
-        "image": image,
-        "file": row["file"],
-    }
-
-
-def place(row: dict, out: pathlib.Path) -> None:
-    """Writes the picture of a record, which may be a mirror image, left to right."""
-    if "-mirrored" in row["image"]:
-        with Image.open(row["file"]) as image:
-            ImageOps.mirror(image).save(out / row["image"])
-    else:
-        shutil.copyfile(row["file"], out / row["image"])
 
 
 # ---- The blank model -------------------------------------------------------------------
@@ -282,19 +231,21 @@ def main():
     (out / "images").mkdir(parents=True, exist_ok=True)
     parts = split(rows, rng, args.heldout)
     told = [row for row in parts["train"] if row["told"]]
-    coins = np.random.default_rng(args.seed)
     parts["told"] = [
         row | {"response": f"{row['told']} \\boxed{{{row['answer']}}}"} for row in told
     ]
-    parts["compared"] = [compared(row, coins) for row in told]
     parts["train"] = parts["train"][: args.train]
     asked, others = parts["heldout"], parts["heldout"][1:] + parts["heldout"][:1]
     parts["swapped"] = [
-        a | {key: b[key] for key in ("image", "file")}
-        for a, b in zip(asked, others, strict=True)
+        a | {"image": b["image"]} for a, b in zip(asked, others, strict=True)
     ]
-    for row in {row["image"]: row for part in parts.values() for row in part}.values():
-        place(row, out)
+    files = {
+        row["image"]: row["file"]
+        for x in ("told", "train", "heldout")
+        for row in parts[x]
+    }
+    for image, file in files.items():
+        shutil.copyfile(file, out / image)
     for name, part in parts.items():
         kept = ("question", "answer", "response", "image")
         kept = [{key: row[key] for key in kept if key in row} for row in part]

@@ -32,7 +32,6 @@ def easy_vqa(tmp_path_factory):
         (folder / part / "questions.json").write_text(json.dumps(rows))
         for number in numbers:
             rgb = np.full((64, 64, 3), 40 * number + len(part), np.uint8)
-            rgb[:, :9] = 255
             Image.fromarray(rgb).save(folder / part / "images" / f"{number}.png")
     return folder
 
@@ -66,26 +65,13 @@ def test_pictures_are_split_and_their_blank_model_answers(
     assert {row["image"] for row in told} == shown[0] and len(told) == 16
     for row in told:
         assert row["response"] == f"red circle \\boxed{{{row['answer']}}}"
-    compared = records(one / "compared.jsonl")
-    assert len(compared) == 16
-    mirrored = {row["image"] for row in compared} - shown[0]
-    assert mirrored
-    for name in mirrored:
-        flipped = np.asarray(Image.open(one / name))[:, ::-1]
-        first = np.asarray(Image.open(one / name.replace("-mirrored", "")))
-        np.testing.assert_array_equal(flipped, first)
     swapped = records(one / "swapped.jsonl")
     assert [row["image"] for row in swapped] == ["images/1.png", "images/0.png"]
     assert [row["question"] for row in swapped] == [
         row["question"] for row in parts["heldout"]
     ]
     tok = data.tokenizer(one / "blank")
-    stated = data.ids_of(tok, "color red shape circle")
-    assert len(stated) == pictures.CONFIG["block_size"]
-    for row in compared:
-        text = row["response"]
-        assert text.startswith("color red shape circle ")
-        assert text.endswith(f" \\boxed{{{row['answer']}}}")
+    for text in (row["response"] for row in told):
         ids = data.ids_of(tok, text)
         assert tok.unk_token_id not in ids
         assert tok.decode(ids).replace(" ", "") == text.replace(" ", "")
@@ -135,22 +121,3 @@ def test_a_picture_is_described_by_what_is_true_of_it():
     rows = [{"question": question, "answer": answer} for question, answer in ASKED]
     assert pictures.described(rows) == "red circle"
     assert pictures.described(rows[:3]) == ""  # its shape is not known
-
-
-def test_no_answer_is_told_by_the_words_of_a_question():
-    rng, counts = np.random.default_rng(0), {}
-    for _ in range(200):
-        for question, answer in ASKED:
-            row = {"question": question, "answer": answer, "image": "", "file": ""}
-            row |= {"told": "red circle", "mirrored": False}
-            made = pictures.compared(row, rng)
-            if answer in ("yes", "no"):
-                there = "red" in made["question"]
-                denied = pictures.denies(question)
-                assert made["answer"] == ("no" if there == denied else "yes")
-                assert ("is present" if there else "not present") in made["response"]
-                key = question, made["answer"]
-                counts[key] = counts.get(key, 0) + 1
-            else:
-                assert (made["question"], made["answer"]) == (question, answer)
-    assert len(counts) == 4 and min(counts.values()) > 70
