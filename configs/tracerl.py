@@ -45,7 +45,7 @@ CPU core; docs/multimodal.md). scenes: right drawings of 12 held-out captions go
 and 59 % in 100 steps (576 drawings, three seeds; three minutes of a CPU core;
 docs/multimodal.md). questions: right answers to 256 held-out ones from 16 to 75 % at
 temperature 1, from 24 to 75 % at 0, in 40 steps (three seeds; about three minutes of a CPU
-core; docs/multimodal.md). The presets of released models are unrun.
+core; docs/multimodal.md). countdown, and the presets of released models, are unrun.
 """
 
 from configs import released
