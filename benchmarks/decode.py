@@ -47,6 +47,14 @@ SHAPES = RELEASED | {
     "tiny": dataclasses.replace(
         ModelConfig(d_model=128, layers=4, heads=2, ffw=384, kv_heads=1), **SMALL
     ),
+    "30m": dataclasses.replace(
+        ModelConfig(d_model=512, layers=8, heads=8, ffw=1536, kv_heads=4),
+        **SMALL | {"vocab": 8192},
+    ),
+    "135m": dataclasses.replace(
+        ModelConfig(d_model=576, layers=30, heads=9, ffw=1536, kv_heads=3),
+        **SMALL | {"vocab": 49152},
+    ),
     "0.1b": dataclasses.replace(
         ModelConfig(d_model=768, layers=12, heads=12, ffw=2048, kv_heads=4), **SMALL
     ),

@@ -45,37 +45,25 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 
 ROOT = pathlib.Path(__file__).parents[1]
+SMALLEST = ModelConfig(
+    vocab=512,
+    d_model=128,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ffw=384,
+    tied=True,
+    mask_id=0,
+    eos_id=1,
+)
 SHAPES = {
-    name: ModelConfig(tied=True, mask_id=0, eos_id=1, dtype="float32", **sizes)
-    for name, sizes in {
-        "0.6m": {
-            "vocab": 512,
-            "d_model": 128,
-            "layers": 3,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 32,
-            "ffw": 384,
-        },
-        "30m": {
-            "vocab": 8192,
-            "d_model": 512,
-            "layers": 8,
-            "heads": 8,
-            "kv_heads": 4,
-            "head_dim": 64,
-            "ffw": 1536,
-        },
-        "135m": {
-            "vocab": 49152,
-            "d_model": 576,
-            "layers": 30,
-            "heads": 9,
-            "kv_heads": 3,
-            "head_dim": 64,
-            "ffw": 1536,
-        },
-    }.items()
+    name: dataclasses.replace(model, dtype="float32")
+    for name, model in (
+        ("0.6m", SMALLEST),
+        ("30m", decode.SHAPES["30m"]),
+        ("135m", decode.SHAPES["135m"]),
+    )
 }
 ANSWERS = {"0.6m": 32, "30m": 8, "135m": 4}  # of an update
 

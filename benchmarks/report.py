@@ -22,6 +22,8 @@ HEAD = """# Benchmarks
 A row is what the command above its table printed; a cell is empty where a figure does not
 apply. Random weights: speed does not depend on what they say, as the rate of unmasking is
 forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean something.
+Tables of `against` have another commit's checkout beside this one, the same flags in turns,
+on a machine with other work, bytecode written on both sides; `asked` is the goal.
 """
 
 
