@@ -152,13 +152,13 @@ def pictures(c):
     """A tiny LLaDA-V learns to look, from nothing; see examples/pictures."""
     arithmetic(c)
     c.model.update(path="runs/pictures/blank", tower=True, tiles=640)
-    c.data.train = "runs/pictures/told.jsonl"
+    c.data.train = "runs/pictures/train.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8, rows=128)
-    c.batch.update(rows=32, tokens=144)
-    c.sft.update(steps=300, examples=64)
-    c.policy_optim.update(lr=3e-3, horizon=300)
-    c.eval.update(every=75, problems=256)
+    c.batch.update(rows=64, tokens=144)
+    c.sft.update(steps=120, examples=128)
+    c.policy_optim.update(lr=3e-3, horizon=200)
+    c.eval.update(every=50, problems=256)
     c.run.update(folder="runs/pictures/sft", save_every=50)
 
 
