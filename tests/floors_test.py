@@ -98,9 +98,9 @@ def test_no_test_imports_another():
 # larger blocks, the record that a critic sees, further samplers and references that move; 150
 # for tokenizers read without the library of all, and 60 for stronger tests' command, packing in
 # a thread and tables that scalar memory cannot hold; 140 for training in functions of one look,
-# and 40 for refusals of keys that nothing reads; 45 for experts by jax's own kernel on Hopper
-# and for masks that come with the tiles there and on a TPU in parts.
-CORE, FILE = 16_345, 500
+# and 40 for refusals of keys that nothing reads; 55 for experts by jax's own kernel on Hopper
+# and of their own rows, and for masks that come with the tiles there and on a TPU in parts.
+CORE, FILE = 16_355, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
