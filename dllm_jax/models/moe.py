@@ -147,9 +147,9 @@ def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
         first = 0
         if experts_apart:
             first = jax.lax.axis_index("model") * weights["e_gate"].shape[-3]
-        y_BTD = visit(
-            h_BTD, expert_BTX, weight_BTX, weights, first=first, matmul=matmul
-        )
+        parts = mesh.shape["model"] if experts_apart else 1
+        routed = h_BTD, expert_BTX, weight_BTX, weights
+        y_BTD = visit(*routed, first=first, matmul=matmul, parts=parts)
         return jax.lax.psum(y_BTD, "model") if parts_are_added else y_BTD
 
     return jax.shard_map(on_device, in_specs=in_specs, out_specs=rows, mesh=mesh)(
@@ -157,35 +157,50 @@ def visit_on_mesh(h_BTD, expert_BTX, weight_BTX, weights, *, matmul, mesh):
     )
 
 
-def visit(h_BTD, expert_BTX, weight_BTX, weights, *, first, matmul):
+def visit(h_BTD, expert_BTX, weight_BTX, weights, *, first, matmul, parts=1):
     """Returns what the experts first, first + 1, ... add to y_BTD.
 
     weights: those experts' own, by the names of DISPATCHED. expert_BTX counts all experts.
     """
     B, T, D = h_BTD.shape
     rows = (x.reshape(B * T, -1) for x in (h_BTD, expert_BTX, weight_BTX))
-    return dispatch(*rows, weights, first=first, matmul=matmul).reshape(B, T, D)
+    y_RD = dispatch(*rows, weights, first=first, matmul=matmul, parts=parts)
+    return y_RD.reshape(B, T, D)
 
 
 @jax.named_scope("dispatch")
-def dispatch(h_RD, expert_RX, weight_RX, weights, *, first, matmul):
+def dispatch(h_RD, expert_RX, weight_RX, weights, *, first, matmul, parts):
     """Returns the weighted sum [R, D] of the experts first, first + 1, ...: see `visit`.
 
     Choices are sorted by expert, so that each expert multiplies one run of rows; those of
-    experts that are elsewhere come last and count for nothing.
+    experts that are elsewhere come last and count for nothing. parts: devices among which
+    the experts lie apart.
     """
     (R, X), E = expert_RX.shape, weights["e_gate"].shape[-3]
     expert_c = expert_RX.reshape(-1) - first
     expert_c = jnp.where((expert_c >= 0) & (expert_c < E), expert_c, E)
     order_c = jnp.argsort(expert_c)
     sizes_E = jnp.bincount(expert_c, length=E + 1)[:E].astype(jnp.int32)
-    x_cD = h_RD[order_c // X]
-    gate_cI = jax.nn.silu(matmul(x_cD, weights["e_gate"], sizes_E))
-    up_cI = matmul(x_cD, weights["e_up"], sizes_E)
-    out_cD = matmul(gate_cI * up_cI, weights["e_down"], sizes_E)
-    # Rows behind the last expert's are of choices elsewhere: no expert has written them.
-    out_cD = jnp.where((jnp.arange(R * X) < sizes_E.sum())[:, None], out_cD, 0)
-    out_RXD = out_cD[jnp.argsort(order_c)].reshape(R, X, -1)
+    place_RX = jnp.argsort(order_c).reshape(R, X)
+
+    def of_first(count, h_RD, weights):
+        """Returns out_RXD of the first `count` choices in order, 0 of the others."""
+        x_nD = h_RD[order_c[:count] // X]
+        gate_nI = jax.nn.silu(matmul(x_nD, weights["e_gate"], sizes_E))
+        up_nI = matmul(x_nD, weights["e_up"], sizes_E)
+        out_nD = matmul(gate_nI * up_nI, weights["e_down"], sizes_E)
+        # Rows behind the last expert's are of choices elsewhere: no expert wrote them.
+        ours_n1 = (jnp.arange(count) < sizes_E.sum())[:, None]
+        out_nD = jnp.where(ours_n1, out_nD, 0)
+        return out_nD.at[place_RX].get(mode="fill", fill_value=0)
+
+    # Of choices that go evenly to all devices, twice a device's share is mostly enough.
+    few, every = -(-2 * R * X // parts), functools.partial(of_first, R * X)
+    if few >= R * X:
+        out_RXD = every(h_RD, weights)
+    else:
+        of_few = functools.partial(of_first, few)
+        out_RXD = jax.lax.cond(sizes_E.sum() > few, every, of_few, h_RD, weights)
     return jnp.einsum("RXD,RX->RD", out_RXD, weight_RX.astype(h_RD.dtype))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import sharding
+from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -153,9 +153,43 @@ def test_logits_of_llada2(block):
     np.testing.assert_allclose(logits[..., keep], want[..., keep], **NEAR)
 
 
+def dispatched(parts: int, x_RD, expert_RX, weights):
+    """Returns dispatch of the experts 2 and 3 of 8 that lie on `parts` devices."""
+    weight_RX = jnp.arange(1.0, expert_RX.size + 1).reshape(expert_RX.shape)
+    matmul = functools.partial(pallas_kernels.grouped_matmul, implementation="any")
+    how = {"first": 2, "matmul": matmul, "parts": parts}
+    return moe.dispatch(x_RD, expert_RX, weight_RX, weights, **how)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(parts: int, x_RD, expert_RX, weights):
+    """Returns (dispatched, its gradients)."""
+    out, pull = jax.vjp(lambda x, w: dispatched(parts, x, expert_RX, w), x_RD, weights)
+    return out, pull(x_RD)
+
+
+@pytest.mark.parametrize("lot", [8, 4, 2])
+def test_a_device_multiplies_its_own_experts_rows_however_many_they_are(lot):
+    """Experts drawn of all, of the first half, and of the device's two alone."""
+    rng = np.random.default_rng(lot)
+    x_RD, e_gate, e_up, e_down = (
+        jnp.asarray(rng.normal(size=size), jnp.float32)
+        for size in ((16, 8), (2, 8, 4), (2, 8, 4), (2, 4, 8))
+    )
+    draw = rng.integers(0, lot, (16, 2)) + 2 * (lot == 2)
+    own = int(((draw == 2) | (draw == 3)).sum())
+    assert (own <= 16) == (lot > 2)  # twice a fourth of 32 choices, and else all
+    args = x_RD, jnp.asarray(draw), {"e_gate": e_gate, "e_up": e_up, "e_down": e_down}
+    leaves = (jax.tree.leaves(pulled(parts, *args)) for parts in (4, 1))
+    for x, y in zip(*leaves, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-5)
+    shapes = str(jax.make_jaxpr(functools.partial(dispatched, 4))(*args))
+    assert "cond" in shapes and "f32[16,4]" in shapes
+
+
 MESHES = [  # what `model` splits: the experts, their width, or nothing
     pytest.param({"fsdp": 8}, 6, (None, None), marks=pytest.mark.soak),
-    ({"model": 2, "data": 2, "fsdp": 2}, 8, ("model", None)),
+    ({"model": 4, "data": 2}, 8, ("model", None)),
     ({"fsdp": 2, "model": 4}, 6, (None, "model")),
 ]
 
@@ -172,7 +206,7 @@ def test_a_mesh_leaves_logits_and_gradients(sizes, experts, split):
         params,
         transformer.abstract(cfg, mesh, jnp.float32),
     )
-    spec = *placed["layers"]["e_up"].sharding.spec, None
+    spec = *placed["layers"]["e_up"].sharding.spec, None, None
     assert (spec[1], spec[3]) == split
     with jax.set_mesh(mesh):
         spread, load_spread, grads_spread = run(placed, tokens, cfg)

@@ -80,7 +80,7 @@ LONG = 4096  # slots: more than two tiles anywhere
         ("cache_update", "auto", "cpu", H, None, None),
         ("grouped_matmul", "auto", "cpu", None, None, "tiled_matmul"),
         ("grouped_matmul", "auto", "gpu", None, None, "tiled_matmul"),
-        ("grouped_matmul", "platform", "gpu", None, None, "tiled_matmul"),
+        ("grouped_matmul", "platform", "gpu", None, None, "gpu.grouped_matmul"),
         ("grouped_matmul", "platform", "tpu", None, None, "tpu.grouped_matmul"),
         ("paged_attention", "auto", "cpu", H, None, "held_pages"),
         ("paged_attention", "auto", "tpu", 8, None, "held_pages"),

@@ -6,13 +6,12 @@ their reductions run over sublanes, and every product is one that the matrix uni
 without a transposition. The G query heads of a key head share its tiles and their mask.
 A step of the grid is one visit of a tile of queries to one of keys, in the order of
 `tiles.walk`, so that a tile with few visits waits for none with many. What it fetches are
-many keys; what it computes are those quarters of them of which anything is seen. The backward pass goes through
-the keys' tiles once, and keeps the gradient of all queries in fast memory meanwhile: the
-scores are computed once, for five products and not seven.
+many keys; what it computes are those parts of them of which anything is seen. The
+backward pass goes through the keys' tiles once, and keeps the gradient of all queries in
+fast memory meanwhile: scores are computed once, for five products and not seven.
 
-Letters: t queries of one tile, s keys of what is computed together, c keys of one tile
-that is fetched, n those parts of it, i tiles of the side summed for, j others, v visits of
-a row.
+Letters: t queries of one tile, s keys of it or of a part, p parts of it, i tiles of the side
+summed for, j others, v visits of a row.
 """
 
 import jax
@@ -128,7 +127,7 @@ def backward_kernel(
     delta_ref,
     q_mask_ref,
     k_mask_ref,
-    k_Hc_ref,
+    k_Hs_ref,
     dq_ref,
     dk_ref,
     dv_ref,
@@ -160,7 +159,7 @@ def backward_kernel(
             dscore_st = dscore_st.astype(q_Ht.dtype)
             dv_ref[0, 0, :, keys] += dot(dout_Ht, prob_st.astype(q_Ht.dtype), NT)
             dk_ref[0, 0, :, keys] += dot(q_Ht, dscore_st, NT)
-            acc_ref[g, :, here] += dot(k_Hc_ref[0, 0, :, keys], dscore_st)
+            acc_ref[g, :, here] += dot(k_Hs_ref[0, 0, :, keys], dscore_st)
 
     visited(body, step_ref, q_mask_ref, k_mask_ref)
 
@@ -244,9 +243,9 @@ def plan(mask, G: int, H: int):
     """
     t, s = tile_sizes(mask)
     q_arrays, k_arrays = tiles.mask_arrays(mask, t, s)
-    kinds_Bin = tiles.kinds(q_arrays, k_arrays, t, PART)
-    kinds_Bijn = kinds_Bin.reshape(*kinds_Bin.shape[:2], -1, s // PART)
-    kinds_Bij = kinds_Bijn @ 4 ** jnp.arange(s // PART)
+    kinds_Bip = tiles.kinds(q_arrays, k_arrays, t, PART)
+    kinds_Bijp = kinds_Bip.reshape(*kinds_Bip.shape[:2], -1, s // PART)
+    kinds_Bij = kinds_Bijp @ 4 ** jnp.arange(s // PART)
     return tiles.walk(kinds_Bij), [
         tiles.walk(kinds_Bij[:, share.start // t : share.stop // t].swapaxes(1, 2))
         for share in shares(G, H, q_arrays[0].shape[1], t)
