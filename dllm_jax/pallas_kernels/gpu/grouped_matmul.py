@@ -14,9 +14,10 @@ ROWS, LINE = 64, 64  # rows of a tile; what a matrix's sides are multiples of
 HOW = {"block_k": LINE, "max_concurrent_steps": 4, "grid_block_n": 1}
 
 
-def multiply(x_RD, w_EDF, sizes_E):
+def multiply(x_RD, w_EDF, sizes_E, number=None):
     """Returns [R, F]: each row of x times the matrix of its group.
 
+    number: w is a stack w_LEDF, of which this layer is copied out.
 
     By `tiled_matmul` where a matrix's sides are no multiples of 64, or of 4 bytes a number.
     """
