@@ -28,8 +28,8 @@ noise draws, the same for the policy and the reference.
 
 Result to expect. arithmetic: the bundled model, which is right about 60 % of the time at
 temperature 1 (0.605 over twelve answers to each of 256 problems). smollm2: from 0 to 31 % in
-120 steps (64 problems, one seed; 12 minutes on two CPU cores; docs/smollm2.md). pictures: 62 % at
-temperature 1 (500 problems, one seed; under four minutes of a CPU core; docs/multimodal.md). codes: 75 % at
+120 steps (64 problems, one seed; 12 minutes on two CPU cores; docs/smollm2.md). pictures: 73 % at
+temperature 1, 77 % at 0 (500 problems, one seed; six minutes of a shared core; docs/multimodal.md). codes: 75 % at
 temperature 1, 81 % at 0, where the questions alone tell 66 % (500 problems, one seed; about ten minutes of a
 CPU core; docs/multimodal.md). scenes:
 23 % of the drawings of 12 held-out captions are right after 300 steps (576 drawings, one seed).
@@ -152,13 +152,13 @@ def pictures(c):
     """A tiny LLaDA-V learns to look, from nothing; see examples/pictures."""
     arithmetic(c)
     c.model.update(path="runs/pictures/blank", tower=True, tiles=640)
-    c.data.train = "runs/pictures/train.jsonl"
+    c.data.train = "runs/pictures/described.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8, rows=128)
-    c.batch.update(rows=64, tokens=144)
-    c.sft.update(steps=120, examples=128)
-    c.policy_optim.update(lr=3e-3, horizon=200)
-    c.eval.update(every=50, problems=256)
+    c.batch.update(rows=32, tokens=144)
+    c.sft.update(steps=400, examples=64)
+    c.policy_optim.update(lr=3e-3, horizon=400)
+    c.eval.update(every=100, problems=256)
     c.run.update(folder="runs/pictures/sft", save_every=50)
 
 

@@ -166,13 +166,13 @@ def pictures(c):
     """
     arithmetic(c)
     c.model.update(path="runs/pictures/sft/export", tiles=640)
-    c.data.train = "runs/pictures/train.jsonl"
+    c.data.train = "runs/pictures/described.jsonl"
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8)
     c.batch.update(rows=32, tokens=144)
-    c.rl.update(steps=24, prompts=16, value="trace", trusted_gap=-1.0)
+    c.rl.update(steps=60, prompts=32, value="trace", trusted_gap=-1.0)
     c.policy_optim.lr = 2e-4
-    c.eval.update(every=12, problems=256)
+    c.eval.update(every=20, problems=256)
     c.run.update(folder="runs/pictures/tracerl", save_every=6)
 
 
@@ -183,8 +183,7 @@ def codes(c):
     c.data.train = "runs/pictures/codes/train.jsonl"
     c.sampler.max_prompt = 88
     c.batch.update(rows=16, tokens=208)
-    c.rl.update(steps=40, prompts=32)
-    c.eval.every = 20
+    c.rl.steps = 40
     c.run.folder = "runs/pictures/codes/tracerl"
 
 

@@ -12,8 +12,6 @@ trains a MAGVIT-v2 on the pictures of train.jsonl (tokenizer.py) and writes to r
     codes/train.jsonl   the questions of told.jsonl, with the codes of their pictures, half of
                         which are mirrored: a model of random weights needs many
     codes/rebuilt.png   held-out pictures, and below them what their 64 codes say of each
-    swapped.jsonl       heldout.jsonl, but that each question is shown the next one's picture:
-                        a model that does not look is right as often as before
 
 It says how far off the reconstructions of the held-out pictures are, and of how many held-out
 questions a guess that knows the question alone is right.
@@ -118,12 +116,6 @@ def encoded(rows: list[dict], folder: pathlib.Path, params, seed: int) -> list[d
     return made
 
 
-def write(file: pathlib.Path, rows: list[dict]) -> None:
-    """Writes records, and says how many."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{file}: {len(rows)} questions")
-
-
 def main():
     """Trains the tokenizer of images, writes it and the blank model, and reports."""
     p = argparse.ArgumentParser(
@@ -153,10 +145,9 @@ def main():
         f"{error.max():.5f}, of pixels in [-1, 1]; {len(np.unique(found))} codes of "
         f"{2**tokenizer.BITS}\nguesses from the question alone: {blind(learned, asked):.1%}"
     )
-    write(out / "codes" / "train.jsonl", encoded(told, out, params, args.seed))
-    others = asked[1:] + asked[:1]
-    swapped = [a | {"image": b["image"]} for a, b in zip(asked, others, strict=True)]
-    write(out / "swapped.jsonl", swapped)
+    rows = encoded(told, out, params, args.seed)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "codes" / "train.jsonl").write_text(text)
     rows = [codes.shown(x[:SHOWN]) for x in (unseen, made)]
     tokenizer.sheet(*rows).save(out / "codes" / "rebuilt.png")
 

@@ -12,13 +12,14 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
                     tower, projector, language model. A picture is five tiles of 32 x 32
                     pixels, all of it and its four quarters, and 36 soft tokens
     images/         the pictures
-    train.jsonl     question, answer, response, image
-    heldout.jsonl   one question each about pictures that train.jsonl never shows
+    train.jsonl     question, answer, image: easy-VQA's, which questions and answers there are
+    heldout.jsonl   one question each about pictures that no other file shows
+    swapped.jsonl   heldout.jsonl, but that each question is shown the next one's picture: a
+                    model that does not look is right as often as before
     told.jsonl      all questions about the other pictures whose questions tell their colour and
-                    shape; every response says what is there before it answers
-
-The responses of train.jsonl come in two manners: half say what is there before they answer,
-half answer at once. Which of them pays is left to reinforcement learning.
+                    shape; every response says what is there before it answers, "red circle"
+    described.jsonl the same, "color red shape circle": four tokens, which are a block, so that
+                    the answer is behind them and not beside them
 """
 
 import argparse
@@ -62,7 +63,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    "rope_theta": 100.0,  # prompts are short: more pairs of a head tell near places apart
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "image_aspect_ratio": "anyres_max_1",
@@ -118,12 +119,12 @@ def described(rows: list[dict]) -> str:
 
 
 def split(
-    rows: list[dict], rng: np.random.Generator, heldout: int, wordy: float
+    rows: list[dict], rng: np.random.Generator, heldout: int
 ) -> dict[str, list[dict]]:
-    """Returns the records of train.jsonl and heldout.jsonl.
+    """Returns records to learn from ("train"), and "heldout".
 
-    heldout: pictures that are set aside, each with one of its questions. wordy: the share
-    of responses that describe the picture first. `file` says where a picture is now.
+    heldout: pictures that are set aside, each with one of its questions. `told` is what is
+    there, and `file` where its picture is now.
     """
     of_file = {}
     for row in rows:
@@ -133,14 +134,14 @@ def split(
         own = of_file[files[i]]
         told = described(own)
         kept = own if place >= heldout else [own[rng.integers(len(own))]]
+        rng.random(len(kept))  # keeps what is held out that of docs/multimodal.md
         parts["train" if place >= heldout else "heldout"] += [
             {
                 "question": row["question"],
                 "answer": row["answer"],
-                "response": f"{told if rng.random() < wordy else ''} "
-                f"\\boxed{{{row['answer']}}}".strip(),
                 "image": f"images/{place}.png",
                 "file": row["file"],
+                "told": told,
             }
             for row in kept
         ]
@@ -213,8 +214,7 @@ def main():
     p.add_argument("--out", default="runs/pictures", help="folder to write to")
     p.add_argument("--data", type=pathlib.Path, help="of easy_vqa, where it lies apart")
     p.add_argument("--heldout", type=int, default=1000, help="pictures set aside")
-    p.add_argument("--train", type=int, default=8000, help="questions to train on")
-    p.add_argument("--wordy", type=float, default=0.5, help="of responses: see above")
+    p.add_argument("--train", type=int, default=8000, help="questions of train.jsonl")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     if args.data is None:
@@ -231,15 +231,33 @@ def main():
 
     out, rng = pathlib.Path(args.out), np.random.default_rng(args.seed)
     (out / "images").mkdir(parents=True, exist_ok=True)
-    parts = split(rows, rng, args.heldout, args.wordy)
-    again = np.random.default_rng(args.seed)  # the same pictures are held out
-    all_wordy = split(rows, again, args.heldout, 1.0)["train"]
+    parts = split(rows, rng, args.heldout)
+    told = [row for row in parts["train"] if row["told"]]
+    for name, words in (("told", "{} {}"), ("described", "color {} shape {}")):
+        parts[name] = [
+            row
+            | {
+                "response": f"{words.format(*row['told'].split())} "
+                f"\\boxed{{{row['answer']}}}"
+            }
+            for row in told
+        ]
     parts["train"] = parts["train"][: args.train]
-    parts["told"] = [x for x in all_wordy if not x["response"].startswith("\\boxed")]
+    asked, others = parts["heldout"], parts["heldout"][1:] + parts["heldout"][:1]
+    parts["swapped"] = [
+        a | {"image": b["image"]} for a, b in zip(asked, others, strict=True)
+    ]
+    files = {
+        row["image"]: row["file"]
+        for x in ("told", "train", "heldout")
+        for row in parts[x]
+    }
+    for image, file in files.items():
+        shutil.copyfile(file, out / image)
     for name, part in parts.items():
-        for row in part:
-            shutil.copyfile(row.pop("file"), out / row["image"])
-        text = "".join(json.dumps(row) + "\n" for row in part)
+        kept = ("question", "answer", "response", "image")
+        kept = [{key: row[key] for key in kept if key in row} for row in part]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
         (out / f"{name}.jsonl").write_text(text)
         print(f"{out}/{name}.jsonl: {len(part)} questions")
     blank(out / "blank", rng)

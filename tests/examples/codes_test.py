@@ -96,9 +96,6 @@ def test_a_tokenizer_is_trained_and_lies_in_a_model_that_reads_its_codes(
 
     told = codes.records(tiny / "codes" / "train.jsonl")
     assert [row["question"] for row in told] == [row["question"] for row in ROWS]
-    swapped = codes.records(tiny / "swapped.jsonl")
-    assert [row["answer"] for row in swapped] == [row["answer"] for row in ROWS]
-    assert [row["image"][7] for row in swapped] == ["1", "2", "3", "0"]
 
     tok = data.tokenizer(blank)
     model, _ = hf.load(blank)

@@ -61,15 +61,20 @@ def test_pictures_are_split_and_their_blank_model_answers(
     assert [len(part) for part in parts.values()] == [16, 2]
     pixels = [np.asarray(Image.open(one / row["image"])) for row in parts["train"]]
     assert len({x.tobytes() for x in pixels}) == 4
-    for row in parts["train"]:
-        told = "red circle ", ""
-        assert row["response"] in [f"{x}\\boxed{{{row['answer']}}}" for x in told]
     told = records(one / "told.jsonl")
     assert {row["image"] for row in told} == shown[0] and len(told) == 16
     for row in told:
         assert row["response"] == f"red circle \\boxed{{{row['answer']}}}"
+    for row, short in zip(records(one / "described.jsonl"), told, strict=True):
+        words = f"color red shape circle \\boxed{{{row['answer']}}}"
+        assert row == short | {"response": words}
+    swapped = records(one / "swapped.jsonl")
+    assert [row["image"] for row in swapped] == ["images/1.png", "images/0.png"]
+    assert [row["question"] for row in swapped] == [
+        row["question"] for row in parts["heldout"]
+    ]
     tok = data.tokenizer(one / "blank")
-    for text in (row["response"] for row in parts["train"]):
+    for text in (row["response"] for row in told):
         ids = data.ids_of(tok, text)
         assert tok.unk_token_id not in ids
         assert tok.decode(ids).replace(" ", "") == text.replace(" ", "")
