@@ -386,13 +386,13 @@ def scan_stacks(layer, carry, params: Params, unroll: bool, whole: bool):
     fresh, depth = [], 0
     for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
-            numbers_L = jnp.arange(depth, depth + len(params[name]["attn_norm"]))
-            depth += len(numbers_L)
+            begin, depth = depth, depth + len(params[name]["attn_norm"])
+            numbers_L = jnp.arange(begin, depth)
             kept = moe.DISPATCHED.keys() & params[name].keys() if whole else ()
             experts = {key: params[name][key] for key in kept}
             rest = {key: x for key, x in params[name].items() if key not in kept}
 
-            def of_stack(carry, inputs, experts=experts, begin=numbers_L[0]):
+            def of_stack(carry, inputs, experts=experts, begin=begin):
                 p, number = inputs
                 more = experts | {"number": number - begin} if experts else {}
                 return layer(carry, (p | more, number))

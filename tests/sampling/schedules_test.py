@@ -73,8 +73,8 @@ class Device:
         ]
         self.forwards = 0
 
-    def admit(self, changes):
-        """Does what the host says: copies first, then rows that leave and come."""
+    def copy_pages(self, changes):
+        """Copies the pages on which new rows go on."""
         before = [[list(page) for page in pool] for pool in self.pools]
         for row, (source, target) in enumerate(
             zip(changes.source_B, changes.target_B, strict=True)
@@ -82,6 +82,9 @@ class Device:
             pool = row // self.count
             if target < len(self.pools[pool]):
                 self.pools[pool][target] = list(before[pool][source])
+
+    def admit(self, changes):
+        """Does what the host says: rows leave and come."""
         for row in np.flatnonzero(changes.gone_B):
             self.rows.pop(int(row), None)
         for row in np.flatnonzero(changes.here_B):
@@ -221,6 +224,10 @@ def without_a_model(monkeypatch, shards: int):
     def empty(changes, key, *, model, cfg, pages):
         return Device(model, cfg, shards, pages)
 
+    def copy_pages(device, changes):
+        device.copy_pages(changes)
+        return device
+
     def admit(device, changes, key, *, model, cfg):
         device.admit(changes)
         return device
@@ -231,6 +238,7 @@ def without_a_model(monkeypatch, shards: int):
 
     for name, stand_in in (
         ("empty", empty),
+        ("copy_pages", copy_pages),
         ("admit", admit),
         ("advance", advance),
         ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),

@@ -1,4 +1,7 @@
-"""The grouped matmul for TPU: the library's, which skips nothing and wastes nothing."""
+"""The grouped matmul for TPU: the library's, which skips nothing and wastes nothing.
+
+Letters: c groups of all layers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ def multiply(x_RD, w_EDF, sizes_E, number=None):
     number: w is a stack w_LEDF, and this layer of it is meant. XLA turns jax.lax.ragged_dot
     into a kernel on TPU, and only there. It takes an array of its own: a layer's part of a
     stack would be copied. So the groups of all layers are its groups, and those of the
-    others are empty. c: groups of all layers.
+    others are empty.
     """
     if number is None:
         return jax.lax.ragged_dot(x_RD, w_EDF, sizes_E)
