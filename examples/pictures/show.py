@@ -42,7 +42,7 @@ def draw(rows: list[dict], named: dict, folder: pathlib.Path, out: str) -> None:
     import matplotlib.pyplot as plt
 
     down = -(-len(rows) // ACROSS)
-    figure, axes = plt.subplots(down, ACROSS, figsize=(2.4 * ACROSS, 2.2 * down))
+    figure, axes = plt.subplots(down, ACROSS, figsize=(3.2 * ACROSS, 2.2 * down))
     for axis in axes.flat:
         axis.axis("off")
     for i, (axis, row) in enumerate(zip(axes.flat, rows, strict=False)):
