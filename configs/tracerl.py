@@ -29,7 +29,7 @@ Result to expect. process: 0.764 ± 0.047 after 24 steps of 16 problems, and wit
 0.759 ± 0.022 (three seeds): no difference. code: held-out problems solved go from 36 to 48 % to
 80 to 81 % in 40 steps (128 problems, three seeds; little more than a minute of a core).
 arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 84 to 89 %, tokens per
-forward from 2.3 to 2.9 (256 problems, three seeds; about three minutes on two CPU cores).
+forward from 2.3 to 2.9 (256 problems, three seeds; about two minutes on two CPU cores).
 smollm2: from 41 to 59 % in 40 steps (128 problems, one seed; 19 minutes; docs/smollm2.md).
 sudoku: accuracy stays at 57 % in 40 steps, with 3.6 forwards an answer instead of 4.2 (256
 problems, three seeds); in five steps it rises from 29 to 37 % (six seeds; docs/paper.md). sums:
