@@ -245,10 +245,9 @@ def smollm2(c):
         group=8,
         min_solved=0.1,
         max_solved=0.95,
-        value="head",
+        value="trace",
     )
     c.policy_optim.lr = 2e-5
-    c.value_optim.lr = 2e-5
     c.eval.update(every=10, problems=128, temperature=1.0)
     c.run.update(folder="runs/smollm2/tracerl", save_every=10)
 
