@@ -3,11 +3,13 @@
     python -m benchmarks.against COMMIT decode --model=tiny --rows 1 32
     python -m benchmarks.against --rounds=7 COMMIT train_step --tokens=1152 --rows=2
     python -m benchmarks.against COMMIT first
+    python -m benchmarks.against --patch=benchmarks/a77af13.patch a77af13 decode --model=30m
 
 Each round runs `python -m benchmarks.NAME ...` here and then in a worktree of COMMIT, with
 the same interpreter and libraries, each with its own sources. Told are, for every line of
 JSON that both print and for what it says of time, minimum, median and maximum of the
 rounds here and there, and the median of the rounds' ratios: above 1 this checkout is ahead.
+A --patch is applied to the other checkout first, for shapes that its benchmarks do not know.
 `first` is no module: `generate` with the bundled model, from the start of the process to its
 end, with an empty cache of compiled programs and again with that full.
 A first round that compiles is as good as the others: benchmarks leave compilation out.
@@ -26,13 +28,15 @@ import sys
 import tempfile
 import time
 
+from benchmarks import report
+
 ROOT = pathlib.Path(__file__).parents[1]
 TIMES = ("seconds", "tokens_per_second", "ms", "ms_per_forward", "latency")
 
 
 @contextlib.contextmanager
-def checkout(commit: str):
-    """A folder with the files of a commit, for a while."""
+def checkout(commit: str, patch: pathlib.Path | None = None):
+    """A folder with the files of a commit, patched, for a while."""
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         made = subprocess.run(
@@ -41,6 +45,9 @@ def checkout(commit: str):
         if made.returncode:  # git has said why
             sys.exit(f"error: {commit} is no commit of {ROOT}")
         try:
+            if patch:
+                apply = ["git", "-C", folder, "apply", patch.absolute()]
+                subprocess.run(apply, check=True)
             yield pathlib.Path(folder)
         finally:
             subprocess.run([*git, "remove", "--force", folder], check=True)
@@ -103,7 +110,7 @@ def compared(rounds: list[tuple[list[dict], list[dict]]]) -> list[dict]:
         name = " ".join(
             str(here[key])
             for key in shared
-            if here[key] == there[key] and key not in ("command", "date", "benchmark")
+            if here[key] == there[key] and key not in report.ONCE
         )
         for key in shared:
             if not key.endswith(TIMES) or not isinstance(here[key], int | float):
@@ -122,7 +129,7 @@ def compared(rounds: list[tuple[list[dict], list[dict]]]) -> list[dict]:
                         "time": key,
                         "here": spread(ours),
                         "there": spread(theirs),
-                        "times faster": f"{ratio:.2f}",
+                        "times_faster": round(ratio, 2),
                     }
                 )
     return rows
@@ -135,12 +142,13 @@ def spread(values) -> str:
 
 
 def main():
-    """Runs both in turns and prints the table."""
+    """Runs both in turns and tells each row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commit", help="of this repository, such as a77af13")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patch", type=pathlib.Path, help="of the other checkout")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -149,16 +157,14 @@ def main():
     args = parser.parse_args()
     if not args.command:
         parser.error("name a benchmark, such as decode")
-    with checkout(args.commit) as other:
+    with checkout(args.commit, args.patch) as other:
         rounds = []
         for number in range(args.rounds):
             rounds.append((lines_of(ROOT, args.command), lines_of(other, args.command)))
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     rows = compared(rounds)
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
     for row in rows:
-        print("| " + " | ".join(row.values()) + " |")
+        report.tell("against", against=args.commit, **row)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ for reading weights and the cache of the rows that were busy, or for their
 multiplications if that is longer. `busy_rows` is how many were: the last requests leave
 rows idle, fewer the more --waves there are.
 
+`percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
+prompts and of windows that were asked for. With --room answers may be longer than they are.
+
 `percent_on_host` is what the host spends of that time between a device call's end and
 the next one's start: harvesting, admitting, telling the device. `host_ms_per_forward`
 is its CPU time for that, on any device.
@@ -186,18 +189,25 @@ def answer(row) -> list[int]:
     return row.tokens_T[row.prompt_len : row.prompt_len + row.len].tolist()
 
 
-def roofline(model: ModelConfig, params, context: int, work: Work):
+def multiplications(model: ModelConfig, params, prompt: int, work: Work) -> int:
+    """Returns the FLOPs of weights that some work and its prompts' tokens need."""
+    layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
+    head = model.d_model * model.vocab  # an embedding is looked up, not read
+    windows = layers * (work.steps + work.clean) + head * work.steps
+    return 2 * (model.block * windows + layers * prompt)
+
+
+def roofline(model: ModelConfig, params, context: int, prompt: int, work: Work):
     """Returns the least seconds of some work on this chip, or None if it is unknown."""
     chip = report.chip()
     if chip is None or model.attention == "full":  # of canvases it knows nothing
         return None
-    layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
-    head = model.d_model * model.vocab  # an embedding is looked up, not read
-    width = jnp.dtype(model.dtype).itemsize
+    weights = sum(x.size for x in jax.tree.leaves(params["layers"]))
+    weights += model.d_model * model.vocab
     cache = 2 * model.layers * model.kv_heads * model.head_dim * context * work.steps
-    bytes_ = (layers + head) * work.forwards + cache
-    flops = 2 * model.block * (layers * (work.steps + work.clean) + head * work.steps)
-    return max(bytes_ * width / chip[0], flops / chip[1])
+    bytes_ = (weights * work.forwards + cache) * jnp.dtype(model.dtype).itemsize
+    flops = multiplications(model, params, prompt, work)
+    return max(bytes_ / chip[0], flops / chip[1])
 
 
 def sampler(rows: int, args, model: ModelConfig) -> SamplerConfig:
@@ -207,7 +217,7 @@ def sampler(rows: int, args, model: ModelConfig) -> SamplerConfig:
         steps_per_block=model.block,
         strategy="forced",
         max_prompt=args.prompt,
-        max_new=args.new,
+        max_new=max(args.new, args.room),
         rows=rows,
         prefill=args.prefill,
         cache=args.cache,
@@ -263,9 +273,13 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> dict:
         if model.attention == "full":
             row["cache"], row["engine_canvases"] = args.cache, work.clean
         row[f"{name}_tokens_per_second"] = round(tokens / seconds[name], 1)
+    prompt = sum(map(len, prompts))
+    if peak := report.flops():
+        flops = multiplications(model, params, prompt, work)
+        row["percent_mfu"] = round(100 * flops / seconds["engine"] / peak, 1)
     if "batches" in ways:
         row["speedup"] = round(seconds["batches"] / seconds["engine"], 2)
-    shortest = roofline(model, params, context, work)
+    shortest = roofline(model, params, context, prompt, work)
     if shortest is not None:
         row["percent_of_roofline"] = round(100 * shortest / seconds["engine"], 1)
     return row
@@ -282,6 +296,7 @@ def main():
         "--prompt", type=int, default=128, help="longest prompt, tokens"
     )
     parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument("--room", type=int, default=0, help="sampler.max_new, if more")
     parser.add_argument("--waves", type=int, default=3, help="requests for every row")
     parser.add_argument("--group", type=int, default=1, help="requests of one prompt")
     parser.add_argument(

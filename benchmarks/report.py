@@ -12,6 +12,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 from benchmarks import chips
@@ -37,6 +38,19 @@ def chip():
     if not found and jax.default_backend() != "cpu":
         print(f"chips.CHIPS does not know {kind!r}", file=sys.stderr)
     return found and (found.bandwidth, found.flops)
+
+
+def flops() -> float | None:
+    """Returns the FLOP/s of the device at most, or None if it is unknown.
+
+    On a CPU it is what a multiplication of two large f32 matrices reaches just now.
+    """
+    if jax.default_backend() == "cpu":
+        size = 2048
+        x = jnp.ones((size, size))
+        return 2 * size**3 / seconds(jax.jit(jnp.matmul), x, x)
+    found = chip()
+    return found and found[1]
 
 
 def dtype() -> str:

@@ -14,7 +14,7 @@ for r = 2, and 1.6 to 4 for r = 4; what padding costs the first layout comes on 
 
 With --packed-only the states are donated and nothing is compared, for models that fill a
 device. MFU: 6 FLOPs a parameter of the layers and a token that is not padding, and 6 a
-parameter of the head and a supervised token, over the device's bf16 peak; attention and
+parameter of the head and a supervised token, over `report.flops`; attention and
 recomputation count for nothing.
 """
 
@@ -292,13 +292,11 @@ def main():
         "seconds": round(median["packed"], 4),
         "tokens_per_second": round(held["packed"][0] / median["packed"], 1),
     }
-    if report.chip():
+    if peak := report.flops():
         layers = sum(x.size for x in jax.tree.leaves(states["policy"].params["layers"]))
         head = model.vocab * model.d_model * int((packed.weight_BU > 0).sum())
         flops = 6 * (layers * held["packed"][0] + head)
-        told["percent_mfu"] = round(
-            100 * flops / median["packed"] / report.chip()[1], 1
-        )
+        told["percent_mfu"] = round(100 * flops / median["packed"] / peak, 1)
     if args.packed_only:
         report.tell("train_step", **told)
         return

@@ -85,9 +85,9 @@ def test_two_checkouts_are_compared_line_by_line():
         (lines(2.0, 20.0), lines(8.0, 10.0)),
     ]
     seconds, rate = against.compared(rounds)
-    assert seconds["line"] == "tiny 4" and seconds["times faster"] == "3.00"
+    assert seconds["line"] == "tiny 4" and seconds["times_faster"] == 3.0
     assert (seconds["here"], seconds["there"]) == ("1 / 1.5 / 2", "2 / 5 / 8")
-    assert rate["times faster"] == "2.50"
+    assert rate["times_faster"] == 2.5
 
 
 # ---- The variance of a gradient ------------------------------------------------------

@@ -11,12 +11,15 @@ computation, to where sampling wants them:
 *   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
     them. There a scan copies a layer's weights out of the stack before it multiplies by
     them. A TPU reads them where they are, and so does a GPU by `forwards.advance_on_gpu`.
+    A tied head is there too, the embedding transposed: otherwise every turn of the
+    engine transposes it again.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,8 @@ from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 # Platforms on which each layer's weights are arrays of their own.
 APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
+TURNED = -1  # no layer's number
+WHOLE = {None: jnp.asarray, TURNED: jnp.transpose}
 
 
 # ---- Where they lie ------------------------------------------------------------------
@@ -96,7 +101,10 @@ def abstract(model: ModelConfig, mesh: Mesh, *, in_int8: bool = False) -> Params
     if in_int8:
         int8.check(model)
         tree = int8.specs(tree)
-    if mesh.devices.flat[0].platform in (APART_INT8 if in_int8 else APART):
+    platform = mesh.devices.flat[0].platform
+    if model.tied and platform in APART:
+        tree["head"] = transformer.Spec("DV")
+    if platform in (APART_INT8 if in_int8 else APART):
         for name, letter in (("first", "Y"), ("layers", "L")):
             if name in tree:
                 layer = jax.tree.map(without_first, tree[name])
@@ -141,12 +149,14 @@ def walked(params: Params, like: Params, get) -> Params:
 
     But for the rows of images, which are no weights.
 
-    x: that of `params`; number: which of the stack x is meant, or None for all of x. An
-    Int8 is one leaf.
+    x: that of `params`; number: which of the stack x is meant, None for all of x, or TURNED
+    for its transpose. An Int8 is one leaf.
     """
     out = {}
+    if "head" in like and "head" not in params:  # first: `get` may free the embedding
+        out["head"] = get(params["embed"], TURNED, like["head"])
     for name, places in like.items():
-        if name == "soft":  # whoever looks at images adds it
+        if name == "soft" or name in out:  # whoever looks at images adds `soft`
             continue
         if isinstance(places, tuple):
             stack, tree = jax.tree.flatten(params[name])
@@ -171,7 +181,7 @@ def is_there(x, number, place) -> bool:
 
 
 def copied(x, number, place):
-    """Returns x, or x[number], as `place` says; x itself where that is so.
+    """Returns x, x[number] or x.T as `place` says; x itself where that is so.
 
     Layer by layer, so that no device holds more than one of them twice.
     """
@@ -179,26 +189,18 @@ def copied(x, number, place):
         return x
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
-    if number is None:
-        return whole_copier(place.dtype, place.sharding)(x)
-    return layer_copier(place.dtype, place.sharding)(x, number)
+    copy = copier(place.dtype, place.sharding, WHOLE.get(number, operator.getitem))
+    return copy(x) if number in WHOLE else copy(x, number)
 
 
 @functools.cache
-def whole_copier(dtype, place):
-    """Returns a program that copies an array."""
+def copier(dtype, place, part):
+    """Returns a program that copies part(x, ...), such as one array of a stack.
 
-    def copy_whole(x):
-        return x.astype(dtype)
+    What else `part` takes, a layer's number, is data.
+    """
 
-    return jax.jit(copy_whole, out_shardings=place)
+    def copy(x, *number):
+        return part(x, *number).astype(dtype)
 
-
-@functools.cache
-def layer_copier(dtype, place):
-    """Returns a program that copies one array of a stack; its number is data."""
-
-    def copy_layer(x, number):
-        return x[number].astype(dtype)
-
-    return jax.jit(copy_layer, out_shardings=place)
+    return jax.jit(copy, out_shardings=place)

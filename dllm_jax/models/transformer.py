@@ -603,7 +603,7 @@ def head(params: Params, cfg: ModelConfig):
     It is in the computing dtype, and has the columns of the ids that may be drawn alone; a
     column beyond them forbids nothing.
     """
-    weight = params["embed"].T if cfg.tied else params["head"]
+    weight = params["head"] if "head" in params else params["embed"].T
     first, end = cfg.drawn or (0, cfg.vocab)
     forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
     if cfg.drawn:

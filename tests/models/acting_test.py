@@ -141,6 +141,19 @@ def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypat
     assert not jax.tree.leaves(acting.fresh(params, like))
 
 
+@pytest.mark.parametrize("way", ["laid_out", "taken"])
+def test_a_tied_head_is_there_as_the_embedding_transposed(tiny, way):
+    model, params = made(tiny, "dense")
+    model = dataclasses.replace(model, tied=True)
+    del params["head"]
+    want = np.array(params["embed"]).T
+    like = acting.abstract(model, mesh_of(model=2))
+    weights = getattr(acting, way)(params, like)
+    np.testing.assert_array_equal(weights["head"], want)
+    assert weights["head"].sharding == like["head"].sharding
+    assert "head" not in acting.specs(model)  # of what learns
+
+
 def test_a_mesh_is_folded_as_far_as_heads_and_widths_divide(tiny):
     model = tiny[0]  # 16 heads, 8 key heads, a width of 64
     assert acting.folds(model, mesh_of(fsdp=8)) == [1, 2, 4, 8]
