@@ -141,3 +141,9 @@ and for who wants to know how it is fast, or what surrounds it:
     viewer/page.py               pages that people look at: one file with all inside
     command_line.py              that tree from a file and its overrides; how entries end
 """
+
+import gc
+import sys
+
+if sys.argv[:1] == ["-m"]:  # a command, until command_line.entry begins
+    gc.disable()
