@@ -26,6 +26,7 @@ is its CPU time for that, on any device.
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from unittest import mock
@@ -210,14 +211,14 @@ def roofline(model: ModelConfig, params, context: int, prompt: int, work: Work):
     return max(bytes_ / chip[0], flops / chip[1])
 
 
-def sampler(rows: int, args, model: ModelConfig) -> SamplerConfig:
+def sampler(rows: int, room: int, args, model: ModelConfig) -> SamplerConfig:
     """Returns how a number of rows is sampled: at the forced rate, nothing stops."""
     return SamplerConfig(
         block=model.block,
         steps_per_block=model.block,
         strategy="forced",
         max_prompt=args.prompt,
-        max_new=max(args.new, args.room),
+        max_new=max(args.new, room),
         rows=rows,
         prefill=args.prefill,
         cache=args.cache,
@@ -235,9 +236,9 @@ def timed(ways: dict, repeats: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def measure(rows: int, args, model: ModelConfig, params, mesh) -> dict:
+def measure(rows: int, room: int, args, model: ModelConfig, params, mesh) -> dict:
     """Returns what a number of rows gives: a row of the table."""
-    cfg, key = sampler(rows, args, model), jax.random.key(args.seed)
+    cfg, key = sampler(rows, room, args, model), jax.random.key(args.seed)
     prompts, new = requests(rows, args, model)
     made = Engine(model=model, cfg=cfg, mesh=mesh)
     ways = {"engine": functools.partial(on_engine, made, params, prompts, new, key)}
@@ -259,6 +260,7 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> dict:
         "kernels": model.kernels,
         "rows": rows,
         "context": context,
+        "max_new": cfg.max_new,
         "sampler": f"block {model.block}, {cfg.strategy}, temperature 1",
         "requests": len(prompts),
         "tokens": tokens,
@@ -296,7 +298,9 @@ def main():
         "--prompt", type=int, default=128, help="longest prompt, tokens"
     )
     parser.add_argument("--new", type=int, default=128, help="longest answer, tokens")
-    parser.add_argument("--room", type=int, default=0, help="sampler.max_new, if more")
+    parser.add_argument(
+        "--room", type=int, nargs="+", default=[0], help="sampler.max_new, if more"
+    )
     parser.add_argument("--waves", type=int, default=3, help="requests for every row")
     parser.add_argument("--group", type=int, default=1, help="requests of one prompt")
     parser.add_argument(
@@ -334,8 +338,8 @@ def main():
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),
     )(jax.random.key(args.seed))
     params = acting.taken(params, acting.abstract(model, mesh))
-    for count in args.rows:
-        report.tell("decode", **measure(count, args, model, params, mesh))
+    for count, room in itertools.product(args.rows, args.room):
+        report.tell("decode", **measure(count, room, args, model, params, mesh))
 
 
 if __name__ == "__main__":
