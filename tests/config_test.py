@@ -1,11 +1,13 @@
 """Configurations: every file freezes, and what is wrong is named."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -475,6 +477,27 @@ def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="75"):
         command_line.entry(main)
     assert capsys.readouterr().err == "stopped by a signal\n"
+
+
+def test_garbage_waits_until_a_command_begins(monkeypatch):
+    """What it imports is not looked through; a script that imports the package is as ever."""
+    program = "import gc, sys; sys.argv = sys.argv[1:]; import dllm_jax; print(gc.isenabled())"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program, first], stdout=subprocess.PIPE, check=True
+        ).stdout.strip()
+        for first in ("-m", "script.py")
+    ]
+    assert found == [b"False", b"True"]
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["data"])
+    try:
+        gc.disable()
+        command_line.entry(lambda: seen.append(gc.isenabled()))
+        assert seen == [True] and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_a_defect_of_xla_keeps_its_traceback(monkeypatch):

@@ -60,7 +60,7 @@ def test_imports_go_down_or_stay_in_the_room(path):
     if path.name == "__main__.py":  # a room's command is an entry
         floor = FLOORS["train"]
     if room == "__init__":
-        assert not imports(ast.parse(path.read_text()))
+        assert {*imports(ast.parse(path.read_text()))} <= {"gc", "sys"}
         return
     for other in rooms(path):
         down = FLOORS[other] < floor
