@@ -97,13 +97,12 @@ TASKS = {
         only=("tracerl", "random"),
         seeds=3,
     ),
-    # What that model was not taught: the same words about larger numbers.
-    "tens": Task(
+    # What that model was not taught: the same arithmetic in other words.
+    "words": Task(
         *("smollm2", "math", 2, 2, 1e-5),
         (
-            *("data.train=runs/smollm2/tens_train.jsonl", "rl.steps=10"),
-            *("data.heldout=runs/smollm2/tens_heldout.jsonl", "eval.every=5"),
-            "sampler.max_new=24",
+            *("data.train=runs/smollm2/words_train.jsonl", "sampler.max_prompt=40"),
+            *("data.heldout=runs/smollm2/words_heldout.jsonl", "rl.steps=20"),
         ),
         even=True,
         only=("tracerl", "random"),
@@ -111,7 +110,7 @@ TASKS = {
     ),
     # The default task with full attention, and countdowns of three numbers.
     "full": Task(
-        *("full", "math", 8, 8, 2.5e-5),
+        *("full", "math", 4, 8, 2.5e-5),
         ("eval.problems=256", "eval.answers=4"),
         even=True,
         only=("tracerl", "random"),

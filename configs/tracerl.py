@@ -37,16 +37,17 @@ problems, three seeds); in five steps it rises from 29 to 37 % (six seeds; docs/
 from 30 to 37 % in 30 steps, at 9.3 forwards an answer before and after (256 problems, four
 answers to each: +0.065, 95 % 0.032 to 0.101; one seed; eight minutes of a core that other work
 shared); a pilot with half of the problems a step, at a rate of 1e-4, went from 31 to 22 % in
-ten. full: nothing is learned in 30 steps, 56.8 to 56.6 % (256 problems, four answers to each; one
-seed; two minutes of a core that other work shared), and at four times the rate 20 steps took 55 to
-21 % (two answers to each). pictures: from 75 to 79 %, and at temperature 0 from 78.6 to 79.1 % (500 problems, three seeds;
+ten. full: nothing is learned in 30 steps, 57.7 to 56.1 % (256 problems, four answers to each; three
+seeds; a minute of a CPU core; docs/paper.md), and at four times the rate 20 steps took 55 to
+21 % (two answers to each). countdown: from 9.4 to 20.9 % in 30 steps (the same; docs/paper.md).
+pictures: from 75 to 79 %, and at temperature 0 from 78.6 to 79.1 % (500 problems, three seeds;
 about a minute of a CPU core; docs/multimodal.md). codes: from 75 to 80 %, and at temperature 0
 from 80.8 to 81.2 %, where the questions alone tell 66 % (500 problems, one seed; a minute of a
 CPU core; docs/multimodal.md). scenes: right drawings of 12 held-out captions go from 23 % to between 45
 and 59 % in 100 steps (576 drawings, three seeds; three minutes of a CPU core;
 docs/multimodal.md). questions: right answers to 256 held-out ones from 16 to 75 % at
 temperature 1, from 24 to 75 % at 0, in 40 steps (three seeds; about three minutes of a CPU
-core; docs/multimodal.md). countdown, and the presets of released models, are unrun.
+core; docs/multimodal.md). The presets of released models are unrun.
 """
 
 from configs import released

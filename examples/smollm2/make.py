@@ -10,7 +10,7 @@ and writes to runs/smollm2
                     block_size 4 and an unused special token as mask in its config.json
     train.jsonl     one-digit arithmetic asked in words: question, answer, response
     heldout.jsonl   combinations of numbers and phrasing that train.jsonl lacks
-    tens_*.jsonl    the same of a number below 100 plus or minus one of one digit
+    words_*.jsonl   the same arithmetic in other words, none of which train.jsonl has
 
 The weights are still those of an autoregressive model. `configs/sft.py:smollm2` turns
 them into a diffusion model, `configs/tracerl.py:smollm2` goes on from there.
@@ -89,6 +89,26 @@ PHRASES = {
         "{n} buys {b} {t} a day for {a} days. How many {t} is that?",
     ),
 }
+OTHER_PHRASES = {
+    "+": (
+        "Increase {a} by {b}.",
+        "What number is {b} more than {a}?",
+        "{n} is {a} years old. How old is {n} in {b} years?",
+        "{n} read {a} pages before lunch and {b} after it. How many in all?",
+    ),
+    "-": (
+        "Reduce {a} by {b}.",
+        "What number is {b} less than {a}?",
+        "{n} is {a} years old. How old was {n} {b} years ago?",
+        "{n} wants {a} {t} and has {b}. How many are missing?",
+    ),
+    "*": (
+        "What are {a} groups of {b}?",
+        "A floor is {a} tiles wide and {b} tiles long. How many tiles is that?",
+        "Each of {a} friends brings {b} {t}. How many {t} are there?",
+        "{n} runs {b} miles every day. How many miles in {a} days?",
+    ),
+}
 PEOPLE = ("Tom", "Mia", "Sam", "Anna", "Ben", "Eva")
 THINGS = ("apples", "coins", "books", "pens", "eggs", "cards")
 
@@ -96,18 +116,17 @@ THINGS = ("apples", "coins", "books", "pens", "eggs", "cards")
 # ---- Problems --------------------------------------------------------------------------
 
 
-def problems(rng: np.random.Generator, numbers: range, signs: str) -> list[dict]:
-    """Returns each of some numbers with each from 2 to 9, in each phrasing of some signs.
-
-    In random order.
-    """
+def problems(rng: np.random.Generator, phrases_of: dict) -> list[dict]:
+    """Returns each pair of numbers from 2 to 9 in each phrasing, in random order."""
     results = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
     rows = []
-    for sign, a, b in itertools.product(signs, numbers, range(2, 10)):
+    for (sign, phrases), a, b in itertools.product(
+        phrases_of.items(), range(2, 10), range(2, 10)
+    ):
         if sign == "-" and a < b:
             continue
         answer = results[sign](a, b)
-        for phrase in PHRASES[sign]:
+        for phrase in phrases:
             name, thing = rng.choice(PEOPLE), rng.choice(THINGS)
             rows.append(
                 {
@@ -252,8 +271,7 @@ def main():
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(args.seed)
-    of_set = {"": problems(rng, range(2, 10), "+-*")}
-    of_set["tens_"] = problems(rng, range(10, 100), "+-")
+    of_set = {"": problems(rng, PHRASES), "words_": problems(rng, OTHER_PHRASES)}
     fewest = min(map(len, of_set.values()))
     if not 0 < args.heldout < fewest:
         p.error(f"--heldout must lie between 0 and {fewest}, the number of problems")
