@@ -31,7 +31,11 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 FILE, PAGE = ROOT / "docs" / "paper.jsonl", ROOT / "docs" / "paper.md"
 IMAGES = ROOT / "docs" / "images"
-PICTURES = {"sudoku5": "paper.png", "smollm2": "smollm2_tracerl.png"}  # of these tasks
+PICTURES = {  # of these tasks
+    "sudoku5": "paper.png",
+    "smollm2": "smollm2_tracerl.png",
+    "words": "smollm2_words.png",
+}
 SEEDS = (0, 1, 2, 3, 4, 5)
 FEWEST = 3  # seeds below which nothing is said of a claim
 # Student's t of 95 %, two-sided, by degrees of freedom.
@@ -105,7 +109,7 @@ TASKS = {
             *("data.heldout=runs/smollm2/words_heldout.jsonl", "rl.steps=20"),
         ),
         even=True,
-        only=("tracerl", "random"),
+        only=("tracerl", "random", "random_slow"),
         seeds=3,
     ),
     # The default task with full attention, and countdowns of three numbers.

@@ -30,8 +30,8 @@ Result to expect. process: 0.764 ± 0.047 after 24 steps of 16 problems, and wit
 80 to 81 % in 40 steps (128 problems, three seeds; little more than a minute of a core).
 arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 84 to 89 %, tokens per
 forward from 2.3 to 2.9 (256 problems, three seeds; about two minutes on two CPU cores).
-smollm2: from 41, 41, 44 to 55, 52, 41 % in 20 of its 40 steps (128 problems, three seeds;
-docs/smollm2.md).
+smollm2: from 41, 41, 44 to 55, 52, 41 % in 20 of its 40 steps, and asked in words that it was not
+taught from 26, 20, 29 to 38, 48, 38 % (128 problems, three seeds; docs/smollm2.md).
 sudoku: accuracy stays at 57 % in 40 steps, with 3.6 forwards an answer instead of 4.2 (256
 problems, three seeds); in five steps it rises from 29 to 37 % (six seeds; docs/paper.md). sums:
 from 30 to 37 % in 30 steps, at 9.3 forwards an answer before and after (256 problems, four
