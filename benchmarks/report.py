@@ -26,13 +26,6 @@ forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean 
 Tables of `against` have another commit's checkout beside this one, the same flags in turns, on
 two cores with nothing else to do, bytecode written on both sides: minimum / median / maximum
 of the rounds, and the median of their ratios; `asked` is the goal.
-
-Rollouts are 1.2 to 1.5 times as fast as at a77af13, not the 1.8 that was asked for. What that
-commit lost elsewhere, in copies of weights, costs less on these cores, which share a cache of
-32 MB: its forwards of 32 rows of 30M make 168 GFLOP/s of useful multiplications, this
-checkout's 203, of 478 that a product of large matrices reaches and 375 of products of 128
-rows. A forward of one row of 135M takes 22.8 ms, of which its multiplications alone take
-17.7, bound by memory; there it takes 28.
 """
 
 

