@@ -13,6 +13,8 @@ computation, to where sampling wants them:
     them. A TPU reads them where they are, and so does a GPU by `forwards.advance_on_gpu`.
     A tied head is there too, the embedding transposed: otherwise every turn of the
     engine transposes it again.
+*   on a GPU the gate and up projections as one matrix, their columns by turns, so that
+    `model` splits both alike: a layer is one product less, as wide as two.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
@@ -34,8 +36,13 @@ from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 # Platforms on which each layer's weights are arrays of their own.
 APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
-TURNED = -1  # no layer's number
-WHOLE = {None: jnp.asarray, TURNED: jnp.transpose}
+PAIRED_ON = ("gpu",)  # on which gate and up are one
+TURNED, PAIRED = -1, -2  # no layer's number
+WHOLE = {
+    None: jnp.asarray,
+    TURNED: jnp.transpose,
+    PAIRED: functools.partial(jnp.stack, axis=-1),
+}
 
 
 # ---- Where they lie ------------------------------------------------------------------
@@ -79,6 +86,19 @@ def specs(model: ModelConfig) -> Params:
     return {name: spec for name, spec in tree.items() if name not in soft.PARAMETERS}
 
 
+def paired(tree: Params, of) -> Params:
+    """Returns a tower with w_gate_up = of((gate, up)) in the place of the two, if it has."""
+
+    def pair(layer):
+        layer = dict(layer)
+        if "w_gate" in layer:
+            layer["w_gate_up"] = of((layer.pop("w_gate"), layer.pop("w_up")))
+        return layer
+
+    stacks = [name for name in ("first", "layers") if name in tree]
+    return tree | {name: pair(tree[name]) for name in stacks}
+
+
 def abstract(model: ModelConfig, mesh: Mesh, *, in_int8: bool = False) -> Params:
     """Returns the weights that sample on a mesh, as shapes with shardings.
 
@@ -102,6 +122,12 @@ def abstract(model: ModelConfig, mesh: Mesh, *, in_int8: bool = False) -> Params
         int8.check(model)
         tree = int8.specs(tree)
     platform = mesh.devices.flat[0].platform
+    # Not where an adapter belongs to one of the two: beside adapters the weights that learn
+    # serve as they are.
+    if platform in PAIRED_ON and not (in_int8 or model.lora):
+        tree = paired(
+            tree, lambda two: dataclasses.replace(two[0], dims=two[0].dims + "2")
+        )
     if model.tied and platform in APART:
         tree["head"] = transformer.Spec("DV")
     if platform in (APART_INT8 if in_int8 else APART):
@@ -128,8 +154,9 @@ def taken(params: Params, like: Params) -> Params:
 
     def moved(x, number, place):
         made = copied(x, number, place)
-        if made is not x and (number is None or number + 1 == len(x)):
-            x.delete()
+        if made is not x and (number in (None, PAIRED) or number + 1 == len(x)):
+            for old in jax.tree.leaves(x):
+                old.delete()
         return made
 
     return walked(params, like, moved)
@@ -149,10 +176,12 @@ def walked(params: Params, like: Params, get) -> Params:
 
     But for the rows of images, which are no weights.
 
-    x: that of `params`; number: which of the stack x is meant, None for all of x, or TURNED
-    for its transpose. An Int8 is one leaf.
+    x: that of `params`; number: which of the stack x is meant, None for all of x, TURNED for
+    its transpose, or PAIRED for the two of x as one. An Int8 is one leaf.
     """
     out = {}
+    if any(isinstance(x, dict) and "w_gate_up" in x for x in like.values()):
+        params = paired(params, tuple)
     if "head" in like and "head" not in params:  # first: `get` may free the embedding
         out["head"] = get(params["embed"], TURNED, like["head"])
     for name, places in like.items():
@@ -168,9 +197,17 @@ def walked(params: Params, like: Params, get) -> Params:
             out[name] = tuple(map(tree.unflatten, zip(*columns, strict=True)))
         else:
             out[name] = jax.tree.map(
-                lambda x, place: get(x, None, place), params[name], places
+                lambda x, place: get(x, PAIRED if is_pair(x) else None, place),
+                params[name],
+                places,
+                is_leaf=is_pair,
             )
     return out
+
+
+def is_pair(x) -> bool:
+    """Returns whether x is the two that `paired` put together."""
+    return isinstance(x, tuple)
 
 
 def is_there(x, number, place) -> bool:
@@ -181,7 +218,7 @@ def is_there(x, number, place) -> bool:
 
 
 def copied(x, number, place):
-    """Returns x, x[number] or x.T as `place` says; x itself where that is so.
+    """Returns x, x[number], x.T or a pair stacked, as `place` says; x where that is so.
 
     Layer by layer, so that no device holds more than one of them twice.
     """

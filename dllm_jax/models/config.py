@@ -151,6 +151,7 @@ class ModelConfig:
             "I": self.expert_ffw,
             "Z": self.shared_experts * self.expert_ffw,
             "C": self.lora.rank if self.lora else 0,
+            "2": 2,  # a pair
             "M": self.soft,
             "o": self.d_model,  # the inner width of an image's projector
             **(self.vision.sizes if self.vision else {}),

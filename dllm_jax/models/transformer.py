@@ -558,7 +558,7 @@ def feed_forward(x_BTD, p, real_BT, cfg: ModelConfig):
         with jax.named_scope("experts"):
             y_BTD, load = moe.mixture(h_BTD, p, cfg, real_BT)
             x_BTD = constrain(x_BTD + y_BTD, "BTD")
-    if "w_gate" in p:  # a dense layer's, or the experts that every token visits
+    if "w_down" in p:  # a dense layer's, or the experts that every token visits
         x_BTD = constrain(x_BTD + swiglu(h_BTD, p), "BTD")
     return x_BTD, load
 
@@ -566,10 +566,15 @@ def feed_forward(x_BTD, p, real_BT, cfg: ModelConfig):
 def swiglu(h_BTD, p):
     """Returns W_down (silu(W_gate h) * W_up h) [B, T, D].
 
-    F stands for the shared experts' inner width Z too, which the mesh splits alike.
+    F stands for the shared experts' inner width Z too, which the mesh splits alike. Gate
+    and up may be one matrix, "w_gate_up".
     """
-    gate_BTF = jax.nn.silu(project(h_BTD, p["w_gate"], "DF"))
-    h_BTF = constrain(gate_BTF * project(h_BTD, p["w_up"], "DF"), "BTF")
+    if "w_gate_up" in p:
+        both_BTF2 = project(h_BTD, p["w_gate_up"], "DF2")
+        gate_BTF, up_BTF = both_BTF2[..., 0], both_BTF2[..., 1]
+    else:
+        gate_BTF, up_BTF = (project(h_BTD, p[w], "DF") for w in ("w_gate", "w_up"))
+    h_BTF = constrain(jax.nn.silu(gate_BTF) * up_BTF, "BTF")
     return project(h_BTF, p["w_down"], "FD")
 
 

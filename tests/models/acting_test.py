@@ -141,6 +141,42 @@ def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypat
     assert not jax.tree.leaves(acting.fresh(params, like))
 
 
+@pytest.mark.parametrize("kind", ["dense", "first"])
+def test_gate_and_up_as_one_matrix_compute_what_two_do(tiny, kind, monkeypatch):
+    monkeypatch.setattr(acting, "APART", ())
+    monkeypatch.setattr(acting, "PAIRED_ON", ("cpu",))
+    model, params = made(tiny, kind)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 8), 0, 66)
+    want = run(params, tokens_BT, model=model)
+    gate_LDF, up_LDF = (params["layers"][name] for name in ("w_gate", "w_up"))
+    both = np.stack([gate_LDF, up_LDF], axis=-1)
+    for mesh in (mesh_of(), mesh_of(model=2)):
+        like = acting.abstract(model, mesh)
+        copied = {x.shape for x in jax.tree.leaves(acting.fresh(params, like))}
+        assert both.shape in copied
+        weights = acting.laid_out(params, like)
+        paired = weights["layers"]["w_gate_up"]
+        assert not {"w_gate", "w_up"} & weights["layers"].keys()
+        np.testing.assert_array_equal(paired, both)
+        shard = paired.addressable_shards[0].data  # of both the same columns
+        assert shard.shape[2] == both.shape[2] // mesh.shape["model"]
+        with jax.set_mesh(mesh):
+            found = run(weights, tokens_BT, model=model)
+        close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+        jax.tree.map(close, found, want)
+    acting.taken(params, like)
+    assert gate_LDF.is_deleted()
+    assert up_LDF.is_deleted()
+
+
+def test_beside_adapters_and_in_int8_gate_and_up_stay_two(tiny, monkeypatch):
+    monkeypatch.setattr(acting, "PAIRED_ON", ("cpu",))
+    for kind, in_int8 in (("adapters", False), ("dense", True)):
+        model = made(tiny, kind)[0]
+        layer = acting.abstract(model, mesh_of(), in_int8=in_int8)["layers"][0]
+        assert {"w_gate", "w_up"} <= layer.keys()
+
+
 @pytest.mark.parametrize("way", ["laid_out", "taken"])
 def test_a_tied_head_is_there_as_the_embedding_transposed(tiny, way):
     model, params = made(tiny, "dense")
