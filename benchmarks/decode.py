@@ -41,7 +41,7 @@ from dllm_jax import command_line, pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, engine, policy, state
+from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy, sequential
@@ -159,14 +159,16 @@ def host_work(run):
 
     A device call lasts from the engine's dispatch to what it fetches at the end.
     """
-    name = "advance_on_gpu" if jax.default_backend() == "gpu" else "advance"
-    dispatch, fetch = getattr(engine, name), sharding.fetch
+    loop, fetch = Engine.loop.fget, sharding.fetch
     on_device, dispatched = np.zeros(2), None
 
-    def timed_dispatch(*args, **static):
-        nonlocal dispatched
-        dispatched = clocks()
-        return dispatch(*args, **static)
+    def timed_loop(made):
+        def dispatch(*args, **static):
+            nonlocal dispatched
+            dispatched = clocks()
+            return loop(made)(*args, **static)
+
+        return dispatch
 
     def timed_fetch(tree):
         nonlocal on_device, dispatched
@@ -177,7 +179,7 @@ def host_work(run):
 
     start = clocks()
     with (
-        mock.patch.object(engine, name, timed_dispatch),
+        mock.patch.object(Engine, "loop", property(timed_loop)),
         mock.patch.object(sharding, "fetch", timed_fetch),
     ):
         run()

@@ -8,15 +8,16 @@ ended: one *turn* is an admission, a run of forwards, and a harvest.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 """
 
+import functools
+
 import jax
 import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import state
+from dllm_jax.sampling import forwards, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.denoise import TURN
-from dllm_jax.sampling.forwards import advance, advance_on_gpu
 from dllm_jax.sampling.rows import Rows, admit, copy_pages, empty, some_traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
@@ -59,11 +60,24 @@ class Engine:
         return bool(self.scheduler.queue or self.scheduler.active)
 
     @property
+    def platform(self) -> str:
+        """The devices'."""
+        return self.mesh.devices.flat[0].platform
+
+    @functools.cached_property
+    def rides(self) -> bool:
+        """Whether prompts ride with blocks."""
+        return forwards.rides(self.platform, self.model, self.cfg)
+
+    @property
     def loop(self):
         """The loop over forwards, as it is compiled for the devices of the mesh."""
-        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
         # Of products by cuBLAS none converts int8 as it reads it.
-        return advance_on_gpu if on_gpu and not self.cfg.int8 else advance
+        if self.platform == "gpu" and not self.cfg.int8:
+            return forwards.advance_on_gpu
+        slots = self.scheduler.row_count // self.shards * self.cfg.block
+        few = self.platform == "cpu" and slots <= forwards.FEW
+        return forwards.advance_few if few else forwards.advance
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.
@@ -141,6 +155,7 @@ class Engine:
             shards=self.shards,
             model=self.model,
             cfg=self.cfg.static,
+            rides=self.rides,
         )
         return lowered, rows
 
@@ -186,6 +201,7 @@ class Engine:
             shards=self.shards,
             model=self.model,
             cfg=self.cfg.static,
+            rides=self.rides,
         )
 
     def until(self, watched: bool) -> tuple[int, int]:

@@ -14,9 +14,13 @@ are gathered once for many positions. No row decodes in it, and while a prompt o
 blocks or more is due no forward is of blocks: prompts come first, so that later forwards
 are full. What is left of one block rides beside decoding rows, as if just filled.
 
-The two windows that a row may have are *paired*: attention reads the row's pages once for
-both. What lies before the second is what the first sees, itself included, as its keys are in
-the pages by then.
+Where prompts *ride* (`rides`) more of them do, each of their blocks a window, as long as all
+that is due fits the largest program for blocks: a forward of prompts alone would read all
+weights once more. 32 rows of 30M parameters, refilled twice, took 78 forwards and take 42.
+
+Elsewhere the two windows that a row may have are *paired*: attention reads the row's pages
+once for both. What lies before the second is what the first sees, itself included, as its
+keys are in the pages by then.
 
 How many windows and chunks there are is known on the device alone, while shapes are
 fixed: there are few programs, each forward by the smallest that holds what is due.
@@ -27,17 +31,18 @@ within one.
 `denoise.step` is the definition: the same ids and steps, log-probs up to rounding.
 
 Letters: d shards, b rows of a shard, r the same in another order, and some, w windows of a
-shard, c chunks of a shard, k places for windows: one for the full block of each row of a
-shard, then one for its present block.
+shard, c chunks of a shard.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax.models import cache as kv
+from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import canvases, denoise, policy
@@ -49,12 +54,34 @@ from dllm_jax.sharding import constrain
 
 # Queries of a key head that a kernel takes together, so that their pages are read once.
 TILE = 64
+RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
+SHORT, HEAVY = 64, 2**26  # positions of a prompt; bytes of a tower that no cache holds
+
+
+def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
+    """Returns whether prompts ride with blocks: short ones, beside heavy weights, on a CPU.
+
+    Where a chunk reads a row's pages once, riding blocks read them one by one. On two cores
+    8 and 32 rows of 30M parameters are answered 1.2 times as fast with prompts of 32 tokens,
+    1.05 times with 128 and 0.94 times with 512; 16 rows of a model that the cache holds,
+    0.95 times.
+    """
+    layers = jax.tree.leaves(transformer.specs(model)["layers"])
+    numbers = sum(math.prod(transformer.shape(spec, model)) for spec in layers)
+    heavy = numbers * jnp.dtype(model.dtype).itemsize >= HEAVY
+    return platform in RIDING_ON and cfg.max_prompt <= SHORT and heavy
 
 
 def forward(
-    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+    params,
+    rows: Rows,
+    *,
+    shards: int,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+    rides: bool,
 ) -> Rows:
-    """Returns the rows after one forward.
+    """Returns the rows after one forward; rides: whether prompts do.
 
     All programs are branches of one choice, from which the pages come straight: from a
     choice within a choice XLA would copy them, all of them, in every forward.
@@ -62,10 +89,10 @@ def forward(
     static = {"shards": shards, "model": model, "cfg": cfg}
     cache_policy = policy.choose(cfg, model.attention)
     if cache_policy.final:
-        fits, branches = decoders(params, rows, **static)
-        prompts = (blocks_due(rows, cfg.block) > 1).any()
-        # Or none has more than one whole block.
-        prefilled, fill = cfg.max_prompt >= 2 * cfg.block, prefillers
+        fits, branches = decoders(params, rows, **static, rides=rides)
+        prompts = prompts_first(rows, shards, cfg, rides)
+        prefilled = may_prefill(len(rows.filled_B) // shards, cfg, rides)
+        fill = functools.partial(prefillers, rides=rides)
     else:
         fits, branches = canvases.decoders(params, rows, **static)
         prompts = canvases.due(rows, cfg.block).any()
@@ -112,8 +139,10 @@ class Windows(NamedTuple):
     pos_dwW: jax.Array
     shown_dwW: jax.Array  # its tokens, where they are known
     keep_dw: jax.Array  # its keys are written
-    nth_dk: jax.Array  # the window of each place
-    used_dk: jax.Array  # whether there is one
+    # Of each row the window of its last full block, and that of its present one; whatever
+    # for rows without.
+    window_d2b: jax.Array
+    used_d2b: jax.Array  # whether there is one
 
 
 def able(s: SamplingState, room_B, Q: int):
@@ -121,31 +150,69 @@ def able(s: SamplingState, room_B, Q: int):
     return s.live_B & (s.start_B + Q <= room_B)
 
 
+def places(rows: Rows, shards: int, Q: int):
+    """Returns (of how many blocks each row has no keys, whether its present one has a window).
+
+    Both by shard, [d, b].
+    """
+    due_B, now_B = blocks_due(rows, Q), able(rows.s, rows.room_B, Q)
+    return by_shard(due_B, shards), by_shard(now_B, shards)
+
+
+def counts_of_windows(b: int, cfg: SamplerConfig, rides: bool) -> tuple[int, ...]:
+    """Returns how many windows of b rows the programs for blocks are for."""
+    return cfg.riding_counts(b) if rides else cfg.window_counts(b)
+
+
+def prompts_first(rows: Rows, shards: int, cfg: SamplerConfig, rides: bool):
+    """Returns whether the next forward is of prompts."""
+    due_db, now_db = places(rows, shards, cfg.block)
+    if not rides:
+        return (due_db > 1).any()
+    most = counts_of_windows(due_db.shape[1], cfg, rides)[-1]
+    return (due_db.sum(axis=1) + now_db.sum(axis=1) > most).any()
+
+
+def may_prefill(b: int, cfg: SamplerConfig, rides: bool) -> bool:
+    """Returns whether a forward of b rows may ever be of prompts."""
+    blocks = cfg.max_prompt // cfg.block
+    if not rides:
+        return blocks > 1
+    return b * (blocks + 1) > counts_of_windows(b, cfg, rides)[-1]
+
+
 def decoders(
-    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+    params,
+    rows: Rows,
+    *,
+    shards: int,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+    rides: bool,
 ):
     """Returns (which program holds all windows that are due, the programs).
 
-    A program takes the rows, none of which waits for two blocks or more: it is a forward
-    of blocks for so many windows.
+    A program takes the rows, all of whose windows it holds: it is a forward of blocks for
+    so many windows.
     """
-    full_B = blocks_due(rows, cfg.block) > 0
-    now_B = able(rows.s, rows.room_B, cfg.block)
-    used_dk = jnp.concatenate([by_shard(x, shards) for x in (full_B, now_B)], axis=1)
-    sizes = cfg.window_counts(used_dk.shape[1] // 2)
+    due_db, now_db = places(rows, shards, cfg.block)
+    sizes = counts_of_windows(due_db.shape[1], cfg, rides)
 
     def decode(rows, count: int):
-        windows = windows_of(rows, used_dk, model, cfg.block)
+        windows = windows_of(rows, due_db, now_db, sizes[-1], model, cfg.block)
+        paired = count > 1 and not rides and pairs_fit(model, cfg.block)
         x_BWD, last_BD, cache = run_windows(
-            params, rows, windows, count=count, model=model
+            params, rows, windows, count=count, paired=paired, model=model
         )
+        due_B = joined(due_db)
         if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
-            last_BD = jnp.where(full_B[:, None], last_BD, rows.last_BD)
+            last_BD = jnp.where(due_B[:, None] > 0, last_BD, rows.last_BD)
             x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
-        return Ran(x_BWD, last_BD, rows.filled_B + cfg.block * full_B, cache)
+        return Ran(x_BWD, last_BD, rows.filled_B + cfg.block * due_B, cache)
 
     # The smallest that holds all.
-    fits = jnp.searchsorted(jnp.asarray(sizes[:-1]), used_dk.sum(axis=1).max())
+    windows_d = due_db.sum(axis=1) + now_db.sum(axis=1)
+    fits = jnp.searchsorted(jnp.asarray(sizes[:-1]), windows_d.max())
     return fits, [functools.partial(decode, count=size) for size in sizes]
 
 
@@ -164,18 +231,34 @@ def denoise_blocks(
     return denoise.move(s, now_B & s.live_B & clean_B, Q)
 
 
-def windows_of(rows: Rows, used_dk, model: ModelConfig, Q: int) -> Windows:
-    """Returns as many windows as there are places: those `used`, then fillers."""
-    shards, b = used_dk.shape[0], used_dk.shape[1] // 2
-    place_dw, nth_dk = first(used_dk)
-    row_dw, full_dw = place_dw % b, place_dw < b
-    used_dw = of_rows(used_dk, place_dw)
-    start_dw = of_rows(by_shard(rows.s.start_B, shards), row_dw) - Q * full_dw
+def windows_of(
+    rows: Rows, due_db, now_db, count: int, model: ModelConfig, Q: int
+) -> Windows:
+    """Returns `count` windows: of blocks that are due, then of present ones, then fillers."""
+    (shards, b), at_w = due_db.shape, jnp.arange(count)
+    fulls_d1 = due_db.sum(axis=1, keepdims=True)
+    full_dw = at_w[None] < fulls_d1
+    used_dw = at_w[None] < fulls_d1 + now_db.sum(axis=1, keepdims=True)
+    full_row_dw, nth_dw, _ = jax.vmap(functools.partial(deal, count=count))(due_db)
+    order_db, rank_db = first(now_db)
+    now_row_dw = of_rows(order_db, jnp.clip(at_w[None] - fulls_d1, 0, b - 1))
+    row_dw = jnp.where(full_dw, full_row_dw, now_row_dw)
+
+    def of(x_B):
+        return of_rows(by_shard(x_B, shards), row_dw)
+
+    start_dw = jnp.where(full_dw, of(rows.filled_B) + Q * nth_dw, of(rows.s.start_B))
     # A window of no use sees no page: its result is dropped.
     start_dw = jnp.where(used_dw, start_dw, 0)
     pos_dwW = start_dw[..., None] + jnp.arange(Q)[None, None]
     shown_dwW = shown(rows.s, row_dw, pos_dwW, model)
-    return Windows(row_dw, pos_dwW, shown_dwW, used_dw & full_dw, nth_dk, used_dk)
+    # A row's full blocks follow each other, so that the greatest is its last.
+    last_db = jax.vmap(lambda row_w, w_w: jnp.zeros(b, int).at[row_w].max(w_w))(
+        row_dw, jnp.where(full_dw, at_w[None], 0)
+    )
+    window_d2b = jnp.stack([last_db, fulls_d1 + rank_db], axis=1)
+    used_d2b = jnp.stack([due_db > 0, now_db], axis=1)
+    return Windows(row_dw, pos_dwW, shown_dwW, full_dw, window_d2b, used_d2b)
 
 
 def pairs_fit(model: ModelConfig, Q: int) -> bool:
@@ -188,10 +271,8 @@ def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:
 
     Rows with a window come first; of those behind them no page is read.
     """
-    shards, b = len(windows.row_dw), windows.nth_dk.shape[1] // 2
-    used_d2b, window_d2b = (
-        x_dk.reshape(shards, 2, b) for x_dk in (windows.used_dk, windows.nth_dk)
-    )
+    shards, used_d2b = len(windows.row_dw), windows.used_d2b
+    window_d2b = windows.window_d2b
     # Of a row with one window it is both: none is of another, whatever comes of that.
     window_d2b = jnp.where(used_d2b, window_d2b, window_d2b[:, ::-1])
     window_db2 = jnp.minimum(jnp.swapaxes(window_d2b, 1, 2), count - 1)
@@ -210,17 +291,22 @@ def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:
 
 
 def run_windows(
-    params, rows: Rows, windows: Windows, *, count: int, model: ModelConfig
+    params,
+    rows: Rows,
+    windows: Windows,
+    *,
+    count: int,
+    paired: bool,
+    model: ModelConfig,
 ):
-    """Runs the first `count` windows of each shard.
+    """Runs the first `count` windows of each shard; paired: those of a row are.
 
     Returns (hidden states of the rows' present blocks x_BWD, those that end their full
     ones last_BD, the PagedKVCache with the full ones' keys). Of a row without such a
     window they are another's.
     """
-    shards, b = len(windows.row_dw), windows.nth_dk.shape[1] // 2
+    shards = len(windows.row_dw)
     row_dw, pos_dwW, shown_dwW, keep_dw = (x[:, :count] for x in windows[:4])
-    paired = count > 1 and pairs_fit(model, pos_dwW.shape[2])
     seen = kv.Window(
         table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dw)),
         start_B=joined(pos_dwW[..., 0]),
@@ -228,9 +314,9 @@ def run_windows(
         pairs=pairs_of(rows, windows, count) if paired else None,
     )
     x_dwWD, cache = run(params, rows, shown_dwW, pos_dwW, seen, model)
-    nth_dk = jnp.minimum(windows.nth_dk, count - 1)
-    x_BWD = joined(of_rows(x_dwWD, nth_dk[:, b:]))
-    return x_BWD, joined(of_rows(x_dwWD[:, :, -1], nth_dk[:, :b])), cache
+    last_db, now_db = jnp.moveaxis(jnp.minimum(windows.window_d2b, count - 1), 1, 0)
+    x_BWD = joined(of_rows(x_dwWD, now_db))
+    return x_BWD, joined(of_rows(x_dwWD[:, :, -1], last_db)), cache
 
 
 # ---- Of prompts ----------------------------------------------------------------------
@@ -246,7 +332,13 @@ class Chunks(NamedTuple):
 
 
 def prefillers(
-    params, rows: Rows, *, shards: int, model: ModelConfig, cfg: SamplerConfig
+    params,
+    rows: Rows,
+    *,
+    shards: int,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+    rides: bool,
 ):
     """Returns (which program will do, the programs: of few chunks, and of more if many).
 
@@ -255,7 +347,10 @@ def prefillers(
     due_B = blocks_due(rows, cfg.block)
     due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
     due_db = by_shard(due_B, shards)
-    counts = cfg.chunk_counts(due_db.shape[1])
+    b = due_db.shape[1]
+    # What rides beside the two windows of every row needs none of these.
+    riding = counts_of_windows(b, cfg, rides)[-1] - 2 * b
+    counts = cfg.chunk_counts(b, room=riding * cfg.block)
 
     def prefill(rows, count: int):
         chunks = chunks_of(rows, due_db, count, model, cfg)
@@ -345,7 +440,9 @@ def deal(due_b, count: int):
 
 
 jitted = functools.partial(
-    jax.jit, static_argnames=("shards", "model", "cfg"), donate_argnames="rows"
+    jax.jit,
+    static_argnames=("shards", "model", "cfg", "rides"),
+    donate_argnames="rows",
 )
 
 
@@ -359,6 +456,7 @@ def advance(
     shards: int,
     model: ModelConfig,
     cfg: SamplerConfig,
+    rides: bool,
 ) -> Rows:
     """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
 
@@ -379,11 +477,21 @@ def advance(
         count = 1
         if not policy.choose(cfg, model.attention).final:
             count -= (steps == 1) & canvases.due(rows, cfg.block).any()
-        rows = forward(params, rows, shards=shards, model=model, cfg=cfg)
+        rows = forward(params, rows, shards=shards, model=model, cfg=cfg, rides=rides)
         return n + count, constrained(rows)
 
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
+
+# Of a few slots XLA's own product, not that of YNNPACK, which is its choice on a CPU: 8 slots
+# take two thirds of the time, 4 take 0.85, 32 take 0.9, and 128 take 1.1.
+advance_few = jitted(
+    advance.__wrapped__,
+    compiler_options={
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"
+    },
+)
+FEW = 16  # present blocks' slots
 
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them

@@ -636,15 +636,18 @@ def test_rows_that_never_end_are_stopped_within_a_turn(
     never = Strategy(lambda draw, masked_BW, quota_B, cfg: masked_BW & False)
     monkeypatch.setitem(STRATEGIES, "never", never)
     made, params = answerers(tiny, strategy="never", max_new=300, cache=cache)
-    module, forwards = {"batches": denoise, "engine": engine}[kind], []
-    advance = module.advance
+    forwards = []
+    advance = denoise.advance if kind == "batches" else made[kind].loop
 
     def counted(params, rows, *args, **static):
         rows = advance(params, rows, *args, **static)
         forwards.append(int(rows.steps_B.max() if kind == "batches" else rows.forwards))
         return rows
 
-    monkeypatch.setattr(module, "advance", counted)
+    if kind == "batches":
+        monkeypatch.setattr(denoise, "advance", counted)
+    else:
+        monkeypatch.setattr(engine.Engine, "loop", property(lambda made: counted))
     how = {"key": jax.random.key(0), "temperature": 1.0}
     stream = functools.partial(made[kind].stream, params, PROMPTS[:3], **how)
     assert list(stream(stop=lambda: True)) == []

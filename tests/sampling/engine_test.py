@@ -127,19 +127,23 @@ def wanted(tiny):
 
 @examples(0.3)
 @hypothesis.given(
-    strategy=st.sampled_from(STRATEGIES),
+    way=st.sampled_from([*((name, True) for name in STRATEGIES), ("dynamic", False)]),
     order=st.lists(st.sampled_from(range(18)), min_size=1, unique=True),
     arrive=st.lists(st.integers(0, 4), min_size=18, max_size=18),
     pages=st.integers(5, ENOUGH),
     cancelled=st.dictionaries(st.integers(1, 8), st.integers(0, 17), max_size=4),
 )
 def test_the_engine_is_the_definition(
-    tiny, wanted, strategy, order, arrive, pages, cancelled
+    tiny, wanted, way, order, arrive, pages, cancelled
 ):
-    """In any order of arrival, short of pages or not, cancelled at any time."""
-    model, params = tiny
+    """In any order of arrival, short of pages or not, cancelled at any time.
+
+    Prompts ride, as on a CPU, or do not, as elsewhere.
+    """
+    (model, params), (strategy, rides) = tiny, way
     cfg = dataclasses.replace(CFG, strategy=strategy)
     made = Engine(model=model, cfg=cfg, mesh=ONE())
+    made.rides = rides
     # Fewer than there are, so that one program serves all.
     made.scheduler.pools = [Pages(pages)]
     made.scheduler.overbooked = pages < ENOUGH
@@ -198,7 +202,7 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
     steps = []
     for count, value in enumerate(values):
         if count == 1:
-            compiled = engine.advance._cache_size()
+            compiled = made.loop._cache_size()
         own = dataclasses.replace(cfg, **{field: value})
         made = Engine(model=model, cfg=own, mesh=ONE())
         ask(made, ASKED)
@@ -208,7 +212,7 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
                 same(got[index], row)
         steps.append(sum(int(row.steps) for row in got.values()))
     assert steps[1] < steps[0]
-    assert engine.advance._cache_size() == compiled
+    assert made.loop._cache_size() == compiled
 
 
 @pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.soak), 1])

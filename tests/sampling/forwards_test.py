@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import forwards
 from dllm_jax.sampling.config import SamplerConfig
 from tests.properties import examples
@@ -69,6 +70,81 @@ def test_programs_for_few_windows_and_for_all(rows, counts):
     assert SamplerConfig().window_counts(rows) == counts
 
 
+@pytest.mark.parametrize(
+    "rows, block, counts",
+    [(1, 4, (1, 2, 18)), (1, 32, (1, 2, 4)), (8, 4, (4, 8, 12, 16, 32))]
+    + [(32, 4, (8, 16, 32, 48, 64, 96))],
+)
+def test_where_prompts_ride_one_program_holds_their_blocks_too(rows, block, counts):
+    assert SamplerConfig(block=block).riding_counts(rows) == counts
+
+
+@pytest.mark.parametrize(
+    "platform, width, longest, rides",
+    [("cpu", 512, 64, True), ("cpu", 512, 65, False), ("cpu", 128, 64, False)]
+    + [("gpu", 512, 64, False), ("tpu", 512, 64, False)],
+)
+def test_short_prompts_ride_beside_weights_that_no_cache_holds(
+    platform, width, longest, rides
+):
+    model = ModelConfig(d_model=width, ffw=1536, layers=8, heads=8, dtype="float32")
+    cfg = SamplerConfig(block=4, max_prompt=longest)
+    assert forwards.rides(platform, model, cfg) == rides
+
+
+@pytest.mark.parametrize("room, few", [(0, 2), (64, 16), (63, 2)])
+def test_chunks_that_could_ride_have_no_program_of_their_own(room, few):
+    cfg = SamplerConfig(block=4, max_prompt=32, prefill=512)
+    assert cfg.chunk_counts(32, room) == tuple(sorted({few, 16}))
+
+
+def windows_of(due, now, filled, start, count: int):
+    """Returns forwards.windows_of for rows by shard, on the host."""
+    shape = due.shape
+    tokens = np.broadcast_to(np.arange(64)[None], (due.size, 64))
+    s = types.SimpleNamespace(
+        tokens_BT=tokens, step_BT=np.zeros_like(tokens), start_B=start.reshape(-1)
+    )
+    rows = types.SimpleNamespace(s=s, filled_B=filled.reshape(-1))
+    model = types.SimpleNamespace(mask_id=99)
+    made = forwards.windows_of(rows, due.reshape(shape), now, count, model, 4)
+    return jax.tree.map(np.asarray, made)
+
+
+@examples(4)
+@hypothesis.given(
+    due=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    now=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_every_block_that_is_due_and_every_present_one_has_a_window(due, now):
+    """Two shards of three rows: blocks in their order, before what sees them."""
+    due, now = np.array(due).reshape(2, 3), np.array(now).reshape(2, 3)
+    filled = 4 * np.arange(6).reshape(2, 3)
+    start = filled + 4 * due
+    made = windows_of(due, now, filled, start, 12)
+    for d in range(2):
+        full = [
+            (row, filled[d, row] + 4 * nth)
+            for row in range(3)
+            for nth in range(due[d, row])
+        ]
+        present = [(row, start[d, row]) for row in np.flatnonzero(now[d])]
+        used = len(full) + len(present)
+        got = list(zip(made.row_dw[d], made.pos_dwW[d, :, 0], strict=True))[:used]
+        assert sorted(got[: len(full)]) == sorted(full)
+        assert got[len(full) :] == present
+        assert made.keep_dw[d].tolist() == [True] * len(full) + [False] * (
+            12 - len(full)
+        )
+        assert (made.pos_dwW[d, used:, 0] == 0).all()  # sees no page
+        for row in range(3):
+            last, own = made.window_d2b[d, :, row]
+            if due[d, row]:
+                assert got[last] == (row, start[d, row] - 4)
+            if now[d, row]:
+                assert got[own] == (row, start[d, row])
+
+
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_the_two_windows_of_a_row_are_paired(count):
     """A row has its full block, its next one, both or neither: two shards of four rows."""
@@ -76,12 +152,11 @@ def test_the_two_windows_of_a_row_are_paired(count):
     now = np.array([[1, 1, 0, 0], [0, 0, 1, 0]], bool)
     if count == 2:
         full[0], now[0] = [0, 0, 1, 0], [0, 0, 1, 0]
-    used = np.concatenate([full, now], axis=1)
-    place, nth = (np.asarray(x) for x in forwards.first(used))
-    row, of_full = place % 4, place < 4
-    keep = np.take_along_axis(used, place, axis=1) & of_full
-    windows = forwards.Windows(row, None, None, keep, nth, used)
     start, table = 4 * np.arange(1, 9), np.arange(16).reshape(8, 2)
+    due = full.astype(int)
+    windows = windows_of(due, now, start.reshape(2, 4) - 4 * due, start, 8)
+    row, of_full = windows.row_dw, windows.keep_dw
+    used = full.sum(axis=1) + now.sum(axis=1)
     rows = types.SimpleNamespace(s=types.SimpleNamespace(start_B=start), table_BA=table)
     pairs = jax.tree.map(np.asarray, forwards.pairs_of(rows, windows, count))
     held = min(count, 4)
@@ -94,7 +169,7 @@ def test_the_two_windows_of_a_row_are_paired(count):
         assert pairs.start_B[at].tolist() == begins + [0] * (held - len(here))
         places = pairs.place_R[d * count : d * count + count]
         assert (places < 2 * held).all() and (pairs.window_B2[at] < count).all()
-        for window in range(used[d].sum()):  # each is where its row looks for it
+        for window in range(used[d]):  # each is where its row looks for it
             own, second = row_of.index(row[d, window]), int(not of_full[d, window])
             assert places[window] == 2 * own + second
             assert pairs.window_B2[at][own, second] == window

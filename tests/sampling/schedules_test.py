@@ -240,10 +240,10 @@ def without_a_model(monkeypatch, shards: int):
         ("empty", empty),
         ("copy_pages", copy_pages),
         ("admit", admit),
-        ("advance", advance),
         ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),
     ):
         monkeypatch.setattr(engine, name, stand_in)
+    monkeypatch.setattr(engine.Engine, "loop", property(lambda made: advance))
     for name in ("place_rows", "fetch"):
         monkeypatch.setattr(engine.sharding, name, as_it_is)
     monkeypatch.setattr(engine.sharding, "key_on", lambda mesh, key: key)
