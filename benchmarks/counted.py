@@ -269,8 +269,8 @@ def figures(counted, around, needed, topology: str) -> dict:
 
 
 def figure(x: float) -> float:
-    """Returns a figure with three digits, whole from a hundred on."""
-    return round(x) if x >= 100 else float(f"{x:.3g}")
+    """Returns a figure with three digits, whole from a hundred on, to a thousandth."""
+    return round(x) if x >= 100 else round(float(f"{x:.3g}"), 3)
 
 
 def ragged_pages(case: Case):
