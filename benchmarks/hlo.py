@@ -522,7 +522,10 @@ def kernel_name(line: Instruction) -> str | None:
     if grouped(line):
         return None
     path = re.search(r'op_name="([^"]+)"', line.attributes)
-    return path[1].rsplit("/", 2)[-2] if path and "/" in path[1] else line.name
+    if path and "/" in path[1]:
+        name = path[1].rsplit("/", 2)[-2]
+        return re.sub(r"^(\w+\()+|\)+$", "", name)  # jvp(name): of a gradient
+    return re.sub(r"\.\d+$", "", line.name)  # XLA numbers those of one name
 
 
 def most_costly(depth: int, branches: int) -> int | None:

@@ -1,38 +1,71 @@
 """Every kernel against its specification and, where there is one, against the library's.
 
     python -m benchmarks.kernels [--only=attention ...]
+    .venv-aot/bin/python -m benchmarks.kernels --counted v5p:2x2x1    # a chip that is not here
 
 An op's answers are compared with `reference.py`'s before anything is timed; what differs
-is told and not timed. The library's are jax.nn.dot_product_attention (cuDNN on GPU) and
-splash attention on TPU, both causal, and jax.lax.ragged_dot. Forward, and where it trains
-forward with backward. A platform without kernels, such as CPU, has rows for the
-specification and the library alone. Shapes are those of SDAR-1.7B.
+is told and not timed. The library's are jax.nn.dot_product_attention (XLA's, and cuDNN on
+GPU) and splash attention on TPU, all causal, log_softmax and categorical of whole logits,
+and jax.lax.ragged_dot. Forward, and where it trains forward with backward. A platform
+without kernels, such as CPU, has rows for the specification and the library alone. Shapes
+are those of SDAR-1.7B, and of SDAR-8B where they are counted: benchmarks/counted.py says what.
 """
 
 import argparse
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels
 from dllm_jax.models import mask
 from dllm_jax.pallas_kernels import choice, reference
 
-N, K, H, D, V = 16, 8, 128, 2048, 151936  # SDAR-1.7B
-E, F = 128, 768  # experts of SDAR-30B-A3B and their width
 SMALL = {"tokens": 512, "rows": 4, "vocab": 4096, "context": 256, "experts": 8}
-LARGE = {"tokens": 4096, "rows": 128, "vocab": V, "context": 1024, "experts": E}
+LARGE = {
+    "tokens": 4096,
+    "rows": 128,
+    "vocab": RELEASED["sdar-1.7b"].vocab,
+    "context": 1024,
+    "experts": RELEASED["sdar-30b-a3b"].experts,
+}
+SPLASH = (
+    512,
+    1024,
+)  # queries and keys of a tile: four times and eight times its default's
 
 
-def attention_inputs(size, dtype):
-    """Returns (q, k, v) and the masks: causal, and four packed trajectories."""
-    T = size["tokens"]
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H)
-    inputs = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes)]
+class Scale(NamedTuple):
+    """What the inputs are made of."""
+
+    sizes: dict[str, int]  # SMALL's or LARGE's
+    model: Any  # whose heads and widths they have
+    dtype: Any
+    platform: str  # whose kernels and libraries compute
+    normal: Any  # (key, shape, dtype, deviation=1) -> an array
+
+
+class Case(NamedTuple):
+    """An op on its inputs, and ways to compute it."""
+
+    op: str
+    shape: str  # in words
+    inputs: tuple
+    ways: dict[str, Any]  # name: function of the inputs
+    donated: tuple[int, ...] = ()  # inputs that a program would give away
+
+
+def normal(key, shape, dtype, deviation=1.0):
+    """Returns random numbers."""
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
+
+
+def masks(T: int):
+    """Returns two masks of a row: causal, and four packed trajectories."""
     slot = np.arange(T)
     begin = slot // (T // 4) * (T // 4)  # half of each is clean, half noised blocks
     clean = slot - begin < T // 8
@@ -40,123 +73,179 @@ def attention_inputs(size, dtype):
     end = begin + inside // 4 * 4 + np.where(clean, 4, 0)  # a clean block sees itself
     group = np.where(clean, -1, slot // 4 * 4)
     arrays = (jnp.asarray(x[None], jnp.int32) for x in (begin, end, group))
-    return inputs, {
+    return {
         "causal": mask.causal(jnp.asarray(slot[None], jnp.int32)),
         "packed": mask.packed(*arrays),
     }
 
 
-def library_attention(q_BTNH, k_BTKH, v_BTKH):
-    """Returns causal attention by what the platform's library has."""
-    if jax.default_backend() != "tpu":
-        library = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        return jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=library
-        )
+def causal_libraries(platform: str):
+    """Returns causal attention by what the platform's libraries have."""
+    names = {"tpu": ("xla",), "gpu": ("xla", "cudnn")}.get(platform, ("xla",))
+    ways = {name: functools.partial(sdpa, implementation=name) for name in names}
+    return ways | ({"splash": splash_attention} if platform == "tpu" else {})
+
+
+def sdpa(q_BTNH, k_BTKH, v_BTKH, mask, implementation: str):
+    """Returns jax.nn.dot_product_attention; causal, whatever the mask."""
+    del mask
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=implementation
+    )
+
+
+def splash_attention(q_BTNH, k_BTKH, v_BTKH, mask):
+    """Returns splash attention; causal, whatever the mask."""
+    del mask
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    B, T = q_BTNH.shape[:2]
-    masks = [splash.CausalMask((T, T))] * (N // K)
-    run = splash.make_splash_mqa_single_device(splash.MultiHeadMask(masks))
+    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+    t, s = (min(size, T) for size in SPLASH)
+    sizes = {
+        "block_q": t,
+        "block_kv": s,
+        "block_kv_compute": t,
+        "block_q_dkv": t,
+        "block_kv_dkv": s,
+        "block_kv_dkv_compute": t,
+    }
+    run = splash.make_splash_mqa_single_device(
+        splash.MultiHeadMask([splash.CausalMask((T, T))] * (N // K)),
+        block_sizes=splash.BlockSizes(**sizes, use_fused_bwd_kernel=True),
+    )
     q_BKGTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3) * H**-0.5
     k_BKTH, v_BKTH = (jnp.moveaxis(x_BTKH, 1, 2) for x_BTKH in (k_BTKH, v_BTKH))
     out_BKGTH = jax.vmap(jax.vmap(run))(q_BKGTH, k_BKTH, v_BKTH)
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
 
 
-def attentions(size, dtype):
-    """Yields (op, shape, its inputs, ways to compute it: name -> function of them)."""
-    inputs, masks = attention_inputs(size, dtype)
-    for name, seen in masks.items():
-        run = functools.partial(pallas_kernels.attention, mask=seen)
-        ways = implementations("attention", run)
+def attentions(scale: Scale):
+    """Yields attention of a row by each mask, and its gradient."""
+    T, model = scale.sizes["tokens"], scale.model
+    N, K, H = model.heads, model.kv_heads, model.head_dim
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+    *inputs, dout = (
+        scale.normal(k, s, scale.dtype) for k, s in zip(keys, shapes, strict=True)
+    )
+    for name, seen in masks(T).items():
+        ways = implementations("attention", pallas_kernels.attention, scale.platform)
         if name == "causal":
-            ways["library"] = library_attention
-        shape = f"{size['tokens']} tokens, {name}"
-        yield "attention", shape, inputs, ways
-        yield "attention, backward", shape, inputs, gradients(ways, 3)
+            ways |= causal_libraries(scale.platform)
+        shape = f"{T} tokens, {name}"
+        yield Case("attention", shape, (*inputs, seen), ways)
+        yield Case(
+            "attention, backward", shape, (dout, *inputs, seen), gradients(ways, 3)
+        )
 
 
-def pages(size, dtype):
+def pages(scale: Scale):
     """Yields the two ops of the cache: windows of 4 over pages of 32."""
+    size, model = scale.sizes, scale.model
+    N, K, H = model.heads, model.kv_heads, model.head_dim
     B, O, A = size["rows"], 32, size["context"] // 32 + 1
     keys = jax.random.split(jax.random.key(1), 5)
-    pool = tuple(jax.random.normal(k, (2, B * A, O, K, H), dtype) for k in keys[:2])
+    random = functools.partial(scale.normal, dtype=scale.dtype)
+    pool = tuple(random(k, (2, B * A, O, K, H)) for k in keys[:2])
     table = jnp.arange(B * A, dtype=jnp.int32).reshape(B, A)
     start = jnp.asarray(np.random.default_rng(0).integers(8, A * O // 4, B) * 4)
     start = jnp.minimum(start, (A - 1) * O).astype(jnp.int32)
-    q = jax.random.normal(keys[2], (B, 4, N, H), dtype)
-    k, v = (jax.random.normal(key, (B, 4, K, H), dtype) for key in keys[3:])
+    q = random(keys[2], (B, 4, N, H))
+    k, v = (random(key, (B, 4, K, H)) for key in keys[3:])
     shape = f"{B} rows, {size['context']} positions"
 
-    def attend(q, pool, k, v, implementation):
+    def attend(q, pool, table, start, k, v, implementation):
         return pallas_kernels.paged_attention(
             q, pool, 1, table, start, k, v, implementation=implementation
         )
 
-    def update(pool, k, v, implementation):
-        keep = jnp.ones(B, bool)
+    def update(pool, table, start, keep, k, v, implementation):
         return pallas_kernels.cache_update(
             pool, 1, table, start, keep, k, v, implementation=implementation
         )
 
-    ways = implementations("paged_attention", attend)
-    yield "paged_attention", shape, (q, pool, k, v), ways
-    yield "cache_update", shape, (pool, k, v), implementations("cache_update", update)
+    ways = implementations("paged_attention", attend, scale.platform)
+    yield Case("paged_attention", shape, (q, pool, table, start, k, v), ways)
+    ways = implementations("cache_update", update, scale.platform)
+    inputs = pool, table, start, jnp.ones(B, bool), k, v
+    yield Case("cache_update", shape, inputs, ways, donated=(0,))
 
 
-def heads(size, dtype):
+def whole_logits(x, head):
+    """Returns all logits, f32, the first id being forbidden."""
+    logits = jnp.einsum("...D,DV->...V", x, head).astype(jnp.float32)
+    return logits.at[..., 0].set(reference.NEVER)
+
+
+def picked(logits, token):
+    """Returns the log-prob of each token by log_softmax."""
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.take_along_axis(logp, token[..., None], axis=-1)[..., 0]
+
+
+def heads(scale: Scale):
     """Yields the fused head: a log-prob, its gradient, and a draw."""
+    size, D, rows = scale.sizes, scale.model.d_model, scale.sizes["rows"]
     R, V = size["tokens"], size["vocab"]
-    keys = jax.random.split(jax.random.key(2), 3)
-    x = jax.random.normal(keys[0], (1, R, D), dtype)
-    head = jax.random.normal(keys[1], (D, V), dtype) * 0.02
+    keys = jax.random.split(jax.random.key(2), 4)
+    x = scale.normal(keys[0], (1, R, D), scale.dtype)
+    head = scale.normal(keys[1], (D, V), scale.dtype, 0.02)
     token = jax.random.randint(keys[2], (1, R), 1, V)
-    shape = f"{R} tokens, {V} ids"
 
-    def logprob(x, head, implementation):
+    def logprob(x, head, token, implementation):
         return pallas_kernels.token_logprob(
             x, head, token, forbidden=0, implementation=implementation
         )[0]
 
-    def draw(x, head, implementation):
-        key_B = jax.random.split(jax.random.key(3), size["rows"])
-        temperature_B = jnp.ones(size["rows"])
+    def log_softmax(x, head, token):
+        return picked(whole_logits(x, head), token)
+
+    def draw(x, head, temperature_B, implementation):
+        key_B = jax.random.split(jax.random.key(3), rows)
         return pallas_kernels.token_draw(
             x, head, key_B, temperature_B, forbidden=0, implementation=implementation
         )[1]
 
-    ways = implementations("token_logprob", logprob)
-    yield "token_logprob", shape, (x, head), ways
-    yield "token_logprob, backward", shape, (x, head), gradients(ways, 2)
-    rows = size["rows"]
-    x = jax.random.normal(keys[0], (rows, 4, D), dtype)
+    def categorical(x, head, temperature_B):
+        logits, key_B = whole_logits(x, head), jax.random.split(jax.random.key(3), rows)
+        tempered = logits / temperature_B[:, None, None]
+        return picked(logits, jax.vmap(jax.random.categorical)(key_B, tempered))
+
+    shape = f"{R} tokens, {V} ids"
+    ways = implementations("token_logprob", logprob, scale.platform)
+    ways["log_softmax"] = log_softmax
+    yield Case("token_logprob", shape, (x, head, token), ways)
+    dlogp = scale.normal(keys[3], (1, R), jnp.float32)
+    inputs = dlogp, x, head, token
+    yield Case("token_logprob, backward", shape, inputs, gradients(ways, 2))
+    x = scale.normal(keys[0], (rows, 4, D), scale.dtype)
+    ways = implementations("token_draw", draw, scale.platform)
+    ways["categorical"] = categorical
     shape = f"{rows} rows of 4, {V} ids"
-    yield "token_draw", shape, (x, head), implementations("token_draw", draw)
+    yield Case("token_draw", shape, (x, head, jnp.ones(rows)), ways)
 
 
-def experts(size, dtype):
-    """Yields the grouped matmul; the library's is jax.lax.ragged_dot."""
-    R, E = size["tokens"], size["experts"]
+def experts(scale: Scale):
+    """Yields the grouped matmul of SDAR-30B-A3B; the library's is jax.lax.ragged_dot."""
+    R, E = scale.sizes["tokens"], scale.sizes["experts"]
+    model = RELEASED["sdar-30b-a3b"]
+    D, F = model.d_model, model.expert_ffw
     keys = jax.random.split(jax.random.key(4), 2)
-    x = jax.random.normal(keys[0], (R, D), dtype)
-    w = jax.random.normal(keys[1], (E, D, F), dtype) * 0.02
+    x = scale.normal(keys[0], (R, D), scale.dtype)
+    w = scale.normal(keys[1], (E, D, F), scale.dtype, 0.02)
     sizes = np.random.default_rng(0).multinomial(R, np.full(E, 1 / E))
-    sizes = jnp.asarray(sizes, jnp.int32)
-    ways = {
-        "ours": functools.partial(pallas_kernels.grouped_matmul, sizes_E=sizes),
-        "library": functools.partial(jax.lax.ragged_dot, group_sizes=sizes),
-    }
-    # The specification's copy of a matrix for every row does not fit: ragged_dot is it.
-    if R * D * F * x.dtype.itemsize < 2**32:
-        specified = functools.partial(reference.grouped_matmul, sizes_E=sizes)
-        ways = {"reference": specified} | ways
-    yield "grouped_matmul", f"{R} rows, {E} groups", (x, w), ways
+    run = pallas_kernels.grouped_matmul
+    ways = implementations("grouped_matmul", run, scale.platform)
+    ways["ragged_dot"] = jax.lax.ragged_dot
+    inputs = x, w, jnp.asarray(sizes, jnp.int32)
+    yield Case("grouped_matmul", f"{R} rows, {E} groups", inputs, ways)
 
 
-def implementations(op: str, run):
+CASES = attentions, pages, heads, experts
+
+
+def implementations(op: str, run, platform: str):
     """Returns the specification and, where there are, XLA's and the platform's kernel."""
-    platform = jax.default_backend()
     ways = {"reference": functools.partial(run, implementation="reference")}
     if (op, "any") in choice.KERNELS:
         ways["any"] = functools.partial(run, implementation="any")
@@ -166,14 +255,18 @@ def implementations(op: str, run):
 
 
 def gradients(ways, count: int):
-    """Returns the same with the gradients of their first arguments, of a fixed sum."""
+    """Returns the same with the gradients of their first arguments behind their results.
+
+    Each takes the gradient of its result before its arguments.
+    """
 
     def gradient(f):
-        def total(*inputs):
-            out = f(*inputs).astype(jnp.float32)
-            return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
+        def pulled(dout, *inputs):
+            first, rest = inputs[:count], inputs[count:]
+            out, pull = jax.vjp(lambda *first: f(*first, *rest), *first)
+            return out, pull(dout)
 
-        return jax.grad(total, argnums=tuple(range(count)))
+        return pulled
 
     return {name: gradient(f) for name, f in ways.items()}
 
@@ -218,15 +311,26 @@ def main():
     p.add_argument("--only", nargs="+", default=[""], help="ops that begin like this")
     p.add_argument("--small", action="store_true", help="default on CPU")
     p.add_argument("--repeats", type=int, default=5)
+    p.add_argument(
+        "--counted", metavar="TOPOLOGY", help="count for such a chip: v5p:2x2x1, h200:1"
+    )
     args = p.parse_args()
+    if args.counted:
+        from benchmarks import counted  # takes the CPU for all that is computed
+
+        counted.tell(args.counted, tuple(args.only))
+        return
     dtype = jnp.dtype(report.dtype())
     size = SMALL if args.small or jax.default_backend() == "cpu" else LARGE
     limit = 1e-3 if dtype == jnp.float32 else 4e-2
-    for cases in (attentions, pages, heads, experts):
-        for op, shape, inputs, ways in cases(size, dtype):
-            if op.startswith(tuple(args.only)):
-                facts = measured(inputs, ways, limit, args.repeats)
-                report.tell("kernels", op=op, shape=shape, dtype=dtype.name, **facts)
+    model = RELEASED["sdar-1.7b"]
+    scale = Scale(size, model, dtype, jax.default_backend(), normal)
+    for cases in CASES:
+        for case in cases(scale):
+            if case.op.startswith(tuple(args.only)):
+                facts = measured(case.inputs, case.ways, limit, args.repeats)
+                about = {"op": case.op, "shape": case.shape, "dtype": dtype.name}
+                report.tell("kernels", **about, **facts)
 
 
 if __name__ == "__main__":

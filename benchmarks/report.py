@@ -26,6 +26,9 @@ forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean 
 Tables of `against` have another commit's checkout beside this one, the same flags in turns, on
 two cores with nothing else to do, bytecode written on both sides: minimum / median / maximum
 of the rounds, and the median of their ratios; `asked` is the goal.
+Tables of `kernels --counted` are of programs that were compiled for a chip and not run: bytes,
+FLOPs and what the chip takes for them at the least; `benchmarks/counted.py` says what is
+counted and what is not.
 """
 
 

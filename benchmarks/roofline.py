@@ -50,6 +50,12 @@ class Facts(NamedTuple):
     X: int
     I: int
     itemsize: int
+    # What of one op is known, and of a whole run assumed:
+    kept: float | None = None  # windows that are written; None: those that end a block
+    computed: float = COMPUTED  # of `keys`, in parts of 256 on a TPU
+    # Rows of a tile and keys (or ids) of it: what one side has, the other is read again for.
+    # Of the head 0: all.
+    tile: tuple[int, int] = (0, 0)
 
 
 def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
@@ -91,33 +97,56 @@ def paged(f: Facts) -> hlo.Counted:
 
 def written_pages(f: Facts) -> hlo.Counted:
     """A layer's update of pages: the windows that are kept, in and out."""
-    kept = (f.rows - f.rows / (1 + 1 / STEPS)) * f.width * 2 * f.K * f.H * f.itemsize
+    windows = f.rows - f.rows / (1 + 1 / STEPS) if f.kept is None else f.kept
+    kept = windows * f.width * 2 * f.K * f.H * f.itemsize
     return hlo.Counted(read=kept, written=kept)
 
 
-def of_head(products: int):
-    """Returns the count of a kernel that walks over the vocabulary once."""
-
-    def counted(f: Facts) -> hlo.Counted:
-        R = f.seats
-        return hlo.Counted(
-            flops=2.0 * products * R * f.D * f.V,
-            read=(f.D * f.V + R * f.D) * f.itemsize,
-            written=4.0 * R * 6,
-        )
-
-    return counted
+def walks(size: int, tile: int) -> int:
+    """Returns how often one side is read for the tiles of the other; 0: all are one."""
+    return -(-size // tile) if tile else 1
 
 
-def packed(products: int, computed: float = 1.0):
+def of_head(f: Facts) -> hlo.Counted:
+    """A kernel that walks over the vocabulary: once for each tile of rows."""
+    R, head = f.seats, f.D * f.V
+    return hlo.Counted(
+        flops=2.0 * R * head,
+        read=(walks(R, f.tile[0]) * head + R * f.D) * f.itemsize,
+        written=4.0 * R * 6,
+    )
+
+
+def of_rows(f: Facts) -> hlo.Counted:
+    """The gradient of the head's rows: logits again, and what they multiply."""
+    R, head = f.seats, f.D * f.V
+    return hlo.Counted(
+        flops=4.0 * R * head,
+        read=(walks(R, f.tile[0]) * head + R * f.D) * f.itemsize,
+        written=R * f.D * f.itemsize,
+    )
+
+
+def of_columns(f: Facts) -> hlo.Counted:
+    """The gradient of the head: each tile of the vocabulary reads the rows, both ways round."""
+    R, head = f.seats, f.D * f.V
+    return hlo.Counted(
+        flops=4.0 * R * head,
+        read=(head + walks(f.V, f.tile[1]) * 2 * R * f.D) * f.itemsize,
+        written=head * f.itemsize,
+    )
+
+
+def packed(products: int, in_parts: bool = False):
     """Returns the count of a pass of tiled attention; each tile of queries reads its keys.
 
-    computed: of what is visited.
+    in_parts: of what is visited some is not computed.
     """
 
     def counted(f: Facts) -> hlo.Counted:
         T, head = f.width, f.H * f.itemsize
         streamed = math.ceil(T / TILE) * f.keys * 2 * f.K * head
+        computed = f.computed if in_parts else 1.0
         return hlo.Counted(
             flops=2.0 * products * f.rows * T * f.keys * computed * f.N * f.H,
             read=f.rows * (T * f.N * head * (products - 1) + streamed),
@@ -132,9 +161,56 @@ def backward(f: Facts) -> hlo.Counted:
     T, head = f.width, f.H * f.itemsize
     streamed = math.ceil(T / FETCHED) * f.keys * 2 * f.N * head
     return hlo.Counted(
-        flops=2.0 * 5 * f.rows * T * f.keys * COMPUTED * f.N * f.H,
+        flops=2.0 * 5 * f.rows * T * f.keys * f.computed * f.N * f.H,
         read=f.rows * (3 * T * f.K * head + streamed),
         written=f.rows * T * (f.N * head + 2 * 4 * f.K * f.H),
+    )
+
+
+LANES, SUBLANES = 128, 8  # of a TPU's register: jax's splash attention fills them
+
+
+def splash(residuals: bool):
+    """Returns the count of jax's splash attention, forward; residuals: for a gradient.
+
+    Each query head reads its key head's tiles, and for each of its own the mask's numbers,
+    once for every lane, as it writes the sums.
+    """
+
+    def counted(f: Facts) -> hlo.Counted:
+        T, head, lanes = f.width, f.H * f.itemsize, 4 * LANES
+        streamed = walks(T, f.tile[0]) * f.keys * 2 * head
+        return hlo.Counted(
+            flops=4.0 * f.rows * T * f.keys * f.N * f.H,
+            read=f.rows * f.N * (T * (head + lanes) + streamed),
+            written=f.rows * f.N * T * (head + lanes * residuals),
+        )
+
+    return counted
+
+
+def splash_backward(f: Facts) -> hlo.Counted:
+    """Its fused backward pass; each tile of keys writes what it adds to all queries' gradient."""
+    T, head, tiles = f.width, f.H * f.itemsize, walks(f.width, f.tile[1])
+    streamed = tiles * f.keys * (2 * head + 3 * 4 * SUBLANES)
+    return hlo.Counted(
+        flops=10.0 * f.rows * T * f.keys * f.N * f.H,
+        read=f.rows * (2 * T * f.K * head + f.N * streamed),
+        written=f.rows * (2 * T * f.K * head + tiles * T * f.N * head),
+    )
+
+
+def ragged_pages(f: Facts) -> hlo.Counted:
+    """jax's ragged_paged_attention: a tile's queries are multiplied for each of its rows.
+
+    context: positions that a row's pages hold, its window's among them; keys: those that
+    its blocks of pages compute.
+    """
+    queries = f.rows * f.width * f.N * f.H * f.itemsize
+    return hlo.Counted(
+        flops=4.0 * f.rows * f.tile[0] * f.keys * f.N * f.H,
+        read=queries + f.rows * f.context * 2 * f.K * f.H * f.itemsize,
+        written=queries,
     )
 
 
@@ -152,15 +228,21 @@ def experts(f: Facts) -> hlo.Counted:
 KERNELS = {
     "paged_attention": paged,
     "cache_update": written_pages,
-    **dict.fromkeys(("draw_kernel", "token_draw"), of_head(1)),
-    **dict.fromkeys(("pick_kernel", "behind_kernel", "token_logprob"), of_head(1)),
-    **dict.fromkeys(("dx_kernel", "dhead_kernel"), of_head(2)),
-    "forward_kernel": packed(2, COMPUTED),
+    **dict.fromkeys(("draw_kernel", "token_draw"), of_head),
+    **dict.fromkeys(("pick_kernel", "behind_kernel", "token_logprob"), of_head),
+    "dx_kernel": of_rows,
+    "dhead_kernel": of_columns,
+    "forward_kernel": packed(2, in_parts=True),
     "backward_kernel": backward,
     "attention": packed(2),
     "attention_dq": packed(3),
     "attention_dkv": packed(4),
     "body": experts,  # jax's own ragged_dot_mgpu names its kernel so
+    # No program of a run has these: counted.py sets them beside ours.
+    "splash_mqa_fwd_no_residuals": splash(residuals=False),
+    "splash_mqa_fwd_residuals": splash(residuals=True),
+    "splash_mqa_dkv_no_residuals": splash_backward,
+    "ragged_paged_attention_kernel": ragged_pages,
 }
 
 

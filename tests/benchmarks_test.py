@@ -7,20 +7,26 @@ import runpy
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import (
     against,
+    counted,
     decode,
     gradient_variance,
+    hlo,
     kernels,
     methods,
     mutants,
     report,
     unbiased,
 )
+from benchmarks.shapes import RELEASED
 from dllm_jax import config
+from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
 
@@ -72,6 +78,81 @@ def test_rows_of_a_batch_wait_for_each_other_at_every_block():
         prompt_len_B=np.array([1, 2]),
     )
     assert decode.together(trace, 2) == 2 + 3
+
+
+# ---- Kernels, counted ----------------------------------------------------------------
+
+
+def cases(platform: str):
+    """Returns the cases of small arrays that are not there, by op and end of their shape."""
+
+    def struct(key, shape, dtype, deviation=1.0):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    model = RELEASED["sdar-1.7b"]
+    scale = kernels.Scale(kernels.SMALL, model, jnp.dtype("bfloat16"), platform, struct)
+    every = [case for of_ops in kernels.CASES for case in of_ops(scale)]
+    return {(case.op, case.shape.split()[-1]): case for case in every}
+
+
+def test_what_a_mask_lets_see_is_counted_pair_by_pair_and_tile_by_tile():
+    slots = jnp.arange(512)[None]
+    causal = mask.causal(slots)
+    assert counted.pairs(causal) == 512 * 513 // 2
+    # Of 4 x 2 tiles of 128 x 256, 6 hold something, and 10 of their 12 halves.
+    keys, computed = counted.visited(causal, 128, 256, 128)
+    assert (keys, computed) == (6 * 256 / 4, 10 / 12)
+    # models/mask.py's picture of packed rows, whose crosses are these
+    begin, end = [0] * 8 + [8], [2, 2, 4, 4, 2, 2, 2, 2, 8]
+    group = [-1] * 4 + [0, 0, 1, 1, -1]
+    packed = mask.packed(*(jnp.asarray([x]) for x in (begin, end, group)))
+    assert counted.pairs(packed) == 2 * 2 + 2 * 4 + 4 * 4
+    assert counted.visited(packed, 128, 128, 128) == (128 * 128 / 9, 1.0)
+
+
+KERNELS_OF = [  # an op, its shape's end, a kernel, and its products of those that are needed
+    ("attention", "causal", "forward_kernel", 1.5),
+    ("attention", "packed", "forward_kernel", 12),
+    ("attention", "causal", "attention", 1.3),
+    ("attention", "causal", "splash_mqa_fwd_residuals", 2),
+    ("paged_attention", "positions", "paged_attention", 1.2),
+    ("paged_attention", "positions", "ragged_paged_attention_kernel", 24),
+    ("token_logprob", "ids", "pick_kernel", 1),
+    ("token_draw", "ids", "token_draw", 1),
+    ("grouped_matmul", "groups", "body", 1),
+]
+
+
+@pytest.mark.parametrize(("op", "end", "kernel", "most"), KERNELS_OF)
+def test_a_kernel_does_what_its_op_needs_and_little_more(op, end, kernel, most):
+    case = cases("gpu")[op, end]
+    alone = hlo.Counted(kernels={kernel: 1})
+    found, needed = counted.with_kernels(alone, case), counted.least(case)
+    assert needed.flops <= found.flops <= most * needed.flops
+    numbers = counted.figures(found, alone, needed, "h200:1")
+    assert numbers["times_least"] >= 0.99 and numbers["around_kernels_mib"] == 0
+
+
+def test_the_head_is_read_again_for_every_tile_of_rows():
+    case = cases("tpu")["token_logprob", "ids"]
+    tall = jax.ShapeDtypeStruct((1, 2048, 2048), jnp.bfloat16)
+    case = case._replace(inputs=(tall, *case.inputs[1:]))
+    found = counted.with_kernels(hlo.Counted(kernels={"pick_kernel": 1}), case)
+    assert found.read == 2 * (4 * 2048 * 4096 + 2048 * 2048)
+
+
+def test_what_is_not_counted_has_no_time():
+    needed = hlo.Counted(flops=1e12, read=1e9)
+    row = counted.figures(hlo.Counted(read=1e9), hlo.Counted(), needed, "v5p:2x2x1")
+    assert "us" not in row and "not all is counted" in row["says"]
+
+
+def test_what_needs_no_products_is_told_by_its_bytes():
+    needed = counted.least(cases("tpu")["cache_update", "positions"])
+    assert needed == hlo.Counted(read=4 * 4 * 8 * 128 * 4, written=4 * 4 * 8 * 128 * 4)
+
+
+# ---- Two checkouts -------------------------------------------------------------------
 
 
 def test_two_checkouts_are_compared_line_by_line():

@@ -180,3 +180,15 @@ def test_a_convolution_counts_what_meets_an_element():
     )
     # Of 5 x 3 pairs the first and the last position lack one each.
     assert hlo.convolution_flops(line, (2, 5, 4), (3, 4, 8)) == 2 * 2 * 4 * 8 * 13
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '%dq.7 = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"',
+        '%x = f32[8] custom-call(), custom_call_target="mosaic_gpu", op_name="f/jvp(dq)/x"',
+    ],
+)
+def test_a_kernel_has_its_own_name_in_a_gradient_too(line):
+    found, _ = hlo.instruction("  " + line)
+    assert hlo.kernel_name(found) == "dq"
