@@ -289,7 +289,37 @@ def rollout_faults(program, body: str, place: placement.Placement, run) -> list[
             faults.append(f"{line.opcode} of {line.bytes / MIB:.0f} MiB: {line.name}")
         if line.opcode.startswith("copy") and page in dims:
             faults.append(f"the pool of pages is copied: {line.name}")
-    return faults
+    return faults + scores_of_tables(program, body, place, run)
+
+
+def scores_of_tables(program, body: str, place, run) -> list[str]:
+    """Returns the arrays with a number for each head, query and key of rows' tables.
+
+    They are told from masks, which have one for all heads, by being larger than that of the
+    most windows by half at least; and from keys by a position's row of heads. Heads that no
+    kernel takes are left out: see update_faults.
+    """
+    cfg, model, scheduler = run.cfg.sampler, run.model, place.answerer.scheduler
+    if model.head_dim not in choice.HEAD_SIZES:
+        return []
+    rows, prompt = scheduler.rows_per_shard, -(-cfg.max_prompt // cfg.page_slots)
+    queries = {  # at most, by the pages of a table: of rows, and of prompts
+        scheduler.pages_per_row: cfg.window_counts(rows)[-1] * cfg.block,
+        prompt: cfg.chunk_counts(rows)[-1] * cfg.chunk,
+    }
+    least = {pages * cfg.page_slots: 1.5 * many for pages, many in queries.items()}
+    share = place.answerer.mesh.shape["model"]
+    heads = model.kv_heads // math.gcd(model.kv_heads, share)
+    keys = {n * model.head_dim for n in (1, 2, heads, 2 * heads)}
+    found = {
+        array.dims
+        for line in hlo.all_lines(program, body)
+        for array in line.arrays
+        if array.dims and array.dims[-1] in least
+        if math.prod(array.dims[:-1]) >= least[array.dims[-1]]
+        if array.dims[-2] not in keys
+    }
+    return [f"an array of scores: {list(dims)}" for dims in sorted(found)]
 
 
 def of_update(cell: Cell, run: programs.Run) -> dict:

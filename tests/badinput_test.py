@@ -206,6 +206,7 @@ VALUES = """
     mesh.data 0 -2
     mesh.fsdp 0 -2
     mesh.model 0 -2 3
+    mesh.rollout sideways
     run.save_every 0
     run.keep 0
     run.keep_every -1
@@ -366,6 +367,7 @@ COMMANDS = """
     generate --model=MODEL hello --strategy=greedy  sampler.strategy='greedy'
     generate --model=MODEL hello --dtype=int8  model.dtype='int8'
     generate --model=MODEL hello --config.mesh.data=0  mesh.data=0
+    eval --config.sampler.rows=2000000  lower sampler.rows or sampler.pages, or raise mesh.model
     generate --model=MODEL hello --config.sampler.stop_ids=112  112 never ends
     generate --model=MODEL hello --config.sampler.stop_ids=3  3 never ends
     generate --model=MODEL hello --config=configs/none.py  configs/none.py: there is no

@@ -1,10 +1,12 @@
 """benchmarks/budget.json: what it holds, what is worse than it, and the page made of it."""
 
+import re
 import types
 
 import pytest
 
-from benchmarks import budget, chips, programs, roofline, scaling_page
+from benchmarks import budget, chips, hlo, programs, roofline, scaling_page
+from benchmarks.shapes import RELEASED
 from dllm_jax.pallas_kernels import held_pages
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -96,6 +98,62 @@ def test_devices_of_a_group_differ_along_its_axes():
     mesh = types.SimpleNamespace(shape={"data": 2, "fsdp": 2, "model": 2})
     assert budget.axes_of((0, 1), mesh) == "model"
     assert budget.axes_of((0, 2, 4, 6), mesh) == "data+fsdp"
+
+
+# Of 64 rows of 2,784 positions, which are 87 pages, with prompts of 784; a device has 2 of
+# the 8 key heads. `x` stands for what a case puts there.
+LOOP = """HloModule rollout
+
+%fused (p: bf16[128,2,16,2784]) -> f32[128,2,16] {
+  %p = bf16[128,2,16,2784]{3,2,1,0} parameter(0)
+  ROOT %r = f32[128,2,16]{2,1,0} reduce(%p)
+}
+
+ENTRY %body (s: bf16[36,5568,32,2,128]) -> bf16[36,5568,32,2,128] {
+  %s = bf16[36,5568,32,2,128]{4,3,2,1,0} parameter(0)
+  %mask = pred[128,4,2784]{2,1,0} custom-call(%s), custom_call_target="mosaic_gpu_v2"
+  %keys = bf16[10,2,784,128]{3,2,1,0} custom-call(%s), custom_call_target="mosaic_gpu_v2"
+  %x = WHAT custom-call(%s), custom_call_target="mosaic_gpu_v2"
+  ROOT %out = bf16[36,5568,32,2,128]{4,3,2,1,0} add(%s, %s)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("f32[128,2,16,2784]{3,2,1,0} copy(%s)", "of scores: [128, 2, 16, 2784]"),
+        ("f32[128,2,4,4,2784]{4,3,2,1,0} dot(%s)", "of scores: [128, 2, 4, 4, 2784]"),
+        ("(f32[10,8,49,800]{3,2,1,0}, s32[]) call(%s)", "of scores: [10, 8, 49, 800]"),
+        ("f32[128,2] fusion(%s), calls=%fused", "of scores: [128, 2, 16, 2784]"),
+        ("s32[128,2784]{1,0} copy(%s)", ""),  # tokens
+        ("s32[64,8,2784]{2,1,0} copy(%s)", ""),  # a mask of pairs
+        ("bf16[10,2,128,800]{3,2,1,0} copy(%s)", ""),  # keys of prompts
+        ("bf16[10,256,800]{2,1,0} copy(%s)", ""),
+        (
+            "bf16[36,5568,32,2,128]{4,3,2,1,0} copy(%s)",
+            "the pool of pages is copied: x",
+        ),
+        ("bf16[4096,3072]{1,0} all-gather(%s)", "all-gather of 24 MiB: x"),
+        ("bf16[64,3072]{1,0} all-gather(%s)", ""),
+    ],
+)
+def test_what_the_loop_over_forwards_must_not_do(line, fault):
+    program = hlo.parsed(re.sub("WHAT .*", lambda _: line, LOOP))
+    sampler = SamplerConfig(max_prompt=784, max_new=2000, rows=64, prefill=512)
+    model = RELEASED["sdar-8b"]
+    run = types.SimpleNamespace(cfg=types.SimpleNamespace(sampler=sampler), model=model)
+    answerer = types.SimpleNamespace(
+        page_count=5568,
+        shards=1,
+        mesh=types.SimpleNamespace(shape={"model": 4}),
+        scheduler=types.SimpleNamespace(rows_per_shard=64, pages_per_row=87),
+    )
+    place = types.SimpleNamespace(answerer=answerer)
+    found = budget.rollout_faults(program, "body", place, run)
+    assert found == (
+        [f"an array {fault}" if "scores" in fault else fault] * bool(fault)
+    )
 
 
 @pytest.mark.parametrize(

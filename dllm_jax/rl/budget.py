@@ -17,11 +17,10 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
 from dllm_jax.rl import networks
 from dllm_jax.rl.learner import TrainState
-from dllm_jax.sampling.placement import Placement
+from dllm_jax.sampling import placement
 
 REMEDIES = {  # by phase
-    "rollout": "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
-    "mesh.rollout='model'",
+    "rollout": placement.REMEDY,
     "reward": "take a smaller reward.model or reward.judge.at, lower reward.judge.rows, "
     "reward.judge.prompt or reward.judge.tokens, or serve the judge over HTTP",
     "update": "set model.remat='full', lower batch.rows or batch.tokens, or raise "
@@ -42,7 +41,7 @@ def plan(
     states: dict[str, TrainState],
     model: ModelConfig,
     mesh,
-    sampling: Placement | None,
+    sampling: placement.Placement | None,
     update,
     others: tuple = (),
     guest: memory.Claim = memory.NOTHING,

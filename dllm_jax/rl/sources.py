@@ -101,20 +101,7 @@ class RL:
             networks.check_value(rl.value_path, settings.model)
         self.weights, self.problems, self.sizes = read_problems(settings, tools)
         self.recall({})
-        if rl.value == "own":
-            share = networks.value_share(
-                settings.model, settings.layout.seats(settings.batch), settings.batch
-            )
-            tools.say(
-                f"rl.value='own': of the FLOPs of an update, and of scoring, the value "
-                f"network takes {share:.0%}; 'head', on the policy's, 'trace', a regression "
-                "on the host, and 'none' take none"
-            )
-        if rl.value == "trace":
-            tools.say(
-                "rl.value='trace': a regression on the host judges the answers by what the "
-                "sampler recorded; no network, and none of an update's FLOPs"
-            )
+        tools.say(cost_of_critic(settings))
         self.pack = packer(
             settings,
             tools.say,
@@ -329,6 +316,27 @@ def read_problems(settings: Settings, tools: Tools):
     most = settings.rl.max_prompts or settings.rl.prompts
     check_tiles(pictures, most, settings, tools)
     return list(weights.values()), problems, [len(file) for file in files]
+
+
+CRITICS = {  # what a run says at its start of its rl.value
+    "own": "of the FLOPs of an update, and of scoring, the value network takes {share:.0%}; "
+    "'head', on the policy's, 'trace', a regression on the host, and 'none' take none",
+    "trace": "a regression on the host judges the answers by what the sampler recorded; no "
+    "network, and none of an update's FLOPs",
+    "head": "{width} weights on the policy's last layer judge the answers, for next to none "
+    "of an update's FLOPs; but every answer is scored before it, and their loss trains the "
+    "policy's layers, too",
+    "none": "nothing judges an answer's tokens, at no cost: they share its advantage",
+}
+
+
+def cost_of_critic(settings: Settings) -> str:
+    """Returns the line that says what judges the answers, and what that takes."""
+    share = networks.value_share(
+        settings.model, settings.layout.seats(settings.batch), settings.batch
+    )
+    line = CRITICS[settings.rl.value].format(share=share, width=settings.model.d_model)
+    return f"rl.value={settings.rl.value!r}: {line}"
 
 
 def judged(rollouts: Rollouts, rl: RLConfig) -> Rollouts:

@@ -18,6 +18,11 @@ from dllm_jax.sampling import answers, looking
 from dllm_jax.sampling.config import SamplerConfig
 
 ROLLOUTS = ("auto", "replicated", "model")
+REMEDY = (
+    "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
+    "mesh.rollout='model'"
+)
+OF_WEIGHTS = "raise mesh.model, or set mesh.rollout='model' or sampler.int8=True"
 
 
 class Placement(NamedTuple):
@@ -73,16 +78,13 @@ def loaded(
     """Returns (an answerer, the weights of the checkpoint at `path`, laid out for it).
 
     say: prints a line; beside: as `place` takes it. Raises ValueError as `place` and
-    hf.load do.
+    hf.load do, and where a device has no room for it.
     """
+    limit = memory.device_bytes()
     placement = place(
-        model=model,
-        cfg=cfg,
-        mesh=mesh,
-        rollout=rollout,
-        beside=beside,
-        limit=memory.device_bytes(),
+        model=model, cfg=cfg, mesh=mesh, rollout=rollout, beside=beside, limit=limit
     )
+    check(placement, beside, limit)
     if placement.note:
         say(placement.note)
     return filled(path, placement, model=model, mesh=mesh)
@@ -108,24 +110,50 @@ def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
 
 
 def bytes_of(placement: Placement, beside: int, limit: int) -> float:
-    """Returns the bytes of a device that are taken while it samples.
+    """Returns the bytes of a device that are taken while it samples: see `sizes_of`."""
+    return sum(sizes_of(placement, beside, limit).values())
+
+
+def sizes_of(placement: Placement, beside: int, limit: int) -> dict[str, float]:
+    """Returns the bytes of a device that are taken while it samples, by what they hold.
 
     Nothing is compiled where weights, rows and pages alone exceed `limit`. What the compiler
     refuses takes more than any device has.
     """
-    needs = beside + memory.array_bytes(placement.weights)
-    if needs > limit:
-        return needs
+    sizes = {"what lies beside": beside}
+    sizes["weights"] = memory.array_bytes(placement.weights)
+    if sum(sizes.values()) > limit:
+        return sizes
     lowered, kept = placement.answerer.lower(placement.weights)
-    needs += memory.array_bytes(kept)
-    if needs > limit:
-        return needs
+    sizes["rows and pages"] = memory.array_bytes(kept)
+    if sum(sizes.values()) > limit:
+        return sizes
     try:
-        return needs + memory.program_bytes(lowered.compile())
+        return sizes | {"activations": memory.program_bytes(lowered.compile())}
     except jax.errors.JaxRuntimeError as error:
         if not exits.exhausted(error):
             raise
-        return math.inf
+        return sizes | {"activations": math.inf}
+
+
+def check(placement: Placement, beside: int, limit: int | None):
+    """Raises ValueError, with the keys to change, where sampling exceeds `limit`.
+
+    limit: bytes of a device, or None where it does not say. What samples finds its program
+    compiled.
+    """
+    if limit is None:
+        return
+    sizes = sizes_of(placement, beside, limit)
+    need = sum(sizes.values())
+    if not sharding.anywhere(need > limit):  # all processes decide alike
+        return
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+    words = f"needs {gib(need)} GiB of a device's {gib(limit)}, {gib(need - limit)} too many"
+    if need == math.inf:
+        words = f"does not fit a device's {gib(limit)} GiB"
+    keys = OF_WEIGHTS if beside + sizes["weights"] > limit else REMEDY
+    raise ValueError(f"sampling {words} ({parts}); {keys}")
 
 
 def refuse_to_fold(counts: list[int], model: ModelConfig, mesh):
@@ -155,6 +183,6 @@ def note_of(placement: Placement, rollout: str) -> str:
     )
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     """Returns bytes in GiB, to print."""
     return f"{size / memory.GIB:.2f}"

@@ -575,10 +575,19 @@ def test_an_update_that_is_not_sound_leaves_its_network_as_it_was(sampled, alone
 # ---- On a mesh -----------------------------------------------------------------------
 
 
-def test_an_update_is_the_same_on_a_mesh_of_every_axis(sampled, alone):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 2),
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ((8, 1, 1), (1, 8, 1))),
+        pytest.param((1, 1, 8), marks=pytest.mark.soak),
+    ],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_an_update_is_the_same_on_every_mesh(sampled, alone, shape):
     """As on one device; traced once; parameters and moments lie where the table says."""
     cfg, params, traces = sampled
-    _, fsdp, model = shape = (2, 2, 2)
+    _, fsdp, model = shape
     out, states, traced = on_mesh(shape, cfg, params, traces["dynamic"])
     assert traced == 1
     for (_, _, ours), (_, _, single) in zip(out, alone, strict=True):
@@ -587,7 +596,8 @@ def test_an_update_is_the_same_on_a_mesh_of_every_axis(sampled, alone):
         adam = state.opt_state[1][0]
         for tree in (state.params, adam.mu, adam.nu):
             wq, embed = tree["layers"]["wq"], tree["embed"]
-            assert tuple(wq.sharding.spec)[1:3] == ("fsdp", "model")
+            axes = ("fsdp" if fsdp > 1 else None, "model" if model > 1 else None)
+            assert (*wq.sharding.spec, None, None, None)[1:3] == axes
             assert wq.addressable_shards[0].data.size * fsdp * model == wq.size
             assert embed.addressable_shards[0].data.size * fsdp == embed.size
         assert state.step.sharding.is_fully_replicated

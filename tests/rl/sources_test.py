@@ -11,6 +11,7 @@ import pytest
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import networks, sources
 from dllm_jax.rl.config import (
+    VALUES,
     BatchConfig,
     NoiseConfig,
     ObjectiveConfig,
@@ -203,19 +204,32 @@ def test_a_pair_is_two_rows_and_both_are_scored(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "padding"), [(4, False), (512, True)])
-def test_rl_says_what_a_value_network_costs_and_what_stays_padding(
-    tmp_path, rows, padding
-):
+def test_rl_says_what_stays_padding(tmp_path, rows, padding):
     said = []
     settings = lent.settings(batch=BatchConfig(rows=rows, tokens=64))
     sources.RL(settings, lent.tools(settings, tmp_path, say=said.append))
-    cost = [line for line in said if line.startswith("rl.value='own': of the FLOPs")]
+    most = [line for line in said if "rows of a microbatch: the others are" in line]
+    assert bool(most) == padding
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_rl_says_what_its_critic_costs(tmp_path, value):
+    said = []
+    settings = lent.settings(batch=BatchConfig(rows=4, tokens=64))
+    rl = dataclasses.replace(settings.rl, value=value)
+    settings = dataclasses.replace(settings, rl=rl)
+    sources.RL(settings, lent.tools(settings, tmp_path, say=said.append))
+    (line,) = (line for line in said if line.startswith("rl.value="))
     share = networks.value_share(
         settings.model, settings.layout.seats(settings.batch), settings.batch
     )
-    assert len(cost) == 1 and f" {share:.0%};" in cost[0]
-    most = [line for line in said if "rows of a microbatch: the others are" in line]
-    assert bool(most) == padding
+    words = {
+        "own": f" takes {share:.0%};",
+        "trace": "none of an update's FLOPs",
+        "head": f": {settings.model.d_model} weights on the policy's last layer",
+        "none": "at no cost",
+    }
+    assert line.startswith(f"rl.value={value!r}: ") and words[value] in line
 
 
 def test_a_value_network_takes_half_but_for_the_language_head():

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
+import types
 from unittest import mock
 
 import hypothesis
@@ -352,6 +353,37 @@ def test_over_the_kernels_of_pages_and_chunks(tiny, monkeypatch):
     made = Engine(model=model, cfg=cfg, mesh=ONE())
     ask(made, asked)
     answers_as(made, params, want)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(0, []), (2, [8]), (12, [8, 8])])
+def test_a_harvest_fetches_only_rows_that_ended(tiny, monkeypatch, count, sizes):
+    """No forward is run: what the device would say is put in its place."""
+    made = Engine(model=tiny[0], cfg=dataclasses.replace(CFG, rows=32), mesh=ONE())
+    ask(made, [(i, [10 + i] * 3, 1.0, 16) for i in range(32)])
+    changes, zero_B = made.scheduler.admit(), np.zeros(32, np.int32)
+    ended = [request for request in made.scheduler.active if request.row % 2][:count]
+    live_B = ~np.isin(np.arange(32), [request.row for request in ended])
+    told = live_B, zero_B, zero_B, zero_B + 1
+    monkeypatch.setattr(made, "fetch_progress", lambda: told)
+    key_B = row_keys(KEY, changes.index_B.astype(np.uint32))
+    s = state.begin(
+        changes.prompt_BT,
+        changes.prompt_len_B,
+        changes.limit_B,
+        changes.temperature_B,
+        key_B,
+        None,
+        made.cfg.slots,
+        threshold_B=changes.threshold_B,
+        entropy_bound_B=changes.entropy_bound_B,
+    )
+    made.rows, fetched, fetch = types.SimpleNamespace(s=s), [], sharding.fetch
+    monkeypatch.setattr(sharding, "fetch", lambda x: fetched.append(x) or fetch(x))
+    got = {request.index: answer for request, answer in made.harvest(None)}
+    assert got.keys() == {request.index for request in ended} and len(got) == count
+    for index, answer in got.items():
+        assert answer.tokens_T[:3].tolist() == [10 + index] * 3
+    assert [len(trace.tokens_BT) for trace in fetched] == sizes
 
 
 def test_a_run_that_is_left_answers_nothing_later(tiny):

@@ -1,6 +1,8 @@
 """Where a run samples: the same ids everywhere, the first layout that fits, what is refused."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import numpy as np
@@ -11,8 +13,12 @@ from dllm_jax.models import acting, transformer
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
+GIB = 2**30
 CFG = SamplerConfig(max_prompt=8, max_new=8, rows=8, page=8, prefill=8)
-PROMPTS = [[5, 6, 7], [9] * 7, [11, 3], [8] * 8, [], [4]]
+RNG = np.random.default_rng(0)
+# As many as the most rows; half of the answers are drawn, half are the arg-max.
+PROMPTS = [RNG.integers(2, 60, RNG.integers(1, 9)).tolist() for _ in range(32)]
+ORDERS = {rows: np.random.default_rng(rows).permutation(32) for rows in (1, 8, 32)}
 
 
 def mesh_of(data, fsdp, model):
@@ -27,56 +33,84 @@ def placed(model, params, mesh):
     return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
 
 
-def ids(where, weights):
-    """Returns the ids of the answers to PROMPTS, some drawn and some the arg-max."""
-    found = []
-    for temperature in (0.0, 1.0):
-        stream = where.answerer.stream(
-            weights, PROMPTS, jax.random.key(3), temperature=temperature
+def sampled(where, weights, order=range(32)):
+    """Returns the Trace of the answers to PROMPTS, which are asked for in an order."""
+    made = where.answerer
+    for i in order:
+        made.submit(PROMPTS[i], index=int(i), temperature=i % 2, new=CFG.max_new)
+    run = made.run(weights, jax.random.key(3))
+    stream = ((request.index, answer) for request, answer in run)
+    return answers.collect(stream, len(PROMPTS))
+
+
+def same(found, want):
+    """Asserts ids and steps equal, log-probs up to rounding."""
+    for name in ("tokens_BT", "step_BT", "len_B", "forwards_B"):
+        np.testing.assert_array_equal(
+            getattr(found, name), getattr(want, name), err_msg=name
         )
-        found.append(answers.collect(stream, len(PROMPTS)).tokens_BT)
-    return np.concatenate(found)
+    for name in ("logp_BT", "conf_BT"):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(want, name), atol=2e-5, err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns the ids that one device samples."""
+    """Returns the Trace that one device samples in 8 rows."""
     model, params = tiny
     where = placement.place(model=model, cfg=CFG, mesh=mesh_of(1, 1, 1))
     assert not where.note
-    return ids(where, acting.laid_out(params, where.weights))
+    trace = sampled(where, acting.laid_out(params, where.weights))
+    assert (trace.len_B > 0).all() and trace.logp_BT.any()
+    return trace
 
 
-SOAK = {"marks": pytest.mark.soak}  # `make test` has each shape and each layout once
+LAYOUTS = (
+    ((1, 1, 1), "auto"),
+    ((8, 1, 1), "auto"),
+    ((1, 8, 1), "replicated"),
+    ((1, 8, 1), "model"),
+    ((2, 2, 2), "replicated"),
+    ((2, 2, 2), "model"),
+    ((1, 1, 8), "auto"),
+)
+# `make test` has all three splits, another order of prompts, and one row of a device.
+SOON = {((1, 8, 1), "replicated"): 8, ((2, 2, 2), "model"): 32, ((1, 1, 8), "auto"): 1}
 
 
 @pytest.mark.parametrize(
-    ("shape", "rollout"),
+    ("shape", "rollout", "rows"),
     [
-        ((1, 8, 1), "replicated"),
-        ((2, 2, 2), "model"),
-        pytest.param((1, 8, 1), "model", **SOAK),
-        pytest.param((2, 2, 2), "replicated", **SOAK),
+        pytest.param(
+            *layout,
+            rows,
+            marks=() if SOON.get(layout) == rows else pytest.mark.soak,
+            id=f"{'x'.join(map(str, layout[0]))}-{layout[1]}-{rows}",
+        )
+        for layout in LAYOUTS
+        for rows in ORDERS
     ],
-    ids=str,
 )
-def test_the_same_ids_on_every_mesh_and_layout(tiny, alone, one_width, shape, rollout):
+def test_the_same_traces_on_every_mesh_and_layout(
+    tiny, alone, one_width, shape, rollout, rows
+):
     model, params = tiny
-    mesh = mesh_of(*shape)
+    mesh, cfg = mesh_of(*shape), dataclasses.replace(CFG, rows=rows)
     with jax.set_mesh(mesh):
-        where = placement.place(model=model, cfg=CFG, mesh=mesh, rollout=rollout)
+        where = placement.place(model=model, cfg=cfg, mesh=mesh, rollout=rollout)
         weights = acting.laid_out(placed(model, params, mesh), where.weights)
-        np.testing.assert_array_equal(ids(where, weights), alone)
+        same(sampled(where, weights, ORDERS[rows]), alone)
         lowered, _ = where.answerer.lower(where.weights)
     data, fsdp, parts = shape
     if rollout == "replicated" and parts == 1:  # a forward moves nothing but counters
         assert "all-gather" not in lowered.compile().as_text()
     folds = fsdp if rollout == "model" else 1
     wq, copies = weights["layers"][0]["wq"], data * fsdp // folds
-    assert wq.addressable_shards[0].data.size * 8 == wq.size * copies
-    assert f"{copies} x all weights" in where.note
-    pages = where.answerer.rows.s.cache.k_LPOKH
-    assert pages.addressable_shards[0].data.size * 8 == pages.size
+    assert wq.addressable_shards[0].data.size * mesh.size == wq.size * copies
+    assert (f"{copies} x all weights" in where.note) == (fsdp > 1)
+    pages = jax.tree.leaves(where.answerer.rows.s.cache)[0]
+    assert pages.addressable_shards[0].data.size * mesh.size == pages.size
 
 
 def test_rows_without_a_cache_have_the_same_ids_too(tiny):
@@ -88,8 +122,13 @@ def test_rows_without_a_cache_have_the_same_ids_too(tiny):
         with jax.set_mesh(mesh):
             where = placement.place(model=model, cfg=cfg, mesh=mesh, rollout=rollout)
             weights = acting.laid_out(placed(model, params, mesh), where.weights)
-            found.append(ids(where, weights))
-    np.testing.assert_array_equal(*found)
+            asked = [[], *PROMPTS[:4], [9] * 9]  # of which two have no answer
+            stream = where.answerer.stream(
+                weights, asked, jax.random.key(3), temperature=1.0
+            )
+            found.append(answers.collect(stream, len(asked)))
+    same(*found)
+    assert ((found[0].len_B > 0) == [False, True, True, True, True, False]).all()
 
 
 def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkeypatch):
@@ -129,10 +168,54 @@ def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny, one_width):
     lowered, rows = where.answerer.lower(where.weights)
     rows = memory.array_bytes(rows)
     program = memory.program_bytes(lowered.compile())
-    assert placement.bytes_of(where, 7, 10**12) == 7 + weights + rows + program
+    total = 7 + weights + rows + program
+    assert placement.bytes_of(where, 7, 10**12) == total
+    placement.check(where, 7, total)
+    placement.check(where, 7, None)
+    with pytest.raises(ValueError, match=r"sampling needs .* \(.*, activations "):
+        placement.check(where, 7, total - 1)
     # Sooner, where a part of it is too much already.
     assert placement.bytes_of(where, 7, weights) == 7 + weights
     assert placement.bytes_of(where, 7, 7 + weights) == 7 + weights + rows
+
+
+def test_what_no_device_can_hold_is_refused_with_the_keys_that_help(
+    tiny, one_width, monkeypatch, tmp_path
+):
+    model, mesh = tiny[0], mesh_of(1, 2, 1)
+    where = placement.placed(model, CFG, acting.folded(mesh, 2))
+    beside, weights = 5 * GIB, memory.array_bytes(where.weights)
+    sizes = placement.sizes_of(where, beside, beside + weights)
+    assert [*sizes] == ["what lies beside", "weights", "rows and pages"]
+    monkeypatch.setattr(placement, "gib", str)
+    for most, keys in ((2, placement.OF_WEIGHTS), (3, placement.REMEDY)):
+        known = [*sizes.items()][:most]
+        need = sum(size for _, size in known)
+        parts = ", ".join(f"{name} {size}" for name, size in known)
+        words = (
+            f"sampling needs {need} GiB of a device's {need - 1}, 1 too many ({parts})"
+        )
+        monkeypatch.setattr(memory, "device_bytes", lambda need=need: need - 1)
+        with pytest.raises(ValueError, match=re.escape(f"{words}; {keys}")):
+            # Nothing is read before: there is no such folder.
+            placement.loaded(
+                tmp_path / "none",
+                model=model,
+                cfg=CFG,
+                mesh=mesh,
+                rollout="auto",
+                say=print,
+                beside=beside,
+            )
+
+
+def test_what_the_compiler_refuses_is_refused(tiny, monkeypatch):
+    where = placement.placed(tiny[0], CFG, mesh_of(1, 1, 1))
+    sizes = {"what lies beside": 0, "weights": GIB, "activations": math.inf}
+    monkeypatch.setattr(placement, "sizes_of", lambda *_: sizes)
+    words = "does not fit a device's 2.00 GiB (weights 1.00, activations inf); lower"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        placement.check(where, 0, 2 * GIB)
 
 
 def test_what_cannot_be_shared_is_refused(tiny):
