@@ -200,10 +200,8 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
 ):
     model, params = tiny
     cfg = dataclasses.replace(CFG, strategy=strategy)
-    steps = []
-    for count, value in enumerate(values):
-        if count == 1:
-            compiled = made.loop._cache_size()
+    steps, compiled = [], []
+    for value in values:
         own = dataclasses.replace(cfg, **{field: value})
         made = Engine(model=model, cfg=own, mesh=ONE())
         ask(made, ASKED)
@@ -212,8 +210,9 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
             for index, row in wanted[strategy].items():
                 same(got[index], row)
         steps.append(sum(int(row.steps) for row in got.values()))
+        compiled.append(made.loop._cache_size())
     assert steps[1] < steps[0]
-    assert made.loop._cache_size() == compiled
+    assert len(set(compiled)) == 1
 
 
 @pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.soak), 1])
@@ -283,10 +282,10 @@ def test_on_a_mesh(tiny, one_width):
     with jax.set_mesh(mesh):
         made = Engine(model=model, cfg=cfg, mesh=mesh)
         for _ in range(2):  # the second run finds everything compiled
-            before = engine.advance._cache_size(), engine.admit._cache_size()
+            before = made.loop._cache_size(), engine.admit._cache_size()
             ask(made, ASKED)
             answers_as(made, params, want)
-        assert before == (engine.advance._cache_size(), engine.admit._cache_size())
+        assert before == (made.loop._cache_size(), engine.admit._cache_size())
         pages = made.rows.s.cache.k_LPOKH
         assert pages.addressable_shards[0].data.size * size == pages.size
     empty_again(made)
