@@ -26,6 +26,12 @@ from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
 BLOCKS = 132  # that run at once: one on each processor of an H100 or H200
 
 
+def cut(queries: int) -> tuple[int, int]:
+    """Returns (warpgroups that compute, tiles) of the queries of a key head."""
+    wgs = 1 if queries <= ROWS else 2
+    return wgs, -(-queries // (wgs * ROWS))
+
+
 def parts_of(blocks: int, positions: int) -> int:
     """Returns how many blocks share a row's pages out, where there are `blocks` without.
 
@@ -49,8 +55,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     q_BKWGH = jnp.swapaxes(q_BWNH.reshape(B, W, K, N // K, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     queries = q_BKfH.shape[2]
-    wgs = 1 if queries <= ROWS else 2
-    tiles_of_queries = -(-queries // (wgs * ROWS))
+    wgs, tiles_of_queries = cut(queries)
     parts = parts_of(B * K * tiles_of_queries, table_BA.shape[1] * O)
     own = k_BQKH.shape[1]
     blind = (W - own) * (N // K)  # queries that see none of the window's keys
