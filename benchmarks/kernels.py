@@ -6,7 +6,9 @@ An op's answers are compared with `reference.py`'s before anything is timed; wha
 is told and not timed. The library's are jax.nn.dot_product_attention (cuDNN on GPU) and
 splash attention on TPU, both causal, and jax.lax.ragged_dot. Forward, and where it trains
 forward with backward. A platform without kernels, such as CPU, has rows for the
-specification and the library alone. Shapes are those of SDAR-1.7B.
+specification and the library alone. On GPU attention is timed a second time without the
+turns of its two warpgroups, `out_of_turn` (gpu/attention.py, IN_TURN). Shapes are those of
+SDAR-1.7B.
 """
 
 import argparse
@@ -64,12 +66,29 @@ def library_attention(q_BTNH, k_BTKH, v_BTKH):
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
 
 
+def out_of_turn(run):
+    """Returns a function like `run` in whose program no warpgroup awaits its turn."""
+
+    def free(*inputs):
+        from dllm_jax.pallas_kernels.gpu import attention
+
+        before, attention.IN_TURN = attention.IN_TURN, False
+        try:
+            return run(*inputs)
+        finally:
+            attention.IN_TURN = before
+
+    return free
+
+
 def attentions(size, dtype):
     """Yields (op, shape, its inputs, ways to compute it: name -> function of them)."""
     inputs, masks = attention_inputs(size, dtype)
     for name, seen in masks.items():
         run = functools.partial(pallas_kernels.attention, mask=seen)
         ways = implementations("attention", run)
+        if jax.default_backend() == "gpu":
+            ways["out_of_turn"] = out_of_turn(ways["kernel"])
         if name == "causal":
             ways["library"] = library_attention
         shape = f"{size['tokens']} tokens, {name}"

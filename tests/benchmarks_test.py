@@ -7,6 +7,7 @@ import runpy
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from benchmarks import (
     report,
     unbiased,
 )
-from dllm_jax import config
+from dllm_jax import config, pallas_kernels
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
 
@@ -59,6 +60,21 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
         assert not [key for line in lines for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
+
+
+def test_attention_is_timed_with_and_without_turns():
+    """Two programs, of which the first has the barrier at which warpgroups meet."""
+    (q, k, v), masks = kernels.attention_inputs(kernels.SMALL, "bfloat16")
+
+    def run(q, k, v):
+        seen = masks["causal"]
+        return pallas_kernels.attention(q, k, v, seen, implementation="gpu")
+
+    arrivals = [
+        str(jax.make_jaxpr(f)(q, k, v)).count("barrier_arrive")
+        for f in (run, kernels.out_of_turn(run), run)
+    ]
+    assert arrivals[0] == arrivals[2] > arrivals[1] == 1  # of a buffer that is free
 
 
 def test_rows_of_a_batch_wait_for_each_other_at_every_block():
