@@ -7,8 +7,10 @@ An op's answers are compared with `reference.py`'s before anything is timed; wha
 is told and not timed. The library's are jax.nn.dot_product_attention (XLA's, and cuDNN on
 GPU) and splash attention on TPU, all causal, log_softmax and categorical of whole logits,
 and jax.lax.ragged_dot. Forward, and where it trains forward with backward. A platform
-without kernels, such as CPU, has rows for the specification and the library alone. Shapes
-are those of SDAR-1.7B, and of SDAR-8B where they are counted: benchmarks/counted.py says what.
+without kernels, such as CPU, has rows for the specification and the library alone. On GPU
+attention is timed a second time without the turns of its two warpgroups, `out_of_turn`
+(gpu/attention.py, IN_TURN). Shapes are those of SDAR-1.7B, and of SDAR-8B where they are
+counted: benchmarks/counted.py says what.
 """
 
 import argparse
@@ -119,6 +121,21 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, mask):
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
 
 
+def out_of_turn(run):
+    """Returns a function like `run` in whose program no warpgroup awaits its turn."""
+
+    def free(*inputs):
+        from dllm_jax.pallas_kernels.gpu import attention
+
+        before, attention.IN_TURN = attention.IN_TURN, False
+        try:
+            return run(*inputs)
+        finally:
+            attention.IN_TURN = before
+
+    return free
+
+
 def attentions(scale: Scale):
     """Yields attention of a row by each mask, and its gradient."""
     T, model = scale.sizes["tokens"], scale.model
@@ -130,6 +147,8 @@ def attentions(scale: Scale):
     )
     for name, seen in masks(T).items():
         ways = implementations("attention", pallas_kernels.attention, scale.platform)
+        if jax.default_backend() == "gpu":
+            ways["out_of_turn"] = out_of_turn(ways["kernel"])
         if name == "causal":
             ways |= causal_libraries(scale.platform)
         shape = f"{T} tokens, {name}"

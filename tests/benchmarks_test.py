@@ -25,7 +25,7 @@ from benchmarks import (
     unbiased,
 )
 from benchmarks.shapes import RELEASED
-from dllm_jax import config
+from dllm_jax import config, pallas_kernels
 from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
@@ -65,6 +65,23 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
         assert not [key for line in lines for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
+
+
+def test_attention_is_timed_with_and_without_turns():
+    """Two programs, of which the first has the barrier at which warpgroups meet."""
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, 512, heads, 128), "bfloat16") for heads in (16, 8, 8)
+    )
+    seen = kernels.masks(512)["causal"]
+
+    def run(q, k, v):
+        return pallas_kernels.attention(q, k, v, seen, implementation="gpu")
+
+    arrivals = [
+        str(jax.make_jaxpr(f)(q, k, v)).count("barrier_arrive")
+        for f in (run, kernels.out_of_turn(run), run)
+    ]
+    assert arrivals[0] == arrivals[2] > arrivals[1] == 1  # of a buffer that is free
 
 
 def test_rows_of_a_batch_wait_for_each_other_at_every_block():

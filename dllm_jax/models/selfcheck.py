@@ -34,7 +34,8 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
 LOOSE = {"selection": 0.05, "token_draw": 0.05}
 HEADED = ("attention", "cache_update", "paged_attention")
 PLATFORMS = ("cpu", "gpu", "tpu")
-SLOTS, SEATS, ROWS, VOCAB = 320, 96, 4, 8192
+SLOTS, SEATS, ROWS, HELD, VOCAB = 320, 96, 4, 5, 8192
+LONG = 1344  # slots of more than one tile of keys, on every chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,40 @@ def difference(got, want, tolerance: float, loose: float) -> str:
     return ""
 
 
+# ---- The sizes -----------------------------------------------------------------------
+
+
+def attention_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
+    """Returns (rows, slots, key heads) of what `attention` checks on a platform.
+
+    On a chip a sum over several tiles of keys, too, forward and backward, of few heads: the
+    specification keeps all their scores.
+    """
+    sizes = [(ROWS, SLOTS, wide.kv_heads)]
+    return sizes if here == "cpu" else [*sizes, (1, LONG, min(wide.kv_heads, 2))]
+
+
+def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
+    """Returns (rows, pages of each) of what `paged_attention` checks on a platform.
+
+    On a GPU also as many rows as have their pages shared out among blocks, and one more,
+    which have not, all with more tiles than there are buffers. On a TPU rows of several
+    chunks, an odd number: one core has them all.
+    """
+    sizes = [(ROWS, HELD)]
+    if here == "gpu":
+        kernel = choice.module("paged_attention", here)
+        _, tiles = kernel.cut(wide.block * wide.heads // wide.kv_heads)
+        shared_out = kernel.BLOCKS // 2 // (wide.kv_heads * tiles)
+        held = 9 * kernel.TILE // wide.page + 1
+        sizes += [(max(shared_out, 1), held), (shared_out + 1, held)]
+    if here == "tpu":
+        kernel = choice.module("paged_attention", here)
+        page = wide.page, wide.kv_heads, wide.head_dim
+        sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, wide.dtype) + 1))
+    return sizes
+
+
 # ---- The checks ----------------------------------------------------------------------
 #
 # By op: a function (wide, rng) -> (run, arrays), where run(implementation, *arrays) gives
@@ -165,55 +200,74 @@ def difference(got, want, tolerance: float, loose: float) -> str:
 
 def attention(wide: Widths, rng):
     """Packed rows: a clean copy, and noised blocks that see what came before them."""
-    shape = ROWS, SLOTS, wide.heads, wide.head_dim
-    few = ROWS, SLOTS, wide.kv_heads, wide.head_dim
+    cases = [
+        packed_rows(wide, rng, *size)
+        for size in attention_sizes(choice.platform(), wide)
+    ]
+
+    def run(implementation, cases):
+        found = []
+        for q, k, v, dout, seen in cases:
+            attend = functools.partial(
+                pallas_kernels.attention, mask=seen, implementation=implementation
+            )
+            out, pull = jax.vjp(attend, q, k, v)
+            found.append((out, pull(dout)))
+        return found
+
+    return run, (cases,)
+
+
+def packed_rows(wide: Widths, rng, rows: int, slots: int, kv_heads: int):
+    """Returns (q, k, v, the output's gradient, the mask) of one size of `attention`."""
+    few = rows, slots, kv_heads, wide.head_dim
+    shape = *few[:2], kv_heads * wide.heads // wide.kv_heads, wide.head_dim
     q, k, v, dout = (normal(rng, size, wide.dtype) for size in (shape, few, few, shape))
-    clean, Q = SLOTS // 2 // wide.block * wide.block, wide.block
-    slot = np.arange(SLOTS)
+    clean, Q = slots // 2 // wide.block * wide.block, wide.block
+    slot = np.arange(slots)
     group = np.where(slot < clean, -1, (slot - clean) // Q)
     end = np.where(slot < clean, (slot // Q + 1) * Q, (slot - clean) // Q * Q % clean)
-    arrays = (np.zeros(SLOTS), end, group)
-    seen = mask.packed(*(jnp.asarray(np.tile(x, (ROWS, 1)), "int32") for x in arrays))
-
-    def run(implementation, q, k, v, dout, seen):
-        def attend(q, k, v):
-            return pallas_kernels.attention(
-                q, k, v, seen, implementation=implementation
-            )
-
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull(dout)
-
-    return run, (q, k, v, dout, seen)
+    arrays = (np.zeros(slots), end, group)
+    seen = mask.packed(*(jnp.asarray(np.tile(x, (rows, 1)), "int32") for x in arrays))
+    return q, k, v, dout, seen
 
 
-def pages(wide: Widths, rng):
-    """Returns (pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH), rows ragged."""
-    held = 5
-    pool = 2, ROWS * held, wide.page, wide.kv_heads, wide.head_dim
-    fresh = ROWS, wide.block, wide.kv_heads, wide.head_dim
+def pages(wide: Widths, rng, rows: int = ROWS, held: int = HELD):
+    """Returns (pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH), rows ragged.
+
+    held: pages of a row, of which the last one fills all. More than ROWS share theirs.
+    """
+    kept = min(rows, ROWS) * held
+    pool = 2, kept, wide.page, wide.kv_heads, wide.head_dim
+    fresh = rows, wide.block, wide.kv_heads, wide.head_dim
     pools = tuple(normal(rng, pool, wide.dtype) for _ in "kv")
-    table_BA = jnp.asarray(rng.permutation(ROWS * held).reshape(ROWS, held), "int32")
+    table = rng.permutation(rows * held).reshape(rows, held) % kept
     most = held * wide.page // wide.block - 1
-    start_B = jnp.asarray(rng.integers(0, most, ROWS) * wide.block, "int32")
-    keep_B = jnp.arange(ROWS) % 2 == 0
+    start = rng.integers(0, most, rows) * wide.block
+    start[-1] = (most - 1) * wide.block
+    keep_B = jnp.arange(rows) % 2 == 0
     k, v = (normal(rng, fresh, wide.dtype) for _ in "kv")
-    return pools, jnp.int32(1), table_BA, start_B, keep_B, k, v
+    at = jnp.asarray(table, "int32"), jnp.asarray(start, "int32")
+    return pools, jnp.int32(1), *at, keep_B, k, v
 
 
 def paged_attention(wide: Widths, rng):
     """A block, or two of which the second has keys, over rows of pages for various lengths."""
-    pools, layer, table_BA, start_B, _, k, v = pages(wide, rng)
-    q = normal(rng, (ROWS, 2 * wide.block, wide.heads, wide.head_dim), wide.dtype)
-    start_B += wide.block  # the first of two sees something
+    cases = []
+    for rows, held in page_sizes(choice.platform(), wide):
+        pools, layer, table_BA, start_B, _, k, v = pages(wide, rng, rows, held)
+        q = normal(rng, (rows, 2 * wide.block, wide.heads, wide.head_dim), wide.dtype)
+        start_B += wide.block  # the first of two sees something
+        cases.append((q, pools, layer, table_BA, start_B, k, v))
 
-    def run(implementation, q, *arrays):
+    def run(implementation, cases):
         return [
             pallas_kernels.paged_attention(some, *arrays, implementation=implementation)
+            for q, *arrays in cases
             for some in (q, q[:, wide.block :])
         ]
 
-    return run, (q, pools, layer, table_BA, start_B, k, v)
+    return run, (cases,)
 
 
 def cache_update(wide: Widths, rng):

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from dllm_jax.models import selfcheck
-from dllm_jax.pallas_kernels import choice, reference, tiled_attention
+from dllm_jax.pallas_kernels import choice, reference, tiled_attention, tiles
+from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
+from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
+from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
+from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
 WIDE = selfcheck.Widths(
     heads=4,
@@ -151,6 +155,78 @@ def test_a_chip_that_nobody_knows_does_without_and_says_so(monkeypatch, kernels,
     modules = {choice.kernel(op, *how) for op in ("attention", "token_draw")}
     names = {module and module.__name__.rpartition(".")[2] for module in modules}
     assert names <= {None, "tiled_attention", "tiled_head"}
+
+
+# ---- The sizes of a chip -------------------------------------------------------------
+
+# SDAR-1.7B, SDAR-8B and one of its key heads of eight devices, LLaDA-8B, blocks of 32.
+SHAPES = [(16, 8, 128, 4), (32, 8, 128, 4), (4, 1, 128, 4), (32, 32, 128, 4)]
+SHAPES += [(32, 8, 128, 32), (14, 2, 64, 4)]
+
+
+def wide_of(heads: int, kv_heads: int, head_dim: int, block: int) -> selfcheck.Widths:
+    """Returns Widths of bf16 and pages of 32."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page": 32}
+    return dataclasses.replace(WIDE, dtype="bfloat16", block=block, **sizes)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu_rows_are_shared_out_and_whole_and_their_buffers_turn(shape):
+    wide = wide_of(*shape)
+    _, tiles_of_queries = gpu_paged_attention.cut(wide.block * shape[0] // shape[1])
+    parts, tiles_of_keys = [], []  # by size; the tiles of one part at the least
+    for rows, pages_held in selfcheck.page_sizes("gpu", wide):
+        blocks, positions = rows * wide.kv_heads * tiles_of_queries, pages_held * 32
+        parts.append(gpu_paged_attention.parts_of(blocks, positions))
+        tiles_of_keys.append(-(-positions // gpu_paged_attention.TILE) // parts[-1])
+    assert parts[1] > 1 and parts[2] == 1
+    assert min(tiles_of_keys[1:]) > gpu_attention.BUFFERS
+    assert max(rows for rows, _ in selfcheck.page_sizes("gpu", wide)) <= 67
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_tpu_a_row_has_several_chunks(shape):
+    wide = wide_of(*shape)
+    page = wide.page, wide.kv_heads, wide.head_dim
+    chunk = tpu_paged_attention.pages_of_chunk(*page, wide.dtype)
+    (_, (rows, held)) = selfcheck.page_sizes("tpu", wide)
+    assert -(-held // chunk) == 4 and rows % 2 == 1
+    assert 4 * held * np.prod(page) * 2 < 2**24  # bytes of a layer's keys
+
+
+def test_on_a_chip_sums_go_over_several_tiles_of_keys():
+    """For some tile of queries forward, and for some of keys backward."""
+    *_, (rows, slots, kv_heads) = selfcheck.attention_sizes("tpu", WIDE)
+    rng = np.random.default_rng(0)
+    *_, seen = selfcheck.packed_rows(WIDE, rng, rows, slots, kv_heads)
+    forward, backward = tpu_attention.plan(seen, 2, WIDE.head_dim)
+    for step_Bv, count_B in (forward, *backward):
+        places = [tiles.place(int(x)) for x in step_Bv[0, : count_B[0]]]
+        major = [i for i, _ in places]
+        assert max(map(major.count, major)) > 1 and len(set(major)) > 1
+    for _, count_Bi in gpu_attention.plan(seen):
+        assert count_Bi.max() > gpu_attention.BUFFERS
+
+
+def test_a_cpu_checks_little():
+    assert selfcheck.attention_sizes("cpu", WIDE) == [(4, 320, 2)]
+    assert selfcheck.page_sizes("cpu", WIDE) == [(4, 5)]
+
+
+@pytest.mark.parametrize("here", ["gpu", "tpu"])
+@pytest.mark.parametrize("op", ["attention", "paged_attention"])
+def test_a_chips_check_tells_right_from_wrong(op, here, monkeypatch):
+    """By XLA's operations: of right arrays of every size, and of one that is wrong."""
+    with monkeypatch.context() as m:
+        m.setattr(choice, "platform", lambda: here)
+        run, arrays = selfcheck.CHECKS[op](WIDE, np.random.default_rng(0))
+    want, got = (
+        jax.jit(run, static_argnums=0)(x, *arrays) for x in ("reference", "any")
+    )
+    assert selfcheck.difference(got, want, 1e-4, 0.01) == ""
+    *most, last = jax.tree.leaves(got)
+    wrong = [*most, last.at[-1, -1].add(1)]
+    assert "off" in selfcheck.difference(wrong, want, 1e-4, 0.0)
 
 
 def test_every_op_with_a_kernel_is_checked():

@@ -15,6 +15,7 @@ from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels import reference, tiles
+from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
 B, T, N, H = 2, 200, 4, 64
@@ -148,6 +149,24 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
     exact = SPECIFIED_ALONE(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+def test_warpgroups_that_take_turns_compute_the_same(monkeypatch, capfd):
+    """Some tiles of queries see three of keys, some none; bit for bit."""
+    T = 300
+    q, k, v = (normal(1, T, n, H, seed=n) for n in (2, 1, 1))
+    pos = jnp.arange(T)[None]
+    seen = mask.full(pos, jnp.array([T]))
+    seen = seen.replace(q_end_BT=jnp.where(pos < 128, 0, seen.q_end_BT))
+    found = []
+    for turns in (True, False):
+        monkeypatch.setattr(gpu_attention, "IN_TURN", turns)
+        found.append(gpu_attention.forward(q, k, v, seen, interpret=True))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(x, y)
+    want = SPECIFIED_ALONE(q, k, v, seen)
+    np.testing.assert_allclose(found[0][0][:, 128:], want[:, 128:], atol=2e-5)
+    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("implementation", ["any", "tpu"])

@@ -28,6 +28,8 @@ from dllm_jax.pallas_kernels.reference import NEVER
 ROWS, RESIDENT = 64, 128  # rows of a warpgroup's products; of the two that compute
 TILE, TILE_BACKWARD = 128, 64  # columns: of the streamed side
 BUFFERS = 2  # of streamed tiles
+# Whether the two warpgroups that compute take turns in the forward pass: see `in_turn`.
+IN_TURN = True
 LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWEST) = 0
 ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
 
@@ -115,11 +117,44 @@ def feed(fetch, steps, free, buffers: int):
             fetch(n, lax.rem(n, jnp.int32(buffers)))
 
 
-def product(x_ref, y_ref):
-    """Returns x @ y.T, both in shared memory, f32."""
+def meeting(wgs: int):
+    """Returns the scratch by which `in_turn` keeps order: a barrier, or none."""
+    return [plgpu.Barrier(num_arrivals=2)] if IN_TURN and wgs == 2 else []
+
+
+def in_turn(wg, met, walk):
+    """Returns walk(turn), in which two warpgroups multiply and exponentiate by turns.
+
+    The schedule of FlashAttention-3 (section 3.1): while one does its softmax the other has
+    the matrix unit, first for the product with its values, then for its next scores. Both
+    meet twice in each of their steps, when a product of scores has been issued and when a
+    softmax is done, and the second is a half of a step behind the first: as both walk the
+    same number of steps, none waits for a meeting that the other does not come to.
+
+    met: of `meeting`; of no barrier `turn` is None, and nobody waits. walk: goes through
+    the steps, in each of which it calls turn() twice.
+    """
+    if not met:
+        return walk(None)
+    (both,) = met
+
+    def turn():
+        plgpu.barrier_arrive(both)
+        plgpu.barrier_wait(both)
+
+    pl.when(wg == 1)(turn)
+    carry = walk(turn)
+    pl.when(wg == 0)(turn)
+    return carry
+
+
+def product(x_ref, y_ref, turn=None):
+    """Returns x @ y.T, both in shared memory, f32; turn: of `in_turn`, once it is issued."""
 
     def run(acc_ref):
         plgpu.wgmma(acc_ref, x_ref, y_ref.transpose((1, 0)))
+        if turn:
+            turn()
         return acc_ref[...]
 
     return pl.run_scoped(run, plgpu.ACC((x_ref.shape[0], y_ref.shape[0]), jnp.float32))
@@ -141,22 +176,28 @@ def forward_start(H: int):
     return filled(LOWEST, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
 
 
-def forward_step(carry, resident, streamed, mask, vectors, scale, interpret):
+def forward_step(carry, resident, streamed, mask, vectors, turn, scale, interpret):
     """Adds a tile of keys to running (maximum, sum, sum of p · v).
 
     resident: (q,), streamed: (k, v), in shared memory; mask: of scores, hides those of keys
-    that are not seen; vectors: none.
+    that are not seen; vectors: none; turn: of `in_turn`.
     """
     del vectors
     max_r, sum_r, acc_rH = carry
     (q_rH,), (k_cH, v_cH) = resident, streamed
-    score_rc = mask(product(q_rH, k_cH) * (scale * math.log2(math.e)))
+    score_rc = mask(product(q_rH, k_cH, turn) * (scale * math.log2(math.e)))
     new_r = jnp.maximum(max_r, score_rc.max(axis=1))
     prob_rc = jnp.exp2(score_rc - wide(new_r, 0, score_rc))
     fade_r = jnp.exp2(max_r - new_r)
     sum_r = sum_r * fade_r + prob_rc.sum(axis=1)
-    acc_rH = add_product(acc_rH * wide(fade_r, 0, acc_rH), prob_rc, v_cH, interpret)
-    return new_r, sum_r, acc_rH
+    acc_rH *= wide(fade_r, 0, acc_rH)
+    prob_rc = prob_rc.astype(v_cH.dtype)
+    if turn:
+        # The compiler may not move the softmax behind the turn that ends it.
+        softmax = new_r, sum_r, acc_rH, prob_rc
+        new_r, sum_r, acc_rH, prob_rc = lax.optimization_barrier(softmax)
+        turn()
+    return new_r, sum_r, add_product(acc_rH, prob_rc, v_cH, interpret)
 
 
 def forward_end(carry):
@@ -170,13 +211,15 @@ def forward_end(carry):
 
 
 def backward_step(
-    carry, resident, streamed, mask, vectors, scale, interpret, *, q_axis: int
+    carry, resident, streamed, mask, vectors, turn, scale, interpret, *, q_axis: int
 ):
     """Adds a tile to the resident side's gradients: of (q,), or of (k, v).
 
     resident, streamed: (q, dout) and (k, v), or the other way round, in shared memory;
-    mask: as in `forward_step`; vectors: (lse, delta) of the tile's queries.
+    mask: as in `forward_step`; vectors: (lse, delta) of the tile's queries; turn: none, as
+    with three or four products to an exponential the matrix unit has work without.
     """
+    del turn
     lse, delta = vectors
     score_rc = mask(product(resident[0], streamed[0]) * (scale * math.log2(math.e)))
     prob_rc = jnp.exp2(score_rc - wide(lse * math.log2(math.e), q_axis, score_rc))
@@ -239,6 +282,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
         arrived,
         ready,
         free,
+        met,
     ):
         visit_ref, count_ref = schedule
         b, h, i = (lax.axis_index(axis) for axis in ("row", "head", "tile"))
@@ -272,7 +316,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
                 masks[1 - q_axis]
             )  # lines of the mask; behind them the vectors
 
-            def compute(n, carry):
+            def compute(turn, n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
                 _, _, all_seen = visited(n)
                 plgpu.barrier_wait(ready.at[slot])
@@ -294,7 +338,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
                 )
                 lines = [load(x.at[slot], 1) for x in lines_smem[masked:]]
                 carry = kind.step(
-                    carry, *sides, mask, values or lines, scale, interpret
+                    carry, *sides, mask, values or lines, turn, scale, interpret
                 )
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
@@ -303,7 +347,12 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
                 start = forward_start(H)
             else:
                 start = (filled(0.0, ROWS, H),) * kind.results
-            carry = lax.fori_loop(0, steps, compute, start)
+
+            def walk(turn):
+                step = functools.partial(compute, turn)
+                return lax.fori_loop(0, steps, step, start)
+
+            carry = in_turn(wg, met, walk)
             if kind is FORWARD:
                 *results, out_refs[-1][b, h, pl.ds(row, ROWS)] = forward_end(carry)
             else:
@@ -343,6 +392,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
         plgpu.Barrier(num_arrivals=len(resident), num_barriers=2),
         plgpu.Barrier(num_arrivals=len(streamed) + len(lines), num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+        meeting(2) if kind is FORWARD else [],
     ]
     grid = {"head": heads, "tile": rows // RESIDENT, "row": B}
     results = run(body, dtype, out_type, grid, scratch, kind.name, interpret=interpret)(

@@ -13,6 +13,8 @@ Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of o
 s parts of a row's pages, p parts of all rows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +26,12 @@ from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import BUFFERS, ROWS, TILE, shared
 
 BLOCKS = 132  # that run at once: one on each processor of an H100 or H200
+
+
+def cut(queries: int) -> tuple[int, int]:
+    """Returns (warpgroups that compute, tiles) of the queries of a key head."""
+    wgs = 1 if queries <= ROWS else 2
+    return wgs, -(-queries // (wgs * ROWS))
 
 
 def parts_of(blocks: int, positions: int) -> int:
@@ -49,8 +57,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     q_BKWGH = jnp.swapaxes(q_BWNH.reshape(B, W, K, N // K, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     queries = q_BKfH.shape[2]
-    wgs = 1 if queries <= ROWS else 2
-    tiles_of_queries = -(-queries // (wgs * ROWS))
+    wgs, tiles_of_queries = cut(queries)
     parts = parts_of(B * K * tiles_of_queries, table_BA.shape[1] * O)
     own = k_BQKH.shape[1]
     blind = (W - own) * (N // K)  # queries that see none of the window's keys
@@ -71,6 +78,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         window_arrived,
         ready,
         free,
+        met,
     ):
         layer_ref, table_ref, start_ref = scalars
         p, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
@@ -91,7 +99,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             plgpu.copy_gmem_to_smem(q_ref.at[b, h, rows], q_rH, q_arrived.at[wg])
             plgpu.barrier_wait(q_arrived.at[wg])
 
-            def fold(carry, kv, seen, blind=0):
+            def fold(turn, carry, kv, seen, blind=0):
                 def mask(score_rc):
                     seen_rc = attention.columns(score_rc) < seen
                     if blind:
@@ -100,22 +108,27 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
                     return jnp.where(seen_rc, score_rc, attention.NEVER)
 
                 return attention.forward_step(
-                    carry, [q_rH], kv, mask, None, H**-0.5, interpret
+                    carry, [q_rH], kv, mask, None, turn, H**-0.5, interpret
                 )
 
-            def compute(n, carry):
+            def compute(turn, n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
                 plgpu.barrier_wait(ready.at[slot])
                 seen = start - (begin + n) * TILE
-                carry = fold(carry, [x.at[slot] for x in pages_smem], seen)
+                carry = fold(turn, carry, [x.at[slot] for x in pages_smem], seen)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
             plgpu.barrier_wait(window_arrived)
             seen = own if parts == 1 else jnp.where(part == 0, own, 0)
-            carry = fold(attention.forward_start(H), window_smem, seen, blind)
-            carry = lax.fori_loop(0, steps, compute, carry)
-            out_rH, lse_r = attention.forward_end(carry)
+
+            def walk(turn):
+                start = attention.forward_start(H)
+                carry = fold(turn, start, window_smem, seen, blind)
+                step = functools.partial(compute, turn)
+                return lax.fori_loop(0, steps, step, carry)
+
+            out_rH, lse_r = attention.forward_end(attention.in_turn(wg, met, walk))
             if parts > 1:
                 out_refs[1][p, h, rows] = lse_r
             q_rH[...] = out_rH.astype(q_rH.dtype)
@@ -157,6 +170,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=2 * TILE // O, num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=BUFFERS),
+        attention.meeting(wgs),
     ]
     out_type = [jax.ShapeDtypeStruct((B * parts, *q_BKfH.shape[1:]), dtype)]
     if parts > 1:

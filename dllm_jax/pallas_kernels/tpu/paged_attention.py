@@ -140,6 +140,12 @@ def kernel(
     out_ref[0] = (acc_KfH / sum_Kf1).astype(out_ref.dtype)
 
 
+def pages_of_chunk(O: int, K: int, H: int, dtype) -> int:
+    """Returns how many pages [O, K, H] are fetched together."""
+    bytes_of_a_page = O * K * max(H, 128) * jnp.dtype(dtype).itemsize
+    return max(CHUNK // bytes_of_a_page, 1)
+
+
 def plan(start_B, size: int, cores: int):
     """Returns [chunks, turn, ahead]: what each row fetches, `size` positions a chunk.
 
@@ -181,9 +187,8 @@ def attend_at_once(
     q_BKWGH = jnp.swapaxes((q_BWNH * H**-0.5).reshape(B, W, K, -1, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     blind = (W - k_BQKH.shape[1]) * q_BKWGH.shape[3]
-    bytes_of_a_page = O * K * max(H, 128) * pages[0].dtype.itemsize
     A = table_BA.shape[1]
-    chunk_pages = min(max(CHUNK // bytes_of_a_page, 1), A)
+    chunk_pages = min(pages_of_chunk(O, K, H, pages[0].dtype), A)
     start_B = jnp.minimum(start_B, A * O)  # as many as there are pages
     cores = 2 if B % 2 == 0 else 1
     scalars = (
