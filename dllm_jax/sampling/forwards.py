@@ -212,7 +212,7 @@ def decoders(
 
     # The smallest that holds all.
     windows_d = due_db.sum(axis=1) + now_db.sum(axis=1)
-    fits = jnp.searchsorted(jnp.asarray(sizes[:-1]), windows_d.max())
+    fits = jnp.searchsorted(jnp.asarray(sizes[:-1], jnp.int32), windows_d.max())
     return fits, [functools.partial(decode, count=size) for size in sizes]
 
 
