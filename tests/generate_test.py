@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, exits, generate, sharding
+from dllm_jax import config, exits, generate, memory, sharding
 from dllm_jax.models import hf
 from dllm_jax.sampling import engine
 from dllm_jax.sampling.config import SamplerConfig
@@ -309,6 +309,7 @@ def test_every_flag_reaches_the_sampler(ask, every_device, monkeypatch):
         return Nobody()
 
     monkeypatch.setattr(generate.answers, "answerer", answerer)
+    monkeypatch.setattr(memory, "device_bytes", lambda: None)  # nobody has a program
     ask("--dtype=bfloat16")
     defaults = dict(seen)
     assert defaults["block"] == 4  # the checkpoint's
