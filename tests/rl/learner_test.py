@@ -450,7 +450,7 @@ def test_one_row_per_round_gives_the_same_update(sampled, alone):
             )
             for b, s in ((packed, source), (rows, rows_source))
         )
-        np.testing.assert_allclose(one, two, atol=1e-5)
+        np.testing.assert_allclose(one, two, atol=5e-5)  # values are up to 14
     check_equal(run(params, cfg, rows), after)
     # In fewer tokens, although these answers are nearly of one length.
     assert (packed.end_BT > 0).sum() < (rows.end_BT > 0).sum()
