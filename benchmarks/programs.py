@@ -61,7 +61,9 @@ def widest():
     with (
         mock.patch.object(held_pages, "widths", lambda A, least=1: [A]),
         mock.patch.object(
-            SamplerConfig, "chunk_counts", lambda cfg, rows: chunks(cfg, rows)[-1:]
+            SamplerConfig,
+            "chunk_counts",
+            lambda *args, **how: chunks(*args, **how)[-1:],
         ),
         mock.patch.object(
             SamplerConfig, "window_counts", lambda cfg, rows: windows(cfg, rows)[-2:]
