@@ -35,10 +35,8 @@ LARGE = {
     "context": 1024,
     "experts": RELEASED["sdar-30b-a3b"].experts,
 }
-SPLASH = (
-    512,
-    1024,
-)  # queries and keys of a tile: four times and eight times its default's
+# Queries and keys of a tile: four times and eight times its default's.
+SPLASH = 512, 1024
 
 
 class Scale(NamedTuple):

@@ -220,7 +220,8 @@ def is_there(x, number, place) -> bool:
 def copied(x, number, place):
     """Returns x, x[number], x.T or a pair stacked, as `place` says; x where that is so.
 
-    Layer by layer, so that no device holds more than one of them twice.
+    Layer by layer, so that no device holds more than one of them twice; but a pair's stacks
+    are copied whole.
     """
     if is_there(x, number, place):
         return x

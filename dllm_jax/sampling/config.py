@@ -192,7 +192,7 @@ class SamplerConfig:
         """
         return self.slots + self.slots // self.block
 
-    def window_counts(self, rows: int) -> tuple[int, ...]:
+    def window_counts(self, rows: int, rides: bool = False) -> tuple[int, ...]:
         """Returns how many windows a forward of `rows` rows' blocks may be made for.
 
         A row has two at most: the block that it has just filled and its next; at two
@@ -201,19 +201,16 @@ class SamplerConfig:
         of a CPU, once, and makes a rollout of the default run's sizes 1.08 times as fast, one of
         32 rows of which four have answers eight times as long 1.21 times (CPU seconds, median
         of 5 and of 3 pairs).
+
+        Where prompts ride, each of their blocks has a window, too: the largest holds one for
+        every row, or 64 positions of a prompt. One for a window a row is there as well: by
+        what slots cost on two cores it saves 4 % of 8, 32 and 64 rows' time.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
-        return tuple(sorted({*fewer, rows + rows // 2, 2 * rows}))
-
-    def riding_counts(self, rows: int) -> tuple[int, ...]:
-        """Returns the same where prompts ride, each of their blocks in a window.
-
-        The largest holds a block of every row beside the two windows that it has, or 64
-        positions of a prompt. One for a window a row is there, too: by what slots cost on two
-        cores it saves 4 % of 8, 32 and 64 rows' time.
-        """
-        most = 2 * rows + max(rows, 64 // self.block)
-        return tuple(sorted({*self.window_counts(rows), rows, most}))
+        counts = {*fewer, rows + rows // 2, 2 * rows}
+        if rides:
+            counts |= {rows, 2 * rows + max(rows, 64 // self.block)}
+        return tuple(sorted(counts))
 
     @property
     def chunk(self) -> int:

@@ -89,10 +89,17 @@ def forward(
     static = {"shards": shards, "model": model, "cfg": cfg}
     cache_policy = policy.choose(cfg, model.attention)
     if cache_policy.final:
-        fits, branches = decoders(params, rows, **static, rides=rides)
-        prompts = prompts_first(rows, shards, cfg, rides)
-        prefilled = may_prefill(len(rows.filled_B) // shards, cfg, rides)
-        fill = functools.partial(prefillers, rides=rides)
+        places = places_of(rows, shards, cfg.block)
+        counts = cfg.window_counts(places.now_db.shape[1], rides)
+        fits, branches = decoders(params, rows, places, counts, rides, model, cfg)
+        prompts = (places.due_db > 1).any()
+        # Or none has more than one whole block.
+        prefilled = cfg.max_prompt >= 2 * cfg.block
+        if rides:
+            prompts = places.windows_d.max() > counts[-1]
+            blocks = len(rows.filled_B) // shards * (cfg.max_prompt // cfg.block + 1)
+            prefilled = blocks > counts[-1]
+        fill = functools.partial(prefillers, most=counts[-1])
     else:
         fits, branches = canvases.decoders(params, rows, **static)
         prompts = canvases.due(rows, cfg.block).any()
@@ -150,70 +157,51 @@ def able(s: SamplingState, room_B, Q: int):
     return s.live_B & (s.start_B + Q <= room_B)
 
 
-def places(rows: Rows, shards: int, Q: int):
-    """Returns (of how many blocks each row has no keys, whether its present one has a window).
+class Places(NamedTuple):
+    """What rows have windows for, by shard."""
 
-    Both by shard, [d, b].
-    """
-    due_B, now_B = blocks_due(rows, Q), able(rows.s, rows.room_B, Q)
-    return by_shard(due_B, shards), by_shard(now_B, shards)
-
-
-def counts_of_windows(b: int, cfg: SamplerConfig, rides: bool) -> tuple[int, ...]:
-    """Returns how many windows of b rows the programs for blocks are for."""
-    return cfg.riding_counts(b) if rides else cfg.window_counts(b)
+    due_db: jax.Array  # of how many blocks before its present one it has no keys
+    now_db: jax.Array  # whether its present one has a window
+    windows_d: jax.Array  # how many that are in all
 
 
-def prompts_first(rows: Rows, shards: int, cfg: SamplerConfig, rides: bool):
-    """Returns whether the next forward is of prompts."""
-    due_db, now_db = places(rows, shards, cfg.block)
-    if not rides:
-        return (due_db > 1).any()
-    most = counts_of_windows(due_db.shape[1], cfg, rides)[-1]
-    return (due_db.sum(axis=1) + now_db.sum(axis=1) > most).any()
-
-
-def may_prefill(b: int, cfg: SamplerConfig, rides: bool) -> bool:
-    """Returns whether a forward of b rows may ever be of prompts."""
-    blocks = cfg.max_prompt // cfg.block
-    if not rides:
-        return blocks > 1
-    return b * (blocks + 1) > counts_of_windows(b, cfg, rides)[-1]
+def places_of(rows: Rows, shards: int, Q: int) -> Places:
+    """Returns the Places of rows, whether one forward holds all of them or not."""
+    due_db = by_shard(blocks_due(rows, Q), shards)
+    now_db = by_shard(able(rows.s, rows.room_B, Q), shards)
+    return Places(due_db, now_db, due_db.sum(axis=1) + now_db.sum(axis=1))
 
 
 def decoders(
     params,
     rows: Rows,
-    *,
-    shards: int,
+    places: Places,
+    counts: tuple[int, ...],
+    rides: bool,
     model: ModelConfig,
     cfg: SamplerConfig,
-    rides: bool,
 ):
-    """Returns (which program holds all windows that are due, the programs).
+    """Returns (which program holds all windows that are due, the programs, by `counts`).
 
     A program takes the rows, all of whose windows it holds: it is a forward of blocks for
     so many windows.
     """
-    due_db, now_db = places(rows, shards, cfg.block)
-    sizes = counts_of_windows(due_db.shape[1], cfg, rides)
+    due_B = joined(places.due_db)
 
     def decode(rows, count: int):
-        windows = windows_of(rows, due_db, now_db, sizes[-1], model, cfg.block)
+        windows = windows_of(rows, places, counts[-1], model, cfg.block)
         paired = count > 1 and not rides and pairs_fit(model, cfg.block)
         x_BWD, last_BD, cache = run_windows(
             params, rows, windows, count=count, paired=paired, model=model
         )
-        due_B = joined(due_db)
         if model.shift:  # i - 1 answers for i: for a block's first, what lies before it
             last_BD = jnp.where(due_B[:, None] > 0, last_BD, rows.last_BD)
             x_BWD = jnp.concatenate([last_BD[:, None], x_BWD[:, :-1]], axis=1)
         return Ran(x_BWD, last_BD, rows.filled_B + cfg.block * due_B, cache)
 
     # The smallest that holds all.
-    windows_d = due_db.sum(axis=1) + now_db.sum(axis=1)
-    fits = jnp.searchsorted(jnp.asarray(sizes[:-1], jnp.int32), windows_d.max())
-    return fits, [functools.partial(decode, count=size) for size in sizes]
+    fits = jnp.searchsorted(jnp.asarray(counts[:-1], jnp.int32), places.windows_d.max())
+    return fits, [functools.partial(decode, count=count) for count in counts]
 
 
 def denoise_blocks(
@@ -232,15 +220,16 @@ def denoise_blocks(
 
 
 def windows_of(
-    rows: Rows, due_db, now_db, count: int, model: ModelConfig, Q: int
+    rows: Rows, places: Places, count: int, model: ModelConfig, Q: int
 ) -> Windows:
     """Returns `count` windows: of blocks that are due, then of present ones, then fillers."""
-    (shards, b), at_w = due_db.shape, jnp.arange(count)
-    fulls_d1 = due_db.sum(axis=1, keepdims=True)
-    full_dw = at_w[None] < fulls_d1
-    used_dw = at_w[None] < fulls_d1 + now_db.sum(axis=1, keepdims=True)
-    full_row_dw, nth_dw, _ = jax.vmap(functools.partial(deal, count=count))(due_db)
-    order_db, rank_db = first(now_db)
+    (shards, b), at_w = places.due_db.shape, jnp.arange(count)
+    fulls_d1 = places.due_db.sum(axis=1, keepdims=True)
+    full_dw, used_dw = at_w[None] < fulls_d1, at_w[None] < places.windows_d[:, None]
+    full_row_dw, nth_dw, _ = jax.vmap(functools.partial(deal, count=count))(
+        places.due_db
+    )
+    order_db, rank_db = first(places.now_db)
     now_row_dw = of_rows(order_db, jnp.clip(at_w[None] - fulls_d1, 0, b - 1))
     row_dw = jnp.where(full_dw, full_row_dw, now_row_dw)
 
@@ -257,7 +246,7 @@ def windows_of(
         row_dw, jnp.where(full_dw, at_w[None], 0)
     )
     window_d2b = jnp.stack([last_db, fulls_d1 + rank_db], axis=1)
-    used_d2b = jnp.stack([due_db > 0, now_db], axis=1)
+    used_d2b = jnp.stack([places.due_db > 0, places.now_db], axis=1)
     return Windows(row_dw, pos_dwW, shown_dwW, full_dw, window_d2b, used_d2b)
 
 
@@ -272,9 +261,8 @@ def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:
     Rows with a window come first; of those behind them no page is read.
     """
     shards, used_d2b = len(windows.row_dw), windows.used_d2b
-    window_d2b = windows.window_d2b
     # Of a row with one window it is both: none is of another, whatever comes of that.
-    window_d2b = jnp.where(used_d2b, window_d2b, window_d2b[:, ::-1])
+    window_d2b = jnp.where(used_d2b, windows.window_d2b, windows.window_d2b[:, ::-1])
     window_db2 = jnp.minimum(jnp.swapaxes(window_d2b, 1, 2), count - 1)
     here_db = used_d2b.any(axis=1)
     row_dr, nth_db = first(here_db)
@@ -338,9 +326,11 @@ def prefillers(
     shards: int,
     model: ModelConfig,
     cfg: SamplerConfig,
-    rides: bool,
+    most: int,
 ):
     """Returns (which program will do, the programs: of few chunks, and of more if many).
+
+    most: windows of a shard, by the largest program for blocks.
 
     A program takes the rows and runs chunks of those that wait for two blocks or more.
     """
@@ -349,8 +339,7 @@ def prefillers(
     due_db = by_shard(due_B, shards)
     b = due_db.shape[1]
     # What rides beside the two windows of every row needs none of these.
-    riding = counts_of_windows(b, cfg, rides)[-1] - 2 * b
-    counts = cfg.chunk_counts(b, room=riding * cfg.block)
+    counts = cfg.chunk_counts(b, room=(most - 2 * b) * cfg.block)
 
     def prefill(rows, count: int):
         chunks = chunks_of(rows, due_db, count, model, cfg)

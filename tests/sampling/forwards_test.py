@@ -76,7 +76,7 @@ def test_programs_for_few_windows_and_for_all(rows, counts):
     + [(32, 4, (8, 16, 32, 48, 64, 96))],
 )
 def test_where_prompts_ride_one_program_holds_their_blocks_too(rows, block, counts):
-    assert SamplerConfig(block=block).riding_counts(rows) == counts
+    assert SamplerConfig(block=block).window_counts(rows, rides=True) == counts
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_chunks_that_could_ride_have_no_program_of_their_own(room, few):
 
 def windows_of(due, now, filled, start, count: int):
     """Returns forwards.windows_of for rows by shard, on the host."""
-    shape = due.shape
     tokens = np.broadcast_to(np.arange(64)[None], (due.size, 64))
     s = types.SimpleNamespace(
         tokens_BT=tokens, step_BT=np.zeros_like(tokens), start_B=start.reshape(-1)
     )
     rows = types.SimpleNamespace(s=s, filled_B=filled.reshape(-1))
     model = types.SimpleNamespace(mask_id=99)
-    made = forwards.windows_of(rows, due.reshape(shape), now, count, model, 4)
+    places = forwards.Places(due, now, due.sum(axis=1) + now.sum(axis=1))
+    made = forwards.windows_of(rows, places, count, model, 4)
     return jax.tree.map(np.asarray, made)
 
 
