@@ -6,7 +6,7 @@
 An op's answers are compared with `reference.py`'s before anything is timed; what differs
 is told and not timed. The library's are jax.nn.dot_product_attention (XLA's, and cuDNN on
 GPU) and splash attention on TPU, all causal, log_softmax and categorical of whole logits,
-and jax.lax.ragged_dot. Forward, and where it trains forward with backward. A platform
+jax.lax.ragged_dot, and on GPU jax's kernel of it, `mgpu`. Forward, and where it trains forward with backward. A platform
 without kernels, such as CPU, has rows for the specification and the library alone. On GPU
 attention is timed a second time without the turns of its two warpgroups, `out_of_turn`
 (gpu/attention.py, IN_TURN). Shapes are those of SDAR-1.7B, and of SDAR-8B where they are
@@ -243,7 +243,7 @@ def heads(scale: Scale):
 
 
 def experts(scale: Scale):
-    """Yields the grouped matmul of SDAR-30B-A3B; the library's is jax.lax.ragged_dot."""
+    """Yields the grouped matmul of SDAR-30B-A3B, and the library's."""
     R, E = scale.sizes["tokens"], scale.sizes["experts"]
     model = RELEASED["sdar-30b-a3b"]
     D, F = model.d_model, model.expert_ffw
@@ -254,8 +254,26 @@ def experts(scale: Scale):
     run = pallas_kernels.grouped_matmul
     ways = implementations("grouped_matmul", run, scale.platform)
     ways["ragged_dot"] = jax.lax.ragged_dot
+    if scale.platform == "gpu":
+        ways["mgpu"] = ragged_dot_mgpu
     inputs = x, w, jnp.asarray(sizes, jnp.int32)
     yield Case("grouped_matmul", f"{R} rows, {E} groups", inputs, ways)
+
+
+def ragged_dot_mgpu(x_RD, w_EDF, sizes_E):
+    """Returns jax's own GPU kernel's product, in tiles of the size of ours."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as library
+
+    return library.ragged_dot(
+        x_RD,
+        w_EDF,
+        group_sizes=sizes_E,
+        block_m=64,
+        block_n=128,
+        block_k=64,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+    )
 
 
 CASES = attentions, pages, heads, experts

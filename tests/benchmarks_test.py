@@ -136,6 +136,7 @@ KERNELS_OF = [  # an op, its shape's end, a kernel, and its products of those th
     ("paged_attention", "positions", "ragged_paged_attention_kernel", 24),
     ("token_logprob", "ids", "pick_kernel", 1),
     ("token_draw", "ids", "token_draw", 1),
+    ("grouped_matmul", "groups", "grouped_matmul", 1),
     ("grouped_matmul", "groups", "body", 1),
 ]
 

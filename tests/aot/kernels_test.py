@@ -111,13 +111,14 @@ def test_experts(topology, implementation):
     assert program.memory_analysis().temp_size_in_bytes < dense
 
 
-@pytest.mark.parametrize("topology", TPUS)
-def test_a_layer_of_experts_is_not_copied_out_of_its_stack(topology):
+@pytest.mark.parametrize("topology, implementation", CHIPS)
+def test_a_layer_of_experts_is_not_copied_out_of_its_stack(topology, implementation):
     L, R, E, D = 3, 256, 128, 1024
 
     def forward(x, w, sizes):
         def layer(x_RD, number):
-            return pallas_kernels.grouped_matmul(x_RD, w, sizes, number), None
+            how = {"implementation": implementation}
+            return pallas_kernels.grouped_matmul(x_RD, w, sizes, number, **how), None
 
         return jax.lax.scan(layer, x, jnp.arange(L))[0]
 

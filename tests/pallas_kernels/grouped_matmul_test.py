@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax import pallas_kernels
 from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels.gpu.grouped_matmul import visits
 
 R, E = 48, 5
 rng = np.random.default_rng(0)
@@ -53,18 +54,27 @@ def test_ragged_groups(implementation, sizes):
         np.testing.assert_allclose(found, want, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [[70, 0, 41], [0, 0, 0]])
-def test_jaxs_gpu_kernel_interpreted(sizes):
-    """Tiles of 64 rows: of two groups, of none, and rows behind the last group."""
+@pytest.mark.parametrize("number", [None, 1])
+@pytest.mark.parametrize("sizes", [[70, 0, 41], [0, 0, 0], [1, 118, 1]])
+def test_the_gpu_kernel_interpreted(sizes, number, capfd):
+    """Tiles of 64 rows: of one group, of three, of none, and rows behind the last group.
+
+    The matrices are of more steps than there are buffers, and of more parts than one.
+    """
     rng = np.random.default_rng(1)
+    stack = (2, 3, 320, 192)
     x, w, dy = (
         jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-        for shape in ((120, 64), (3, 64, 128), (120, 128))
+        for shape in ((120, 320), stack if number else stack[1:], (120, 192))
     )
-    how = functools.partial(pallas_kernels.grouped_matmul, sizes_E=jnp.array(sizes))
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    how = functools.partial(
+        pallas_kernels.grouped_matmul, sizes_E=jnp.array(sizes), number=number
+    )
+    watched = plgpu.InterpretGPUParams(detect_races=True)
+    with plgpu.force_gpu_interpret_mode(watched):
         out, pull = jax.vjp(functools.partial(how, implementation="gpu"), x, w)
         found = out, *pull(dy)
+    assert "RACE" not in capfd.readouterr().out
     exact = [z.astype(jnp.float32) for z in (x, w, dy)]
     out, pull = jax.vjp(functools.partial(how, implementation="reference"), *exact[:2])
     for z, want in zip(found, (out, *pull(exact[2])), strict=True):
@@ -73,7 +83,7 @@ def test_jaxs_gpu_kernel_interpreted(sizes):
 
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 96), ("float32", 128)])
-def test_a_matrix_that_jaxs_gpu_kernel_cannot_take_goes_by_tiles(dtype, width):
+def test_a_matrix_that_the_gpu_kernel_cannot_take_goes_by_tiles(dtype, width):
     x, w, s = (
         jax.ShapeDtypeStruct(shape, kind)
         for shape, kind in (((8, 64), dtype), ((2, 64, width), dtype), ((2,), "int32"))
@@ -82,6 +92,14 @@ def test_a_matrix_that_jaxs_gpu_kernel_cannot_take_goes_by_tiles(dtype, width):
     assert "wgmma" not in str(jax.make_jaxpr(run)(x, w, s))
     whole = w.update(shape=(2, 64, 128), dtype="bfloat16")
     assert "wgmma" in str(jax.make_jaxpr(run)(x.update(dtype="bfloat16"), whole, s))
+
+
+def test_groups_without_rows_are_not_visited():
+    table = visits(jnp.array([0, 70, 0, 0, 41, 1, 0]), 120)
+    group, tile, begin, end = (x.tolist() for x in table)
+    assert len(group) == 2 + 7 - 1  # as many as any seven sizes of 120 rows can need
+    real = [row for row in zip(group, tile, begin, end, strict=True) if row[2] < row[3]]
+    assert real == [(1, 0, 0, 64), (1, 1, 64, 70), (4, 1, 70, 111), (5, 1, 111, 112)]
 
 
 def test_the_specification_by_hand():

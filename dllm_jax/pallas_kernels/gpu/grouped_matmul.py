@@ -1,72 +1,182 @@
-"""The grouped matmul for Hopper GPUs: jax's own kernel, also for the rows' gradient.
+"""The grouped matmul for Hopper GPUs: tiles of rows, each by the matrix of its group.
 
-A tile of rows is multiplied by the matrices of the groups that it has rows of, which are
-read where they lie. jax.lax.ragged_dot would multiply every row by every matrix on a GPU.
+A block multiplies the rows of one tile that are of one group by a part of that group's
+columns: one warpgroup computes, another copies what it multiplies. Matrices are read where
+they lie, also in a stack of layers, and those of groups without rows are not read.
+jax.lax.ragged_dot would multiply every row by every matrix on a GPU; JAX's own kernel
+(`ragged_dot_mgpu`) takes no stack and reads the matrices of empty groups too.
+
+Letters: c groups of all layers, s visits of a tile by a group, r rows of one tile.
 """
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.pallas_kernels import tiled_matmul, tiles
+from dllm_jax.pallas_kernels.gpu import attention
+from dllm_jax.pallas_kernels.gpu.attention import ROWS, shared
 
-ROWS, LINE = 64, 64  # rows of a tile; what a matrix's sides are multiples of
-HOW = {"block_k": LINE, "max_concurrent_steps": 4, "grid_block_n": 1}
+LINE = 64  # what a matrix's sides are multiples of; a step multiplies so much of one
+BUFFERS = 4
 
 
 def multiply(x_RD, w_EDF, sizes_E, number=None):
     """Returns [R, F]: each row of x times the matrix of its group.
 
-    number: w is a stack w_LEDF, of which this layer is copied out.
+    number: w is a stack w_LEDF, and this layer of it is meant.
 
     By `tiled_matmul` where a matrix's sides are no multiples of 64, or of 4 bytes a number.
     """
-    w_EDF = w_EDF if number is None else w_EDF[number]
-    whole = not any(side % LINE for side in w_EDF.shape[1:])
+    whole = not any(side % LINE for side in w_EDF.shape[-2:])
     if not whole or w_EDF.dtype.itemsize != 2:
+        w_EDF = w_EDF if number is None else w_EDF[number]
         return tiled_matmul.multiply(x_RD, w_EDF, sizes_E)
-    y_RF = grouped(tiles.pad(x_RD, 0, ROWS), w_EDF, sizes_E.astype(jnp.int32))
-    return y_RF[: len(x_RD)]
-
-
-def block(size: int) -> int:
-    """Returns how much of a side of a matrix a tile has."""
-    return 2 * LINE if size % (2 * LINE) == 0 else LINE
-
-
-def product(x_RD, w, sizes_E, transposed: bool):
-    """Returns the rows times their matrices, which are [E, F, D] if `transposed`.
-
-    Rows behind the last group's are 0: the kernel leaves them as they were in memory.
-    """
-    y_RF = ragged_dot_mgpu.ragged_dot(
-        x_RD,
-        w,
-        group_sizes=sizes_E,
-        block_m=ROWS,
-        block_n=block(w.shape[1 if transposed else 2]),
-        transpose_rhs=transposed,
-        **HOW,
-    )
-    return jnp.where((jnp.arange(len(x_RD)) < sizes_E.sum())[:, None], y_RF, 0)
+    w_cDF = w_EDF.reshape(-1, *w_EDF.shape[-2:])
+    first = 0 if number is None else number * len(sizes_E)
+    return grouped(x_RD, w_cDF, sizes_E.astype(jnp.int32), jnp.int32(first))
 
 
 @jax.custom_vjp
-def grouped(x_RD, w_EDF, sizes_E):
-    """Returns `multiply` of whole tiles of rows."""
-    return product(x_RD, w_EDF, sizes_E, transposed=False)
+def grouped(x_RD, w_cDF, sizes_E, first):
+    """Returns `multiply` by the matrices first, first + 1, ... of w."""
+    return product(x_RD, w_cDF, sizes_E, first, transposed=False)
 
 
-def grouped_forward(x_RD, w_EDF, sizes_E):
-    return grouped(x_RD, w_EDF, sizes_E), (x_RD, w_EDF, sizes_E)
+def grouped_forward(x_RD, w_cDF, sizes_E, first):
+    return grouped(x_RD, w_cDF, sizes_E, first), (x_RD, w_cDF, sizes_E, first)
 
 
 def grouped_backward(saved, dy_RF):
-    x_RD, w_EDF, sizes_E = saved
-    # jax's own kernel of this asks the machine for its GPU when it is traced: no program
-    # could be compiled without one.
-    _, pull = jax.vjp(lambda w: tiled_matmul.multiply(x_RD, w, sizes_E), w_EDF)
-    return product(dy_RF, w_EDF, sizes_E, transposed=True), *pull(dy_RF), None
+    x_RD, w_cDF, sizes_E, first = saved
+
+    def by_tiles(w_cDF):
+        w_EDF = lax.dynamic_slice_in_dim(w_cDF, first, len(sizes_E))
+        return tiled_matmul.multiply(x_RD, w_EDF, sizes_E)
+
+    _, pull = jax.vjp(by_tiles, w_cDF)
+    dx_RD = product(dy_RF, w_cDF, sizes_E, first, transposed=True)
+    return dx_RD, *pull(dy_RF), None, None
 
 
 grouped.defvjp(grouped_forward, grouped_backward)
+
+
+def visits(sizes_E, rows: int):
+    """Returns (group, tile, begin, end), each [s]: the rows that each visit multiplies.
+
+    A tile is visited by every group that has rows in it. There are as many visits as any
+    sizes can need, and the last have no rows: their begin is their end.
+    """
+    E = len(sizes_E)
+    end_E = jnp.cumsum(sizes_E)
+    begin_E = end_E - sizes_E
+    tile_E = begin_E // ROWS
+    many_E = jnp.where(sizes_E > 0, -(-end_E // ROWS) - tile_E, 0)
+    until_E = jnp.cumsum(many_E)
+    nth_s = jnp.arange(min(-(-rows // ROWS) + E - 1, rows), dtype=jnp.int32)
+    group_s = jnp.searchsorted(until_E, nth_s, side="right", method="compare_all")
+    group_s = jnp.minimum(group_s, E - 1).astype(jnp.int32)
+    tile_s = tile_E[group_s] + nth_s - (until_E - many_E)[group_s]
+    tile_s = jnp.where(nth_s < until_E[-1], tile_s, 0)
+    begin_s = jnp.maximum(begin_E[group_s], tile_s * ROWS)
+    end_s = jnp.minimum(end_E[group_s], (tile_s + 1) * ROWS)
+    end_s = jnp.where(nth_s < until_E[-1], end_s, begin_s)
+    return group_s, tile_s, begin_s, end_s
+
+
+def product(x_RD, w_cDF, sizes_E, first, *, transposed: bool):
+    """Returns the rows times their matrices, which are [c, F, D] if `transposed`.
+
+    Rows behind the last group's are 0: no visit writes them.
+    """
+    R, F = len(x_RD), w_cDF.shape[1 if transposed else 2]
+    x_RD = tiles.pad(x_RD, 0, ROWS)
+    tile = 2 * LINE if F % (2 * LINE) == 0 else LINE
+    depth = x_RD.shape[1] // LINE
+
+    def body(first_ref, tables, x_ref, w_ref, y_ref, x_smem, w_smem, y_smem, *barriers):
+        s, column, wg = (lax.axis_index(x) for x in ("visit", "column", "warpgroup"))
+        group, top, begin, end = (ref[s] for ref in tables)
+        top *= ROWS
+        columns = pl.ds(column * tile, tile)
+        ready, free = barriers
+
+        @pl.when((wg == 0) & (begin < end))
+        def _():
+            y_smem[...] = tile_product(x_smem, w_smem, ready, free, depth, transposed)
+            plgpu.commit_smem()
+            # A copy's size is static: the rows go in powers of two, as many as there are.
+            at, held = begin - top, end - begin
+            for size in (1 << n for n in reversed(range(ROWS.bit_length()))):
+                part = pl.ds(at, size), pl.ds(top + at, size)
+
+                @pl.when((held & size) != 0)
+                def _(part=part):
+                    source, target = y_smem.at[part[0]], y_ref.at[part[1], columns]
+                    plgpu.copy_smem_to_gmem(source, target)
+
+                at += held & size
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == 1)
+        def _():
+            matrix = first_ref[0] + group
+
+            def fetch(n, slot):
+                along = pl.ds(n * LINE, LINE)
+                where = (columns, along) if transposed else (along, columns)
+                x, w = x_ref.at[pl.ds(top, ROWS), along], w_ref.at[(matrix, *where)]
+                for source, buffer in ((x, x_smem), (w, w_smem)):
+                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+
+            attention.feed(fetch, jnp.where(begin < end, depth, 0), free, BUFFERS)
+
+    tables = visits(sizes_E, R)
+    dtype = x_RD.dtype
+    scratch = [
+        shared(dtype, BUFFERS, ROWS, LINE),
+        shared(dtype, BUFFERS, *((tile, LINE) if transposed else (LINE, tile))),
+        plgpu.SMEM((ROWS, tile), dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
+        plgpu.Barrier(num_arrivals=1, num_barriers=BUFFERS),
+    ]
+    kernel = attention.run(
+        body,
+        dtype,
+        jax.ShapeDtypeStruct((len(x_RD), F), dtype),
+        {"visit": len(tables[0]), "column": F // tile},
+        scratch,
+        "grouped_matmul",
+        interpret=False,
+        wgs=1,
+    )
+    y_RF = kernel(first[None], tables, x_RD, w_cDF)[:R]
+    return jnp.where((jnp.arange(R) < sizes_E.sum())[:, None], y_RF, 0)
+
+
+def tile_product(x_smem, w_smem, ready, free, depth: int, transposed: bool):
+    """Returns a tile of rows times a part of a matrix, as its steps arrive in the buffers."""
+    tile = w_smem.shape[1 if transposed else 2]
+
+    def run(acc_ref):
+        @pl.loop(0, depth)
+        def _(n):
+            slot = lax.rem(n, jnp.int32(BUFFERS))
+            plgpu.barrier_wait(ready.at[slot])
+            w = w_smem.at[slot]
+            w = w.transpose((1, 0)) if transposed else w
+            plgpu.wgmma(acc_ref, x_smem.at[slot], w)
+            plgpu.wgmma_wait(1)  # of the step before: its buffers are free
+
+            @pl.when(n > 0)
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(n - 1, jnp.int32(BUFFERS))])
+
+        y_rv = acc_ref[...].astype(x_smem.dtype)
+        plgpu.barrier_arrive(free.at[(depth - 1) % BUFFERS])
+        return y_rv
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
