@@ -15,6 +15,7 @@ docs/scaling.md is made of that file and holds no figure of its own.
 """
 
 import argparse
+import bisect
 import contextlib
 import functools
 import json
@@ -30,7 +31,7 @@ from benchmarks import chips, hlo, programs, roofline, scaling_page, topologies
 from dllm_jax import memory
 from dllm_jax.models import acting
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.pallas_kernels import choice
+from dllm_jax.pallas_kernels import choice, head
 from dllm_jax.sampling import forwards, placement
 
 FILE = pathlib.Path(__file__).with_name("budget.json")
@@ -330,20 +331,30 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
         return row
     program = hlo.parsed(compiled.as_text())
     batch, work = run.settings.batch, work_of(run)
+    rows = batch.rows // run.rows_on
+    seats = head.row_counts(rows * run.settings.layout.seats(batch))
+    enough = bisect.bisect_left(seats[:-1], rows * batch.tokens * roofline.SUPERVISED)
     facts = roofline.facts(
         run.model,
         run.mesh.shape["model"],
-        rows=batch.rows // run.rows_on,
-        windows=batch.rows // run.rows_on,
+        rows=rows,
+        windows=rows,
         held=0,
         width=batch.tokens,
-        seats=batch.rows // run.rows_on * run.settings.layout.seats(batch),
+        seats=seats[enough],
         context=0,
         keys=float(min(batch.tokens, roofline.VISITED)),
     )
-    whole = hlo.count(program, program.entry, devices=run.mesh.size)
+
+    def choose(depth: int, branches: int) -> int | None:
+        del (
+            depth
+        )  # of the head's two; of experts', if they have two, likewise the fewer
+        return enough if branches == len(seats) > 1 else None
+
+    whole = hlo.count(program, program.entry, choose, run.mesh.size)
     for body in hlo.loops(program, program.entry):
-        one = hlo.count(program, body, devices=run.mesh.size)
+        one = hlo.count(program, body, choose, run.mesh.size)
         whole.add(one, work.microbatches - 1)
     counted = roofline.with_kernels(whole, facts)
     seconds = roofline.seconds(counted, cell.topology)

@@ -26,6 +26,7 @@ STEPS = 2.2  # forwards of a block, in which its tokens are unmasked
 CONTEXT = 1000
 PROMPT, ANSWER = 588, 500  # tokens, on average
 FILL = 0.956  # of a packed row's slots that hold something
+SUPERVISED = FILL / (1 + STEPS)  # of a packed row's slots: of answers without prompts
 VISITED = 1835  # keys of a packed row that a query's tiles, of 256 x 512, hold
 # Queries, and keys on a TPU, that share what is read of the others.
 TILE, FETCHED = 256, 1024

@@ -15,6 +15,7 @@ Letters: u positions of one tile.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ HEAD_TILE = 512  # positions of a row whose logits are alive at once, at most
 # Where a row has more than these, a tile is a quarter of it: one of which no token is asked
 # is skipped. On CPU a third of 448 took 0.6 times as long, all of them 1.1 times.
 FEW = 128
+# Of so many rows and more there is a second program, for 5/8 of them: with two steps a block
+# and more no packed row asks tokens of more. A TPU's compiler takes 13 s for it (of 80).
+MANY, FEWER = 1024, 5 / 8
 
 
 # ---- The log-prob of a token ---------------------------------------------------------
@@ -49,7 +53,6 @@ def token_logprob(
     if module is None:
         specified = functools.partial(reference.token_logprob, forbidden=forbidden)
         return tiled(specified, 2, x_BUD, head_DV, token_BU)
-    token_BU = jnp.maximum(token_BU, 0)
     return fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU)
 
 
@@ -90,6 +93,34 @@ def tiled(specified, count: int, x_BUD, head_DV, token_BU, *seats):
     return tuple(jnp.moveaxis(y, 0, 1).reshape(B, -1)[:, :U] for y in out)
 
 
+def row_counts(R: int) -> list[int]:
+    """Returns of how many of R rows there is a program, those of `of_asked`."""
+    if R < MANY:
+        return [R]
+    return [math.ceil(R * FEWER / 128) * 128, R]
+
+
+def of_asked(compute, asked_R, *rows):
+    """Returns compute(*rows), of which only rows that are asked need be right.
+
+    rows: arrays of R rows; compute: of arrays of n rows, those that are asked among them,
+    to (arrays of n rows, other arrays). Rows that are left out give 0.
+    """
+    R = len(asked_R)
+    counts, order_R = row_counts(R), jnp.argsort(~asked_R)
+
+    def of_first(n, *rows):
+        place_n = order_R[:n]
+        of_rows, rest = compute(*(x[place_n] for x in rows))
+        zeros = (jnp.zeros((R, *y.shape[1:]), y.dtype) for y in of_rows)
+        placed = (z.at[place_n].set(y) for z, y in zip(zeros, of_rows, strict=True))
+        return tuple(placed), rest
+
+    programs = [functools.partial(of_first, n) for n in counts[:-1]] + [compute]
+    enough = jnp.searchsorted(jnp.asarray(counts), asked_R.sum())
+    return jax.lax.switch(enough, programs, *rows)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def fused_logprob(module, forbidden, interpret, x_BUD, head_DV, token_BU):
     """Returns (log-prob, entropy) as a module of KERNELS computes them, each [B, U]."""
@@ -101,18 +132,18 @@ def fused_forward(module, forbidden, interpret, x_BUD, head_DV, token_BU):
 
     def run(x_BUD, head_DV, token_BU):
         axis, offset = vocabulary_part(head_DV, V)
-        lse_R, mean_R, logit_R = module.pick(
-            x_BUD.reshape(-1, x_BUD.shape[2]),
-            head_DV,
-            token_BU.reshape(-1),
-            offset,
-            forbidden=forbidden,
-            interpret=interpret,
-        )
+
+        def pick(x_RD, token_R):
+            how = {"forbidden": forbidden, "interpret": interpret}
+            return module.pick(x_RD, head_DV, token_R, offset, **how), ()
+
+        token_R = token_BU.reshape(-1)
+        x_RD, asked_R = x_BUD.reshape(-1, x_BUD.shape[2]), token_R >= 0
+        (lse_R, mean_R, logit_R), _ = of_asked(pick, asked_R, x_RD, token_R)
         lse_R, mean_R = join(lse_R, mean_R, axis)
         logit_R = logit_R if axis is None else jax.lax.psum(logit_R, axis)
         out = logit_R - lse_R, lse_R - mean_R, lse_R, mean_R
-        return tuple(y_R.reshape(token_BU.shape) for y_R in out)
+        return tuple(jnp.where(asked_R, y, 0).reshape(token_BU.shape) for y in out)
 
     logp_BU, entropy_BU, lse_BU, mean_BU = sharding.per_device(
         run, ("BUD", "DV", "BU"), ("BU",) * 4, x_BUD, head_DV, token_BU
@@ -121,37 +152,44 @@ def fused_forward(module, forbidden, interpret, x_BUD, head_DV, token_BU):
 
 
 def fused_backward(module, forbidden, interpret, saved, gradients):
-    *inputs, lse_BU, mean_BU = saved
+    x_BUD, head_DV, token_BU, lse_BU, mean_BU = saved
     columns = lse_BU, mean_BU, *gradients
-    dx_BUD, dhead_DV = pulled(module, forbidden, interpret, *inputs, columns)
+    dx_BUD, dhead_DV = pulled(
+        module, forbidden, interpret, x_BUD, head_DV, token_BU >= 0, token_BU, columns
+    )
     return dx_BUD, dhead_DV, None  # a token has none
 
 
-def pulled(module, forbidden, interpret, x_BUD, head_DV, token_BU, columns):
+def pulled(module, forbidden, interpret, x_BUD, head_DV, asked_BU, token_BU, columns):
     """Returns (dx_BUD, dhead_DV); columns: see choice.py, `saved`, each [B, U]."""
     B, V = x_BUD.shape[0], head_DV.shape[1]
+    lse_BU, mean_BU, *gradients = columns
+    # Of what is not asked nothing is learned, and its exponentials are 0 whatever it holds.
+    lse_BU = jnp.where(asked_BU, lse_BU, -NEVER)
+    gradients = [jnp.where(asked_BU, y_BU, 0) for y_BU in gradients[:2]] + gradients[2:]
 
-    def run(x_BUD, head_DV, token_BU, *columns):
+    def run(x_BUD, head_DV, asked_BU, *columns):
         axis, offset = vocabulary_part(head_DV, V)
-        dx_RD, dhead_DV = module.pick_gradient(
-            x_BUD.reshape(-1, x_BUD.shape[2]),
-            head_DV,
-            token_BU.reshape(-1),
-            offset,
-            [y_BU.reshape(-1) for y_BU in columns],
-            forbidden=forbidden,
-            interpret=interpret,
-        )
+
+        def gradient(x_RD, token_R, *saved):
+            how = {"forbidden": forbidden, "interpret": interpret}
+            dx_RD, dhead_DV_ = module.pick_gradient(
+                x_RD, head_DV, token_R, offset, saved, **how
+            )
+            return (dx_RD,), dhead_DV_
+
+        columns = [y_BU.reshape(-1) for y_BU in columns]
+        x_RD = x_BUD.reshape(-1, x_BUD.shape[2])
+        (dx_RD,), dhead_DV = of_asked(gradient, asked_BU.reshape(-1), x_RD, *columns)
         if axis is not None:
             dx_RD = jax.lax.psum(dx_RD, axis)
         if x_BUD.shape[0] < B:
             dhead_DV = jax.lax.psum(dhead_DV, sharding.ACT["B"])
         return dx_RD.reshape(x_BUD.shape), dhead_DV
 
-    dims_in = ("BUD", "DV", *["BU"] * (1 + len(columns)))
-    return sharding.per_device(
-        run, dims_in, ("BUD", "DV"), x_BUD, head_DV, token_BU, *columns
-    )
+    of_seats = asked_BU, token_BU, lse_BU, mean_BU, *gradients
+    dims_in = ("BUD", "DV", *["BU"] * len(of_seats))
+    return sharding.per_device(run, dims_in, ("BUD", "DV"), x_BUD, head_DV, *of_seats)
 
 
 fused_logprob.defvjp(fused_forward, fused_backward)
@@ -183,7 +221,6 @@ def selection(
             reference.selection, rule=rule, forbidden=forbidden
         )
         return tiled(specified, 3, x_BUD, head_DV, token_BU, border_BU)
-    token_BU = jnp.maximum(token_BU, 0)
     static = module, rule.log_threshold, forbidden, interpret
     return fused_selection(static, x_BUD, head_DV, token_BU, border_BU)
 
@@ -200,21 +237,21 @@ def selection_forward(static, x_BUD, head_DV, token_BU, border_BU):
         module, forbidden, interpret, x_BUD, head_DV, token_BU
     )
     lse_BU, mean_BU = saved[3:]
-    taken_BU, V = jnp.isinf(border_BU), head_DV.shape[1]
+    asked_BU, V = token_BU >= 0, head_DV.shape[1]
+    taken_BU = jnp.isinf(border_BU) | ~asked_BU
     # What lies behind the border, as logits: of a taken token nothing does.
     limit_BU = lse_BU + jnp.minimum(border_BU, log_threshold)
     limit_BU = jnp.where(taken_BU, LOWEST, limit_BU)
 
     def run(x_BUD, head_DV, limit_BU):
         axis, offset = vocabulary_part(head_DV, V)
-        behind_R, ahead_R = module.behind(
-            x_BUD.reshape(-1, x_BUD.shape[2]),
-            head_DV,
-            limit_BU.reshape(-1),
-            offset,
-            forbidden=forbidden,
-            interpret=interpret,
-        )
+
+        def behind(x_RD, limit_R):
+            how = {"forbidden": forbidden, "interpret": interpret}
+            return module.behind(x_RD, head_DV, limit_R, offset, **how), ()
+
+        limit_R, x_RD = limit_BU.reshape(-1), x_BUD.reshape(-1, x_BUD.shape[2])
+        (behind_R, ahead_R), _ = of_asked(behind, limit_R > LOWEST, x_RD, limit_R)
         behind_R, _ = join(behind_R, behind_R, axis)
         ahead_R = ahead_R if axis is None else jax.lax.psum(ahead_R, axis)
         return behind_R.reshape(limit_BU.shape), ahead_R.reshape(limit_BU.shape)
@@ -227,8 +264,8 @@ def selection_forward(static, x_BUD, head_DV, token_BU, border_BU):
     ahead_BU = jnp.where(taken_BU, picked_BU > log_threshold, ahead_BU)
     out = jnp.where(lost_BU, reference.LEAST, logp_BU), entropy_BU, ahead_BU
     token_BU = jnp.where(taken_BU, token_BU, -1)
-    saved = x_BUD, head_DV, token_BU, lse_BU, mean_BU, limit_BU, behind_BU, lost_BU
-    return out, saved
+    seats = asked_BU, token_BU, lse_BU, mean_BU, limit_BU, behind_BU, lost_BU
+    return out, (x_BUD, head_DV, *seats)
 
 
 def selection_backward(static, saved, gradients):

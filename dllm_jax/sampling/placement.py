@@ -30,7 +30,9 @@ class Placement(NamedTuple):
 
     answerer: answers.Batches | answers.Engine
     weights: transformer.Params  # acting.abstract: shapes with shardings
-    note: str  # a line to print; "" where the mesh leaves no choice
+    note: (
+        str  # a line to print; "" where the mesh leaves no choice, and divides the rows
+    )
 
 
 def place(
@@ -67,9 +69,8 @@ def place(
             why = why or f"; they fit into {gib(limit)} GiB beside the rest"
             break
         why = f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
-    if mesh.shape["fsdp"] == 1:
-        return placement
-    return placement._replace(note=note_of(placement, rollout) + why)
+    lines = [] if mesh.shape["fsdp"] == 1 else [note_of(placement, rollout) + why]
+    return placement._replace(note="; ".join(lines + rounded(placement, cfg.rows)))
 
 
 def loaded(
@@ -181,6 +182,15 @@ def note_of(placement: Placement, rollout: str) -> str:
         f"mesh.rollout={rollout!r}: sampling has {copies} x all weights, {share} GiB of "
         f"them on each device (data, fsdp, model: {tuple(shape.values())})"
     )
+
+
+def rounded(placement: Placement, rows: int) -> list[str]:
+    """Returns what to say of rows that the devices do not divide, if they do not."""
+    shards = math.prod(placement.answerer.mesh.shape[axis] for axis in ("data", "fsdp"))
+    each = -(-rows // shards)
+    if each * shards == rows:
+        return []
+    return [f"sampler.rows={rows} become {each * shards}, {each} on each of {shards}"]
 
 
 def gib(size: float) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.pallas_kernels import choice, noise, reference, tiled_head
+from dllm_jax.pallas_kernels import head as heads
 from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 from dllm_jax.sampling import logits
@@ -123,6 +124,48 @@ def test_selection_and_gradient_are_the_specification(implementation, sizes):
     assert (want[0][0] == reference.LEAST).any() and len(np.unique(want[0][2])) > 3
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
+
+
+def of_seats(op: str, implementation: str):
+    """Returns with_gradients of an op of 4 x 80 seats; a border hides every other token."""
+    f = kernel(getattr(pallas_kernels, op), implementation)
+    if op == "token_logprob":
+        return jax.jit(functools.partial(with_gradients, f))
+    border = jnp.where(jnp.arange(320).reshape(4, 80) % 2, jnp.inf, -3.0)
+
+    def selected(x, head, token):
+        return f(x, head, token, border, rule=RULE)[:2]
+
+    return jax.jit(functools.partial(with_gradients, selected))
+
+
+@pytest.mark.parametrize("implementation, sizes", [KINDS[0], KINDS[1], KINDS[-1]])
+@pytest.mark.parametrize("op", ["token_logprob", "selection"])
+def test_empty_seats_tell_and_teach_nothing(monkeypatch, op, implementation, sizes):
+    """By the program for 256 of 320 rows, and by the one for all of them."""
+    monkeypatch.setattr(heads, "MANY", 64)
+    rng = np.random.default_rng(8)
+    x, head = normal(4, 80, D), inputs()[1]
+    token = jnp.asarray(rng.integers(FORBIDDEN + 1, V, (4, 80)), jnp.int32)
+    weights = normal(4, 80, seed=2), normal(4, 80, seed=3)
+    specified, run = of_seats(op, "reference"), of_seats(op, implementation)
+    for count in (0, 100, 319):
+        asked = jnp.asarray(rng.permutation(320).reshape(4, 80) < count)
+        real = tuple(jnp.where(asked, w, 0) for w in weights)
+        want, gradients = specified(x, head, token, real)
+        want = [jnp.where(asked, y, 0) for y in want]
+        loud = jnp.where(
+            asked[..., None], x, 100 * x
+        )  # whose exponentials are infinite
+        with jax.set_mesh(mesh(sizes)):
+            found = run(loud, head, jnp.where(asked, token, -1), weights)
+        for y, z in zip(jax.tree.leaves(found), (*want, *gradients), strict=True):
+            np.testing.assert_allclose(y, z, atol=1e-4, rtol=1e-4)
+
+
+def test_many_rows_have_a_second_program():
+    assert heads.row_counts(4096) == [2560, 4096]
+    assert heads.row_counts(1000) == [1000]
 
 
 @pytest.mark.parametrize("implementation", ["tpu", "gpu"])

@@ -55,6 +55,14 @@ def same(found, want):
         )
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 4, 1)])
+def test_rows_that_devices_do_not_divide_are_told(tiny, shape):
+    cfg = dataclasses.replace(CFG, rows=9)
+    note = placement.place(model=tiny[0], cfg=cfg, mesh=mesh_of(*shape)).note
+    each, shards = (5, 2) if shape[1] == 1 else (2, 8)
+    assert f"sampler.rows=9 become {each * shards}, {each} on each of {shards}" in note
+
+
 @pytest.fixture(scope="module")
 def alone(tiny):
     """Returns the Trace that one device samples in 8 rows."""
@@ -109,6 +117,7 @@ def test_the_same_traces_on_every_mesh_and_layout(
     wq, copies = weights["layers"][0]["wq"], data * fsdp // folds
     assert wq.addressable_shards[0].data.size * mesh.size == wq.size * copies
     assert (f"{copies} x all weights" in where.note) == (fsdp > 1)
+    assert ("sampler.rows" in where.note) == bool(rows % copies)
     pages = jax.tree.leaves(where.answerer.rows.s.cache)[0]
     assert pages.addressable_shards[0].data.size * mesh.size == pages.size
 

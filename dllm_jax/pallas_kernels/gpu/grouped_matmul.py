@@ -6,8 +6,10 @@ they lie, also in a stack of layers, and those of groups without rows are not re
 jax.lax.ragged_dot would multiply every row by every matrix on a GPU; JAX's own kernel
 (`ragged_dot_mgpu`) takes no stack and reads the matrices of empty groups too.
 
-Letters: c groups of all layers, s visits of a tile by a group, r rows of one tile.
+Letters: c groups of all layers, s visits of a tile by a group.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -93,49 +95,9 @@ def product(x_RD, w_cDF, sizes_E, first, *, transposed: bool):
     Rows behind the last group's are 0: no visit writes them.
     """
     R, F = len(x_RD), w_cDF.shape[1 if transposed else 2]
-    x_RD = tiles.pad(x_RD, 0, ROWS)
+    x_RD, dtype = tiles.pad(x_RD, 0, ROWS), x_RD.dtype
     tile = 2 * LINE if F % (2 * LINE) == 0 else LINE
-    depth = x_RD.shape[1] // LINE
-
-    def body(first_ref, tables, x_ref, w_ref, y_ref, x_smem, w_smem, y_smem, *barriers):
-        s, column, wg = (lax.axis_index(x) for x in ("visit", "column", "warpgroup"))
-        group, top, begin, end = (ref[s] for ref in tables)
-        top *= ROWS
-        columns = pl.ds(column * tile, tile)
-        ready, free = barriers
-
-        @pl.when((wg == 0) & (begin < end))
-        def _():
-            y_smem[...] = tile_product(x_smem, w_smem, ready, free, depth, transposed)
-            plgpu.commit_smem()
-            # A copy's size is static: the rows go in powers of two, as many as there are.
-            at, held = begin - top, end - begin
-            for size in (1 << n for n in reversed(range(ROWS.bit_length()))):
-                part = pl.ds(at, size), pl.ds(top + at, size)
-
-                @pl.when((held & size) != 0)
-                def _(part=part):
-                    source, target = y_smem.at[part[0]], y_ref.at[part[1], columns]
-                    plgpu.copy_smem_to_gmem(source, target)
-
-                at += held & size
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == 1)
-        def _():
-            matrix = first_ref[0] + group
-
-            def fetch(n, slot):
-                along = pl.ds(n * LINE, LINE)
-                where = (columns, along) if transposed else (along, columns)
-                x, w = x_ref.at[pl.ds(top, ROWS), along], w_ref.at[(matrix, *where)]
-                for source, buffer in ((x, x_smem), (w, w_smem)):
-                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
-
-            attention.feed(fetch, jnp.where(begin < end, depth, 0), free, BUFFERS)
-
     tables = visits(sizes_E, R)
-    dtype = x_RD.dtype
     scratch = [
         shared(dtype, BUFFERS, ROWS, LINE),
         shared(dtype, BUFFERS, *((tile, LINE) if transposed else (LINE, tile))),
@@ -144,17 +106,67 @@ def product(x_RD, w_cDF, sizes_E, first, *, transposed: bool):
         plgpu.Barrier(num_arrivals=1, num_barriers=BUFFERS),
     ]
     kernel = attention.run(
-        body,
+        functools.partial(visit, depth=x_RD.shape[1] // LINE, transposed=transposed),
         dtype,
         jax.ShapeDtypeStruct((len(x_RD), F), dtype),
         {"visit": len(tables[0]), "column": F // tile},
         scratch,
         "grouped_matmul",
-        interpret=False,
+        interpret=False,  # a caller's force_gpu_interpret_mode decides
         wgs=1,
     )
     y_RF = kernel(first[None], tables, x_RD, w_cDF)[:R]
     return jnp.where((jnp.arange(R) < sizes_E.sum())[:, None], y_RF, 0)
+
+
+def visit(
+    first_ref,
+    tables,
+    x_ref,
+    w_ref,
+    y_ref,
+    x_smem,
+    w_smem,
+    y_smem,
+    ready,
+    free,
+    *,
+    depth: int,
+    transposed: bool,
+):
+    """The kernel: writes what a visit's rows are times a part of their matrix."""
+    s, column, wg = (lax.axis_index(x) for x in ("visit", "column", "warpgroup"))
+    group, tile, begin, end = (ref[s] for ref in tables)
+    top, width = tile * ROWS, y_smem.shape[1]
+    columns = pl.ds(column * width, width)
+
+    @pl.when((wg == 0) & (begin < end))
+    def _():
+        y_smem[...] = tile_product(x_smem, w_smem, ready, free, depth, transposed)
+        plgpu.commit_smem()
+        # A copy's size is static: the rows go in powers of two, as many as there are.
+        at, held = begin - top, end - begin
+        for size in (1 << n for n in reversed(range(ROWS.bit_length()))):
+
+            @pl.when((held & size) != 0)
+            def _(at=at, size=size):
+                target = y_ref.at[pl.ds(top + at, size), columns]
+                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(at, size)], target)
+
+            at += held & size
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 1)
+    def _():
+        def fetch(n, slot):
+            along = pl.ds(n * LINE, LINE)
+            part = (columns, along) if transposed else (along, columns)
+            x = x_ref.at[pl.ds(top, ROWS), along]
+            w = w_ref.at[(first_ref[0] + group, *part)]
+            for source, buffer in ((x, x_smem), (w, w_smem)):
+                plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
+
+        attention.feed(fetch, jnp.where(begin < end, depth, 0), free, BUFFERS)
 
 
 def tile_product(x_smem, w_smem, ready, free, depth: int, transposed: bool):
@@ -175,8 +187,8 @@ def tile_product(x_smem, w_smem, ready, free, depth: int, transposed: bool):
             def _():
                 plgpu.barrier_arrive(free.at[lax.rem(n - 1, jnp.int32(BUFFERS))])
 
-        y_rv = acc_ref[...].astype(x_smem.dtype)
+        y = acc_ref[...].astype(x_smem.dtype)
         plgpu.barrier_arrive(free.at[(depth - 1) % BUFFERS])
-        return y_rv
+        return y
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
