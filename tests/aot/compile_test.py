@@ -18,6 +18,7 @@ CELLS = {
     if cell.name
     in (
         "sdar-8b h200:1 answers rows=64",
+        "sdar-8b h200:1 answers rows=1",
         "sdar-8b h200:8 rollout",
         "sdar-8b h200:8 update",
         "tiny v5p:2x2x1 rollout",
