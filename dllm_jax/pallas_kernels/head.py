@@ -173,10 +173,9 @@ def pulled(module, forbidden, interpret, x_BUD, head_DV, asked_BU, token_BU, col
 
         def gradient(x_RD, token_R, *saved):
             how = {"forbidden": forbidden, "interpret": interpret}
-            dx_RD, dhead_DV_ = module.pick_gradient(
-                x_RD, head_DV, token_R, offset, saved, **how
-            )
-            return (dx_RD,), dhead_DV_
+            seats = x_RD, head_DV, token_R, offset, saved
+            of_rows, of_head = module.pick_gradient(*seats, **how)
+            return (of_rows,), of_head
 
         columns = [y_BU.reshape(-1) for y_BU in columns]
         x_RD = x_BUD.reshape(-1, x_BUD.shape[2])
