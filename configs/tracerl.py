@@ -269,7 +269,7 @@ def published(c):
         threshold=0.9,
         max_prompt=784,
         max_new=2000,
-        rows=256,
+        rows=256,  # over all devices
     )
     c.batch.update(rows=8, tokens=8192)  # beyond 8 devices: a row on each
     c.rl.update(

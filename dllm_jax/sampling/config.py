@@ -87,7 +87,8 @@ class SamplerConfig:
     max_prompt: int = 512  # tokens; a longer prompt is reported and skipped
     max_new: int = 512  # tokens of the answer, the stop token included
     stop_ids: tuple[int, ...] = ()  # besides the checkpoint's end token
-    rows: int = 64  # canvases sampled together
+    # Canvases sampled together, over all devices; rounded up to as many on each.
+    rows: int = 64
     page: int = 32  # positions of a cache page, rounded up to whole blocks
     pages: int = 0  # of one device's rows; 0: as many as all of them can use
     # Prompt tokens of one forward, on each device; with full attention canvases' positions,
