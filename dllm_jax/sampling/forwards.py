@@ -227,8 +227,8 @@ def windows_of(
     fulls_d1 = places.due_db.sum(axis=1, keepdims=True)
     # Not `windows_d`: of one row a program for one window would not need `now_db`, and from
     # programs that do not all need the same XLA copies the pages.
-    windows_d1 = fulls_d1 + places.now_db.sum(axis=1, keepdims=True)
-    full_dw, used_dw = at_w[None] < fulls_d1, at_w[None] < windows_d1
+    used_dw = at_w[None] < fulls_d1 + places.now_db.sum(axis=1, keepdims=True)
+    full_dw = at_w[None] < fulls_d1
     full_row_dw, nth_dw, _ = jax.vmap(functools.partial(deal, count=count))(
         places.due_db
     )

@@ -70,7 +70,8 @@ def place(
             break
         why = f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
     lines = [] if mesh.shape["fsdp"] == 1 else [note_of(placement, rollout) + why]
-    return placement._replace(note="; ".join(lines + rounded(placement, cfg.rows)))
+    lines += rounded(acting.folded(mesh, count), cfg.rows)
+    return placement._replace(note="; ".join(lines))
 
 
 def loaded(
@@ -184,9 +185,9 @@ def note_of(placement: Placement, rollout: str) -> str:
     )
 
 
-def rounded(placement: Placement, rows: int) -> list[str]:
+def rounded(mesh, rows: int) -> list[str]:
     """Returns what to say of rows that the devices do not divide, if they do not."""
-    shards = math.prod(placement.answerer.mesh.shape[axis] for axis in ("data", "fsdp"))
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
     each = -(-rows // shards)
     if each * shards == rows:
         return []
