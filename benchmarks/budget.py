@@ -347,9 +347,8 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
     )
 
     def choose(depth: int, branches: int) -> int | None:
-        del (
-            depth
-        )  # of the head's two; of experts', if they have two, likewise the fewer
+        # Of the head's two programs; of experts', if they have two, likewise the fewer.
+        del depth
         return enough if branches == len(seats) > 1 else None
 
     whole = hlo.count(program, program.entry, choose, run.mesh.size)

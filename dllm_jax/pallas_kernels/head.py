@@ -30,8 +30,8 @@ HEAD_TILE = 512  # positions of a row whose logits are alive at once, at most
 # Where a row has more than these, a tile is a quarter of it: one of which no token is asked
 # is skipped. On CPU a third of 448 took 0.6 times as long, all of them 1.1 times.
 FEW = 128
-# Of so many rows and more there is a second program, for 5/8 of them: with two steps a block
-# and more no packed row asks tokens of more. A TPU's compiler takes 13 s for it (of 80).
+# Of so many rows and more there is a second program, for 5/8 of them: as many as packed rows
+# ask tokens of with 2.2 steps a block and no prompts. It takes 13 of 80 s of a TPU's compiler.
 MANY, FEWER = 1024, 5 / 8
 
 

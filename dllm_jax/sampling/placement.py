@@ -30,9 +30,8 @@ class Placement(NamedTuple):
 
     answerer: answers.Batches | answers.Engine
     weights: transformer.Params  # acting.abstract: shapes with shardings
-    note: (
-        str  # a line to print; "" where the mesh leaves no choice, and divides the rows
-    )
+    # A line to print; "" where the mesh leaves no choice, and divides the rows.
+    note: str
 
 
 def place(

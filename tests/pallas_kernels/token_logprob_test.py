@@ -154,9 +154,8 @@ def test_empty_seats_tell_and_teach_nothing(monkeypatch, op, implementation, siz
         real = tuple(jnp.where(asked, w, 0) for w in weights)
         want, gradients = specified(x, head, token, real)
         want = [jnp.where(asked, y, 0) for y in want]
-        loud = jnp.where(
-            asked[..., None], x, 100 * x
-        )  # whose exponentials are infinite
+        # Of what is not asked the exponentials are infinite.
+        loud = jnp.where(asked[..., None], x, 100 * x)
         with jax.set_mesh(mesh(sizes)):
             found = run(loud, head, jnp.where(asked, token, -1), weights)
         for y, z in zip(jax.tree.leaves(found), (*want, *gradients), strict=True):

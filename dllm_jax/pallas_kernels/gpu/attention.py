@@ -117,6 +117,34 @@ def feed(fetch, steps, free, buffers: int):
             fetch(n, lax.rem(n, jnp.int32(buffers)))
 
 
+def streamed(factors, shape, first, steps: int, ready, free, buffers: int):
+    """Returns the sum of `steps` products x @ y, [shape] f32, as `feed` brings them.
+
+    factors: a buffer's x and y, in shared memory; first: the number of the first step.
+    """
+
+    def slot(n):
+        return lax.rem(n, jnp.int32(buffers))
+
+    def run(acc_ref):
+        @pl.loop(0, steps)
+        def _(d):
+            n = first + d
+            plgpu.barrier_wait(ready.at[slot(n)])
+            plgpu.wgmma(acc_ref, *factors(slot(n)))
+            plgpu.wgmma_wait(1)  # of the step before: its buffers are free
+
+            @pl.when(d > 0)
+            def _():
+                plgpu.barrier_arrive(free.at[slot(n - 1)])
+
+        acc = acc_ref[...]
+        plgpu.barrier_arrive(free.at[slot(first + steps - 1)])
+        return acc
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
 def meeting(wgs: int):
     """Returns the scratch by which `in_turn` keeps order: a barrier, or none."""
     return [plgpu.Barrier(num_arrivals=2)] if IN_TURN and wgs == 2 else []

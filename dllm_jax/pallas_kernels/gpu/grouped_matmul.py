@@ -34,8 +34,7 @@ def multiply(x_RD, w_EDF, sizes_E, number=None):
     """
     whole = not any(side % LINE for side in w_EDF.shape[-2:])
     if not whole or w_EDF.dtype.itemsize != 2:
-        w_EDF = w_EDF if number is None else w_EDF[number]
-        return tiled_matmul.multiply(x_RD, w_EDF, sizes_E)
+        return tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
     w_cDF = w_EDF.reshape(-1, *w_EDF.shape[-2:])
     first = 0 if number is None else number * len(sizes_E)
     return grouped(x_RD, w_cDF, sizes_E.astype(jnp.int32), jnp.int32(first))
@@ -142,19 +141,15 @@ def visit(
 
     @pl.when((wg == 0) & (begin < end))
     def _():
-        y_smem[...] = tile_product(x_smem, w_smem, ready, free, depth, transposed)
+        def factors(slot):
+            w = w_smem.at[slot]
+            return x_smem.at[slot], w.transpose((1, 0)) if transposed else w
+
+        shape = y_smem.shape
+        y = attention.streamed(factors, shape, 0, depth, ready, free, BUFFERS)
+        y_smem[...] = y.astype(y_smem.dtype)
         plgpu.commit_smem()
-        # A copy's size is static: the rows go in powers of two, as many as there are.
-        at, held = begin - top, end - begin
-        for size in (1 << n for n in reversed(range(ROWS.bit_length()))):
-
-            @pl.when((held & size) != 0)
-            def _(at=at, size=size):
-                target = y_ref.at[pl.ds(top + at, size), columns]
-                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(at, size)], target)
-
-            at += held & size
-        plgpu.wait_smem_to_gmem(0)
+        write(y_smem, y_ref.at[pl.ds(top, ROWS), columns], begin - top, end - begin)
 
     @pl.when(wg == 1)
     def _():
@@ -169,26 +164,17 @@ def visit(
         attention.feed(fetch, jnp.where(begin < end, depth, 0), free, BUFFERS)
 
 
-def tile_product(x_smem, w_smem, ready, free, depth: int, transposed: bool):
-    """Returns a tile of rows times a part of a matrix, as its steps arrive in the buffers."""
-    tile = w_smem.shape[1 if transposed else 2]
+def write(y_smem, y_ref, at, count):
+    """Copies `count` of a tile's rows to the device's memory, from row `at` on.
 
-    def run(acc_ref):
-        @pl.loop(0, depth)
-        def _(n):
-            slot = lax.rem(n, jnp.int32(BUFFERS))
-            plgpu.barrier_wait(ready.at[slot])
-            w = w_smem.at[slot]
-            w = w.transpose((1, 0)) if transposed else w
-            plgpu.wgmma(acc_ref, x_smem.at[slot], w)
-            plgpu.wgmma_wait(1)  # of the step before: its buffers are free
+    A copy's size is static: they go in powers of two, as many as there are.
+    """
+    for size in (1 << n for n in reversed(range(ROWS.bit_length()))):
 
-            @pl.when(n > 0)
-            def _():
-                plgpu.barrier_arrive(free.at[lax.rem(n - 1, jnp.int32(BUFFERS))])
+        @pl.when((count & size) != 0)
+        def _(at=at, size=size):
+            rows = pl.ds(at, size)
+            plgpu.copy_smem_to_gmem(y_smem.at[rows], y_ref.at[rows])
 
-        y = acc_ref[...].astype(x_smem.dtype)
-        plgpu.barrier_arrive(free.at[(depth - 1) % BUFFERS])
-        return y
-
-    return pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
+        at += count & size
+    plgpu.wait_smem_to_gmem(0)

@@ -161,9 +161,6 @@ def launch(
         first = part * share
         count = jnp.minimum(share, tiles_of_V - first)
 
-        def slot(n):
-            return lax.rem(n, jnp.int32(BUFFERS))
-
         @pl.when(wg < 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
@@ -171,25 +168,13 @@ def launch(
             load = functools.partial(plgpu.load, layout=ALONG[0], optimized=False)
             rows_r = [load(ref.at[place]) for ref in row_refs]
 
+            def factors(slot):
+                x = x_smem.at[slot, pl.ds(wg * ROWS, ROWS)]
+                return x, head_smem.at[slot]
+
             def compute(j, carry):
-                def run(acc_ref):
-                    @pl.loop(0, depth)
-                    def _(d):
-                        n = j * depth + d
-                        plgpu.barrier_wait(ready.at[slot(n)])
-                        x = x_smem.at[slot(n), pl.ds(wg * ROWS, ROWS)]
-                        plgpu.wgmma(acc_ref, x, head_smem.at[slot(n)])
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(d > 0)
-                        def _():
-                            plgpu.barrier_arrive(free.at[slot(n - 1)])
-
-                    score_rv = acc_ref[...]
-                    plgpu.barrier_arrive(free.at[slot(j * depth + depth - 1)])
-                    return score_rv
-
-                score_rv = pl.run_scoped(run, plgpu.ACC((ROWS, tile), jnp.float32))
+                at = (ROWS, tile), j * depth, depth
+                score_rv = attention.streamed(factors, *at, ready, free, BUFFERS)
                 at_rv = (first + j) * tile + attention.columns(score_rv)
                 id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
                 counts_rv = (id_rv >= 0) & (id_rv != forbidden)
