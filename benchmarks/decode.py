@@ -26,7 +26,6 @@ is its CPU time for that, on any device.
 import argparse
 import dataclasses
 import functools
-import itertools
 import statistics
 import time
 from unittest import mock
@@ -238,20 +237,43 @@ def timed(ways: dict, repeats: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def measure(rows: int, room: int, args, model: ModelConfig, params, mesh) -> dict:
-    """Returns what a number of rows gives: a row of the table."""
-    cfg, key = sampler(rows, room, args, model), jax.random.key(args.seed)
+def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
+    """Returns what a number of rows gives with each room: rows of the table.
+
+    The rooms take turns, too: only then do they tell what room costs.
+    """
+    key = jax.random.key(args.seed)
     prompts, new = requests(rows, args, model)
-    made = Engine(model=model, cfg=cfg, mesh=mesh)
-    ways = {"engine": functools.partial(on_engine, made, params, prompts, new, key)}
-    if not args.engine_only:
-        ways["batches"] = functools.partial(
-            in_batches, params, prompts, new, key, model=model, cfg=cfg
+    ways = {}
+    for room in args.room:
+        cfg = sampler(rows, room, args, model)
+        made = Engine(model=model, cfg=cfg, mesh=mesh)
+        ways[room, "engine"] = functools.partial(
+            on_engine, made, params, prompts, new, key
         )
+        if not args.engine_only:
+            ways[room, "batches"] = functools.partial(
+                in_batches, params, prompts, new, key, model=model, cfg=cfg
+            )
     answers = {name: run() for name, run in ways.items()}  # compiles
     if len({str(sorted(ids.items())) for ids, _ in answers.values()}) > 1:
-        raise RuntimeError("the engine and batches answer differently")
+        raise RuntimeError("the engine, batches or rooms answer differently")
     seconds = timed(ways, args.repeats)
+
+    def of_room(room: int, values: dict) -> dict:
+        return {name: x for (its, name), x in values.items() if its == room}
+
+    kept = ways, answers, seconds
+    return [
+        told(rows, room, args, model, params, *(of_room(room, x) for x in kept))
+        for room in args.room
+    ]
+
+
+def told(rows, room, args, model, params, ways, answers, seconds) -> dict:
+    """Returns a row of the table; ways, answers, seconds: by "engine" and "batches"."""
+    cfg = sampler(rows, room, args, model)
+    prompts, _ = requests(rows, args, model)
     share, busy = host_work(ways["engine"])
     context = args.prompt * 3 // 4 + args.new // 4
     ids, work = answers["engine"]
@@ -340,8 +362,9 @@ def main():
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),
     )(jax.random.key(args.seed))
     params = acting.taken(params, acting.abstract(model, mesh))
-    for count, room in itertools.product(args.rows, args.room):
-        report.tell("decode", **measure(count, room, args, model, params, mesh))
+    for count in args.rows:
+        for row in measure(count, args, model, params, mesh):
+            report.tell("decode", **row)
 
 
 if __name__ == "__main__":
