@@ -244,9 +244,9 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
     """
     key = jax.random.key(args.seed)
     prompts, new = requests(rows, args, model)
+    cfgs = {room: sampler(rows, room, args, model) for room in args.room}
     ways = {}
-    for room in args.room:
-        cfg = sampler(rows, room, args, model)
+    for room, cfg in cfgs.items():
         made = Engine(model=model, cfg=cfg, mesh=mesh)
         ways[room, "engine"] = functools.partial(
             on_engine, made, params, prompts, new, key
@@ -255,34 +255,32 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
             ways[room, "batches"] = functools.partial(
                 in_batches, params, prompts, new, key, model=model, cfg=cfg
             )
-    answers = {name: run() for name, run in ways.items()}  # compiles
+    answers = {way: run() for way, run in ways.items()}  # compiles
     if len({str(sorted(ids.items())) for ids, _ in answers.values()}) > 1:
         raise RuntimeError("the engine, batches or rooms answer differently")
     seconds = timed(ways, args.repeats)
-
-    def of_room(room: int, values: dict) -> dict:
-        return {name: x for (its, name), x in values.items() if its == room}
-
-    kept = ways, answers, seconds
-    return [
-        told(rows, room, args, model, params, *(of_room(room, x) for x in kept))
-        for room in args.room
-    ]
+    table = []
+    for room, cfg in cfgs.items():
+        names = [name for its, name in ways if its == room]
+        found = {name: (*answers[room, name], seconds[room, name]) for name in names}
+        host = host_work(ways[room, "engine"])
+        table.append(told(cfg, args, model, params, prompts, found, host))
+    return table
 
 
-def told(rows, room, args, model, params, ways, answers, seconds) -> dict:
-    """Returns a row of the table; ways, answers, seconds: by "engine" and "batches"."""
-    cfg = sampler(rows, room, args, model)
-    prompts, _ = requests(rows, args, model)
-    share, busy = host_work(ways["engine"])
+def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
+    """Returns a row of the table.
+
+    found: (answers, Work, seconds) of "engine" and "batches". host: `host_work`'s.
+    """
+    (share, busy), (ids, work, seconds) = host, found["engine"]
     context = args.prompt * 3 // 4 + args.new // 4
-    ids, work = answers["engine"]
     tokens = sum(len(answer) for answer in ids.values())
     row = {
         "model": args.model,
         "dtype": model.dtype,
         "kernels": model.kernels,
-        "rows": rows,
+        "rows": cfg.rows,
         "context": context,
         "max_new": cfg.max_new,
         "sampler": f"block {model.block}, {cfg.strategy}, temperature 1",
@@ -294,20 +292,20 @@ def told(rows, room, args, model, params, ways, answers, seconds) -> dict:
         "percent_on_host": round(100 * share, 2),
         "host_ms_per_forward": round(1e3 * busy / work.forwards, 3),
     }
-    for name in ways:
-        row[f"{name}_forwards"] = answers[name][1].forwards
+    for name, (_, its, lasted) in found.items():
+        row[f"{name}_forwards"] = its.forwards
         if model.attention == "full":
-            row["cache"], row["engine_canvases"] = args.cache, work.clean
-        row[f"{name}_tokens_per_second"] = round(tokens / seconds[name], 1)
+            row["cache"], row["engine_canvases"] = args.cache, its.clean
+        row[f"{name}_tokens_per_second"] = round(tokens / lasted, 1)
     prompt = sum(map(len, prompts))
     if peak := report.flops():
         flops = multiplications(model, params, prompt, work)
-        row["percent_mfu"] = round(100 * flops / seconds["engine"] / peak, 1)
-    if "batches" in ways:
-        row["speedup"] = round(seconds["batches"] / seconds["engine"], 2)
+        row["percent_mfu"] = round(100 * flops / seconds / peak, 1)
+    if "batches" in found:
+        row["speedup"] = round(found["batches"][2] / seconds, 2)
     shortest = roofline(model, params, context, prompt, work)
     if shortest is not None:
-        row["percent_of_roofline"] = round(100 * shortest / seconds["engine"], 1)
+        row["percent_of_roofline"] = round(100 * shortest / seconds, 1)
     return row
 
 

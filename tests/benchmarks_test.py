@@ -35,7 +35,7 @@ CALLS = {
         decode,
         (
             "--model=tiny --rows 2 --prompt 16 --new 8 --repeats 1 --waves 2 --group 2 "
-            "--prefill 16"
+            "--prefill 16 --room 0 32"
         ),
     ),
     "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul"),
@@ -55,11 +55,12 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
         f"python -m benchmarks.{name} {flags}"
     }
     if name == "decode":
-        (line,) = lines
-        assert line["requests"] == 4
-        # Both ways gave the same ids, and the engine wastes no forward on a full block.
-        assert line["engine_forwards"] < line["batches_forwards"]
-        assert 0 < line["busy_rows"] <= 2
+        assert [line["max_new"] for line in lines] == [8, 32]
+        for line in lines:
+            assert line["requests"] == 4
+            # All gave the same ids, and the engine wastes no forward on a full block.
+            assert line["engine_forwards"] < line["batches_forwards"]
+            assert 0 < line["busy_rows"] <= 2
     else:
         assert [line["op"] for line in lines] == ["cache_update", "grouped_matmul"]
         assert not [key for line in lines for key in line if key.endswith("_failed")]
