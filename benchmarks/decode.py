@@ -292,10 +292,10 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
         "percent_on_host": round(100 * share, 2),
         "host_ms_per_forward": round(1e3 * busy / work.forwards, 3),
     }
+    if model.attention == "full":
+        row["cache"], row["engine_canvases"] = args.cache, work.clean
     for name, (_, its, lasted) in found.items():
         row[f"{name}_forwards"] = its.forwards
-        if model.attention == "full":
-            row["cache"], row["engine_canvases"] = args.cache, its.clean
         row[f"{name}_tokens_per_second"] = round(tokens / lasted, 1)
     prompt = sum(map(len, prompts))
     if peak := report.flops():
