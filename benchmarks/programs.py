@@ -104,7 +104,8 @@ class Run:
         self.mesh = topologies.mesh(topology, **self.cfg.mesh.axes)
         self.limit = topologies.hbm_bytes(topology)
         self.rows_on = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        self.settings = begin.settings_of(self.cfg, self.model, self.rows_on)
+        with jax.set_mesh(self.mesh):
+            self.settings = begin.settings_of(self.cfg, self.model, self.rows_on)
         self.last = None  # what was compiled last, to see whether it fits
         self.plans = sources.RL.plans(self.settings)
         # Not with the mesh in force: AdamW makes a zero, which no device is here to hold.

@@ -216,7 +216,7 @@ def main():
     rng = np.random.default_rng(args.seed)
     trace = trajectories(args, rng)
     shape = trace.tokens_BT.shape
-    cfg = BatchConfig(rows=args.rows, tokens=args.tokens)
+    cfg = BatchConfig(rows=args.rows, tokens=args.tokens).on(1, jax.default_backend())
     layout = layouts.Layout(block=args.block, longest=args.max_answer)
     packed, source = packed_rows(
         trace, noise.of_steps(trace.step_BT), args.steps_per_block, model, layout, cfg
@@ -231,7 +231,7 @@ def main():
     )
     # Microbatches of about as many slots as the packed ones.
     width = split(rows=1)[0].tokens_BT.shape[-1]
-    rows, rows_source = split(rows=max(1, args.rows * args.tokens // width))
+    rows, rows_source = split(rows=max(1, cfg.rows * cfg.tokens // width))
     adv_nT, old_nT = rng.normal(size=(2, *shape)) - np.array([0, 8])[:, None, None]
 
     def complete(batch, source):
@@ -286,7 +286,7 @@ def main():
         "answers": len(trace.len_B),
         "answer_tokens": int(trace.len_B.sum()),
         "sampler": f"block {args.block}, {args.steps_per_block} rounds",
-        "batch": f"{args.rows} x {args.tokens}",
+        "batch": f"{cfg.rows} x {cfg.tokens}",
         "tokens": held["packed"][0],
         "packed_fill": round(packed.fill, 3),
         "seconds": round(median["packed"], 4),

@@ -23,6 +23,7 @@ from dllm_jax.models import families, hf, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.models.vision import codes
+from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl import layout, noise, selection
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -465,9 +466,12 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
         )
     shared = shared_batch(cfg, model, devices)
     if shared != cfg.batch:
+        why = f"{devices} devices (data x fsdp) share the rows of a microbatch"
+        if shared.rows < cfg.batch.rows:
+            why = "a CPU is as fast with one at a time, and then computes no empty ones"
         lines.append(
             f"batch.rows={cfg.batch.rows} becomes {shared.rows}, of {shared.tokens} slots "
-            f"each: {devices} devices (data x fsdp) share the rows of a microbatch"
+            f"each: {why}"
         )
     return lines
 
@@ -475,14 +479,14 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
 def shared_batch(cfg: Config, model: ModelConfig, devices: int) -> BatchConfig:
     """Returns the shape of microbatches whose rows so many devices share.
 
-    cfg, model: of `chosen`. With more devices than rows a microbatch grows, and so does
+    cfg, model: of `chosen`; the mesh in force says on what platform. With more devices than rows a microbatch grows, and so does
     what the last one of an update, which is seldom full, leaves empty. Then a row is no
     wider than 5/3 of the longest prompt and answer, in whole tiles: of the recipe's lengths
     74 % of the slots of 64 devices then hold something, on average, 59 % of rows of 8,192,
     and less of narrower and wider ones, too (benchmarks/fill.py). Canvases are many, and
     would fill narrow rows badly.
     """
-    batch, slots = cfg.batch.on(devices), cfg.sampler.slots
+    batch, slots = cfg.batch.on(devices, choice.platform()), cfg.sampler.slots
     shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
     if shown.facts.by_block and devices > cfg.batch.rows:
         whole = 5 * slots // 3 // layout.WHOLE * layout.WHOLE

@@ -15,6 +15,7 @@ import pytest
 
 from dllm_jax import checks, command_line, config, data, generate, train
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl.config import BatchConfig
 from dllm_jax.sampling.config import SamplerConfig
 from tests import served
@@ -531,6 +532,22 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         assert len(lines) == 1
         assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}, of 0 slots")
     assert config.shared_batch(cfg, ModelConfig(), devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "platform", "rows"),
+    [(1024, "cpu", 2), (1023, "cpu", 8), (1024, "tpu", 8), (1024, "gpu", 8)],
+)
+def test_a_cpu_computes_wide_rows_one_at_a_time(monkeypatch, tokens, platform, rows):
+    monkeypatch.setattr(choice, "platform", lambda: platform)
+    batch = BatchConfig(rows=8, tokens=tokens)
+    sampler = SamplerConfig(block=4, max_new=256)
+    cfg = dataclasses.replace(config.Config(), sampler=sampler, batch=batch)
+    lines = config.warnings(cfg, ModelConfig(), devices=2)
+    shared = config.shared_batch(cfg, ModelConfig(), devices=2)
+    assert shared == BatchConfig(rows=rows, tokens=tokens)
+    told = "batch.rows=8 becomes 2, of 1024 slots each: a CPU is as fast"
+    assert [line.startswith(told) for line in lines] == [True] * (rows != 8)
 
 
 @pytest.mark.parametrize(

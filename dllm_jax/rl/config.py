@@ -498,12 +498,15 @@ class RewardConfig:
             )
 
 
+ALONE = 1024  # slots of a row that fill a CPU's products alone
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
     """The fixed shape of a training batch; trajectories are packed into its rows."""
 
     # Of a microbatch, over all devices; rounded up to a multiple of data x fsdp, which
-    # share them.
+    # share them. On a CPU wide rows are computed one at a time: see `on`.
     rows: int = 8
     # Slots of a row: clean copies and noised blocks. 0: the program chooses a width that
     # holds the longest trajectory (layout.Layout.width). Where there are more devices than
@@ -513,10 +516,13 @@ class BatchConfig:
     def __post_init__(self):
         checks.fields(self, rows=">= 1", tokens=">= 0")
 
-    def on(self, devices: int) -> "BatchConfig":
+    def on(self, devices: int, platform: str) -> "BatchConfig":
         """Returns the shape where so many devices share the rows: all have as many.
 
         What they do not need is padding. Of rows that do not divide, each device would
-        compute all.
+        compute all. A CPU is as fast with one row of ALONE slots as with several together,
+        and the rows that an update's last microbatch lacks cost as much as others.
         """
-        return dataclasses.replace(self, rows=-(-self.rows // devices) * devices)
+        alone = platform == "cpu" and self.tokens >= ALONE
+        rows = 1 if alone else self.rows
+        return dataclasses.replace(self, rows=-(-rows // devices) * devices)

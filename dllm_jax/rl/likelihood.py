@@ -15,6 +15,7 @@ import numpy as np
 
 from dllm_jax import data, sharding
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl import batches, bounds, layout, learner, noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, OptimConfig
 from dllm_jax.sampling.config import SamplerConfig
@@ -49,8 +50,8 @@ class Likelihood:
         rounds = noise.rounds(self.noise, seen, cfg.max_new)
         devices = mesh.shape["data"] * mesh.shape["fsdp"]
         wide = dataclasses.replace(
-            batch.on(devices), tokens=batch.tokens or seen.width(cfg.slots, rounds)
-        )
+            batch, tokens=batch.tokens or seen.width(cfg.slots, rounds)
+        ).on(devices, choice.platform())
         # An answer is scored at its own length: no masks stand behind it.
         self.layout = dataclasses.replace(seen, longest=1)
         most = layout.microbatches(
