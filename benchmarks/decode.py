@@ -16,7 +16,9 @@ multiplications if that is longer. `busy_rows` is how many were: the last reques
 rows idle, fewer the more --waves there are.
 
 `percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
-prompts and of windows that were asked for. With --room answers may be longer than they are.
+prompts and of windows that were asked for. With --room answers may be longer than they are;
+of several rooms, which take turns, `times_first_room` is how many times as fast the engine is
+as with the first one, the mean of the turns' ratios with its 95 % interval.
 
 `percent_on_host` is what the host spends of that time between a device call's end and
 the next one's start: harvesting, admitting, telling the device. `host_ms_per_forward`
@@ -37,6 +39,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.shapes import RELEASED
 from dllm_jax import command_line, pallas_kernels, sharding
+from dllm_jax import statistics as scores
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -226,15 +229,27 @@ def sampler(rows: int, room: int, args, model: ModelConfig) -> SamplerConfig:
     )
 
 
-def timed(ways: dict, repeats: int) -> dict[str, float]:
-    """Returns the median seconds of each way, which alternate."""
+def timed(ways: dict, repeats: int) -> dict[str, list[float]]:
+    """Returns the seconds of each way's calls; the ways alternate."""
     seconds = {name: [] for name in ways}
     for _ in range(repeats):
         for name, run in ways.items():
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
+
+
+def compared(first: list[float], own: list[float]) -> str:
+    """Returns how many times as fast a room is as the first, and the interval of that.
+
+    first, own: seconds. The geometric mean of the turns' ratios: what slows a turn slows both.
+    """
+    found = scores.mean(np.log(first) - np.log(own))
+    if found.low is None:  # a single turn
+        return f"{np.exp(found.value):.3f}"
+    value, low, high = np.exp(found[:3])
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
@@ -262,9 +277,16 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
     table = []
     for room, cfg in cfgs.items():
         names = [name for its, name in ways if its == room]
-        found = {name: (*answers[room, name], seconds[room, name]) for name in names}
+        found = {
+            name: (*answers[room, name], statistics.median(seconds[room, name]))
+            for name in names
+        }
         host = host_work(ways[room, "engine"])
-        table.append(told(cfg, args, model, params, prompts, found, host))
+        row = told(cfg, args, model, params, prompts, found, host)
+        if len(cfgs) > 1:
+            turns = (seconds[its, "engine"] for its in (args.room[0], room))
+            row["times_first_room"] = compared(*turns)
+        table.append(row)
     return table
 
 

@@ -56,6 +56,8 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
     }
     if name == "decode":
         assert [line["max_new"] for line in lines] == [8, 32]
+        assert lines[0]["times_first_room"] == "1.000"
+        assert float(lines[1]["times_first_room"]) > 0
         for line in lines:
             assert line["requests"] == 4
             # All gave the same ids, and the engine wastes no forward on a full block.
@@ -191,6 +193,13 @@ def test_two_checkouts_are_compared_line_by_line():
 
 
 # ---- The variance of a gradient ------------------------------------------------------
+
+
+def test_rooms_are_compared_turn_by_turn():
+    """A turn that is slow for both says the same of them; by hand."""
+    assert decode.compared([2.0, 8.0, 3.0], [1.0, 4.0, 1.5]) == "2.000 (2.000 to 2.000)"
+    told = decode.compared([1.0, 4.0], [2.0, 2.0])
+    assert told == "1.000 (0.500 to 2.000)"
 
 
 def gradients(mean: float, std: float, count: int, size=50, seed=0):
