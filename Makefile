@@ -46,8 +46,9 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	    $(ARGS)
 
-soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short takes ten minutes
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "property or soak" \
+soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short kills twice
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	    -m "$(if $(SOAK),soak,property or soak)" \
 	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) \
 	    -o norecursedirs="tests/aot tests/torch" tests $(ARGS)
 

@@ -56,17 +56,20 @@ def pytest_configure(config):
 
 # The files that take longest, in that order: with two workers, one that begins last
 # leaves the other idle.
-LONG = ("train", "badinput", "generate", "canvases", "learner", "eval", "denoise")
-LONG += ("paged", "engine", "moe", "looking", "attention", "drawing_runs", "checkpoint")
-LONG += ("policy", "sandbox", "look", "math", "budget", "placement", "transformer")
-LONG += ("trajectories", "acting", "browser", "token_logprob", "answers", "judge")
+LONG = ("train", "processes", "badinput", "generate", "canvases", "learner", "eval")
+LONG += ("denoise", "paged", "engine", "moe", "looking", "attention", "drawing_runs")
+LONG += ("checkpoint", "policy", "sandbox", "look", "math", "budget", "placement")
+LONG += ("transformer", "trajectories", "acting", "browser", "token_logprob")
+LONG += ("answers", "judge")
 
 
 def pytest_collection_modifyitems(items):
-    """Lets the long files begin first."""
+    """Lets the long files begin first, those of `make soak` before all."""
 
     def rank(item):
         name = item.path.stem.removesuffix("_test")
+        if item.path.parent.name == "soak":
+            return -1
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=rank)

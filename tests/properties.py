@@ -1,7 +1,7 @@
 """How many examples hypothesis draws, and how one that fails is told.
 
 Profiles: `test` draws the same few ones at every run, so that `make test` never fails by
-chance; `soak-short` the same many, and `soak` others at every run.
+chance; `soak-short` a few more, and `soak` others at every run.
 """
 
 import ast
