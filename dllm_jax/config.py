@@ -395,10 +395,11 @@ def half_empty(fill: float, batch: BatchConfig) -> list[str]:
     """Returns a warning, where most of the slots of an update's rows hold nothing."""
     if fill >= 0.5:
         return []
+    rows = f"batch.rows={batch.rows} or " if batch.rows > 1 else ""
     line = (
         f"warning: {1 - fill:.0%} of the first update's slots are empty, and are computed "
-        f"all the same: lower batch.rows={batch.rows} or batch.tokens={batch.tokens}, or "
-        "give an update more answers"
+        f"all the same: lower {rows}batch.tokens={batch.tokens}, or give an update more "
+        "answers"
     )
     return [line]
 

@@ -381,7 +381,10 @@ def test_who_fills_less_than_half_of_a_batch_is_told():
     batch = BatchConfig(rows=8, tokens=512)
     assert config.half_empty(0.5, batch) == []
     (line,) = config.half_empty(0.25, batch)
-    assert "75% of the first update's slots" in line and "batch.rows=8" in line
+    assert "75% of the first update's slots" in line
+    assert "lower batch.rows=8 or batch.tokens=512, or" in line
+    (alone,) = config.half_empty(0.25, dataclasses.replace(batch, rows=1))
+    assert "lower batch.tokens=512, or" in alone  # there are no fewer rows than one
 
 
 def test_a_group_of_one_is_fine_without_the_z_score():
