@@ -46,7 +46,7 @@ test: $(INSTALLED) ## Run the tests; needs no accelerator
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	    $(ARGS)
 
-soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short kills twice
+soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short kills three times
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	    -m "$(if $(SOAK),soak,property or soak)" \
 	    --hypothesis-profile=soak$(addprefix -,$(SOAK)) \

@@ -238,10 +238,10 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 * A TPU's attention takes 1,024 keys a tile, and the 800 of the longest prompt's pages are filled
   up to that by a pass over them of its own: 1.2 GiB more of a forward of prompts than with tiles
   of 512. On v5p 8B's and 4B's take no longer for it, as parts of keys that nobody sees are
-  skipped; 1.7B's bound is 123,100 prompt tokens/s where it was 137,900. To
-  gather 1,024 positions instead gives 1.7B 135,500 there, but takes 4 % of v6e's, where the
-  filling up costs nothing extra, and 1 % of an H200's. Prompts whose
-  pages hold 512 positions or fewer are not filled up.
+  skipped; 1.7B's bound is 123,100 prompt tokens/s where it was 137,900. To gather 1,024
+  positions instead gives 1.7B 135,500 there, but takes 4 % of v6e's, where the filling up is
+  no pass of its own, and 1 % of an H200's. Prompts whose pages hold 512
+  positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
   of the updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
 * Where more devices share rows than a microbatch has, `batch.rows` is rounded up to a row for

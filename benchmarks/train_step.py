@@ -169,7 +169,7 @@ def main():
         ("--max-prompt", 64, "longest prompt; they are uniform from half of it"),
         ("--max-answer", 256, "longest answer"),
         ("--mean-answer", 96, "mean of the exponential that lengths are drawn from"),
-        ("--rows", 2, "rows of a packed microbatch"),
+        ("--rows", 2, "rows of a packed microbatch; of wide ones a CPU takes one"),
         ("--tokens", 576, "slots of a packed row"),
         ("--d-model", 128, "width"),
         ("--layers", 4, "layers"),

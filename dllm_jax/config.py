@@ -480,9 +480,11 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
 def shared_batch(cfg: Config, model: ModelConfig, devices: int) -> BatchConfig:
     """Returns the shape of microbatches whose rows so many devices share.
 
-    cfg, model: of `chosen`; the mesh in force says on what platform. With more devices than rows a microbatch grows, and so does
-    what the last one of an update, which is seldom full, leaves empty. Then a row is no
-    wider than 5/3 of the longest prompt and answer, in whole tiles: of the recipe's lengths
+    cfg, model: of `chosen`; the platform is that of the mesh in force.
+
+    With more devices than rows a microbatch grows, and so does what the last one of an
+    update, which is seldom full, leaves empty. Then a row is no wider
+    than 5/3 of the longest prompt and answer, in whole tiles: of the recipe's lengths
     74 % of the slots of 64 devices then hold something, on average, 59 % of rows of 8,192,
     and less of narrower and wider ones, too (benchmarks/fill.py). Canvases are many, and
     would fill narrow rows badly.

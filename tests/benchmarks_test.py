@@ -192,14 +192,14 @@ def test_two_checkouts_are_compared_line_by_line():
     assert rate["times_faster"] == 2.5
 
 
-# ---- The variance of a gradient ------------------------------------------------------
-
-
 def test_rooms_are_compared_turn_by_turn():
     """A turn that is slow for both says the same of them; by hand."""
     assert decode.compared([2.0, 8.0, 3.0], [1.0, 4.0, 1.5]) == "2.000 (2.000 to 2.000)"
     told = decode.compared([1.0, 4.0], [2.0, 2.0])
     assert told == "1.000 (0.500 to 2.000)"
+
+
+# ---- The variance of a gradient ------------------------------------------------------
 
 
 def gradients(mean: float, std: float, count: int, size=50, seed=0):

@@ -1,7 +1,7 @@
 """How many examples hypothesis draws, and how one that fails is told.
 
 Profiles: `test` draws the same few ones at every run, so that `make test` never fails by
-chance; `soak-short` a few more, and `soak` others at every run.
+chance; `soak-short` the same many, and `soak` others at every run.
 """
 
 import ast
@@ -11,7 +11,7 @@ import re
 import hypothesis
 import pytest
 
-EXAMPLES = {"test": 40, "soak-short": 50, "soak": 4000}
+EXAMPLES = {"test": 50, "soak-short": 50, "soak": 4000}
 for name, count in EXAMPLES.items():
     hypothesis.settings.register_profile(
         name,

@@ -11,8 +11,8 @@ CLOCK = ("seconds/", "tokens_per_second/")
 
 
 def kills(full: int) -> int:
-    """Returns how many times to kill, by hypothesis' profile: `full`, or two."""
-    return full if hypothesis.settings.default.max_examples >= EXAMPLES["soak"] else 2
+    """Returns how many times to kill, by hypothesis' profile: `full`, or three."""
+    return full if hypothesis.settings.default.max_examples >= EXAMPLES["soak"] else 3
 
 
 def arguments(folder: pathlib.Path, cache: pathlib.Path, steps: int) -> list[str]:
