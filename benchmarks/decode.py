@@ -43,7 +43,7 @@ from dllm_jax import statistics as scores
 from dllm_jax.models import acting, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, policy, state
+from dllm_jax.sampling import denoise, placement, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.strategy import STRATEGIES, Strategy, sequential
@@ -381,9 +381,10 @@ def main():
     params = jax.jit(
         lambda key: transformer.init(key, model, jnp.dtype(dtype)),
     )(jax.random.key(args.seed))
-    params = acting.taken(params, acting.abstract(model, mesh))
     for count in args.rows:
-        for row in measure(count, args, model, params, mesh):
+        like = placement.weights(model, sampler(count, 0, args, model), mesh)
+        weights = acting.laid_out(params, like)
+        for row in measure(count, args, model, weights, mesh):
             report.tell("decode", **row)
 
 

@@ -40,7 +40,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import learner, noise
 from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
-from dllm_jax.sampling import answers
+from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 
@@ -157,10 +157,10 @@ class Side:
         """One device."""
         return sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
 
-    @functools.cached_property
-    def acting(self):
-        """The weights as they sample."""
-        return acting.laid_out(self.params, acting.abstract(self.model, self.mesh))
+    def acting(self, model: ModelConfig, cfg: SamplerConfig):
+        """Returns the weights as a sampler has them; model: the side's, perhaps varied."""
+        like = placement.weights(model, cfg, self.mesh)
+        return acting.laid_out(self.params, like)
 
 
 def sampled(side: Side, part: str, prompts, new, rows: int, limits: tuple[int, int]):
@@ -176,8 +176,9 @@ def sampled(side: Side, part: str, prompts, new, rows: int, limits: tuple[int, i
     engine = Engine(model=side.model, cfg=cfg, mesh=side.mesh)
     key = jax.random.key(side.args.seed)
     request = {"prompts": prompts, "new": [int(n) for n in new], "rows": rows}
+    weights = side.acting(side.model, cfg)
     run = functools.partial(
-        decode.on_engine, engine, side.acting, prompts, np.array(new), key
+        decode.on_engine, engine, weights, prompts, np.array(new), key
     )
     told(
         part,
@@ -229,10 +230,11 @@ def canvas(side: Side):
                 rows=count,
             )
             made = answers.answerer(model=full, cfg=cfg, mesh=side.mesh)
+            weights = side.acting(full, cfg)
 
-            def run(made=made, asked=asked):
+            def run(made=made, asked=asked, weights=weights):
                 key = jax.random.key(side.args.seed)
-                stream = made.stream(side.acting, asked, key, temperature=1.0)
+                stream = made.stream(weights, asked, key, temperature=1.0)
                 return answers.collect(stream, len(asked)).tokens_BT
 
             sizes = {"rows": count, "prompt": prompt, "new": new, "block": block}

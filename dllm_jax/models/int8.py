@@ -50,23 +50,11 @@ def check(model: ModelConfig):
         )
 
 
-def specs(tree: dict) -> dict:
-    """Returns a tower's Specs, in which what layers multiply with is Int8 of Specs."""
-
-    def of(name, spec):
-        if isinstance(spec, lora.Adapted):
-            return spec.replace(w=of(name, spec.w))
-        if not name.startswith("w"):
-            return spec
-        layer, dims = spec.dims[0], spec.dims[1:]
-        outer = dims[len(lora.contracted(dims)) :]
-        return Int8(spec, dataclasses.replace(spec, dims=layer + outer))
-
-    stacks = {name: tree[name] for name in ("first", "layers") if name in tree}
-    return tree | {
-        stack: {name: of(name, spec) for name, spec in node.items()}
-        for stack, node in stacks.items()
-    }
+def spec(weight) -> Int8:
+    """Returns the Int8 of Specs of a stack's Spec."""
+    layer, dims = weight.dims[0], weight.dims[1:]
+    outer = dims[len(lora.contracted(dims)) :]
+    return Int8(weight, dataclasses.replace(weight, dims=layer + outer))
 
 
 def quantized(w, inner: int, dtype) -> Int8:

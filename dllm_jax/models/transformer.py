@@ -32,6 +32,7 @@ from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
 from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.transposed import Transposed, product, transpose
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
@@ -211,13 +212,12 @@ def widen(x, ndim: int):
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def rope(x_BTNH, angle_BTh):
-    """Rotates the first 2h dimensions of each head by `angle` (radians, one per pair).
+def rope(x_BTNH, turn):
+    """Rotates the first 2h dimensions of each head; turn: (cos_BTh, sin_BTh) of the angles.
 
     Pair i is dimensions i and i + h (rotate-half); dimensions from 2h on stay.
     """
-    cos = jnp.cos(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
-    sin = jnp.sin(angle_BTh)[:, :, None].astype(x_BTNH.dtype)
+    cos, sin = (x_BTh[:, :, None] for x_BTh in turn)
     h = cos.shape[-1]
     a, b, still = jnp.split(x_BTNH, (h, 2 * h), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
@@ -240,6 +240,17 @@ def frequencies(cfg: ModelConfig):
     turns_h = length * plain_h / (2 * jnp.pi)
     keep_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
     return plain_h * (keep_h + (1 - keep_h) / factor)
+
+
+def turns(pos_BT, cfg: ModelConfig):
+    """Returns (cos_BTh, sin_BTh) of the angles by which positions turn, for `rope`.
+
+    In the computing dtype, of angles in f32. The barrier is there because XLA for CPUs would
+    compute them in each layer for each head: of 8 rows of 30M a forward took 1.04 times as long.
+    """
+    angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
+    turn = jnp.cos(angle_BTh), jnp.sin(angle_BTh)
+    return jax.lax.optimization_barrier(tuple(x.astype(cfg.dtype) for x in turn))
 
 
 @jax.named_scope("embed")
@@ -303,8 +314,7 @@ def trunk(
     The load is the moe.Load of each layer with experts, stacked over them, or None.
     Tokens that see nothing are padding, and do not count.
     """
-    angle_BTh = pos_BT.astype(jnp.float32)[..., None] * widen(frequencies(cfg), 3)
-    paged = isinstance(cache, PagedKVCache)
+    turn, paged = turns(pos_BT, cfg), isinstance(cache, PagedKVCache)
     if paged:
         real_BT = jnp.ones(pos_BT.shape, bool)
     else:
@@ -316,11 +326,11 @@ def trunk(
         (x_BTD, pages), (p, number) = carry, inputs
         x_BTD = checkpoint_name(x_BTD, INPUT)
         if paged:
-            x_BTD, pages = attend_paged(x_BTD, p, angle_BTh, mask, pages, number, cfg)
+            x_BTD, pages = attend_paged(x_BTD, p, turn, mask, pages, number, cfg)
             fresh = None
         else:
             cached = layer_of(cache, number)
-            x_BTD, fresh = attend(x_BTD, p, angle_BTh, mask, cached, cfg)
+            x_BTD, fresh = attend(x_BTD, p, turn, mask, cached, cfg)
         x_BTD, load = feed_forward(x_BTD, p, real_BT, cfg)
         return (x_BTD, pages), (fresh, load)
 
@@ -457,12 +467,12 @@ def layer_of(cache: KVCache | None, number):
 
 
 @jax.named_scope("attention")
-def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
+def attend(x_BTD, p, turn, mask: Mask, cached, cfg: ModelConfig):
     """Returns (x_BTD + Attn(RMSNorm(x_BTD)), the fresh (k_BTKH, v_BTKH)).
 
     cached: keys and values (k_BSKH, v_BSKH) that come before the own ones, or None.
     """
-    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, angle_BTh, cfg)
+    q_BTNH, k_BTKH, v_BTKH = queries_keys_values(x_BTD, p, turn, cfg)
     out_BTNH = pallas_kernels.attention(
         q_BTNH, k_BTKH, v_BTKH, mask, cached=cached, implementation=cfg.kernels
     )
@@ -470,12 +480,12 @@ def attend(x_BTD, p, angle_BTh, mask: Mask, cached, cfg: ModelConfig):
 
 
 @jax.named_scope("attention")
-def attend_paged(x_BWD, p, angle_BWh, window: Window, pages, number, cfg: ModelConfig):
+def attend_paged(x_BWD, p, turn, window: Window, pages, number, cfg: ModelConfig):
     """Returns (x_BWD + Attn(RMSNorm(x_BWD)), pages with the keys that are kept).
 
     pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
     """
-    q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, angle_BWh, cfg)
+    q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, turn, cfg)
     B, J = window.keep_BJ.shape
     Q = x_BWD.shape[1] // J
     start_BJ = window.start_B[:, None] + Q * jnp.arange(J)[None]
@@ -530,7 +540,7 @@ def attend_window(fresh, window: Window, pages, number, **how):
     return pallas_kernels.paged_attention(*held, table_BA, start_B, *own, **how)
 
 
-def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):
+def queries_keys_values(x_BTD, p, turn, cfg: ModelConfig):
     """Returns (q_BTNH, k_BTKH, v_BTKH) of RMSNorm(x_BTD); queries and keys rotated."""
     h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
     q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
@@ -539,7 +549,7 @@ def queries_keys_values(x_BTD, p, angle_BTh, cfg: ModelConfig):
     if cfg.qk_norm:
         q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
         k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
-    return rope(q_BTNH, angle_BTh), rope(k_BTKH, angle_BTh), v_BTKH
+    return rope(q_BTNH, turn), rope(k_BTKH, turn), v_BTKH
 
 
 def add_attention(x_BTD, p, out_BTNH):
@@ -584,7 +594,8 @@ def project(x, w, dims: str, bias=None):
     "DNH" takes [..., D] to [..., N, H] and "NHD" back. A lora.Adapted weight W acts as
     W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
     has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
-    have fast code. An Int8's scales multiply what comes out of the product.
+    have fast code. An Int8's scales multiply what comes out of the product. A Transposed
+    is read as it lies.
     """
     inner = len(lora.contracted(dims))
     if isinstance(w, lora.Adapted):
@@ -595,10 +606,15 @@ def project(x, w, dims: str, bias=None):
         y = project(x, w.w, dims)
         y *= widen(w.scale.astype(x.dtype), y.ndim)
         return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
-    w = constrain(w.astype(x.dtype), dims)
-    rows, outer = x.shape[: x.ndim - inner], w.shape[inner:]
-    size = math.prod(w.shape[:inner])
-    y = (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(*rows, *outer)
+    rows, size = x.shape[: x.ndim - inner], math.prod(x.shape[x.ndim - inner :])
+    x_RD = x.reshape(-1, size)
+    if isinstance(w, Transposed):
+        w = constrain(w.w.astype(x.dtype), dims[inner:] + dims[:inner])
+        y, outer = product(x_RD, w.reshape(-1, size)), w.shape[:-inner]
+    else:
+        w = constrain(w.astype(x.dtype), dims)
+        y, outer = x_RD @ w.reshape(size, -1), w.shape[inner:]
+    y = y.reshape(*rows, *outer)
     return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
 
 
@@ -609,6 +625,8 @@ def head(params: Params, cfg: ModelConfig):
     column beyond them forbids nothing.
     """
     weight = params["head"] if "head" in params else params["embed"].T
+    if isinstance(weight, Transposed):
+        weight = weight.w.T
     first, end = cfg.drawn or (0, cfg.vocab)
     forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
     if cfg.drawn:
@@ -622,8 +640,10 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
 
     V counts the ids that may be drawn: the first column's is that of `head`.
     """
-    weight_DV, _, forbidden = head(params, cfg)
-    logits_BWV = constrain(project(x_BWD, weight_DV, "DV"), "BWV")
+    weight, _, forbidden = head(params, cfg)
+    if isinstance(params.get("head"), Transposed):
+        weight = Transposed(transpose(weight, 1), 1)
+    logits_BWV = constrain(project(x_BWD, weight, "DV"), "BWV")
     return logits_BWV.astype(jnp.float32).at[..., forbidden].set(NEVER)
 
 

@@ -13,7 +13,7 @@ Letters: r positions of one step.
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.pallas_kernels import choice, noise, tiles
+from dllm_jax.pallas_kernels import choice, noise, tiles, transposed
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
@@ -37,23 +37,23 @@ def draw(
     """
     del interpret  # nothing is to be
 
-    def logits(x_RD):
-        return jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32)
-
     def ask(logits_rV, rows_r):
         of_rows = words_R3[rows_r], temperature_R[rows_r]
         return drawn(logits_rV, *of_rows, offset, width=width, forbidden=forbidden)
 
     R = len(x_RD)
     if choice.platform() != "cpu":  # a step of a loop costs launches
-        return ask(logits(x_RD), jnp.arange(R))
+        logits_RV = jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32)
+        return ask(logits_RV, jnp.arange(R))
+    head_VD = head_DV.T  # what samples has it so: outside of loops the two cancel out
     tile = min(-(-R // STEP) * STEP, TILE)
     order_R = jnp.argsort(~wanted_R, stable=True)  # those wanted come first
     filled_R, count = tiles.pad(order_R, 0, tile), wanted_R.sum()
 
     def walk_tile(number, out):
         first = number * tile
-        logits_RV = logits(x_RD[jax.lax.dynamic_slice(filled_R, (first,), (tile,))])
+        rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
+        logits_RV = transposed.product(x_RD[rows_R], head_VD, jnp.float32)
 
         def walk_few(number, out):
             begin = number * STEP

@@ -75,9 +75,7 @@ class Engine:
         # Of products by cuBLAS none converts int8 as it reads it.
         if self.platform == "gpu" and not self.cfg.int8:
             return forwards.advance_on_gpu
-        slots = self.scheduler.row_count // self.shards * self.cfg.block
-        few = self.platform == "cpu" and slots <= forwards.FEW
-        return forwards.advance_few if few else forwards.advance
+        return forwards.advance
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.

@@ -35,14 +35,13 @@ shard, c chunks of a shard.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.models import acting
 from dllm_jax.models import cache as kv
-from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.sampling import canvases, denoise, policy
@@ -55,7 +54,7 @@ from dllm_jax.sharding import constrain
 # Queries of a key head that a kernel takes together, so that their pages are read once.
 TILE = 64
 RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
-SHORT, HEAVY = 64, 2**26  # positions of a prompt; bytes of a tower that no cache holds
+SHORT = 64  # positions of a prompt
 
 
 def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
@@ -66,10 +65,8 @@ def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
     1.05 times with 128 and 0.94 times with 512; 16 rows of a model that the cache holds,
     0.95 times.
     """
-    layers = jax.tree.leaves(transformer.specs(model)["layers"])
-    numbers = sum(math.prod(transformer.shape(spec, model)) for spec in layers)
-    heavy = numbers * jnp.dtype(model.dtype).itemsize >= HEAVY
-    return platform in RIDING_ON and cfg.max_prompt <= SHORT and heavy
+    short = cfg.max_prompt <= SHORT
+    return platform in RIDING_ON and short and acting.heavy(model)
 
 
 def forward(
@@ -474,16 +471,6 @@ def advance(
 
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
-
-# Of a few slots XLA's own product, not that of YNNPACK, which is its choice on a CPU: 8 slots
-# take two thirds of the time, 4 take 0.85, 32 take 0.9, and 128 take 1.1.
-advance_few = jitted(
-    advance.__wrapped__,
-    compiler_options={
-        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"
-    },
-)
-FEW = 16  # present blocks' slots
 
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them

@@ -14,7 +14,7 @@ from dllm_jax import exits, memory, sharding
 from dllm_jax.models import acting, hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
-from dllm_jax.sampling import answers, looking
+from dllm_jax.sampling import answers, looking, policy
 from dllm_jax.sampling.config import SamplerConfig
 
 ROLLOUTS = ("auto", "replicated", "model")
@@ -107,7 +107,15 @@ def filled(path, placement: Placement, *, model: ModelConfig, mesh):
 def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
     """Returns the Placement on exactly this mesh."""
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
-    return Placement(answerer, acting.abstract(model, mesh, in_int8=cfg.int8), "")
+    return Placement(answerer, weights(model, cfg, mesh), "")
+
+
+def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:
+    """Returns `acting.abstract` for a sampler on exactly this mesh."""
+    seen = policy.choose(cfg, model.attention)
+    width = cfg.max_prompt + cfg.max_new if seen.canvas == "step" else cfg.window
+    slots = per_shard(mesh, cfg.rows) * width
+    return acting.abstract(model, mesh, in_int8=cfg.int8, slots=slots)
 
 
 def bytes_of(placement: Placement, beside: int, limit: int) -> float:
@@ -186,11 +194,15 @@ def note_of(placement: Placement, rollout: str) -> str:
 
 def rounded(mesh, rows: int) -> list[str]:
     """Returns what to say of rows that the devices do not divide, if they do not."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    each = -(-rows // shards)
+    shards, each = mesh.shape["data"] * mesh.shape["fsdp"], per_shard(mesh, rows)
     if each * shards == rows:
         return []
     return [f"sampler.rows={rows} become {each * shards}, {each} on each of {shards}"]
+
+
+def per_shard(mesh, rows: int) -> int:
+    """Returns the rows of each of the mesh's shards of them."""
+    return -(-rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
 
 
 def gib(size: float) -> str:

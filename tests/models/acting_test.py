@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from dllm_jax import sharding
 from dllm_jax.models import acting, lora, mask, transformer
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import Lora
+from dllm_jax.pallas_kernels.transposed import Transposed
 
 SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
 KINDS = {
@@ -67,12 +69,21 @@ def run_paged(params, tokens_BT, model):
 
 
 @pytest.mark.parametrize(
-    ("program", "kind"),
-    [*((run, kind) for kind in KINDS), (run_paged, "dense"), (run_paged, "between")],
+    ("program", "kind", "slots"),
+    [
+        *((run, kind, slots) for kind in KINDS for slots in (1, 99)),
+        (run_paged, "dense", 1),
+        (run_paged, "between", 99),
+    ],
 )
-def test_layers_of_their_own_compute_what_the_stack_does(tiny, kind, program):
+def test_layers_of_their_own_compute_what_the_stack_does(
+    tiny, kind, slots, program, monkeypatch
+):
+    monkeypatch.setattr(acting, "HEAVY", 0)
     model, params = made(tiny, kind)
-    like = acting.abstract(model, mesh_of())
+    like = acting.abstract(model, mesh_of(), slots=slots)
+    last = like["layers"][-1]["wo"]
+    assert isinstance(last, Transposed) == (slots == 1)
     layers = acting.laid_out(params, like)
     for name in ("first", "layers"):
         assert (name in params) == (name in layers)
@@ -87,7 +98,10 @@ def test_layers_of_their_own_compute_what_the_stack_does(tiny, kind, program):
 
 @pytest.mark.parametrize("kind", ["first", "adapters"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(tiny, kind, count):
+def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(
+    tiny, kind, count, monkeypatch
+):
+    monkeypatch.setattr(acting, "HEAVY", 0)
     model, params = made(tiny, kind)
     mesh = mesh_of(data=2, fsdp=4)
     where = acting.folded(mesh, count)
@@ -101,7 +115,7 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(tiny, kind, co
         acting.specs(model),
     )
     bf16 = dataclasses.replace(model, dtype="bfloat16")
-    like = acting.abstract(bf16, where)
+    like = acting.abstract(bf16, where, slots=1)
     with jax.set_mesh(mesh):
         copy = acting.laid_out(split, like)
     assert jax.tree.structure(copy) == jax.tree.structure(like)
@@ -112,7 +126,10 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(tiny, kind, co
     last = last.w if kind == "adapters" else last
     stack = params["layers"]["wq"]
     stack = stack.w if kind == "adapters" else stack
-    np.testing.assert_array_equal(last, stack[-1].astype(jnp.bfloat16))
+    assert last.inner == 1
+    last = last.w
+    want_NHD = np.moveaxis(stack[-1].astype(jnp.bfloat16), 0, -1)
+    np.testing.assert_array_equal(last, want_NHD)
     assert last.addressable_shards[0].data.size == part * last.size
     assert not split["embed"].is_deleted()
 
@@ -124,7 +141,9 @@ def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypat
     params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
     like = acting.abstract(model, mesh)
     fresh = jax.tree.leaves(acting.fresh(params, like))
-    assert len(fresh) == len(jax.tree.leaves(like["layers"]))
+    assert (
+        len(fresh) == len(jax.tree.leaves(like["layers"])) + 1
+    )  # the head, Transposed
     kept, stack = params["embed"], params["layers"]["wq"]
     want = np.array(stack)
     weights = acting.taken(params, like)
@@ -178,16 +197,47 @@ def test_beside_adapters_and_in_int8_gate_and_up_stay_two(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["laid_out", "taken"])
-def test_a_tied_head_is_there_as_the_embedding_transposed(tiny, way):
+def test_a_tied_head_is_the_embedding_as_it_lies(tiny, way):
     model, params = made(tiny, "dense")
     model = dataclasses.replace(model, tied=True)
     del params["head"]
-    want = np.array(params["embed"]).T
+    want = np.array(params["embed"])
     like = acting.abstract(model, mesh_of(model=2))
     weights = getattr(acting, way)(params, like)
-    np.testing.assert_array_equal(weights["head"], want)
-    assert weights["head"].sharding == like["head"].sharding
+    assert weights["head"].w is weights["embed"]
+    np.testing.assert_array_equal(weights["embed"], want)
+    assert weights["embed"].sharding == like["head"].w.sharding
     assert "head" not in acting.specs(model)  # of what learns
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_and_draws_are_those_of_the_head_that_learns(tiny, tied):
+    model, params = made(tiny, "dense")
+    model = dataclasses.replace(model, tied=tied, drawn=(2, 60))
+    if tied:
+        del params["head"]
+    weights = acting.laid_out(params, acting.abstract(model, mesh_of()))
+    x_BWD = jax.random.normal(jax.random.key(1), (2, 3, model.d_model))
+    keys = jax.random.split(jax.random.key(2), 2)
+    for ask in (
+        lambda p: transformer.logits(p, x_BWD, model),
+        lambda p: transformer.token_draw(p, x_BWD, keys, jnp.ones(2), model),
+    ):
+        want, found = (jax.jit(ask)(p) for p in (params, weights))
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, found, want)
+
+
+@pytest.mark.parametrize(
+    ("layers", "slots", "transposes"),
+    [(8, 4, True), (8, 32, True), (8, 33, False), (8, math.inf, False), (4, 4, False)],
+)
+def test_few_slots_of_heavy_weights_are_multiplied_by_transposes(
+    tiny, layers, slots, transposes
+):
+    sizes = {"d_model": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffw": 1536}
+    model = dataclasses.replace(tiny[0], layers=layers, **sizes)  # 12.6 MB a layer
+    assert acting.transposes(model, slots) == transposes
 
 
 def test_a_mesh_is_folded_as_far_as_heads_and_widths_divide(tiny):

@@ -267,9 +267,10 @@ def check_cache(params, cfg):
 def test_only_the_first_dimensions_of_a_head_turn():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)))
     angle = jnp.ones((1, 3, 2))
-    turned = transformer.rope(x, angle)
+    turn = jnp.cos(angle), jnp.sin(angle)
+    turned = transformer.rope(x, turn)
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_allclose(turned[..., :4], transformer.rope(x[..., :4], angle))
+    np.testing.assert_allclose(turned[..., :4], transformer.rope(x[..., :4], turn))
     assert np.abs(turned - x)[..., :4].min() > 0
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting, transformer
+from dllm_jax.pallas_kernels.transposed import Transposed
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -61,6 +62,26 @@ def test_rows_that_devices_do_not_divide_are_told(tiny, shape):
     note = placement.place(model=tiny[0], cfg=cfg, mesh=mesh_of(*shape)).note
     each, shards = (5, 2) if shape[1] == 1 else (2, 8)
     assert f"sampler.rows=9 become {each * shards}, {each} on each of {shards}" in note
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "few"),
+    [
+        ({"rows": 8}, (1, 1, 1), True),
+        ({"rows": 9}, (1, 1, 1), False),
+        ({"rows": 9}, (2, 1, 1), True),
+        ({"rows": 2, "cache": "none"}, (1, 1, 1), True),  # whole canvases of 16
+        ({"rows": 3, "cache": "none"}, (1, 1, 1), False),
+        ({"rows": 1, "int8": True}, (1, 1, 1), False),
+    ],
+)
+def test_few_slots_on_a_device_are_multiplied_by_transposes(
+    tiny, monkeypatch, change, shape, few
+):
+    monkeypatch.setattr(acting, "HEAVY", 0)
+    cfg = dataclasses.replace(CFG, block=4, **change)
+    weights = placement.weights(tiny[0], cfg, mesh_of(*shape))
+    assert isinstance(weights["layers"][0]["wq"], Transposed) == few
 
 
 @pytest.fixture(scope="module")
