@@ -52,7 +52,11 @@ def joined(x_iKfH, like_BTNH, t: int):
 
 def plan(mask, *_):
     """Returns `tiles.schedule` of the mask: the tiles of keys that each of queries visits."""
-    t = choice.tile()
+    return scheduled(mask, choice.tile())
+
+
+def scheduled(mask, t: int):
+    """Returns `plan` of the mask in tiles of t."""
     return tiles.schedule(tiles.kinds(*tiles.mask_arrays(mask, t, t), t, t))
 
 
@@ -62,9 +66,9 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     Each in its tiles: q_iKfH, mask_i3t, visit_iv (numbers of tiles j), count_i;
     k_jKsH, v_jKsH, mask_j2s. tile: t, which is s too.
     """
-    t, K = choice.tile(), k_BSKH.shape[2]
+    t, K = choice.tile(chunk=mask.tiles is None), k_BSKH.shape[2]
     q_arrays, k_arrays = tiles.mask_arrays(mask, t, t)
-    visit_Biv, count_Bi = mask.tiles or plan(mask)
+    visit_Biv, count_Bi = mask.tiles or scheduled(mask, t)
     B, _, tiles_of_row = visit_Biv.shape
     first_B11 = tiles_of_row * jnp.arange(B)[:, None, None]
     visit_Biv = first_B11 + visit_Biv // 2
