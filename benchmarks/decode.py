@@ -378,13 +378,14 @@ def main():
         attention="full" if full else "block",
     )
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    params = jax.jit(
-        lambda key: transformer.init(key, model, jnp.dtype(dtype)),
-    )(jax.random.key(args.seed))
-    for count in args.rows:
+    init = jax.jit(lambda key: transformer.init(key, model, jnp.dtype(dtype)))
+
+    def weights(count: int):  # made anew, so that a device never holds them twice
         like = placement.weights(model, sampler(count, 0, args, model), mesh)
-        weights = acting.laid_out(params, like)
-        for row in measure(count, args, model, weights, mesh):
+        return acting.taken(init(jax.random.key(args.seed)), like)
+
+    for count in args.rows:
+        for row in measure(count, args, model, weights(count), mesh):
             report.tell("decode", **row)
 
 

@@ -123,9 +123,8 @@ def transposes(model: ModelConfig, slots: float) -> bool:
     """Returns whether a CPU has what layers multiply with Transposed.
 
     slots: how many of present blocks a forward has on a device. On two cores one row of 135M
-    or of 30M is answered 1.3 times as fast then, with what the layers' turns gained; by it alone
-    one of 30M 1.1 times, 8 rows of 30M as fast, 16 rows 0.94 times, and 1 or 8 rows of a model
-    that the cache holds 0.95 times.
+    or of 30M is answered 1.1 times as fast then, 8 rows of 30M as fast, 16 rows 0.94 times, and
+    1 or 8 rows of a model that the cache holds 0.95 times.
     """
     return slots <= FEW and heavy(model)
 

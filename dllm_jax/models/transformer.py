@@ -32,7 +32,7 @@ from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
 from dllm_jax.pallas_kernels.reference import NEVER
-from dllm_jax.pallas_kernels.transposed import Transposed, product, transpose
+from dllm_jax.pallas_kernels.transposed import Transposed, product
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
@@ -625,11 +625,11 @@ def head(params: Params, cfg: ModelConfig):
     column beyond them forbids nothing.
     """
     weight = params["head"] if "head" in params else params["embed"].T
-    if isinstance(weight, Transposed):
-        weight = weight.w.T
     first, end = cfg.drawn or (0, cfg.vocab)
     forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
-    if cfg.drawn:
+    if isinstance(weight, Transposed):  # cut as it lies: what reads it turns it back
+        weight = weight.w[first:end].T
+    elif cfg.drawn:
         weight = weight[:, first:end]
     return constrain(weight.astype(cfg.dtype), "DV"), first, forbidden
 
@@ -642,7 +642,7 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
     """
     weight, _, forbidden = head(params, cfg)
     if isinstance(params.get("head"), Transposed):
-        weight = Transposed(transpose(weight, 1), 1)
+        weight = Transposed(weight.T, 1)
     logits_BWV = constrain(project(x_BWD, weight, "DV"), "BWV")
     return logits_BWV.astype(jnp.float32).at[..., forbidden].set(NEVER)
 

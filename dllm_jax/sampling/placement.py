@@ -14,7 +14,7 @@ from dllm_jax import exits, memory, sharding
 from dllm_jax.models import acting, hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
-from dllm_jax.sampling import answers, looking
+from dllm_jax.sampling import answers, looking, policy
 from dllm_jax.sampling.config import SamplerConfig
 
 ROLLOUTS = ("auto", "replicated", "model")
@@ -112,8 +112,8 @@ def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
 
 def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:
     """Returns `acting.abstract` for a sampler on exactly this mesh."""
-    cache = "none" if (cfg.cache, model.attention) == ("auto", "full") else cfg.cache
-    width = cfg.max_prompt + cfg.max_new if cache == "none" else cfg.window
+    whole = policy.POLICIES[policy.name_of(cfg, model.attention)].canvas == "step"
+    width = cfg.max_prompt + cfg.max_new if whole else cfg.window
     slots = per_shard(mesh, cfg.rows) * width
     return acting.abstract(model, mesh, in_int8=cfg.int8, slots=slots)
 

@@ -63,8 +63,18 @@ def first_block(prompt_len, attention: str, Q: int):
     return prompt_len if attention == "full" else prompt_len // Q * Q
 
 
+def name_of(cfg, attention: str) -> str:
+    """Returns the row of POLICIES that `cfg.cache` names, fitting or not.
+
+    "auto" is the exact one of the family. attention: ModelConfig.attention.
+    """
+    if cfg.cache == "auto":
+        return "none" if attention == "full" else "block"
+    return cfg.cache
+
+
 def choose(cfg, attention: str) -> CachePolicy:
-    """Returns the policy that `cfg.cache` names; "auto" is the exact one of the family.
+    """Returns the policy that `name_of` names.
 
     attention: ModelConfig.attention. Raises ValueError for a policy, or a block, that
     does not serve the family.
@@ -74,9 +84,7 @@ def choose(cfg, attention: str) -> CachePolicy:
             f"sampler.block={cfg.block}: a model with causal attention answers token "
             "by token; set sampler.block=1 and sampler.steps_per_block=1"
         )
-    name = cfg.cache
-    if name == "auto":
-        name = "none" if attention == "full" else "block"
+    name = name_of(cfg, attention)
     policy = POLICIES[name]
     beyond = {"guidance": cfg.guidance, "tail": cfg.tail}
     for key, value in beyond.items():

@@ -141,9 +141,8 @@ def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypat
     params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, shapes)
     like = acting.abstract(model, mesh)
     fresh = jax.tree.leaves(acting.fresh(params, like))
-    assert (
-        len(fresh) == len(jax.tree.leaves(like["layers"])) + 1
-    )  # the head, Transposed
+    layers = len(jax.tree.leaves(like["layers"]))
+    assert len(fresh) == layers + 1  # the head, Transposed
     kept, stack = params["embed"], params["layers"]["wq"]
     want = np.array(stack)
     weights = acting.taken(params, like)
