@@ -91,6 +91,7 @@ TRUSTED = ("tpu",)
 verdicts: dict[tuple[str, str], bool] = {}
 CHOICES = ("auto", "reference", "platform")  # of a whole run
 HEAD_SIZES = (64, 128)  # of the kernels that have heads
+CHUNK_TILE = 256  # on a CPU, see `tile`
 
 
 def platform() -> str:
@@ -100,16 +101,17 @@ def platform() -> str:
 
 
 def tile(chunk: bool = False) -> int:
-    """Returns how many queries, and keys, a tile of `tiled_attention` has.
+    """Returns how many keys a tile of `tiled_attention` has, and how many queries at most.
 
-    CPU: 64, the fastest or close to it of 32, 48, 64, 96 and 128 at rows of 288 to 2,048
-    packed slots; of a prompt's chunk, over keys that are not its own, 128: a prompt of 2,048
-    is answered 1.2 to 1.4 times as fast as with 64. Elsewhere a step of its loop costs several
-    launches, so that tiles are large; that they are 1,024 is not measured.
+    chunk: of a prompt's chunk, over keys that are not its own. On CPU 64 is the fastest or
+    close to it of 32, 48, 64, 96 and 128 at rows of 288 to 2,048 packed slots, and 256 the
+    fastest of 64 to 512 for chunks: it takes 0.8 of the time of 128, half of that of 64.
+    Elsewhere a step of its loop costs several launches, so that tiles are large; that they
+    are 1,024 is not measured.
     """
     if platform() != "cpu":
         return 1024
-    return 128 if chunk else 64
+    return CHUNK_TILE if chunk else 64
 
 
 def module(op: str, name: str):

@@ -52,55 +52,70 @@ def joined(x_iKfH, like_BTNH, t: int):
 
 def plan(mask, *_):
     """Returns `tiles.schedule` of the mask: the tiles of keys that each of queries visits."""
-    return scheduled(mask, choice.tile())
+    t = choice.tile()
+    return scheduled(*tiles.mask_arrays(mask, t, t), t, t)
 
 
-def scheduled(mask, t: int):
-    """Returns `plan` of the mask in tiles of t."""
-    return tiles.schedule(tiles.kinds(*tiles.mask_arrays(mask, t, t), t, t))
+def scheduled(q_arrays, k_arrays, t: int, s: int):
+    """Returns `plan` of the `tiles.mask_arrays` of a mask, in tiles of t by s."""
+    return tiles.schedule(tiles.kinds(q_arrays, k_arrays, t, s))
 
 
 def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
-    """Returns (tile, of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
+    """Returns ((t, s), of queries: (scaled q, mask, visits, count), of keys: (k, v, mask)).
 
-    Each in its tiles: q_iKfH, mask_i3t, visit_iv (numbers of tiles j), count_i;
-    k_jKsH, v_jKsH, mask_j2s. tile: t, which is s too.
+    Each in its tiles: q_iKfH, mask_i3t, visit_iv (2·j, plus 1 where all of a tile is seen),
+    count_i; k_jKsH, v_jKsH, mask_j2s.
     """
-    t, K = choice.tile(chunk=mask.tiles is None), k_BSKH.shape[2]
-    q_arrays, k_arrays = tiles.mask_arrays(mask, t, t)
-    visit_Biv, count_Bi = mask.tiles or scheduled(mask, t)
+    t = s = choice.tile(chunk=mask.tiles is None)
+    if mask.tiles is None:  # a chunk, which may be narrower than what it sees
+        t = tiles.fit(t, q_BTNH.shape[1], 64)
+    K = k_BSKH.shape[2]
+    q_arrays, k_arrays = tiles.mask_arrays(mask, t, s)
+    visit_Biv, count_Bi = mask.tiles or scheduled(q_arrays, k_arrays, t, s)
     B, _, tiles_of_row = visit_Biv.shape
     first_B11 = tiles_of_row * jnp.arange(B)[:, None, None]
-    visit_Biv = first_B11 + visit_Biv // 2
+    visit_Biv = 2 * first_B11 + visit_Biv
 
-    def tiled(arrays):
-        return jnp.stack([x.reshape(-1, t) for x in arrays], axis=1)
+    def tiled(arrays, size):
+        return jnp.stack([x.reshape(-1, size) for x in arrays], axis=1)
 
     visits = visit_Biv.reshape(-1, tiles_of_row), count_Bi.reshape(-1)
     q_iKfH = cut(q_BTNH * q_BTNH.shape[3] ** -0.5, K, t)
-    keys = cut(k_BSKH, K, t), cut(v_BSKH, K, t), tiled(k_arrays)
-    return t, (q_iKfH, tiled(q_arrays), *visits), keys
+    keys = cut(k_BSKH, K, s), cut(v_BSKH, K, s), tiled(k_arrays, s)
+    return (t, s), (q_iKfH, tiled(q_arrays, t), *visits), keys
 
 
-def scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s):
-    """Returns a tile's scores [K, G, t, s], f32; NEVER or less where nothing is seen."""
-    (begin_t1, end_t1, group_t1), (pos_1s, group_1s) = (
-        q_mask_3t[..., None],
-        k_mask_2s[:, None],
-    )
-    sees_ts = ((pos_1s >= begin_t1) & (pos_1s < end_t1)) | (group_1s == group_t1)
-    # Left to itself, XLA compares again for every head, in every loop that reads a score:
-    # six times the whole forward pass on CPU.
-    hidden_ts = jax.lax.optimization_barrier(jnp.where(sees_ts, 0.0, NEVER))
-    score_Kfs = product("KfH,KsH->Kfs", q_KfH, k_KsH)
-    score_KGts = score_Kfs.reshape(len(q_KfH), -1, *hidden_ts.shape)
-    return score_KGts + hidden_ts[None, None]
+def scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole):
+    """Returns a tile's scores [K, G, t, s], f32; NEVER or less where nothing is seen.
+
+    whole: whether all of the tile is seen.
+    """
+    t, s = q_mask_3t.shape[1], k_mask_2s.shape[1]
+
+    def seen():
+        score_Kfs = product("KfH,KsH->Kfs", q_KfH, k_KsH)
+        return score_Kfs.reshape(len(q_KfH), -1, t, s)
+
+    def partly_seen():
+        (begin_t1, end_t1, group_t1), (pos_1s, group_1s) = (
+            q_mask_3t[..., None],
+            k_mask_2s[:, None],
+        )
+        sees_ts = ((pos_1s >= begin_t1) & (pos_1s < end_t1)) | (group_1s == group_t1)
+        # Left to itself, XLA compares again for every head, in every loop that reads a
+        # score: six times the whole forward pass on CPU.
+        hidden_ts = jax.lax.optimization_barrier(jnp.where(sees_ts, 0.0, NEVER))
+        return seen() + hidden_ts[None, None]
+
+    return jax.lax.cond(whole, seen, partly_seen)
 
 
 def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
     """Returns (attention [B, T, N, H], the log of each query's sum [B, N, T], f32)."""
     del interpret  # nothing is to be
-    t, of_queries, (k_jKsH, v_jKsH, k_mask_j2s) = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    (t, s), of_queries, keys = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    k_jKsH, v_jKsH, k_mask_j2s = keys
     B, T, N, _ = q_BTNH.shape
 
     def attend(tile):
@@ -108,13 +123,14 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
 
         def visit(number, sums):
             acc_KfH, max_KGt, sum_KGt = sums
-            j = at(visit_v, number)
+            code = at(visit_v, number)
+            j, whole = code // 2, code % 2 == 1
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
-            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
+            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole)
             new_max_KGt = jnp.maximum(max_KGt, score_KGts.max(axis=-1))
             prob_KGts = jnp.exp(score_KGts - new_max_KGt[..., None])
             fade_KGt = jnp.exp(max_KGt - new_max_KGt)
-            prob_Kfs = prob_KGts.reshape(*q_KfH.shape[:2], t).astype(v_KsH.dtype)
+            prob_Kfs = prob_KGts.reshape(*q_KfH.shape[:2], s).astype(v_KsH.dtype)
             acc_KfH = acc_KfH * fade_KGt.reshape(*q_KfH.shape[:2], 1)
             acc_KfH += product("Kfs,KsH->KfH", prob_Kfs, v_KsH)
             return acc_KfH, new_max_KGt, sum_KGt * fade_KGt + prob_KGts.sum(axis=-1)
@@ -139,7 +155,8 @@ def backward(
 ):
     """Returns the gradients (dq, dk, dv), each in its input's shape and dtype."""
     del interpret
-    t, of_queries, (k_jKsH, v_jKsH, k_mask_j2s) = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    (t, s), of_queries, keys = arranged(q_BTNH, k_BSKH, v_BSKH, mask)
+    k_jKsH, v_jKsH, k_mask_j2s = keys
     K, H = k_BSKH.shape[2:]
     delta_BTN = jnp.sum(dout_BTNH.astype(jnp.float32) * out_BTNH, axis=3)
     # What padding adds has no gradient, whatever its sum.
@@ -152,10 +169,11 @@ def backward(
 
         def visit(number, gradients):
             dq_KfH, dk_jKsH, dv_jKsH = gradients
-            j = at(visit_v, number)
+            code = at(visit_v, number)
+            j, whole = code // 2, code % 2 == 1
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
-            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s)
-            prob_Kfs = jnp.exp(score_KGts.reshape(K, -1, t) - lse_Kf1)
+            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole)
+            prob_Kfs = jnp.exp(score_KGts.reshape(K, -1, s) - lse_Kf1)
             dprob_Kfs = product("KfH,KsH->Kfs", dout_KfH, v_KsH)
             dscore_Kfs = (prob_Kfs * (dprob_Kfs - delta_Kf1)).astype(q_KfH.dtype)
             prob_Kfs = prob_Kfs.astype(q_KfH.dtype)
@@ -173,4 +191,4 @@ def backward(
     tiled = of_queries, cut(dout_BTNH, K, t), lse_iKf1, delta_iKf1
     (dk_jKsH, dv_jKsH), dq_iKfH = jax.lax.scan(attend, zeros, tiled)
     dq_BTNH = joined(dq_iKfH * H**-0.5, q_BTNH, t)
-    return dq_BTNH, joined(dk_jKsH, k_BSKH, t), joined(dv_jKsH, v_BSKH, t)
+    return dq_BTNH, joined(dk_jKsH, k_BSKH, s), joined(dv_jKsH, v_BSKH, s)

@@ -14,7 +14,7 @@ import pytest
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import mask
 from dllm_jax.models.mask import FAR, Mask
-from dllm_jax.pallas_kernels import reference, tiles
+from dllm_jax.pallas_kernels import choice, reference, tiles
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 
@@ -29,6 +29,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tpu_attention, "TILE_T", 128)
     monkeypatch.setattr(tpu_attention, "TILE_S", 256)
     monkeypatch.setattr(tpu_attention, "PART", 128)
+    monkeypatch.setattr(choice, "CHUNK_TILE", 128)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
