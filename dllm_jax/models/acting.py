@@ -12,7 +12,7 @@ computation, to where sampling wants them:
     them. There a scan copies a layer's weights out of the stack before it multiplies by
     them. A TPU reads them where they are, and so does a GPU by `forwards.advance_on_gpu`.
     The head is Transposed there (a tied one: it is the embedding), and what layers multiply
-    with is where `transposes` says so.
+    with is Tiled where `in_tiles` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
     `model` splits both alike: a layer is one product less, as wide as two.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
@@ -32,7 +32,8 @@ from dllm_jax.models import int8, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
 from dllm_jax.models.vision import soft
-from dllm_jax.pallas_kernels.transposed import Transposed, transpose
+from dllm_jax.pallas_kernels import few_slots
+from dllm_jax.pallas_kernels.few_slots import Tiled, Transposed
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
 # Platforms on which each layer's weights are arrays of their own.
@@ -40,7 +41,7 @@ APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
 PAIRED_ON = ("gpu",)  # on which gate and up are one
 HEAVY = 2**26  # bytes of a tower that no CPU's cache holds
-FEW = 32  # slots, see `transposes`
+FEW = 16  # slots, see `in_tiles`
 PAIRED = -1  # no layer's number
 WHOLE = {None: jnp.asarray, PAIRED: functools.partial(jnp.stack, axis=-1)}
 
@@ -104,12 +105,11 @@ def multiplied(tree: Params, of) -> Params:
     }
 
 
-def transposed(spec, stacked: bool) -> Transposed:
-    """Returns the Transposed of a Spec."""
-    layer, dims = spec.dims[:stacked], spec.dims[stacked:]
-    inner = len(lora.contracted(dims))
-    dims = layer + dims[inner:] + dims[:inner]
-    return Transposed(dataclasses.replace(spec, dims=dims), inner)
+def tiled(spec, model: ModelConfig):
+    """Returns a Spec of a stack as Tiled, or as it is where its columns are no whole tiles."""
+    inner = len(lora.contracted(spec.dims[1:]))
+    outer = transformer.shape(spec, model)[1 + inner :]
+    return spec if math.prod(outer) % few_slots.TILE else Tiled(spec, inner, outer)
 
 
 def heavy(model: ModelConfig) -> bool:
@@ -119,12 +119,12 @@ def heavy(model: ModelConfig) -> bool:
     return numbers * jnp.dtype(model.dtype).itemsize >= HEAVY
 
 
-def transposes(model: ModelConfig, slots: float) -> bool:
-    """Returns whether a CPU has what layers multiply with Transposed.
+def in_tiles(model: ModelConfig, slots: float) -> bool:
+    """Returns whether a CPU has what layers multiply with Tiled.
 
-    slots: how many of present blocks a forward has on a device. On two cores one row of 135M
-    or of 30M is answered 1.1 times as fast then, 8 rows of 30M as fast, 16 rows 0.94 times, and
-    1 or 8 rows of a model that the cache holds 0.95 times.
+    slots: how many of present blocks a forward has on a device. On two cores 1 and 2 rows of
+    30M are answered 1.3 and 1.2 times as fast then, 4 rows 1.1 times, 8 rows 0.94 times and
+    16 rows 0.9 times.
     """
     return slots <= FEW and heavy(model)
 
@@ -147,16 +147,9 @@ def abstract(
 ) -> Params:
     """Returns the weights that sample on a mesh, as shapes with shardings.
 
-    in_int8: sampler.int8; slots: of a device's forward, see `transposes`. Raises ValueError
+    in_int8: sampler.int8; slots: of a device's forward, see `in_tiles`. Raises ValueError
     for a model that cannot be in int8.
     """
-
-    def struct(spec, dtype=model.dtype):
-        if int8.is_int8(spec):
-            return int8.Int8(struct(spec.w, jnp.int8), struct(spec.scale))
-        shape = transformer.shape(spec, model)
-        place = named(spec.dims, shape, ACT, mesh)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
 
     def without_first(spec):
         return dataclasses.replace(spec, dims=spec.dims[1:])
@@ -175,15 +168,33 @@ def abstract(
             tree, lambda two: dataclasses.replace(two[0], dims=two[0].dims + "2")
         )
     if platform in APART:
-        tree["head"] = transposed(transformer.Spec("DV"), stacked=False)
-        if transposes(model, slots) and not in_int8:
-            tree = multiplied(tree, functools.partial(transposed, stacked=True))
+        tree["head"] = Transposed(transformer.Spec("VD"))
+        # Of heads that `model` splits a tile may hold those of two devices.
+        if in_tiles(model, slots) and mesh.shape["model"] == 1 and not in_int8:
+            tree = multiplied(tree, functools.partial(tiled, model=model))
     if platform in (APART_INT8 if in_int8 else APART):
         for name, letter in (("first", "Y"), ("layers", "L")):
             if name in tree:
                 layer = jax.tree.map(without_first, tree[name])
                 tree[name] = (layer,) * model.sizes[letter]
-    return jax.tree.map(struct, tree, is_leaf=int8.is_int8)
+    of = functools.partial(struct, model=model, mesh=mesh, dtype=jnp.dtype(model.dtype))
+    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, (int8.Int8, Tiled)))
+
+
+def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
+    """Returns the shape and place of a weight of some Spec, or of what it lies as."""
+    of = functools.partial(struct, model=model, mesh=mesh)
+    if isinstance(spec, int8.Int8):
+        return int8.Int8(
+            of(spec.w, dtype=jnp.dtype("int8")), of(spec.scale, dtype=dtype)
+        )
+    if isinstance(spec, Tiled):
+        whole = of(spec.w, dtype=dtype)
+        tiles = jax.eval_shape(lambda w: few_slots.tiles(w, spec.inner), whole)
+        return spec.replace(w=tiles.update(sharding=whole.sharding))
+    shape = transformer.shape(spec, model)
+    place = named(spec.dims, shape, ACT, mesh)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
 # ---- How they get there --------------------------------------------------------------
@@ -225,7 +236,7 @@ def walked(params: Params, like: Params, get) -> Params:
     But for the rows of images, which are no weights.
 
     x: that of `params`; number: which of the stack x is meant, None for all of x, or PAIRED
-    for the two of x as one. An Int8 is one leaf, and so is a Transposed.
+    for the two of x as one. An Int8 is one leaf, and so are a Tiled and a Transposed.
     """
     out = {}
     if any(isinstance(x, dict) and "w_gate_up" in x for x in like.values()):
@@ -262,7 +273,7 @@ def is_pair(x) -> bool:
 
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if isinstance(place, (int8.Int8, Transposed)):
+    if isinstance(place, (int8.Int8, Tiled, Transposed)):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
@@ -277,20 +288,26 @@ def copied(x, number, place):
         return x
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
-    to, inner = (place.w, place.inner) if isinstance(place, Transposed) else (place, 0)
-    copy = copier(to.dtype, to.sharding, WHOLE.get(number, operator.getitem), inner)
+    part, inner, to = WHOLE.get(number, operator.getitem), 0, place
+    if isinstance(place, Transposed):
+        part, to = jnp.transpose, place.w
+    if isinstance(place, Tiled):
+        inner, to = place.inner, place.w
+    copy = copier(to.dtype, to.sharding, part, inner)
     made = copy(x) if number in WHOLE else copy(x, number)
-    return place.replace(w=made) if inner else made
+    return made if to is place else place.replace(w=made)
 
 
 @functools.cache
 def copier(dtype, place, part, inner):
-    """Returns a program that copies part(x, ...), such as one array of a stack, turned.
+    """Returns a program that copies part(x, ...), such as one array of a stack.
 
-    What else `part` takes, a layer's number, is data.
+    As `tiles` where `inner` dimensions are contracted. What else `part` takes, a layer's
+    number, is data.
     """
 
     def copy(x, *number):
-        return transpose(part(x, *number), inner).astype(dtype)
+        made = part(x, *number).astype(dtype)
+        return few_slots.tiles(made, inner) if inner else made
 
     return jax.jit(copy, out_shardings=place)

@@ -31,8 +31,8 @@ from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
+from dllm_jax.pallas_kernels.few_slots import Tiled, Transposed, by_tiles, by_transpose
 from dllm_jax.pallas_kernels.reference import NEVER
-from dllm_jax.pallas_kernels.transposed import Transposed, product
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
@@ -594,7 +594,7 @@ def project(x, w, dims: str, bias=None):
     "DNH" takes [..., D] to [..., N, H] and "NHD" back. A lora.Adapted weight W acts as
     W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
     has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
-    have fast code. An Int8's scales multiply what comes out of the product. A Transposed
+    have fast code. An Int8's scales multiply what comes out of the product. A Tiled
     is read as it lies.
     """
     inner = len(lora.contracted(dims))
@@ -608,9 +608,8 @@ def project(x, w, dims: str, bias=None):
         return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
     rows, size = x.shape[: x.ndim - inner], math.prod(x.shape[x.ndim - inner :])
     x_RD = x.reshape(-1, size)
-    if isinstance(w, Transposed):
-        w = constrain(w.w.astype(x.dtype), dims[inner:] + dims[:inner])
-        y, outer = product(x_RD, w.reshape(-1, size)), w.shape[:-inner]
+    if isinstance(w, Tiled):
+        y, outer = by_tiles(x_RD, w.w.astype(x.dtype)), w.outer
     else:
         w = constrain(w.astype(x.dtype), dims)
         y, outer = x_RD @ w.reshape(size, -1), w.shape[inner:]
@@ -642,8 +641,11 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
     """
     weight, _, forbidden = head(params, cfg)
     if isinstance(params.get("head"), Transposed):
-        weight = Transposed(weight.T, 1)
-    logits_BWV = constrain(project(x_BWD, weight, "DV"), "BWV")
+        logits_RV = by_transpose(x_BWD.reshape(-1, cfg.d_model), weight.T)
+        logits_BWV = logits_RV.reshape(*x_BWD.shape[:2], -1)
+    else:
+        logits_BWV = project(x_BWD, weight, "DV")
+    logits_BWV = constrain(logits_BWV, "BWV")
     return logits_BWV.astype(jnp.float32).at[..., forbidden].set(NEVER)
 
 
