@@ -318,7 +318,7 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
         row["cache"], row["engine_canvases"] = args.cache, work.clean
     for name, (_, its, lasted) in found.items():
         row[f"{name}_forwards"] = its.forwards
-        row[f"{name}_tokens_per_second"] = round(tokens / lasted, 1)
+        row[f"{name}_tokens_per_second"] = float(f"{tokens / lasted:.4g}")
     prompt = sum(map(len, prompts))
     if peak := report.flops():
         flops = multiplications(model, params, prompt, work)

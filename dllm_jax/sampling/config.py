@@ -204,13 +204,14 @@ class SamplerConfig:
         of 5 and of 3 pairs).
 
         Where prompts ride, each of their blocks has a window, too: the largest holds one for
-        every row, or 64 positions of a prompt. One for a window a row is there as well: by
-        what slots cost on two cores it saves 4 % of 8, 32 and 64 rows' time.
+        every row, or 64 positions of a prompt, whose row then has but one other. One for a
+        window a row is there as well: by what slots cost on two cores it saves 4 % of 8, 32
+        and 64 rows' time.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
         counts = {*fewer, rows + rows // 2, 2 * rows}
         if rides:
-            counts |= {rows, 2 * rows + max(rows, 64 // self.block)}
+            counts |= {rows, 2 * rows - 1 + max(rows, 64 // self.block)}
         return tuple(sorted(counts))
 
     @property
