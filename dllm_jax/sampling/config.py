@@ -206,12 +206,14 @@ class SamplerConfig:
         Where prompts ride, each of their blocks has a window, too: the largest holds one for
         every row, or 64 positions of a prompt, whose row then has but one other. One for a
         window a row is there as well: by what slots cost on two cores it saves 4 % of 8, 32
-        and 64 rows' time.
+        and 64 rows' time. One halfway to the largest is for the few prompts that come together
+        once rows end in turns: 8 and 32 rows with prompts of 32 compute 8 to 11 % fewer slots.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
         counts = {*fewer, rows + rows // 2, 2 * rows}
         if rides:
-            counts |= {rows, 2 * rows - 1 + max(rows, 64 // self.block)}
+            most = 2 * rows - 1 + max(rows, 64 // self.block)
+            counts |= {rows, (2 * rows + most) // 2, most}
         return tuple(sorted(counts))
 
     @property
