@@ -226,17 +226,15 @@ class SamplerConfig:
         width = min(max(self.max_prompt // 16, 32), 256)
         return -(-min(width, self.prefill, self.max_prompt) // self.block) * self.block
 
-    def chunk_counts(self, rows: int, room: int = 0) -> tuple[int, ...]:
+    def chunk_counts(self, rows: int) -> tuple[int, ...]:
         """Returns how many chunks of `rows` rows' prompts a forward may be made for.
 
         As many as `prefill` says, but no more than all rows can wait for; or few, for a
-        short prompt that comes alone, where that is less, and more than `room` positions,
-        which need no such forward. The greatest is the last.
+        short prompt that comes alone, where that is less. The greatest is the last.
         """
         longest = -(-self.max_prompt // self.chunk)
         many = min(-(-self.prefill // self.chunk), rows * longest)
-        few = -(-many // 8)
-        return tuple(sorted({few if few * self.chunk > room else many, many}))
+        return tuple(sorted({-(-many // 8), many}))
 
     @property
     def window(self) -> int:

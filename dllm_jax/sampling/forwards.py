@@ -14,9 +14,9 @@ are gathered once for many positions. No row decodes in it, and while a prompt o
 blocks or more is due no forward is of blocks: prompts come first, so that later forwards
 are full. What is left of one block rides beside decoding rows, as if just filled.
 
-Where prompts *ride* (`rides`) more of them do, each of their blocks a window, as long as all
-that is due fits the largest program for blocks: a forward of prompts alone would read all
-weights once more. 32 rows of 30M parameters, refilled twice, took 78 forwards and take 42.
+Where prompts *ride* (`rides`) all of them do, each of their blocks a window; what the largest
+program for blocks does not hold is for the next forward. One of prompts alone would read all
+weights once more: 32 rows of 30M parameters, refilled twice, took 78 forwards and take 42.
 
 Elsewhere the two windows that a row may have are *paired*: attention reads the row's pages
 once for both. What lies before the second is what the first sees, itself included, as its
@@ -86,18 +86,15 @@ def forward(
     static = {"shards": shards, "model": model, "cfg": cfg}
     cache_policy = policy.choose(cfg, model.attention)
     if cache_policy.final:
-        places = places_of(rows, shards, cfg.block)
-        counts = cfg.window_counts(places.now_db.shape[1], rides)
+        counts = cfg.window_counts(len(rows.filled_B) // shards, rides)
+        places = places_of(rows, shards, cfg.block, counts[-1] if rides else None)
+        now_B = joined(places.now_db)
         fits, branches = decoders(params, rows, places, counts, rides, model, cfg)
         prompts = (places.due_db > 1).any()
         # Or none has more than one whole block.
-        prefilled = cfg.max_prompt >= 2 * cfg.block
-        if rides:
-            prompts = places.windows_d.max() > counts[-1]
-            blocks = len(rows.filled_B) // shards * (cfg.max_prompt // cfg.block + 1)
-            prefilled = blocks > counts[-1]
-        fill = functools.partial(prefillers, most=counts[-1])
+        prefilled, fill = not rides and cfg.max_prompt >= 2 * cfg.block, prefillers
     else:
+        now_B = able(rows.s, rows.room_B, cfg.block)
         fits, branches = canvases.decoders(params, rows, **static)
         prompts = canvases.due(rows, cfg.block).any()
         prefilled, fill = True, canvases.programs
@@ -112,9 +109,9 @@ def forward(
     denoised = functools.partial(denoise_blocks, params, model=model, cfg=cfg)
     s = rows.s.replace(cache=None)
     if prefilled:
-        s = jax.lax.cond(prompts, lambda s, *_: s, denoised, s, ran.x_BWD, rows.room_B)
+        s = jax.lax.cond(prompts, lambda s, *_: s, denoised, s, ran.x_BWD, now_B)
     else:
-        s = denoised(s, ran.x_BWD, rows.room_B)
+        s = denoised(s, ran.x_BWD, now_B)
     return rows.replace(
         s=s.replace(cache=ran.cache),
         filled_B=ran.filled_B,
@@ -157,15 +154,23 @@ def able(s: SamplingState, room_B, Q: int):
 class Places(NamedTuple):
     """What rows have windows for, by shard."""
 
-    due_db: jax.Array  # of how many blocks before its present one it has no keys
-    now_db: jax.Array  # whether its present one has a window
+    due_db: jax.Array  # for how many blocks before its present one, without keys as yet
+    now_db: jax.Array  # whether for its present one
     windows_d: jax.Array  # how many that are in all
 
 
-def places_of(rows: Rows, shards: int, Q: int) -> Places:
-    """Returns the Places of rows, whether one forward holds all of them or not."""
+def places_of(rows: Rows, shards: int, Q: int, most: int | None) -> Places:
+    """Returns the Places of rows.
+
+    most: windows of a shard that a forward holds, more than it has rows. What is due beyond
+    them waits, and a row's present block with it. None: all have one.
+    """
     due_db = by_shard(blocks_due(rows, Q), shards)
     now_db = by_shard(able(rows.s, rows.room_B, Q), shards)
+    if most is not None:
+        room_d1 = most - now_db.sum(axis=1, keepdims=True)
+        held_db = jnp.clip(room_d1 - jax.vmap(ahead)(due_db), 0, due_db)
+        due_db, now_db = held_db, now_db & (held_db == due_db)
     return Places(due_db, now_db, due_db.sum(axis=1) + now_db.sum(axis=1))
 
 
@@ -202,10 +207,10 @@ def decoders(
 
 
 def denoise_blocks(
-    params, s: SamplingState, x_BWD, room_B, *, model: ModelConfig, cfg: SamplerConfig
+    params, s: SamplingState, x_BWD, now_B, *, model: ModelConfig, cfg: SamplerConfig
 ) -> SamplingState:
-    """Returns the state after a forward of blocks; x_BWD: what it says of them."""
-    Q, now_B = cfg.block, able(s, room_B, cfg.block)
+    """Returns the state after a forward of blocks; x_BWD: what it says of those `now`."""
+    Q = cfg.block
     pos_BW = s.start_B[:, None] + jnp.arange(Q)[None]
     cache_policy = policy.choose(cfg, model.attention)
     must_BW = denoise.owed(s, pos_BW, cache_policy, model)
@@ -326,20 +331,15 @@ def prefillers(
     shards: int,
     model: ModelConfig,
     cfg: SamplerConfig,
-    most: int,
 ):
     """Returns (which program will do, the programs: of few chunks, and of more if many).
-
-    most: windows of a shard, by the largest program for blocks.
 
     A program takes the rows and runs chunks of those that wait for two blocks or more.
     """
     due_B = blocks_due(rows, cfg.block)
     due_B = jnp.where(due_B > 1, -(-due_B * cfg.block // cfg.chunk), 0)
     due_db = by_shard(due_B, shards)
-    b = due_db.shape[1]
-    # What rides beside the two windows of every row needs none of these.
-    counts = cfg.chunk_counts(b, room=(most - 2 * b) * cfg.block)
+    counts = cfg.chunk_counts(due_db.shape[1])
 
     def prefill(rows, count: int):
         chunks = chunks_of(rows, due_db, count, model, cfg)
@@ -423,6 +423,13 @@ def deal(due_b, count: int):
     rank_c = jnp.searchsorted(ends_b, slot_c, side="right")
     rank_c = jnp.minimum(rank_c, len(due_b) - 1)
     return order_b[rank_c], slot_c - (ends_b - due_b)[rank_c], slot_c < ends_b[-1]
+
+
+def ahead(due_b):
+    """Returns how many chunks are dealt out before each row's: [b]."""
+    order_b = jnp.argsort(jnp.where(due_b > 0, due_b, FAR))
+    dealt_b = jnp.cumsum(due_b[order_b]) - due_b[order_b]
+    return jnp.zeros_like(due_b).at[order_b].set(dealt_b)
 
 
 # ---- The loop ------------------------------------------------------------------------

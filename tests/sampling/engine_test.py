@@ -126,6 +126,18 @@ def wanted(tiny):
     return {name: defined(tiny, cfg, ASKED) for name, cfg in cfgs.items()}
 
 
+@pytest.fixture(scope="module")
+def few_ride():
+    """Where prompts ride, forwards hold nine windows: the present ones and five of prompts."""
+    counts = SamplerConfig.window_counts
+
+    def fewer(cfg, rows, rides=False):
+        return (4, 9) if rides else counts(cfg, rows)
+
+    with mock.patch.object(SamplerConfig, "window_counts", fewer):
+        yield
+
+
 @examples(0.3)
 @hypothesis.given(
     way=st.sampled_from([*((name, True) for name in STRATEGIES), ("dynamic", False)]),
@@ -135,11 +147,11 @@ def wanted(tiny):
     cancelled=st.dictionaries(st.integers(1, 8), st.integers(0, 17), max_size=4),
 )
 def test_the_engine_is_the_definition(
-    tiny, wanted, way, order, arrive, pages, cancelled
+    tiny, wanted, few_ride, way, order, arrive, pages, cancelled
 ):
     """In any order of arrival, short of pages or not, cancelled at any time.
 
-    Prompts ride, as on a CPU, or do not, as elsewhere.
+    Prompts ride, as on a CPU, few in a forward, or do not, as elsewhere.
     """
     (model, params), (strategy, rides) = tiny, way
     cfg = dataclasses.replace(CFG, strategy=strategy)

@@ -1,6 +1,7 @@
 """The engine's forwards: how windows and chunks are dealt out to rows."""
 
 import functools
+import itertools
 import types
 
 import hypothesis
@@ -92,10 +93,31 @@ def test_short_prompts_ride_beside_weights_that_no_cache_holds(
     assert forwards.rides(platform, model, cfg) == rides
 
 
-@pytest.mark.parametrize("room, few", [(0, 2), (64, 16), (63, 2)])
-def test_chunks_that_could_ride_have_no_program_of_their_own(room, few):
-    cfg = SamplerConfig(block=4, max_prompt=32, prefill=512)
-    assert cfg.chunk_counts(32, room) == tuple(sorted({few, 16}))
+@examples(4)
+@hypothesis.given(
+    due=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    able=st.lists(st.booleans(), min_size=6, max_size=6),
+    most=st.integers(4, 12),
+)
+def test_what_a_forward_does_not_hold_waits(due, able, most):
+    """Two shards of three rows, whose prompts ride."""
+    due, able = np.array(due), np.array(able)
+    start = np.full(6, 40)
+    s = types.SimpleNamespace(live_B=np.ones(6, bool), start_B=start)
+    rows = types.SimpleNamespace(
+        s=s, filled_B=start - 4 * due, room_B=np.where(able, 44, 40)
+    )
+    held, now, windows = jax.device_get(forwards.places_of(rows, 2, 4, most))
+    due, able = due.reshape(2, 3), able.reshape(2, 3)
+    np.testing.assert_array_equal(windows, held.sum(axis=1) + now.sum(axis=1))
+    assert (windows <= most).all() and (held >= 0).all()
+    np.testing.assert_array_equal(now, able & (held == due))
+    room = most - able.sum(axis=1)
+    np.testing.assert_array_equal(held.sum(axis=1), np.minimum(due.sum(axis=1), room))
+    for d in range(2):  # who waits for more than another has none before that one has all
+        for more, less in itertools.permutations(range(3), 2):
+            if due[d, more] > due[d, less]:
+                assert held[d, more] == 0 or held[d, less] == due[d, less]
 
 
 def windows_of(due, now, filled, start, count: int):
