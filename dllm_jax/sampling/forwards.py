@@ -61,9 +61,9 @@ def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
     """Returns whether prompts ride with blocks: short ones, beside heavy weights, on a CPU.
 
     Where a chunk reads a row's pages once, riding blocks read them one by one. On two cores
-    8 and 32 rows of 30M parameters are answered 1.2 times as fast with prompts of 32 tokens,
-    1.05 times with 128 and 0.94 times with 512; 16 rows of a model that the cache holds,
-    0.95 times.
+    8 and 32 rows of 30M parameters are answered 1.06 times as fast with prompts of 64 tokens,
+    32 rows 1.12 times with 32; with 128 it would be 0.98 and 0.96 times, and 16 rows of a
+    model that the cache holds, 0.95.
     """
     short = cfg.max_prompt <= SHORT
     return platform in RIDING_ON and short and acting.heavy(model)

@@ -114,7 +114,9 @@ def test_what_a_forward_does_not_hold_waits(due, able, most):
     np.testing.assert_array_equal(now, able & (held == due))
     room = most - able.sum(axis=1)
     np.testing.assert_array_equal(held.sum(axis=1), np.minimum(due.sum(axis=1), room))
-    for d in range(2):  # who waits for more than another has none before that one has all
+    for d in range(
+        2
+    ):  # who waits for more than another has none before that one has all
         for more, less in itertools.permutations(range(3), 2):
             if due[d, more] > due[d, less]:
                 assert held[d, more] == 0 or held[d, less] == due[d, less]
