@@ -427,7 +427,7 @@ def deal(due_b, count: int):
 
 def ahead(due_b):
     """Returns how many chunks are dealt out before each row's: [b]."""
-    order_b = jnp.argsort(jnp.where(due_b > 0, due_b, FAR))
+    order_b = jnp.argsort(due_b)
     dealt_b = jnp.cumsum(due_b[order_b]) - due_b[order_b]
     return jnp.zeros_like(due_b).at[order_b].set(dealt_b)
 
