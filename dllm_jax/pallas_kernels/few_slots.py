@@ -28,9 +28,8 @@ class Tiled:
     """A weight [*inner, *outer dimensions] in tiles [i, R, TILE] of its columns."""
 
     w: jax.Array
-    inner: int = flax.struct.field(
-        pytree_node=False
-    )  # how many dimensions are contracted
+    # How many dimensions are contracted, and the sizes of those that are not.
+    inner: int = flax.struct.field(pytree_node=False)
     outer: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
