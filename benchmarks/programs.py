@@ -61,9 +61,7 @@ def widest():
     with (
         mock.patch.object(held_pages, "widths", lambda A, least=1: [A]),
         mock.patch.object(
-            SamplerConfig,
-            "chunk_counts",
-            lambda *args, **how: chunks(*args, **how)[-1:],
+            SamplerConfig, "chunk_counts", lambda *args: chunks(*args)[-1:]
         ),
         mock.patch.object(
             SamplerConfig, "window_counts", lambda *args: windows(*args)[-2:]

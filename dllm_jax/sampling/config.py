@@ -208,7 +208,7 @@ class SamplerConfig:
         window a row is there as well: by what slots cost on two cores it saves 4 % of 8, 32
         and 64 rows' time. One halfway to the largest is for the few prompts that come together
         once rows end in turns: 8 and 32 rows with prompts of 32 compute 10 and 7 % fewer slots.
-        A single row of 135M would wait 5 s for its compiler.
+        Fewer than eight have none: a row of 135M would wait 5 s for its compiler.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
         counts = {*fewer, rows + rows // 2, 2 * rows}

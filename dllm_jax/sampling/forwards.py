@@ -168,8 +168,13 @@ def places_of(rows: Rows, shards: int, Q: int, most: int | None) -> Places:
     due_db = by_shard(blocks_due(rows, Q), shards)
     now_db = by_shard(able(rows.s, rows.room_B, Q), shards)
     if most is not None:
-        room_d1 = most - now_db.sum(axis=1, keepdims=True)
-        held_db = jnp.clip(room_d1 - jax.vmap(ahead)(due_db), 0, due_db)
+
+        def held(due_b, room):
+            row_w, _, real_w = deal(due_b, most)
+            real_w &= jnp.arange(most) < room
+            return jnp.zeros_like(due_b).at[row_w].add(real_w)
+
+        held_db = jax.vmap(held)(due_db, most - now_db.sum(axis=1))
         due_db, now_db = held_db, now_db & (held_db == due_db)
     return Places(due_db, now_db, due_db.sum(axis=1) + now_db.sum(axis=1))
 
@@ -423,13 +428,6 @@ def deal(due_b, count: int):
     rank_c = jnp.searchsorted(ends_b, slot_c, side="right")
     rank_c = jnp.minimum(rank_c, len(due_b) - 1)
     return order_b[rank_c], slot_c - (ends_b - due_b)[rank_c], slot_c < ends_b[-1]
-
-
-def ahead(due_b):
-    """Returns how many chunks are dealt out before each row's: [b]."""
-    order_b = jnp.argsort(due_b)
-    dealt_b = jnp.cumsum(due_b[order_b]) - due_b[order_b]
-    return jnp.zeros_like(due_b).at[order_b].set(dealt_b)
 
 
 # ---- The loop ------------------------------------------------------------------------

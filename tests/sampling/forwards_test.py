@@ -22,6 +22,13 @@ def dealer(count: int):
     return jax.jit(functools.partial(forwards.deal, count=count))
 
 
+def check_least_first(due, take):
+    """Asserts that who waits for more than another has none before that one has all."""
+    for more, less in itertools.permutations(range(len(due)), 2):
+        if due[more] > due[less]:
+            assert take[more] == 0 or take[less] == due[less]
+
+
 @pytest.mark.parametrize(
     "due, chunks",
     [
@@ -48,11 +55,7 @@ def test_no_chunk_is_wasted_and_least_due_come_first(due, count):
     assert real_c.sum() == min(count, sum(due)) and (take_b <= due).all()
     for b, n in enumerate(take_b):  # each row's chunks follow each other
         assert nth_c[real_c & (row_c == b)].tolist() == list(range(n))
-    # Who waits for more than another gets none before the other has all.
-    for more in range(5):
-        for less in range(5):
-            if due[more] > due[less]:
-                assert take_b[more] == 0 or take_b[less] == due[less]
+    check_least_first(due, take_b)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
@@ -114,12 +117,8 @@ def test_what_a_forward_does_not_hold_waits(due, able, most):
     np.testing.assert_array_equal(now, able & (held == due))
     room = most - able.sum(axis=1)
     np.testing.assert_array_equal(held.sum(axis=1), np.minimum(due.sum(axis=1), room))
-    for d in range(
-        2
-    ):  # who waits for more than another has none before that one has all
-        for more, less in itertools.permutations(range(3), 2):
-            if due[d, more] > due[d, less]:
-                assert held[d, more] == 0 or held[d, less] == due[d, less]
+    for d in range(2):
+        check_least_first(due[d], held[d])
 
 
 def windows_of(due, now, filled, start, count: int):
