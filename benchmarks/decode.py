@@ -194,15 +194,18 @@ def answer(row) -> list[int]:
     return row.tokens_T[row.prompt_len : row.prompt_len + row.len].tolist()
 
 
-def multiplications(model: ModelConfig, params, prompt: int, work: Work) -> int:
-    """Returns the FLOPs of weights that some work and its prompts' tokens need."""
+def multiplications(model: ModelConfig, params, work: Work) -> int:
+    """Returns the FLOPs of weights that some work of the engine needs.
+
+    Prompts' whole blocks are among the windows that were run for their keys.
+    """
     layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
     head = model.d_model * model.vocab  # an embedding is looked up, not read
     windows = layers * (work.steps + work.clean) + head * work.steps
-    return 2 * (model.block * windows + layers * prompt)
+    return 2 * model.block * windows
 
 
-def roofline(model: ModelConfig, params, context: int, prompt: int, work: Work):
+def roofline(model: ModelConfig, params, context: int, work: Work):
     """Returns the least seconds of some work on this chip, or None if it is unknown."""
     chip = report.chip()
     if chip is None or model.attention == "full":  # of canvases it knows nothing
@@ -211,7 +214,7 @@ def roofline(model: ModelConfig, params, context: int, prompt: int, work: Work):
     weights += model.d_model * model.vocab
     cache = 2 * model.layers * model.kv_heads * model.head_dim * context * work.steps
     bytes_ = (weights * work.forwards + cache) * jnp.dtype(model.dtype).itemsize
-    flops = multiplications(model, params, prompt, work)
+    flops = multiplications(model, params, work)
     return max(bytes_ / chip[0], flops / chip[1])
 
 
@@ -319,13 +322,12 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
     for name, (_, its, lasted) in found.items():
         row[f"{name}_forwards"] = its.forwards
         row[f"{name}_tokens_per_second"] = float(f"{tokens / lasted:.4g}")
-    prompt = sum(map(len, prompts))
     if peak := report.flops():
-        flops = multiplications(model, params, prompt, work)
+        flops = multiplications(model, params, work)
         row["percent_mfu"] = round(100 * flops / seconds / peak, 1)
     if "batches" in found:
         row["speedup"] = round(found["batches"][2] / seconds, 2)
-    shortest = roofline(model, params, context, prompt, work)
+    shortest = roofline(model, params, context, work)
     if shortest is not None:
         row["percent_of_roofline"] = round(100 * shortest / seconds, 1)
     return row
