@@ -56,7 +56,8 @@ class Case(NamedTuple):
     shape: str  # in words
     inputs: tuple
     ways: dict[str, Any]  # name: function of the inputs
-    donated: tuple[int, ...] = ()  # inputs that a program would give away
+    # Inputs that a program gives away: the first, which its result takes the place of.
+    donated: tuple[int, ...] = ()
 
 
 def normal(key, shape, dtype, deviation=1.0):
@@ -316,22 +317,23 @@ def off(out, want) -> float:
     return float(max(jax.tree.leaves(jax.tree.map(of_array, out, want))))
 
 
-def measured(inputs, ways, limit: float, repeats: int) -> dict:
+def measured(case: Case, limit: float, repeats: int) -> dict:
     """Returns facts of every way: how far it is off the first, and its milliseconds.
 
     What is off by more than `limit` is not timed; what fails says so, and the others go on.
     """
-    facts, want = {}, None
-    for name, f in ways.items():
+    facts, want, fed = {}, None, bool(case.donated)
+    for name, f in case.ways.items():
         try:
-            run = jax.jit(f)
-            out = run(*inputs)
-            want = out if want is None else want
+            out = jax.jit(f)(*case.inputs)
+            want = jax.device_get(out) if want is None else want
             gap = off(out, want)
             facts[f"{name}_off"] = f"{gap:.0e}"
-            del out
             if gap <= limit:
-                least = report.seconds(run, *inputs, repeats=repeats)
+                run = jax.jit(f, donate_argnums=case.donated)
+                inputs = (out, *case.inputs[1:]) if fed else case.inputs
+                del out
+                least = report.seconds(run, *inputs, repeats=repeats, fed=fed)
                 facts[f"{name}_ms"] = round(1e3 * least, 3)
         except Exception as error:  # noqa: BLE001  (the others are worth it)
             facts[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
@@ -363,7 +365,7 @@ def main():
     for cases in CASES:
         for case in cases(scale):
             if case.op.startswith(tuple(args.only)):
-                facts = measured(case.inputs, case.ways, limit, args.repeats)
+                facts = measured(case, limit, args.repeats)
                 about = {"op": case.op, "shape": case.shape, "dtype": dtype.name}
                 report.tell("kernels", **about, **facts)
 

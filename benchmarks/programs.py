@@ -43,8 +43,10 @@ def trusted(dtype: str):
 
     dtype: the model's. It finds none right of a GPU's in float32, which they refuse.
     """
-    halves = dtype in ("bfloat16", "float16")
-    verdicts = {(op, here): here != "gpu" or halves for op, here in choice.KERNELS}
+    verdicts = {
+        (op, here): dtype in choice.NUMBERS.get(here, (dtype,))
+        for op, here in choice.KERNELS
+    }
     with mock.patch.dict(choice.verdicts, verdicts):
         yield
 

@@ -501,8 +501,9 @@ def shared_batch(cfg: Config, model: ModelConfig, devices: int) -> BatchConfig:
 def check_kernels(model: ModelConfig, sampler: SamplerConfig, folder: str):
     """Returns the lines of `selfcheck.check` for a run on the mesh in force.
 
-    folder: run.compile_cache.
+    Before it, how its products are rounded is settled. folder: run.compile_cache.
     """
+    sharding.keep_exact(model.dtype)
     wide = selfcheck.widths(model, sampler.block, sampler.page_slots)
     return selfcheck.check(model.kernels, wide, folder)
 

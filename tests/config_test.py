@@ -693,3 +693,25 @@ def test_levers_that_go_ill_together(tree, says):
         (node[group[0]] if group else node)[leaf] = value
     with pytest.raises(ValueError, match=re.escape(says)):
         config.freeze(node)
+
+
+@pytest.mark.parametrize(
+    "dtype, backend, asked, found",
+    [
+        ("float32", "gpu", None, "highest"),
+        ("float32", "tpu", "tensorfloat32", "tensorfloat32"),
+        ("bfloat16", "gpu", None, None),
+        ("float32", "cpu", None, None),
+    ],
+)
+def test_float32_is_not_rounded_by_a_chip(monkeypatch, dtype, backend, asked, found):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    name = "jax_default_matmul_precision"
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, asked)
+        model = ModelConfig(dtype=dtype, kernels="reference")
+        config.check_kernels(model, SamplerConfig(), "")
+        assert getattr(jax.config, name) == found
+    finally:
+        jax.config.update(name, before)

@@ -14,7 +14,8 @@ computation, to where sampling wants them:
     The head is Transposed there (a tied one: it is the embedding), and what layers multiply
     with is Tiled where `in_tiles` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
-    `model` splits both alike: a layer is one product less, as wide as two.
+    `model` splits both alike, and so are those to queries, keys and values, by key heads:
+    a layer has three products less, and the others are as wide as two and three.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
@@ -39,11 +40,12 @@ from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 # Platforms on which each layer's weights are arrays of their own.
 APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
-PAIRED_ON = ("gpu",)  # on which gate and up are one
+JOINED_ON = ("gpu",)  # on which several are one
 HEAVY = 2**26  # bytes of a tower that no CPU's cache holds
 FEW = 16  # slots, see `in_tiles`
-PAIRED = -1  # no layer's number
-WHOLE = {None: jnp.asarray, PAIRED: functools.partial(jnp.stack, axis=-1)}
+# What is one there, and what of.
+JOINED = {"w_gate_up": ("w_gate", "w_up"), "wqkv": ("wq", "wk", "wv")}
+JOINED |= {"bqkv": ("bq", "bk", "bv")}
 
 
 # ---- Where they lie ------------------------------------------------------------------
@@ -129,17 +131,35 @@ def in_tiles(model: ModelConfig, slots: float) -> bool:
     return slots <= FEW and heavy(model)
 
 
-def paired(tree: Params, of) -> Params:
-    """Returns a tower with w_gate_up = of((gate, up)) in the place of the two, if it has."""
+def joined(tree: Params, names, of) -> Params:
+    """Returns a tower with of(its parts) under each of `names`, of JOINED, that it has."""
 
-    def pair(layer):
+    def join(layer):
         layer = dict(layer)
-        if "w_gate" in layer:
-            layer["w_gate_up"] = of((layer.pop("w_gate"), layer.pop("w_up")))
+        for name in names:
+            if JOINED[name][0] in layer:
+                layer[name] = of(tuple(layer.pop(part) for part in JOINED[name]))
         return layer
 
     stacks = [name for name in ("first", "layers") if name in tree]
-    return tree | {name: pair(tree[name]) for name in stacks}
+    return tree | {name: join(tree[name]) for name in stacks}
+
+
+def joined_spec(parts) -> transformer.Spec:
+    """Returns the Spec of gate and up, or of what makes queries, keys and values, as one."""
+    if len(parts) == 2:
+        return dataclasses.replace(parts[0], dims=parts[0].dims + "2")
+    return dataclasses.replace(parts[1], dims=parts[1].dims.replace("K", "KJ"))
+
+
+def as_one(parts):
+    """Returns the array that `joined_spec` describes."""
+    if len(parts) == 2:
+        return jnp.stack(parts, axis=-1)
+    q_NH, *rest = parts
+    K, H = rest[0].shape[-2:]
+    q_KGH = q_NH.reshape(*q_NH.shape[:-2], K, -1, H)
+    return jnp.concatenate([q_KGH, *(x_KH[..., None, :] for x_KH in rest)], axis=-2)
 
 
 def abstract(
@@ -161,12 +181,12 @@ def abstract(
         int8.check(model)
         tree = multiplied(tree, int8.spec)
     platform = mesh.devices.flat[0].platform
-    # Not where an adapter belongs to one of the two: beside adapters the weights that learn
+    # Not where an adapter belongs to one of them: beside adapters the weights that learn
     # serve as they are.
-    if platform in PAIRED_ON and not (in_int8 or model.lora):
-        tree = paired(
-            tree, lambda two: dataclasses.replace(two[0], dims=two[0].dims + "2")
-        )
+    if platform in JOINED_ON and not (in_int8 or model.lora):
+        by_head = model.kv_heads % mesh.shape["model"] == 0
+        names = JOINED if by_head else ("w_gate_up",)
+        tree = joined(tree, names, joined_spec)
     if platform in APART:
         tree["head"] = Transposed(transformer.Spec("VD"))
         # Of heads that `model` splits a tile may hold those of two devices.
@@ -213,7 +233,7 @@ def taken(params: Params, like: Params) -> Params:
 
     def moved(x, number, place):
         made = copied(x, number, place)
-        if made is not x and (number in (None, PAIRED) or number + 1 == len(x)):
+        if made is not x and (number is None or number + 1 == len(x)):
             for old in jax.tree.leaves(x):
                 old.delete()
         return made
@@ -235,12 +255,12 @@ def walked(params: Params, like: Params, get) -> Params:
 
     But for the rows of images, which are no weights.
 
-    x: that of `params`; number: which of the stack x is meant, None for all of x, or PAIRED
-    for the two of x as one. An Int8 is one leaf, and so are a Tiled and a Transposed.
+    x: that of `params`, or a tuple of those that are to be one; number: which of the stack x
+    is meant, None for all of x. An Int8 is one leaf, and so are a Tiled and a Transposed.
     """
-    out = {}
-    if any(isinstance(x, dict) and "w_gate_up" in x for x in like.values()):
-        params = paired(params, tuple)
+    out, towers = {}, [x for x in like.values() if isinstance(x, dict)]
+    names = [name for name in JOINED if any(name in tower for tower in towers)]
+    params = joined(params, names, tuple)
     tied = "head" in like and "head" not in params
     for name, places in like.items():
         # Whoever looks at images adds `soft`.
@@ -256,45 +276,42 @@ def walked(params: Params, like: Params, get) -> Params:
             out[name] = tuple(map(tree.unflatten, zip(*columns, strict=True)))
         else:
             out[name] = jax.tree.map(
-                lambda x, place: get(x, PAIRED if is_pair(x) else None, place),
+                lambda x, place: get(x, None, place),
                 params[name],
                 places,
-                is_leaf=is_pair,
+                is_leaf=lambda x: isinstance(x, tuple),
             )
     if tied:
         out["head"] = like["head"].replace(w=out["embed"])
     return out
 
 
-def is_pair(x) -> bool:
-    """Returns whether x is the two that `paired` put together."""
-    return isinstance(x, tuple)
-
-
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if isinstance(place, (int8.Int8, Tiled, Transposed)):
+    if isinstance(x, tuple) or isinstance(place, (int8.Int8, Tiled, Transposed)):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
 
 def copied(x, number, place):
-    """Returns x, x[number] or a pair stacked, as `place` says; x where that is so.
+    """Returns x, x[number] or several as one, as `place` says; x where that is so.
 
-    Layer by layer, so that no device holds more than one of them twice; but a pair's stacks
-    are copied whole.
+    Layer by layer, so that no device holds more than one of them twice; but of several the
+    stacks are copied whole.
     """
     if is_there(x, number, place):
         return x
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
-    part, inner, to = WHOLE.get(number, operator.getitem), 0, place
+    part, inner, to = jnp.asarray if number is None else operator.getitem, 0, place
+    if isinstance(x, tuple):
+        part = as_one
     if isinstance(place, Transposed):
         part, to = jnp.transpose, place.w
     if isinstance(place, Tiled):
         inner, to = place.inner, place.w
     copy = copier(to.dtype, to.sharding, part, inner)
-    made = copy(x) if number in WHOLE else copy(x, number)
+    made = copy(x) if number is None else copy(x, number)
     return made if to is place else place.replace(w=made)
 
 

@@ -81,8 +81,8 @@ class Window:
     table_BA: jax.Array  # position s is in page table[s // O] of its own device
     start_B: jax.Array  # the window's first position
     keep_BJ: jax.Array  # whether a block's keys are written: its tokens are known
-    # Of a part of a prompt, or a wide window: its keys are the positions of the row's pages,
-    # and it sees nothing else.
+    # Of a part of a prompt, or a wide window: `ranged`, its keys the positions of the
+    # row's pages in their order. Those before `q_end` are seen, and nothing else is.
     mask: Mask | None = None
     pairs: Pairs | None = None  # of windows that may be two of one row
     # Of a canvas: its keys are its own positions, and it sees nothing else.

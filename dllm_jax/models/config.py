@@ -152,6 +152,8 @@ class ModelConfig:
             "Z": self.shared_experts * self.expert_ffw,
             "C": self.lora.rank if self.lora else 0,
             "2": 2,  # a pair
+            # A key head's queries, its key and its value.
+            "J": self.heads // self.kv_heads + 2,
             "M": self.soft,
             "o": self.d_model,  # the inner width of an image's projector
             **(self.vision.sizes if self.vision else {}),

@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import platform as machine
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ HEADED = ("attention", "cache_update", "paged_attention")
 PLATFORMS = ("cpu", "gpu", "tpu")
 SLOTS, SEATS, ROWS, HELD, VOCAB = 320, 96, 4, 5, 8192
 LONG = 1344  # slots of more than one tile of keys, on every chip
+CHUNK = 64  # positions of a prompt's chunk, or whole blocks of no fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +93,18 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
         ops = [op for op in ops if op not in HEADED]
     if kernels == "reference" or not ops:
         return []
+    if wide.dtype not in choice.NUMBERS.get(here, (wide.dtype,)):
+        told = f"{here}'s kernels take {choice.NUMBERS[here][0]}, not {wide.dtype}"
+        if kernels == "platform":
+            raise ValueError(f"model.kernels='platform': {told}; set model.dtype")
+        choice.verdicts |= {(op, here): False for op in ops}
+        return [f"{told}: XLA's operations do instead"]
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
     known = remembered(file) if folder else set()
-    faults = {op: "" if op in known else fault(op, here, wide) for op in ops}
+    # Side by side: what takes the time is compilation.
+    with futures.ThreadPoolExecutor(len(ops)) as pool:
+        looked = pool.map(lambda op: op not in known and fault(op, here, wide), ops)
+        faults = {op: reason or "" for op, reason in zip(ops, looked, strict=True)}
     found = {op for op in ops if not faults[op]}
     if folder and found - known and jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -175,21 +186,37 @@ def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
     """Returns (rows, pages of each) of what `paged_attention` checks on a platform.
 
     On a GPU also as many rows as have their pages shared out among blocks, and one more,
-    which have not, all with more tiles than there are buffers. On a TPU rows of several
-    chunks, an odd number: one core has them all.
+    which have not. On a TPU rows of several chunks, an odd number: one core has them
+    all.
     """
     sizes = [(ROWS, HELD)]
     if here == "gpu":
-        kernel = choice.module("paged_attention", here)
-        _, tiles = kernel.cut(wide.block * wide.heads // wide.kv_heads)
-        shared_out = kernel.BLOCKS // 2 // (wide.kv_heads * tiles)
-        held = 9 * kernel.TILE // wide.page + 1
-        sizes += [(max(shared_out, 1), held), (shared_out + 1, held)]
+        sizes += shared_out_and_whole(wide, wide.block)
     if here == "tpu":
         kernel = choice.module("paged_attention", here)
         page = wide.page, wide.kv_heads, wide.head_dim
         sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, wide.dtype) + 1))
     return sizes
+
+
+def shared_out_and_whole(wide: Widths, width: int) -> list[tuple[int, int]]:
+    """Returns (rows, pages of each): as many as a GPU's blocks share out, and one more.
+
+    width: positions of a window or a chunk. All have more tiles than there are buffers.
+    """
+    kernel = choice.module("paged_attention", "gpu")
+    _, tiles = kernel.cut(width * wide.heads // wide.kv_heads)
+    shared_out = kernel.BLOCKS // 2 // (wide.kv_heads * tiles)
+    held = 9 * kernel.TILE // wide.page + 1
+    return [(max(shared_out, 1), held), (shared_out + 1, held)]
+
+
+def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
+    """Returns (rows, pages of each, positions) of chunks: a GPU's kernel takes them."""
+    if here != "gpu":
+        return []
+    width = -(-CHUNK // wide.block) * wide.block
+    return [(*size, width) for size in shared_out_and_whole(wide, width)]
 
 
 # ---- The checks ----------------------------------------------------------------------
@@ -252,22 +279,37 @@ def pages(wide: Widths, rng, rows: int = ROWS, held: int = HELD):
 
 
 def paged_attention(wide: Widths, rng):
-    """A block, or two of which the second has keys, over rows of pages for various lengths."""
-    cases = []
-    for rows, held in page_sizes(choice.platform(), wide):
+    """A block, or two of which the second has keys, over pages of various lengths.
+
+    On a GPU chunks of prompts, too: a block sees itself and those before it.
+    """
+    here, cases = choice.platform(), []
+    for rows, held in page_sizes(here, wide):
         pools, layer, table_BA, start_B, _, k, v = pages(wide, rng, rows, held)
         q = normal(rng, (rows, 2 * wide.block, wide.heads, wide.head_dim), wide.dtype)
         start_B += wide.block  # the first of two sees something
         cases.append((q, pools, layer, table_BA, start_B, k, v))
+    chunks = [chunk(wide, rng, *size) for size in chunk_sizes(here, wide)]
 
-    def run(implementation, cases):
+    def run(implementation, cases, chunks):
+        how = {"implementation": implementation}
         return [
-            pallas_kernels.paged_attention(some, *arrays, implementation=implementation)
+            pallas_kernels.paged_attention(some, *arrays, **how)
             for q, *arrays in cases
             for some in (q, q[:, wide.block :])
-        ]
+        ] + [pallas_kernels.chunk_attention(*arrays, **how) for arrays in chunks]
 
-    return run, (cases,)
+    return run, (cases, chunks)
+
+
+def chunk(wide: Widths, rng, rows: int, held: int, width: int):
+    """Returns (q_BWNH, pages, layer, table_BA, mask) of chunks that begin anywhere."""
+    pools, layer, table_BA, start_B, *_ = pages(wide, rng, rows, held)
+    q = normal(rng, (rows, width, wide.heads, wide.head_dim), wide.dtype)
+    slots, Q = held * wide.page, wide.block
+    end_BW = start_B[:, None] + jnp.arange(width)[None] // Q * Q + Q
+    slots_BS = jnp.broadcast_to(jnp.arange(slots)[None], (rows, slots))
+    return q, pools, layer, table_BA, mask.ranged(jnp.minimum(end_BW, slots), slots_BS)
 
 
 def cache_update(wide: Widths, rng):

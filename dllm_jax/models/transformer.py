@@ -541,11 +541,19 @@ def attend_window(fresh, window: Window, pages, number, **how):
 
 
 def queries_keys_values(x_BTD, p, turn, cfg: ModelConfig):
-    """Returns (q_BTNH, k_BTKH, v_BTKH) of RMSNorm(x_BTD); queries and keys rotated."""
+    """Returns (q_BTNH, k_BTKH, v_BTKH) of RMSNorm(x_BTD); queries and keys rotated.
+
+    What they are made by may be one matrix, "wqkv".
+    """
     h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
-    q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
-    k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
-    v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
+    if "wqkv" in p:
+        all_BTKJH = project(h_BTD, p["wqkv"], "DKJH", p.get("bqkv"))
+        q_BTNH = all_BTKJH[..., :-2, :].reshape(*x_BTD.shape[:2], cfg.heads, -1)
+        k_BTKH, v_BTKH = all_BTKJH[..., -2, :], all_BTKJH[..., -1, :]
+    else:
+        q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
+        k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
+        v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
     if cfg.qk_norm:
         q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
         k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)

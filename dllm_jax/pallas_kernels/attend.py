@@ -203,8 +203,29 @@ def chunk_attention(
     """Returns the attention of runs of rows' positions over their pages: [B, W, N, H].
 
     pages, layer, table_BA: as of `paged_attention`; what the runs see of their own is in
-    the pages, too. mask: its keys are the positions of a row's pages, and of these no more
-    are read than the farthest query sees. It is `attention` over what is gathered.
+    the pages, too. mask: of `models.mask.ranged`, its keys the positions of a row's
+    pages in their order, so that `q_end_BT` says all: a query sees the positions before
+    its end. A module of `paged_attention` that has `attend_chunk` reads them where they
+    lie; without one it is `attention` over what is gathered.
+    """
+    how = {"implementation": implementation, "interpret": interpret}
+    module = kernel("paged_attention", implementation, q_BWNH.shape[3])
+    if not hasattr(module, "attend_chunk"):
+        return gathered_attention(q_BWNH, pages, layer, table_BA, mask, **how)
+    run = functools.partial(module.attend_chunk, interpret=interpret)
+    N, K = head_letters(q_BWNH.shape[2], pages[0].shape[3])
+    q_dims, pool_dims = f"BW{N}H", f"LPO{K}H"
+    dims_in = q_dims, (pool_dims, pool_dims), "", "BA", "BW"
+    return sharding.per_device(
+        run, dims_in, q_dims, q_BWNH, pages, layer, table_BA, mask.q_end_BT
+    )
+
+
+def gathered_attention(q_BWNH, pages, layer, table_BA, mask, **how):
+    """Returns `attention` over the pages of rows, gathered: [B, W, N, H].
+
+    Of the pages no more are gathered than the farthest query sees, rounded up as
+    `held_pages.over_held` does. how: implementation and interpret.
     """
     pool_dims = "LPOKH", "LPOKH"
 
@@ -219,7 +240,6 @@ def chunk_attention(
         seen = mask.replace(
             k_pos_BS=mask.k_pos_BS[:, :S], k_group_BS=mask.k_group_BS[:, :S]
         )
-        how = {"implementation": implementation, "interpret": interpret}
         return attention(q_BWNH, k_BSKH, v_BSKH, seen, **how)
 
     size = pages[0].shape[2]

@@ -22,6 +22,12 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         and may hold NaN; the row's pages before them are finite to their ends. "any", and
         `reference`, read more than that: for them a row's pages are finite up to the next
         power of two of the longest row's, or all.
+        A module may also have
+        attend_chunk(q_BWNH, pages, layer, table_BA, end_BW, *, interpret)
+            -> out_BWNH in q's dtype
+        Each query sees the positions before its own end in its row's pages, and nothing
+        else: where that is 0 it gets zero. Pages that begin at or beyond a row's greatest
+        end are never read. Without it `attention` runs over gathered pages.
     cache_update
         update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
             -> pages, the same memory, written where `keep`
@@ -83,8 +89,9 @@ KERNELS = {
     ("token_logprob", "gpu"): "gpu.token_logprob",
     ("token_logprob", "tpu"): "tpu.token_logprob",
 }
-# Whose kernels "auto" takes where nothing was checked. Those for GPU compile, and are right
-# when interpreted, but have not been run on one.
+# Of a platform that is here its kernels take these alone, but for grouped_matmul's.
+NUMBERS = {"gpu": ("bfloat16", "float16")}
+# Whose kernels "auto" takes where nothing was checked.
 TRUSTED = ("tpu",)
 # (op, platform): whether its kernel was right on this machine. models/selfcheck.py looks
 # before a run, and "auto" goes by what it found.

@@ -113,10 +113,12 @@ def cache_update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH):
     P, O = pages[0].shape[1:3]
     pos_BW = start_B[:, None] + jnp.arange(k_BWKH.shape[1])[None]
     page_BW = jnp.take_along_axis(table_BA, pos_BW // O, axis=1, mode="clip")
-    page_BW = jnp.where(keep_B[:, None], page_BW, P)  # past the end: dropped
+    # Past the end, where all is dropped, each row at a page of its own: of places that are
+    # all different a GPU writes several numbers at once.
+    page_BW = jnp.where(keep_B[:, None], page_BW, P + jnp.arange(len(keep_B))[:, None])
     return tuple(
         x_LPOKH.at[layer, page_BW, pos_BW % O].set(
-            new_BWKH.astype(x_LPOKH.dtype), mode="drop"
+            new_BWKH.astype(x_LPOKH.dtype), mode="drop", unique_indices=True
         )
         for x_LPOKH, new_BWKH in zip(pages, (k_BWKH, v_BWKH), strict=True)
     )

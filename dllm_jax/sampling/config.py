@@ -223,7 +223,7 @@ class SamplerConfig:
     def chunk(self) -> int:
         """Positions of a chunk of a prompt: whole blocks.
 
-        A sixteenth of the longest prompt, but 32 to 256: wide ones gather a row's pages
+        A sixteenth of the longest prompt, but 32 to 256: wide ones read a row's pages
         less often, and waste more behind a short prompt's end.
         """
         width = min(max(self.max_prompt // 16, 32), 256)

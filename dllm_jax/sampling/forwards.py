@@ -479,11 +479,13 @@ def advance(
 
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
-# where they are, and only those that are not joined.
+# where they are, and only those that are not joined. A CUDA graph of a layer is recorded for
+# each layer's addresses: of fewer graphs than a tower has layers none is found again.
 advance_on_gpu = jitted(
     advance.__wrapped__,
     compiler_options={
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_cmd_buffer_trace_cache_size": 256,
     },
 )

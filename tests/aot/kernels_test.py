@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import topologies
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models.mask import Mask
+from dllm_jax.models.mask import Mask, ranged
 
 TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
 # H100 and H200 are one target, sm_90a; the smaller one is taken here, and compile_test
@@ -182,3 +182,26 @@ def test_pages(topology, implementation, rows, Q, heads, kv_heads, size):
     # arrays of heads of 64 lie otherwise: those are copied, at a program's ends.
     if size == 128:
         assert program.memory_analysis().temp_size_in_bytes < pool.size
+
+
+@pytest.mark.parametrize("rows, W", [(64, 64), (16, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (32, 32, 128)]
+)
+def test_chunks_of_prompts(rows, W, heads, kv_heads, size):
+    """SDAR-1.7B and 8B, heads of 64, LLaDA-8B: on a GPU no row's pages are gathered."""
+    A, O = 32, 32  # 1,024 positions
+
+    def attend(q, pages, layer, table, end):
+        slots = jnp.broadcast_to(jnp.arange(A * O)[None], (rows, A * O))
+        return pallas_kernels.chunk_attention(
+            q, pages, layer, table, ranged(end, slots), implementation="gpu"
+        )
+
+    pool, q = arrays(
+        jnp.bfloat16, (2, rows * A, O, kv_heads, size), (rows, W, heads, size)
+    )
+    layer, table, end = arrays(jnp.int32, (), (rows, A), (rows, W))
+    program = compiled("h100:1", attend, q, (pool, pool), layer, table, end)
+    # Queries in the order of key heads, and no keys.
+    assert program.memory_analysis().temp_size_in_bytes < 1.1 * q.size * 2

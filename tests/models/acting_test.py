@@ -22,6 +22,7 @@ KINDS = {
     "first": SPARSE | {"layers": 3, "dense_layers": 1, "shared_experts": 1},
     "between": SPARSE | {"layers": 5, "sparse_step": 2},
     "adapters": {"lora": Lora(3, 6.0, ("wq", "w_down"))},
+    "biased": {"qkv_bias": True, "qk_norm": False},
 }
 
 
@@ -162,40 +163,53 @@ def test_what_is_there_is_not_copied_and_what_was_taken_is_freed(tiny, monkeypat
     assert not jax.tree.leaves(acting.fresh(params, like))
 
 
-@pytest.mark.parametrize("kind", ["dense", "first"])
-def test_gate_and_up_as_one_matrix_compute_what_two_do(tiny, kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["dense", "first", "biased"])
+def test_one_matrix_computes_what_several_do(tiny, kind, monkeypatch):
     monkeypatch.setattr(acting, "APART", ())
-    monkeypatch.setattr(acting, "PAIRED_ON", ("cpu",))
+    monkeypatch.setattr(acting, "JOINED_ON", ("cpu",))
     model, params = made(tiny, kind)
     tokens_BT = jax.random.randint(jax.random.key(1), (2, 8), 0, 66)
     want = run(params, tokens_BT, model=model)
-    gate_LDF, up_LDF = (params["layers"][name] for name in ("w_gate", "w_up"))
-    both = np.stack([gate_LDF, up_LDF], axis=-1)
+    layers = params["layers"]
+    gate_LDF, up_LDF, wq_LDNH = (layers[name] for name in ("w_gate", "w_up", "wq"))
     for mesh in (mesh_of(), mesh_of(model=2)):
         like = acting.abstract(model, mesh)
-        copied = {x.shape for x in jax.tree.leaves(acting.fresh(params, like))}
-        assert both.shape in copied
+        assert acting.fresh(params, like)["layers"]["w_gate_up"] is not None
         weights = acting.laid_out(params, like)
-        paired = weights["layers"]["w_gate_up"]
-        assert not {"w_gate", "w_up"} & weights["layers"].keys()
-        np.testing.assert_array_equal(paired, both)
-        shard = paired.addressable_shards[0].data  # of both the same columns
-        assert shard.shape[2] == both.shape[2] // mesh.shape["model"]
+        found = weights["layers"]
+        assert not {"w_gate", "w_up", "wq", "wk", "wv", "bq"} & found.keys()
+        both = np.stack([gate_LDF, up_LDF], axis=-1)
+        np.testing.assert_array_equal(found["w_gate_up"], both)
+        # A key head's two queries, its key and its value.
+        of_head = np.asarray(found["wqkv"])[:, :, 3]
+        np.testing.assert_array_equal(of_head[:, :, :2], wq_LDNH[:, :, 6:8])
+        np.testing.assert_array_equal(of_head[:, :, 2], layers["wk"][:, :, 3])
+        np.testing.assert_array_equal(of_head[:, :, 3], layers["wv"][:, :, 3])
+        for name in ("w_gate_up", "wqkv"):  # of each part a device has the same heads
+            whole, shard = found[name].shape, found[name].addressable_shards[0].data
+            assert shard.shape[2] == whole[2] // mesh.shape["model"]
         with jax.set_mesh(mesh):
-            found = run(weights, tokens_BT, model=model)
+            told = run(weights, tokens_BT, model=model)
         close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
-        jax.tree.map(close, found, want)
+        jax.tree.map(close, told, want)
     acting.taken(params, like)
-    assert gate_LDF.is_deleted()
-    assert up_LDF.is_deleted()
+    for x in (gate_LDF, up_LDF, wq_LDNH):
+        assert x.is_deleted()
 
 
-def test_beside_adapters_and_in_int8_gate_and_up_stay_two(tiny, monkeypatch):
-    monkeypatch.setattr(acting, "PAIRED_ON", ("cpu",))
+def test_heads_that_model_does_not_divide_stay_apart(tiny, monkeypatch):
+    monkeypatch.setattr(acting, "JOINED_ON", ("cpu",))
+    model = dataclasses.replace(tiny[0], kv_heads=1)
+    layer = acting.abstract(model, mesh_of(model=2))["layers"][0]
+    assert {"wq", "wk", "wv", "w_gate_up"} <= layer.keys()
+
+
+def test_beside_adapters_and_in_int8_they_stay_apart(tiny, monkeypatch):
+    monkeypatch.setattr(acting, "JOINED_ON", ("cpu",))
     for kind, in_int8 in (("adapters", False), ("dense", True)):
         model = made(tiny, kind)[0]
         layer = acting.abstract(model, mesh_of(), in_int8=in_int8)["layers"][0]
-        assert {"w_gate", "w_up"} <= layer.keys()
+        assert {"w_gate", "w_up", "wq", "wk"} <= layer.keys()
 
 
 @pytest.mark.parametrize("way", ["laid_out", "taken"])

@@ -105,6 +105,18 @@ def test_where_it_is_asked_for_a_wrong_one_is_refused(installed):
     assert selfcheck.check("platform", narrow) == []
 
 
+def test_numbers_that_no_kernel_takes_are_one_word(installed, monkeypatch):
+    installed(attention=RIGHT, paged_attention=pages(0.0))
+    monkeypatch.setitem(choice.NUMBERS, "cpu", ("bfloat16", "float16"))
+    (line,) = selfcheck.check("auto", WIDE)
+    assert line == (
+        "cpu's kernels take bfloat16, not float32: XLA's operations do instead"
+    )
+    assert not taken("attention")
+    with pytest.raises(ValueError, match="'platform'.*not float32; set model.dtype"):
+        selfcheck.check("platform", WIDE)
+
+
 def test_what_was_right_is_remembered_and_what_was_not_is_looked_at_again(
     installed, tmp_path, monkeypatch
 ):
@@ -173,15 +185,16 @@ def wide_of(heads: int, kv_heads: int, head_dim: int, block: int) -> selfcheck.W
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu_rows_are_shared_out_and_whole_and_their_buffers_turn(shape):
     wide = wide_of(*shape)
-    _, tiles_of_queries = gpu_paged_attention.cut(wide.block * shape[0] // shape[1])
+    windows = [(*size, wide.block) for size in selfcheck.page_sizes("gpu", wide)]
     parts, tiles_of_keys = [], []  # by size; the tiles of one part at the least
-    for rows, pages_held in selfcheck.page_sizes("gpu", wide):
+    for rows, pages_held, width in windows[1:] + selfcheck.chunk_sizes("gpu", wide):
+        _, tiles_of_queries = gpu_paged_attention.cut(width * shape[0] // shape[1])
         blocks, positions = rows * wide.kv_heads * tiles_of_queries, pages_held * 32
         parts.append(gpu_paged_attention.parts_of(blocks, positions))
         tiles_of_keys.append(-(-positions // gpu_paged_attention.TILE) // parts[-1])
-    assert parts[1] > 1 and parts[2] == 1
-    assert min(tiles_of_keys[1:]) > gpu_attention.BUFFERS
-    assert max(rows for rows, _ in selfcheck.page_sizes("gpu", wide)) <= 67
+        assert rows <= 67
+    assert [part > 1 for part in parts] == [True, False] * 2
+    assert min(tiles_of_keys) > gpu_attention.BUFFERS
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -211,6 +224,7 @@ def test_on_a_chip_sums_go_over_several_tiles_of_keys():
 def test_a_cpu_checks_little():
     assert selfcheck.attention_sizes("cpu", WIDE) == [(4, 320, 2)]
     assert selfcheck.page_sizes("cpu", WIDE) == [(4, 5)]
+    assert selfcheck.chunk_sizes("cpu", WIDE) == []
 
 
 @pytest.mark.parametrize("here", ["gpu", "tpu"])

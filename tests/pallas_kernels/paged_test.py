@@ -230,6 +230,83 @@ def test_chunks_read_no_more_pages_than_they_see(reach):
     np.testing.assert_allclose(found, want, atol=1e-6)  # summed in another order
 
 
+def chunk_case(W, N, K, H, O):
+    """Returns (arguments of chunk_attention, NaN behind every row's ends; the answer).
+
+    Four rows of 96 positions: chunks that begin them, lie in their middle and end them,
+    and one of which nothing is real. Blocks of 4 see themselves and what lies before,
+    but nothing behind a row's end.
+    """
+    slots, B = 96, 4
+    table_BA = np.random.default_rng(3).permutation(B * slots // O + 3)
+    table_BA = table_BA[: B * slots // O].reshape(B, -1)
+    shape = L, B * slots // O + 3, O, K, H
+    pages = tuple(normal(*shape, seed=seed) for seed in (1, 2))
+    q, layer = normal(B, W, N, H), jnp.int32(1)
+    start_B1 = np.array([0, 28, slots - W, 0])[:, None].clip(0)
+    end_B1 = np.array([W, 28 + W - 3, slots, 0])[:, None].clip(0, slots)
+    end_BW = np.minimum((start_B1 + np.arange(W)[None]) // 4 * 4 + 4, end_B1)
+    slots_BS = jnp.broadcast_to(jnp.arange(slots)[None], (B, slots))
+    seen = mask.ranged(jnp.asarray(end_BW, "int32"), slots_BS)
+    k_BSKH, v_BSKH = reference.gathered(pages, layer, table_BA)
+    want = reference.attention(q, k_BSKH, v_BSKH, seen)
+    held = np.arange(slots // O)[None] * O < end_B1
+    read = np.zeros(shape[:2], bool)
+    read[1, table_BA[held]] = True
+    pages = tuple(jnp.where(read[..., None, None, None], x, jnp.nan) for x in pages)
+    want = jnp.where(end_BW[..., None, None] > 0, want, 0.0)
+    return (q, pages, layer, jnp.array(table_BA), seen), want
+
+
+# One warpgroup computes, or two, in one tile of queries or in several, of which the
+# first reads less than the last. Several blocks share a row's pages, or one has all.
+@pytest.mark.parametrize(
+    "W, N, K, H, O, tile, parts",
+    [
+        (8, 4, 2, 64, 8, 16, 5),
+        (32, 4, 2, 64, 8, 16, 1),
+        (40, 4, 2, 128, 8, 16, 1),
+        (40, 4, 1, 64, 8, 16, 2),
+        (72, 7, 1, 64, 32, 64, 1),
+        (40, 2, 2, 64, 16, 16, 1),
+    ],
+)
+def test_chunks_of_prompts(monkeypatch, W, N, K, H, O, tile, parts, capfd):
+    args, want = chunk_case(W, N, K, H, O)
+    _, tiles_of_queries = gpu_paged_attention.cut(W * N // K)
+    monkeypatch.setattr(gpu_paged_attention, "TILE", tile)
+    monkeypatch.setattr(gpu_paged_attention, "BLOCKS", parts * 4 * K * tiles_of_queries)
+    found = pallas_kernels.chunk_attention(*args, implementation="gpu", interpret=True)
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("implementation", ["gpu", "tpu"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_chunks_are_split_over_a_mesh(implementation, K):
+    """Traced only: the GPU's interpreter has one device. Its kernel gathers nothing."""
+    q, (table_BA, end_BW), layer = (
+        jax.ShapeDtypeStruct((8, 72, 2, 64), jnp.bfloat16),
+        (jax.ShapeDtypeStruct((8, width), jnp.int32) for width in (A, 72)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    pools = (jax.ShapeDtypeStruct((L, 40, O, K, 64), jnp.bfloat16),) * 2
+
+    def run(q, pools, layer, table_BA, end_BW):
+        slots_BS = jnp.broadcast_to(jnp.arange(A * O)[None], (8, A * O))
+        seen = mask.ranged(end_BW, slots_BS)
+        how = {"implementation": implementation}
+        return pallas_kernels.chunk_attention(q, pools, layer, table_BA, seen, **how)
+
+    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=2, model=2)):
+        told, out = jax.make_jaxpr(run, return_shape=True)(
+            q, pools, layer, table_BA, end_BW
+        )
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert "shard_map[" in str(told)
+    assert ("gather[" in str(told)) == (implementation == "tpu")
+
+
 @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_bfloat16_is_accumulated_in_f32(implementation):
     args = case(4, 4, 8, 2, 128, jnp.bfloat16)

@@ -23,9 +23,10 @@ def small_tiles(monkeypatch):
     """Several tiles in each direction, the last ones ragged."""
     monkeypatch.setattr(tpu_token_logprob, "TILE_R", 16)
     monkeypatch.setattr(tpu_token_logprob, "TILE_V", 128)
-    monkeypatch.setitem(gpu_token_logprob.TUNED, "token_logprob", (128, True))
+    monkeypatch.setitem(gpu_token_logprob.TUNED, "token_logprob", (128, 128, True))
     monkeypatch.setattr(gpu_token_logprob, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(gpu_token_logprob, "BLOCKS", 2)  # parts of the vocabulary
+    monkeypatch.setattr(gpu_token_logprob, "FEW", 0)
     monkeypatch.setattr(tiled_head, "TILE", 8)
 
 
@@ -257,6 +258,29 @@ def test_gpu_kernels_take_a_part_of_the_vocabulary():
         both = f(gpu_token_logprob), f(tpu_token_logprob)
         for y, z in zip(*both, strict=True):
             np.testing.assert_allclose(y, z, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 60, 130])
+def test_a_gpu_reads_no_tile_of_rows_that_are_not_wanted(count):
+    R, rng = 200, np.random.default_rng(count)
+    wanted = rng.permutation(R) < count
+    x = normal(R, D).at[~wanted].set(jnp.nan)
+    head, words = inputs()[1], jnp.asarray(rng.integers(0, 99, (R, 3)), jnp.int32)
+    how = {"wanted_R": wanted, "width": V, "forbidden": FORBIDDEN, "interpret": True}
+    ask = x, head, words, jnp.ones(R), 0
+    found, want = gpu_token_logprob.draw(*ask, **how), tiled_head.draw(*ask, **how)
+    for y, z in zip(found, want, strict=True):
+        np.testing.assert_allclose(y[wanted], z[wanted], atol=2e-5, rtol=1e-5)
+        assert (y[~wanted] == 0).all()
+
+
+def test_few_rows_are_drawn_without_a_gpu_kernel(monkeypatch):
+    monkeypatch.setattr(gpu_token_logprob, "FEW", B * U)
+    monkeypatch.setattr(choice, "platform", lambda: "gpu")
+    args, want = drawn()
+    draw = functools.partial(kernel(pallas_kernels.token_draw, "gpu"), *args)
+    assert "mosaic_gpu" not in str(jax.make_jaxpr(draw)())
+    np.testing.assert_array_equal(draw()[0], want[0])
 
 
 def test_the_specified_draw_is_the_samplers():

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dllm_jax.pallas_kernels import tiles
+from dllm_jax.pallas_kernels import choice, tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 
 ROWS, RESIDENT = 64, 128  # rows of a warpgroup's products; of the two that compute
@@ -53,10 +53,10 @@ def run(
     be. What is returned takes the inputs and gives `out_type`'s arrays. Raises ValueError for numbers that no product takes as they lie in memory. The
     interpreter prints races.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
+    if str(dtype) not in choice.NUMBERS["gpu"] and not interpret:
         raise ValueError(
-            f"pallas_kernels.{name}: implementation='gpu' takes bfloat16 or float16, "
-            f"not {dtype}; use 'reference'"
+            f"pallas_kernels.{name}: implementation='gpu' takes "
+            f"{' or '.join(choice.NUMBERS['gpu'])}, not {dtype}; use 'reference'"
         )
     kernel = plgpu.kernel(
         body,

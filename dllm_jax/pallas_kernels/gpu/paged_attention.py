@@ -1,16 +1,21 @@
 """Attention of a window over its row's pages and its own keys, for Hopper GPUs.
 
 The W·G queries of a key head share a block: one warpgroup, or two, computes, 64 of them
-each, and another copies the keys, first the window's own, then the row's pages, a chunk
-of which makes a tile of `attention`. Pages at or beyond `start` are never touched. Where the
-window has fewer keys than queries only the last queries see them.
+each, and another copies the keys, first the window's own, then the row's pages, several
+of which make a tile of `attention`. Pages at or beyond `start` are never touched. Where
+the window has fewer keys than queries only the last queries see them.
+
+A chunk of a prompt has its keys in the pages, and each of its queries has an end,
+before which it sees. Where a block does not take all queries of a key head, each block
+reads the pages before the greatest end of those that it takes.
 
 Where rows and key heads are too few to occupy the chip, several blocks share a row's pages
 out (Flash-Decoding's split of the keys): each gives the attention of its part and the log of
 its sum, and `joined` weighs the parts by these. The first of them has the window's own keys.
 
 Letters: f queries of one key head (W·G), r those of one warpgroup, c keys of one tile,
-s parts of a row's pages, p parts of all rows.
+i tiles of queries, e ends of a row's queries (W, or one for all), s parts of a row's
+pages, p parts of all rows.
 """
 
 import functools
@@ -43,12 +48,25 @@ def parts_of(blocks: int, positions: int) -> int:
 
 
 def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret=False):
-    """Returns the attention of each row's window, [B, W, N, H].
+    """Returns the attention of each row's window, [B, W, N, H]."""
+    window = k_BQKH, v_BQKH
+    end_B1 = start_B[:, None]
+    return launch(q_BWNH, pages, layer, table_BA, end_B1, window, interpret)
 
-    Raises ValueError for pages that no whole number of makes a tile.
+
+def attend_chunk(q_BWNH, pages, layer, table_BA, end_BW, *, interpret=False):
+    """Returns the attention of queries over pages before their `end`, [B, W, N, H]."""
+    return launch(q_BWNH, pages, layer, table_BA, end_BW, (), interpret)
+
+
+def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
+    """Returns the attention, [B, W, N, H], over pages before `end` and over a window.
+
+    window: (k, v), each [B, Q, K, H], or () of none. Raises ValueError for pages that
+    no whole number of makes a tile.
     """
     B, W, N, H = q_BWNH.shape
-    _, _, O, K, _ = pages[0].shape
+    (_, _, O, K, _), A = pages[0].shape, table_BA.shape[1]
     if TILE % O or O % 8:
         raise ValueError(
             f"pallas_kernels.paged_attention: implementation='gpu' takes pages of 8, 16, "
@@ -58,16 +76,25 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     queries = q_BKfH.shape[2]
     wgs, tiles_of_queries = cut(queries)
-    parts = parts_of(B * K * tiles_of_queries, table_BA.shape[1] * O)
-    own = k_BQKH.shape[1]
+    parts = parts_of(B * K * tiles_of_queries, A * O)
+    own = window[0].shape[1] if window else 0
     blind = (W - own) * (N // K)  # queries that see none of the window's keys
     window_tile = -(-own // ROWS) * ROWS
     q_BKfH = tiles.pad(q_BKfH, 2, 8)  # copies are of whole tiles of 8
-    window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in (k_BQKH, v_BQKH))
+    window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in window)
+    end_Be = jnp.minimum(end_Be, A * O)  # as many as there are pages
+    if end_Be.shape[1] == 1:
+        ends, farthest_Bi = (), jnp.broadcast_to(end_Be, (B, tiles_of_queries))
+    else:
+        # What fills the last tile of queries has 0, and sees nothing.
+        end_Bf = tiles.pad(jnp.repeat(end_Be, N // K, axis=1), 1, wgs * ROWS)
+        farthest_Bi = end_Bf.reshape(B, tiles_of_queries, -1).max(axis=2)
+        ends = (end_Bf,)
 
     def body(
         scalars,
         q_ref,
+        end_refs,
         window,
         pools,
         out_refs,
@@ -80,11 +107,11 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         free,
         met,
     ):
-        layer_ref, table_ref, start_ref = scalars
+        layer_ref, table_ref, farthest_ref = scalars
         p, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
         b, part = lax.div(p, jnp.int32(parts)), lax.rem(p, jnp.int32(parts))
-        start = start_ref[b]
-        tiles_held = lax.div(start + (TILE - 1), jnp.int32(TILE))
+        farthest = farthest_ref[b, i]
+        tiles_held = lax.div(farthest + (TILE - 1), jnp.int32(TILE))
         begin, end = (
             lax.div(tiles_held * (part + x), jnp.int32(parts)) for x in (0, 1)
         )
@@ -97,11 +124,18 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             rows = pl.ds((i * wgs + wg) * ROWS, ROWS)
             q_rH = q_smem.at[wg]
             plgpu.copy_gmem_to_smem(q_ref.at[b, h, rows], q_rH, q_arrived.at[wg])
+            limit = farthest
+            if end_refs:
+                end_ref = end_refs[0].at[b, rows]
+                layout = attention.ALONG[0]
+                limit = plgpu.load(end_ref, layout=layout, optimized=False)
             plgpu.barrier_wait(q_arrived.at[wg])
 
             def fold(turn, carry, kv, seen, blind=0):
                 def mask(score_rc):
-                    seen_rc = attention.columns(score_rc) < seen
+                    each = jnp.ndim(seen)  # query sees as many of the tile's keys
+                    end = attention.wide(seen, 0, score_rc) if each else seen
+                    seen_rc = attention.columns(score_rc) < end
                     if blind:
                         first = (i * wgs + wg) * ROWS
                         seen_rc &= attention.rows(score_rc) >= blind - first
@@ -114,17 +148,19 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             def compute(turn, n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))
                 plgpu.barrier_wait(ready.at[slot])
-                seen = start - (begin + n) * TILE
+                seen = limit - (begin + n) * TILE
                 carry = fold(turn, carry, [x.at[slot] for x in pages_smem], seen)
                 plgpu.barrier_arrive(free.at[slot])
                 return carry
 
-            plgpu.barrier_wait(window_arrived)
-            seen = own if parts == 1 else jnp.where(part == 0, own, 0)
+            if window:
+                plgpu.barrier_wait(window_arrived)
 
             def walk(turn):
-                start = attention.forward_start(H)
-                carry = fold(turn, start, window_smem, seen, blind)
+                carry = attention.forward_start(H)
+                if window:
+                    seen = own if parts == 1 else jnp.where(part == 0, own, 0)
+                    carry = fold(turn, carry, window_smem, seen, blind)
                 step = functools.partial(compute, turn)
                 return lax.fori_loop(0, steps, step, carry)
 
@@ -145,7 +181,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
             padded = pl.ds((wg - wgs) * ROWS, window_tile)
             for x_ref, buffer in zip(window, window_smem, strict=True):
                 plgpu.copy_gmem_to_smem(x_ref.at[b, padded, h], buffer, window_arrived)
-            last = lax.div(start - 1, jnp.int32(O))
+            last = lax.div(farthest - 1, jnp.int32(O))
 
             def fetch(n, slot):
                 for c in range(TILE // O):
@@ -164,7 +200,7 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
     dtype = pages[0].dtype
     scratch = [
         shared(dtype, wgs, ROWS, H),
-        [shared(dtype, window_tile, H) for _ in pages],
+        [shared(dtype, window_tile, H) for _ in window],
         [shared(dtype, BUFFERS, TILE, H) for _ in pages],
         plgpu.Barrier(num_barriers=wgs),
         plgpu.Barrier(num_arrivals=2),
@@ -186,9 +222,8 @@ def attend(q_BWNH, pages, layer, table_BA, start_B, k_BQKH, v_BQKH, *, interpret
         interpret=interpret,
         wgs=wgs,
     )
-    start_B = jnp.minimum(start_B, table_BA.shape[1] * O)  # as many as there are pages
-    scalars = jnp.reshape(layer, 1).astype(jnp.int32), table_BA, start_B
-    out_pKfH, *lse_pKf = kernel(scalars, q_BKfH, window, tuple(pages))
+    scalars = jnp.reshape(layer, 1).astype(jnp.int32), table_BA, farthest_Bi
+    out_pKfH, *lse_pKf = kernel(scalars, q_BKfH, ends, window, tuple(pages))
     out_pKfH = out_pKfH[:, :, :queries]
     out_BKfH = (
         joined(out_pKfH, lse_pKf[0][..., :queries], parts) if lse_pKf else out_pKfH

@@ -16,27 +16,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dllm_jax.pallas_kernels import noise, tiles
+from dllm_jax.pallas_kernels import noise, tiled_head, tiles
 from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import ALONG, RESIDENT, ROWS, filled, wide
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE_D = 64
-# A tile of V, and whether logarithms may be approximate: noise takes registers, and that
-# which wins is the logarithm of what is almost 1.
-TUNED = {"token_logprob": (256, True), "token_draw": (128, False)}
+# A tile of V, its columns that are looked at together, and whether logarithms may be
+# approximate. Noise is 200 instructions a number: unrolled for a whole tile they are more
+# than a processor's cache of them holds, and each tile waited for its program. That which
+# wins is the logarithm of what is almost 1.
+TUNED = {"token_logprob": (256, 256, True), "token_draw": (128, 32, False)}
 BUFFERS = 4
+# Rows of a draw whose logits XLA makes whole: of 4 it takes 0.57 of the kernel's time, which
+# multiplies 64 (an H200, a head of 2,048 x 151,936).
+FEW = 64
 BLOCKS = 4 * 132  # about as many as make full use of a chip, a few to each processor
 LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 GRADIENT_BYTES = 2**27  # of a tile of the logits' gradient
 
 
+def faded(score_rv, max_r):
+    """Returns (the running maximum with a tile, the tile's exponentials, the older's fading)."""
+    new_r = jnp.maximum(max_r, score_rv.max(axis=1))
+    prob_rv = jnp.exp(score_rv - wide(new_r, 0, score_rv))
+    return new_r, prob_rv, jnp.exp(max_r - new_r)
+
+
+def sum_update(score_rv, stats):
+    """Returns running (maximum, sum) with a tile added."""
+    max_r, sum_r = stats
+    new_r, prob_rv, fade_r = faded(score_rv, max_r)
+    return new_r, sum_r * fade_r + prob_rv.sum(axis=1)
+
+
 def softmax_update(score_rv, stats):
     """Returns running (maximum, sum, sum of p · score) with a tile added."""
     max_r, sum_r, moment_r = stats
-    new_r = jnp.maximum(max_r, score_rv.max(axis=1))
-    prob_rv = jnp.exp(score_rv - wide(new_r, 0, score_rv))
-    fade_r = jnp.exp(max_r - new_r)
+    new_r, prob_rv, fade_r = faded(score_rv, max_r)
     sum_r = sum_r * fade_r + prob_rv.sum(axis=1)
     return new_r, sum_r, moment_r * fade_r + (prob_rv * score_rv).sum(axis=1)
 
@@ -100,14 +117,14 @@ def draw_step(
     at_rv = across(slot_r * width) + id_rv
     noise_rv = noise.gumbel(across(first_r), across(second_r), at_rv)
     noisy_rv = tempered_rv + noise_rv * across(warm_r)
-    old_token_r, old_best_r, old_logit_r = carry[6:]
+    old_token_r, old_best_r, old_logit_r = carry[5:]
     best_r = noisy_rv.max(axis=1)
     token_r = jnp.where(noisy_rv == across(best_r), id_rv, tiles.NOWHERE).min(axis=1)
     logit_r = jnp.where(id_rv == across(token_r), score_rv, 0.0).sum(axis=1)
     better_r = best_r > old_best_r
     return (
-        *softmax_update(score_rv, carry[:3]),
-        *softmax_update(tempered_rv, carry[3:6]),
+        *sum_update(score_rv, carry[:2]),
+        *softmax_update(tempered_rv, carry[2:5]),
         jnp.where(better_r, token_r, old_token_r),
         jnp.where(better_r, best_r, old_best_r),
         jnp.where(better_r, logit_r, old_logit_r),
@@ -116,7 +133,8 @@ def draw_step(
 
 def draw_end(carry):
     """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean)."""
-    return *carry[6:], softmax_result(carry[:3])[0], *softmax_result(carry[3:6])
+    max_r, sum_r = carry[:2]
+    return *carry[5:], max_r + jnp.log(sum_r), *softmax_result(carry[2:5])
 
 
 def launch(
@@ -131,18 +149,21 @@ def launch(
     *,
     forbidden: int,
     interpret,
+    used=None,
 ):
     """Runs step(carry, logits, ids, which count, *rows) over tiles of the vocabulary.
 
-    start: the carry's values, of which each row has its own; rows: arrays [R]. Returns
-    what `end` returns of each part's last carry, [parts, R].
+    start: the carry's values, of which each row has its own; rows: arrays [R]; used: how
+    many rows, the first ones, need be right, None: all. Returns what `end` returns of each
+    part's last carry, [parts, R].
     """
-    tile, approximate = TUNED[name]
-    V = head_DV.shape[1]
+    tile, strip, approximate = TUNED[name]
+    R, V = len(x_RD), head_DV.shape[1]
+    used_1 = jnp.asarray(R if used is None else used, jnp.int32)[None]
     x_RD = tiles.pad(tiles.pad(x_RD, 0, RESIDENT), 1, TILE_D)
     head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
-    (R, D), tiles_of_V = x_RD.shape, pl.cdiv(V, tile)
-    share = pl.cdiv(tiles_of_V, pl.cdiv(BLOCKS, R // RESIDENT))  # tiles of a block
+    (padded, D), tiles_of_V = x_RD.shape, pl.cdiv(V, tile)
+    share = pl.cdiv(tiles_of_V, pl.cdiv(BLOCKS, padded // RESIDENT))  # tiles of a block
     parts, depth = pl.cdiv(tiles_of_V, share), D // TILE_D
     padded_rows = tuple(tiles.pad(x_R, 0, RESIDENT) for x_R in rows)
 
@@ -150,21 +171,25 @@ def launch(
         x_ref,
         head_ref,
         offset_ref,
+        used_ref,
         row_refs,
         out_refs,
         x_smem,
         head_smem,
+        strips_smem,
         ready,
         free,
     ):
         i, part, wg = (lax.axis_index(axis) for axis in ("rows", "part", "warpgroup"))
-        first = part * share
+        first, used = part * share, used_ref[0]
         count = jnp.minimum(share, tiles_of_V - first)
+        count = jnp.where(i * RESIDENT < used, count, 0)
 
         @pl.when(wg < 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            place = pl.ds(i * RESIDENT + wg * ROWS, ROWS)
+            row = i * RESIDENT + wg * ROWS
+            place = pl.ds(row, ROWS)
             load = functools.partial(plgpu.load, layout=ALONG[0], optimized=False)
             rows_r = [load(ref.at[place]) for ref in row_refs]
 
@@ -172,14 +197,31 @@ def launch(
                 x = x_smem.at[slot, pl.ds(wg * ROWS, ROWS)]
                 return x, head_smem.at[slot]
 
-            def compute(j, carry):
-                at = (ROWS, tile), j * depth, depth
-                score_rv = attention.streamed(factors, *at, ready, free, BUFFERS)
-                at_rv = (first + j) * tile + attention.columns(score_rv)
+            def look(score_rv, begin, carry):
+                at_rv = begin + attention.columns(score_rv)
                 id_rv = jnp.where(at_rv < V, at_rv + offset_ref[0], -1)
                 counts_rv = (id_rv >= 0) & (id_rv != forbidden)
                 score_rv = jnp.where(counts_rv, score_rv, NEVER)
                 return step(carry, score_rv, id_rv, counts_rv, *rows_r)
+
+            def compute(j, carry):
+                at = (ROWS, tile), j * depth, depth
+                score_rv = attention.streamed(factors, *at, ready, free, BUFFERS)
+                begin = (first + j) * tile
+                if strip == tile:
+                    return look(score_rv, begin, carry)
+                strips_smem[0][wg] = score_rv
+                plgpu.commit_smem()
+
+                def look_at_strip(n, carry):
+                    columns = pl.ds(n * strip, strip)
+                    score_rv = plgpu.load(
+                        strips_smem[0].at[wg, :, columns], layout=plgpu.Layout.WGMMA
+                    )
+                    return look(score_rv, begin + n * strip, carry)
+
+                strips = jnp.where(row < used, tile // strip, 0)
+                return lax.fori_loop(0, strips, look_at_strip, carry)
 
             carry = tuple(filled(value, ROWS) for value in start)
             results = end(lax.fori_loop(0, count, compute, carry))
@@ -201,10 +243,11 @@ def launch(
             attention.feed(fetch, count * depth, free, BUFFERS)
 
     dtypes = (x.dtype for x in jax.eval_shape(end, start))
-    out_type = [jax.ShapeDtypeStruct((parts, R), dtype) for dtype in dtypes]
+    out_type = [jax.ShapeDtypeStruct((parts, padded), dtype) for dtype in dtypes]
     scratch = [
         attention.shared(x_RD.dtype, BUFFERS, RESIDENT, TILE_D),
         attention.shared(x_RD.dtype, BUFFERS, TILE_D, tile),
+        [attention.shared(jnp.dtype("float32"), 2, ROWS, tile)] * (strip < tile),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
         plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
     ]
@@ -212,15 +255,15 @@ def launch(
         body,
         x_RD.dtype,
         out_type,
-        {"rows": R // RESIDENT, "part": parts},
+        {"rows": padded // RESIDENT, "part": parts},
         scratch,
         name,
         interpret=interpret,
         approximate=approximate,
     )
     offset_1 = jnp.asarray(offset, jnp.int32)[None]
-    results = kernel(x_RD, head_DV, offset_1, padded_rows)
-    return [x_pR[:, : len(rows[0])] for x_pR in results]
+    results = kernel(x_RD, head_DV, offset_1, used_1, padded_rows)
+    return [x_pR[:, :R] for x_pR in results]
 
 
 def joined(lse_pR, mean_pR):
@@ -304,6 +347,14 @@ def pick_gradient(
     return dx_RD.astype(x_RD.dtype), dhead_DV
 
 
+def best(token_pR, noisy_pR, logit_pR):
+    """Returns (token, its noisy score, its logit): the best of the parts, the first of equals."""
+    best_R = noisy_pR.max(axis=0)
+    token_R = jnp.where(noisy_pR == best_R[None], token_pR, tiles.NOWHERE).min(axis=0)
+    logit_R = jnp.where(token_pR == token_R[None], logit_pR, 0).sum(axis=0)
+    return token_R, best_R, logit_R
+
+
 def draw(
     x_RD,
     head_DV,
@@ -318,9 +369,24 @@ def draw(
 ):
     """Returns (token, its noisy score, its logit, lse, tempered lse, tempered mean), [R].
 
-    words: the key's two and the row's place in its draw, whose rows are `width` wide.
+    words: the key's two and the row's place in its draw, whose rows are `width` wide. Rows
+    that are wanted go first: a tile of others is not computed.
     """
-    del wanted_R  # the head is read once, for however many
+    if len(x_RD) <= FEW:
+        return tiled_head.draw(
+            x_RD,
+            head_DV,
+            words_R3,
+            temperature_R,
+            offset,
+            wanted_R=wanted_R,
+            width=width,
+            forbidden=forbidden,
+        )
+    order_R = jnp.argsort(~wanted_R, stable=True)
+    x_RD, words_R3, temperature_R = (
+        y_R[order_R] for y_R in (x_RD, words_R3, temperature_R)
+    )
     greedy_R = temperature_R == 0
     scale_R = 1 / jnp.where(greedy_R, 1, temperature_R)
     rows = *words_R3.T, scale_R, 1.0 - greedy_R
@@ -328,17 +394,17 @@ def draw(
         "token_draw",
         functools.partial(draw_step, width=width),
         draw_end,
-        (*(LOWEST, 0.0, 0.0) * 2, 0, LOWEST, 0.0),
+        (LOWEST, 0.0, LOWEST, 0.0, 0.0, 0, LOWEST, 0.0),
         rows,
         x_RD,
         head_DV,
         offset,
         forbidden=forbidden,
         interpret=interpret,
+        used=wanted_R.sum(),
     )
     lse_R, _ = joined(lse_pR, mean_pR)
-    wins_pR = noisy_pR == noisy_pR.max(axis=0, keepdims=True)
-    token_R = jnp.where(wins_pR, token_pR, tiles.NOWHERE).min(axis=0)
-    logit_R = jnp.where(token_pR == token_R[None], logit_pR, 0).sum(axis=0)
-    best_R = noisy_pR.max(axis=0)
-    return token_R, best_R, logit_R, lse_R, *joined(tempered_pR, mean_pR)
+    drawn_R = best(token_pR, noisy_pR, logit_pR)
+    found = *drawn_R, lse_R, *joined(tempered_pR, mean_pR)
+    place_R = jnp.argsort(order_R)
+    return tuple(jnp.where(wanted_R, y_R[place_R], 0) for y_R in found)
