@@ -26,7 +26,7 @@ SMALL = "examples/arithmetic/model"
 
 def written(name: str, folder: str) -> str:
     """Returns a folder with random weights of a shape and the small model's tokenizer."""
-    small = hf.read_config(SMALL)
+    small = hf.read_config(pathlib.Path(SMALL))
     model = dataclasses.replace(
         decode.SHAPES[name],
         vocab=small.vocab,

@@ -397,18 +397,20 @@ def scan_stacks(layer, carry, params: Params, unroll: bool, whole: bool):
     for name in ("first", "layers"):  # the dense layers, then those with experts
         if name in params:
             begin, depth = depth, depth + len(params[name]["attn_norm"])
-            numbers_L = jnp.arange(begin, depth)
             kept = moe.DISPATCHED.keys() & params[name].keys() if whole else ()
             experts = {key: params[name][key] for key in kept}
             rest = {key: x for key, x in params[name].items() if key not in kept}
 
-            def of_stack(carry, inputs, experts=experts, begin=begin):
-                p, number = inputs
+            # The number is carried: of an array of numbers a GPU copies each layer's by itself.
+            def of_stack(carry, p, experts=experts, begin=begin):
+                carry, number = carry
                 more = experts | {"number": number - begin} if experts else {}
-                return layer(carry, (p | more, number))
+                carry, out = layer(carry, (p | more, number))
+                return (carry, number + 1), out
 
-            carry, (fresh_of_stack, load) = jax.lax.scan(
-                of_stack, carry, (rest, numbers_L), unroll=unroll
+            start = carry, jnp.int32(begin)
+            (carry, _), (fresh_of_stack, load) = jax.lax.scan(
+                of_stack, start, rest, unroll=unroll
             )
             fresh.append(fresh_of_stack)
     return carry, stacked(fresh), load

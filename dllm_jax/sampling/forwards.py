@@ -425,7 +425,8 @@ def deal(due_b, count: int):
     due_b = due_b[order_b]
     ends_b = jnp.cumsum(due_b)
     slot_c = jnp.arange(count)
-    rank_c = jnp.searchsorted(ends_b, slot_c, side="right")
+    # Not by bisection: on a GPU each of its steps is several kernels.
+    rank_c = jnp.searchsorted(ends_b, slot_c, side="right", method="compare_all")
     rank_c = jnp.minimum(rank_c, len(due_b) - 1)
     return order_b[rank_c], slot_c - (ends_b - due_b)[rank_c], slot_c < ends_b[-1]
 

@@ -82,7 +82,6 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
     window_tile = -(-own // ROWS) * ROWS
     q_BKfH = tiles.pad(q_BKfH, 2, 8)  # copies are of whole tiles of 8
     window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in window)
-    end_Be = jnp.minimum(end_Be, A * O)  # as many as there are pages
     if end_Be.shape[1] == 1:
         ends, farthest_Bi = (), jnp.broadcast_to(end_Be, (B, tiles_of_queries))
     else:
@@ -110,7 +109,8 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
         layer_ref, table_ref, farthest_ref = scalars
         p, h, i, wg = (lax.axis_index(x) for x in ("row", "head", "tile", "warpgroup"))
         b, part = lax.div(p, jnp.int32(parts)), lax.rem(p, jnp.int32(parts))
-        farthest = farthest_ref[b, i]
+        room = A * O  # nothing lies beyond a row's pages
+        farthest = jnp.minimum(farthest_ref[b, i], room)
         tiles_held = lax.div(farthest + (TILE - 1), jnp.int32(TILE))
         begin, end = (
             lax.div(tiles_held * (part + x), jnp.int32(parts)) for x in (0, 1)
@@ -129,6 +129,7 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
                 end_ref = end_refs[0].at[b, rows]
                 layout = attention.ALONG[0]
                 limit = plgpu.load(end_ref, layout=layout, optimized=False)
+                limit = jnp.minimum(limit, room)
             plgpu.barrier_wait(q_arrived.at[wg])
 
             def fold(turn, carry, kv, seen, blind=0):
