@@ -11,7 +11,7 @@
 . "$(dirname "$0")/bench.sh"
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
-checked sdar-1.7b sdar-8b
+checked sdar-8b
 decode="decode $with --engine-only --prompt 1024 --new 256 --prefill 4096 --repeats 1"
 bench 90 $decode --model=sdar-4b --rows 128
 bench 120 $decode --model=sdar-8b --rows 64 1

@@ -17,7 +17,8 @@ bench() { # seconds, module, arguments: its lines of JSON are kept; its status i
 
 checked() { # sets $with: the kernels if the self-check finds all right, else none
     with=--kernels=${KERNELS:-platform}
-    if ! bench 80 selfchecks --model "$@"; then
+    # A minute and more on an H200 for two models, one op after the other: side by side now.
+    if ! bench 150 selfchecks --model "$@"; then
         with=--kernels=${KERNELS:-reference}
         echo "== the self-check failed: what follows is with $with"
     fi

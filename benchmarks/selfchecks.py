@@ -27,10 +27,10 @@ def main():
     here, wrong = choice.platform(), False
     for name in args.model:
         wide = selfcheck.widths(SHAPES[name], args.block, 32)
-        for op in sorted(op for op, platform in choice.KERNELS if platform == here):
-            if op in selfcheck.HEADED and wide.head_dim not in choice.HEAD_SIZES:
-                continue
-            fault = selfcheck.fault(op, here, wide)
+        ops = sorted(op for op, platform in choice.KERNELS if platform == here)
+        if wide.head_dim not in choice.HEAD_SIZES:
+            ops = [op for op in ops if op not in selfcheck.HEADED]
+        for op, fault in selfcheck.faults(ops, here, wide).items():
             wrong = wrong or bool(fault)
             report.tell("selfchecks", model=name, op=op, fault=fault or "none")
     sys.exit(int(wrong))

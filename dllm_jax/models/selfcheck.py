@@ -101,16 +101,14 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
         return [f"{told}: XLA's operations do instead"]
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
     known = remembered(file) if folder else set()
-    # Side by side: what takes the time is compilation.
-    with futures.ThreadPoolExecutor(len(ops)) as pool:
-        looked = pool.map(lambda op: op not in known and fault(op, here, wide), ops)
-        faults = {op: reason or "" for op, reason in zip(ops, looked, strict=True)}
-    found = {op for op in ops if not faults[op]}
+    looked = faults([op for op in ops if op not in known], here, wide)
+    found = {op for op in ops if not looked.get(op)}
     if folder and found - known and jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, json.dumps(sorted(found)))
     lines = []
-    for op, reason in faults.items():
+    for op in ops:
+        reason = looked.get(op, "")
         right = not sharding.anywhere(bool(reason))
         choice.verdicts[op, here] = right
         told = f"{here}'s kernel of {op}: {reason or 'wrong in another process'}"
@@ -137,6 +135,12 @@ def key(wide: Widths) -> str:
     facts = [device.device_kind, device.client.platform_version, jax.__version__]
     facts += [processes.sources(), machine.machine(), repr(wide)]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def faults(ops: list[str], here: str, wide: Widths) -> dict[str, str]:
+    """Returns `fault` of each op, side by side: what takes the time is compilation."""
+    with futures.ThreadPoolExecutor(max(len(ops), 1)) as pool:
+        return dict(zip(ops, pool.map(lambda op: fault(op, here, wide), ops)))
 
 
 def fault(op: str, here: str, wide: Widths) -> str:
