@@ -27,9 +27,7 @@ def main():
     here, wrong = choice.platform(), False
     for name in args.model:
         wide = selfcheck.widths(SHAPES[name], args.block, 32)
-        ops = sorted(op for op, platform in choice.KERNELS if platform == here)
-        if wide.head_dim not in choice.HEAD_SIZES:
-            ops = [op for op in ops if op not in selfcheck.HEADED]
+        ops = selfcheck.ops_of(here, wide)
         for op, fault in selfcheck.faults(ops, here, wide).items():
             wrong = wrong or bool(fault)
             report.tell("selfchecks", model=name, op=op, fault=fault or "none")

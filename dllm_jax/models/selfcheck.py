@@ -88,9 +88,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
         return [
             f"warning: {here!r} is no chip with kernels: XLA's operations do instead"
         ]
-    ops = sorted(op for op, name in choice.KERNELS if name == here)
-    if wide.head_dim not in choice.HEAD_SIZES:  # no kernel is taken
-        ops = [op for op in ops if op not in HEADED]
+    ops = ops_of(here, wide)
     if kernels == "reference" or not ops:
         return []
     if wide.dtype not in choice.NUMBERS.get(here, (wide.dtype,)):
@@ -119,6 +117,13 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
         if not right:
             lines.append(f"warning: not used is {told}")
     return lines
+
+
+def ops_of(here: str, wide: Widths) -> list[str]:
+    """Returns the ops with a kernel on a platform, and for heads of that size."""
+    ops = sorted(op for op, name in choice.KERNELS if name == here)
+    fits = wide.head_dim in choice.HEAD_SIZES
+    return [op for op in ops if fits or op not in HEADED]
 
 
 def remembered(file: pathlib.Path) -> set[str]:
