@@ -15,7 +15,7 @@ decode="decode $with --engine-only --prompt 1024 --new 256 --prefill 4096 --repe
 bench 110 $decode --model=sdar-8b --rows 64 128 1
 bench 80 $decode --model=sdar-4b --rows 64 1 128
 bench 60 $decode --model=sdar-1.7b --rows 64 1 256
-train="train_step $with --packed-only --remat=full --max-prompt 300 --max-answer 1000 --mean-answer 500"
+train="train_step $with --packed-only --remat=dots --max-prompt 300 --max-answer 1000 --mean-answer 500"
 bench 60 $train --model=sdar-1.7b --rows 4 --tokens 4096
 bench 50 $train --model=sdar-4b --rows 2 --tokens 4096 --trajectories 16
 bench 80 kernels

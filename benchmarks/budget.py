@@ -325,7 +325,7 @@ def scores_of_tables(program, body: str, place, run) -> list[str]:
 
 def of_update(cell: Cell, run: programs.Run) -> dict:
     """Returns the figures of an update: its loops over microbatches and what surrounds them."""
-    compiled = run.update()
+    compiled, remat = run.update()
     row = common(cell, run, compiled, 0)
     if "refused" in row:
         return row
@@ -360,6 +360,7 @@ def of_update(cell: Cell, run: programs.Run) -> dict:
     useful = work.useful / run.mesh.size
     busy = seconds * chips.chip(cell.topology).flops
     figures = {
+        "remat": remat,
         "microbatches": work.microbatches,
         "rows_per_device": facts.rows,
         "seconds": significant(seconds),

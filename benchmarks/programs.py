@@ -174,15 +174,14 @@ class Run:
         )
         return sources.RL(self.settings, tools)
 
-    @functools.cached_property
-    def jitted_update(self):
-        """learner.update, jitted as a run calls it."""
+    def jitted_update(self, remat: str):
+        """Returns learner.update, jitted as a run calls it."""
         replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         places = jax.tree.map(lambda x: x.sharding, self.states)
         return jax.jit(
             functools.partial(
                 learner.update,
-                model=self.model,
+                model=dataclasses.replace(self.model, remat=remat),
                 plans=self.plans,
                 cfg=self.source.objective,
             ),
@@ -191,15 +190,30 @@ class Run:
         )
 
     def update(self):
-        """Returns the update of all networks, compiled.
+        """Returns (the update of all networks, compiled; its model.remat, as a run chooses).
 
         Raises JaxRuntimeError where its compiler knows that it does not fit.
         """
+        names = (self.model.remat,)
+        if self.cfg.model.remat == "auto":
+            beside = sum(self.resident.values())
+            names = budget.remats(
+                self.model, self.settings.batch, self.mesh, self.limit, beside
+            )
+        for name in names[:-1]:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                compiled = self.update_with(name)
+                if topologies.peak_bytes(compiled) <= self.limit:
+                    return compiled, name
+        return self.update_with(names[-1]), names[-1]
+
+    def update_with(self, remat: str):
+        """Returns the update with a model.remat, compiled; raises as `update` does."""
         base = None
         if self.model.soft:  # what a step's images are made of
             base = networks.beside(None, look.abstract(self.model, self.mesh))
         with jax.set_mesh(self.mesh), trusted(self.model.dtype):
-            lowered = self.jitted_update.lower(
+            lowered = self.jitted_update(remat).lower(
                 self.states, self.source.blank(), base, dict.fromkeys(self.states, 0.0)
             )
         return lowered.compile()

@@ -111,6 +111,7 @@ def updates(cells: dict) -> str:
             topology,
             row["rows_per_device"],
             row["microbatches"],
+            row["remat"],
             row["gib"],
             short(row["read_gib"] + row["written_gib"]),
             short(row["tflops"]),
@@ -122,12 +123,12 @@ def updates(cells: dict) -> str:
         for model, topology, row in fitting(cells, "update")
     ]
     head = (
-        "model | chips | rows a device | microbatches | GiB a device | GiB moved | TFLOP | "
-        "MiB sent | seconds | MFU bound, % | with collectives, %"
+        "model | chips | rows a device | microbatches | remat | GiB a device | GiB moved | "
+        "TFLOP | MiB sent | seconds | MFU bound, % | with collectives, %"
     )
     return (
         "\n## Update of 256 answers\n\nThe MFU bound is the useful FLOPs (six a parameter and "
-        "filled slot) over those of the program; the last column also waits for every "
+        "filled slot) over those of the program; `remat` is what the run chooses by its memory plan; the last column also waits for every "
         "collective, none of them overlapped.\n\n" + table(head, rows)
     )
 

@@ -523,7 +523,7 @@ SAMPLING = {
     ),
 }
 TRAINING = {
-    "gradient_checkpointing_enable": pick("model.remat", {True: "full", False: "none"}),
+    "gradient_checkpointing_enable": pick("model.remat", {True: "auto", False: "none"}),
     "mixed_precision": pick("model.dtype", DTYPES),
     "enable_tf32": Row(why="XLA chooses how matmuls of model.dtype are computed"),
     "seed": Row(ours=("seed", "data.seed")),

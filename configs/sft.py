@@ -247,7 +247,6 @@ def adapt(c):
     """
     c.model.update(
         path="Qwen/Qwen3-0.6B",
-        remat="full",
         attention="block",
         shift=0,
         mask_id=151669,
@@ -273,7 +272,6 @@ def trace(c):
 def published(c):
     """dLLM-RL's settings for SDAR and TraDo: blocks of 4, pads are not learned."""
     c.data.update(train="data/sft.json", post_num=0)
-    c.model.remat = "full"
     c.sampler.update(block=4, max_prompt=784, max_new=2000)
     c.batch.update(rows=8, tokens=8192)
     c.sft.update(steps=1000, examples=128)

@@ -262,7 +262,6 @@ def published(c):
         train="data/MATH_train.json",
         heldout="data/MATH500.json",
     )
-    c.model.remat = "full"
     c.sampler.update(
         block=4,
         steps_per_block=4,

@@ -8,6 +8,7 @@ what cannot be before the next begins.
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -202,17 +203,15 @@ def place(here: Scene, tools: sources.Tools):
     """Gives `tools` what answers; returns (where a run samples, what its judges take)."""
     cfg, model, mesh = here.cfg, here.model, here.mesh
     tools.reader = None  # it has read all: a tokenizer of images makes room
-    anchored = bool(cfg.objective.reference_beta)
-    taken = budget.resident(here.shapes, model, mesh, reference=anchored)
-    resident, guest = sum(taken.values()), memory.NOTHING
+    trained, guest = resident(here), memory.NOTHING
     if here.samples:
-        guest = pictures.claim(cfg, model, here.tok, tools.grader, resident)
+        guest = pictures.claim(cfg, model, here.tok, tools.grader, trained)
     sampling = placement.place(
         model=model,
         cfg=cfg.sampler,
         mesh=mesh,
         rollout=cfg.mesh.rollout,
-        beside=resident + guest.resident,
+        beside=trained + guest.resident,
         limit=memory.device_bytes() if here.samples else None,
     )
     tools.answerer = sampling.answerer
@@ -225,6 +224,13 @@ def place(here: Scene, tools: sources.Tools):
     if here.samples and sampling.note:
         here.say(sampling.note)
     return sampling, guest
+
+
+def resident(here: Scene) -> int:
+    """Returns the bytes of a device that the run's networks take."""
+    anchored = bool(here.cfg.objective.reference_beta)
+    taken = budget.resident(here.shapes, here.model, here.mesh, reference=anchored)
+    return sum(taken.values())
 
 
 # ---- What is compiled: each function is traced once in a run -------------------------
@@ -280,9 +286,13 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
 
     remats, limit = (model.remat,), memory.device_bytes()
     if cfg.model.remat == "auto":
-        batch, rows_on = here.settings.batch, here.mesh.shape["data"]
-        slots = batch.rows // (rows_on * here.mesh.shape["fsdp"]) * batch.tokens
-        remats = budget.remats(model, slots, here.mesh, limit)
+        remats = budget.remats(
+            model,
+            here.settings.batch,
+            here.mesh,
+            math.inf if limit is None else limit,
+            resident(here),
+        )
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
     if remat != model.remat:
         here.say(f"model.remat={remat!r}: what keeps more does not fit a device")

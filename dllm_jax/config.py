@@ -53,9 +53,9 @@ class ModelArgs:
 
     path: str = ""  # a Hugging Face folder, or a hub repository's name
     dtype: str = "bfloat16"  # of computation; masters are f32
-    # What the backward pass recomputes of a layer. none: nothing. dots: all but products
-    # with weights. attention: all but attention. full: all. offload: as attention, with
-    # layers' inputs in the host's memory. auto: none, attention or full, the first that fits.
+    # What the backward pass recomputes of a layer. none: nothing. dots: all but attention and
+    # products with weights. attention: all but attention. full: all. offload: as attention,
+    # with layers' inputs in the host's memory. auto: the first that fits of the first four.
     remat: str = "auto"
     # "platform": the chip's own, trusted yet or not; "reference": none (docs/kernels.md)
     kernels: str = "auto"

@@ -20,6 +20,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dllm_jax.models.config import ModelConfig
@@ -29,6 +30,7 @@ from dllm_jax.sharding import ACT, constrain, pspec
 # The experts' own weights, in one layer. Routed tokens are not a plain product with them,
 # so they are dispatched here and not projected, and have no adapters.
 DISPATCHED = {"e_gate": "EDI", "e_up": "EDI", "e_down": "EID"}
+SAVED = "experts"  # names what a rematerialised layer may keep of their products
 
 
 @flax.struct.dataclass
@@ -104,9 +106,11 @@ def mixture(h_BTD, p, cfg: ModelConfig, real_BT):
     routed = route(h_BTD.reshape(B * T, D), p, cfg)
     expert_BTX, weight_BTX, prob_BTE = (x.reshape(B, T, -1) for x in routed)
     weights = {name: p[name].astype(h_BTD.dtype) for name in DISPATCHED}
-    matmul = functools.partial(
-        grouped_matmul, number=p.get("number"), implementation=cfg.kernels
-    )
+
+    def matmul(x_nD, w_EDF, sizes_E):
+        how = {"number": p.get("number"), "implementation": cfg.kernels}
+        return checkpoint_name(grouped_matmul(x_nD, w_EDF, sizes_E, **how), SAVED)
+
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         y_BTD = visit(h_BTD, expert_BTX, weight_BTX, weights, first=0, matmul=matmul)

@@ -44,7 +44,11 @@ EXACT = {"embed", "record", "router", "router_bias", "value"}
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # Recomputes no product with weights and no attention.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(SAVED, moe.SAVED),
+    ),
     # Recomputes no attention; "offload" also keeps layers' inputs in the host's memory.
     "attention": jax.checkpoint_policies.save_only_these_names(SAVED),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(

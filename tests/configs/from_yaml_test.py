@@ -281,7 +281,7 @@ def test_rl_on_a_block_model(tmp_path):
     assert (cfg.noise.kind, cfg.noise.shrink) == ("trace", 1)
     assert cfg.objective == config.ObjectiveConfig(aggregate="constant")
     assert cfg.policy_optim.lr == 1e-6
-    assert (cfg.model.dtype, cfg.model.remat) == ("bfloat16", "full")
+    assert (cfg.model.dtype, cfg.model.remat) == ("bfloat16", "auto")
     assert cfg.data.train == "data/MATH_train.json"
     assert cfg.data.heldout == "data/MATH500.json"
     assert (cfg.eval.every, cfg.eval.temperature, cfg.run.keep_every) == (10, 1.0, 10)

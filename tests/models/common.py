@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
@@ -48,3 +49,12 @@ def weights(cfg: ModelConfig) -> dict:
         return jnp.asarray(1 + 0.2 * noise if spec.init == "ones" else 0.4 * noise)
 
     return jax.tree.map(weight, transformer.specs(cfg))
+
+
+def primitives(jaxpr, inside=()):
+    """Yields (name, names around it) of all that a program computes."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        yield name, inside
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives(inner, (*inside, name))

@@ -15,7 +15,7 @@ from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
-from tests.models.common import SIGMOID, SOFTMAX, STEPPED, weights
+from tests.models.common import SIGMOID, SOFTMAX, STEPPED, primitives, weights
 
 NEAR = {"atol": 1e-4, "rtol": 0}
 EITHER = pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=lambda cfg: cfg.router)
@@ -228,6 +228,19 @@ def test_experts_are_read_where_their_stack_lies(sizes):
             again = inputs[0], p | stacks | {"number": jnp.int32(number)}, inputs[2]
             found, _ = ffw(*again, cfg=SIGMOID)
             assert (np.abs(found - want).max() > 1e-3) == differs
+
+
+def test_a_layer_that_keeps_its_products_computes_none_again():
+    """But the scores of its attention and what they weigh, of both stacks, in so short a row."""
+    tokens, count = np.arange(24).reshape(2, 12), {}
+    for kind in ("none", "dots", "full"):
+        cfg = dataclasses.replace(SIGMOID, remat=kind)
+        plain = functools.partial(run.__wrapped__, cfg=cfg)
+        made = jax.make_jaxpr(plain)(weights(cfg), tokens)
+        count[kind] = sum(name == "dot_general" for name, _ in primitives(made.jaxpr))
+    assert count["dots"] - count["none"] == 2 * 2
+    # A dense layer's six, and the other one's four, those of its two feed-forwards, and a router.
+    assert count["full"] - count["dots"] == 6 + 4 + 2 + 3 + 1
 
 
 @EITHER

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
@@ -15,6 +14,7 @@ from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
+from tests.models.common import primitives
 
 FAMILIES = ["sdar", "sdar_tied"]
 FULL = ["dream", "llada", "mmada"]  # full attention
@@ -265,17 +265,9 @@ def test_remat_leaves_the_gradient(tiny):
             np.testing.assert_allclose(plain, again, atol=1e-6)
 
 
-def primitives(jaxpr, inside=()):
-    """Yields (name, names around it) of all that a program computes."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        yield name, inside
-        for inner in jaxprs_in_params(equation.params):
-            yield from primitives(inner, (*inside, name))
-
-
 @pytest.mark.parametrize(
-    ("remat", "loops"), [("none", 2), ("full", 3), ("attention", 2), ("offload", 2)]
+    ("remat", "loops"),
+    [("none", 2), ("dots", 2), ("full", 3), ("attention", 2), ("offload", 2)],
 )
 def test_tiles_are_sorted_once_and_attention_is_kept(tiny, remat, loops):
     """Of a row wide enough to go by tiles: its loop forward, perhaps again, and backward."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 
 import jax
@@ -12,7 +13,7 @@ from dllm_jax import memory, sharding
 from dllm_jax.models import acting
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, learner, networks, views
-from dllm_jax.rl.config import ObjectiveConfig, OptimConfig
+from dllm_jax.rl.config import BatchConfig, ObjectiveConfig, OptimConfig
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -177,14 +178,25 @@ def test_the_fastest_recomputation_that_fits_is_taken():
         taken(GIB)
 
 
-def test_keeping_all_is_not_tried_where_it_cannot_fit():
-    model, mesh = ModelConfig(), types.SimpleNamespace(shape={"model": 2})
-    # 36 layers of 8,192 slots, bf16: the input twice, half of heads and inner arrays.
-    kept = 36 * 8192 * 2 * (2 * 2560 + (2 * 9728 + 2 * 40 * 128) // 2)
+@pytest.mark.parametrize("experts", [0, 128])
+def test_what_cannot_fit_is_not_tried(experts):
+    """Of 36 layers and 8,192 slots, bf16: half of heads and of inner arrays on a device."""
+    model = ModelConfig(experts=experts, experts_per_token=8, expert_ffw=768)
+    inner = 8 * 768 if experts else 9728
+    mesh = types.SimpleNamespace(shape={"data": 2, "fsdp": 2, "model": 2})
+    batch = BatchConfig(rows=8, tokens=4096)
+    inner, heads, size = inner // 2, 20 * 128, 36 * 8192 * 2
+    dots = size * (2 * 2560 + 2 * inner + 2 * heads)
+    none = size * (12 * 2560 + 5 * inner + 8 * heads)
     few = ("attention", "full")
-    assert budget.remats(model, 8192, mesh, kept - 1) == few
-    assert budget.remats(model, 8192, mesh, kept) == ("none", *few)
-    assert budget.remats(model, 8192, mesh, None) == ("none", *few)
+    for limit, names in (
+        (dots, few),
+        (dots + 1, ("dots", *few)),
+        (none, ("dots", *few)),
+        (none + 1, ("none", "dots", *few)),
+        (math.inf, ("none", "dots", *few)),
+    ):
+        assert budget.remats(model, batch, mesh, limit, beside=1) == names
 
 
 def test_what_the_compiler_refuses_says_what_to_change():
