@@ -213,6 +213,10 @@ def of_rollout(cell: Cell, run: programs.Run) -> dict:
         ),
         "faults": rollout_faults(program, body, place, run),
     }
+    scheduler = place.answerer.scheduler
+    if scheduler.overbooked:
+        enough = rows * scheduler.pages_per_row
+        row["percent_of_pages"] = significant(100 * scheduler.pages_per_shard / enough)
     if run.cfg.sampler.max_prompt >= 2 * run.cfg.sampler.block:
         row["prompt"] = of_prompts(cell, run, program, body, mesh, rows)
     return row
@@ -468,7 +472,8 @@ def sampling_bytes(run: programs.Run, beside: float) -> float:
     shared_by = acting.folds(model, run.mesh)[-1] * run.mesh.shape["model"]
     weights = roofline.sizes_of(model)
     size = (weights.stored + (2 - model.tied) * weights.head) * itemsize / shared_by
-    return beside + size + -(-cfg.rows // run.rows_on) * row
+    pages = 1 if cfg.pages else 1 / 2  # of a number that is not set half will do
+    return beside + size + -(-cfg.rows // run.rows_on) * row * pages
 
 
 # ---- Against the file ----------------------------------------------------------------

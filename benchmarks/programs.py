@@ -196,10 +196,8 @@ class Run:
         """
         names = (self.model.remat,)
         if self.cfg.model.remat == "auto":
-            beside = sum(self.resident.values())
-            names = budget.remats(
-                self.model, self.settings.batch, self.mesh, self.limit, beside
-            )
+            room = self.limit - sum(self.resident.values())
+            names = budget.remats(self.model, self.settings.batch, self.mesh, room)
         for name in names[:-1]:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 compiled = self.update_with(name)

@@ -73,6 +73,12 @@ def sent(row: dict) -> str:
     return ", ".join(f"{axis} {size:,.0f}" for axis, size in large.items()) or "none"
 
 
+def fewer_pages(row: dict) -> str:
+    """Returns the share of the pages that rows could fill, where not all fit."""
+    share = row.get("percent_of_pages")
+    return f" ({share:.0f} % of pages)" if share else ""
+
+
 def rollouts(cells: dict) -> str:
     """Returns the table of forwards."""
     rows = [
@@ -81,7 +87,7 @@ def rollouts(cells: dict) -> str:
             topology,
             f"{row['rows_per_device']:g}",
             row["weights_shared_by"],
-            row["gib"],
+            f"{row['gib']}{fewer_pages(row)}",
             f"{short(row['read_gib'])} / {short(row['written_gib'])}",
             short(row["tflops"]),
             sent(row),
@@ -98,7 +104,8 @@ def rollouts(cells: dict) -> str:
     return (
         "\n## Rollout: a forward of blocks\n\nOn `h200:1` with 1, 64 and 128 rows: as "
         "`eval` and `generate` run, with nothing trained beside it. int8:\n"
-        "with `sampler.int8=True`, whose ideal reads a byte of a layer's weight.\n\n"
+        "with `sampler.int8=True`, whose ideal reads a byte of a layer's weight. Where not all "
+        "pages fit that rows could fill, their share\nis told: rows get theirs as they go.\n\n"
         + table(head, rows)
     )
 
@@ -207,6 +214,12 @@ LOSSES = """
 * A program of the engine for one window of one row did not need all that the others do, and
   for that XLA copied every page at its end and at the loop's, 0.8 GiB a forward: 90 % of the ideal
   with one row on one GPU where it is 99. It needs the same now, and the build compiles that cell.
+* The presets computed every layer's products twice (`remat="full"`) on devices with half of
+  their memory free. Now a run takes the first that fits (`model.remat="auto"`), and there is one
+  that computes no product again (`dots`, kernels.md): 8B's update on h200:8 takes 6,981 TFLOP and
+  not 8,654, on v5p:4x4x4 843 and not 1,048, for 22 and 11 GiB more.
+* 256 rows of SDAR-1.7B can fill more pages than one H200 has beside its update, and the preset
+  was refused there. Where not all fit there are fewer: rows get them as they go.
 * Seats that no token fills were multiplied with the head: from 1,024 seats of a device on there
   is a second program for 5/8 of them (kernels.md).
 

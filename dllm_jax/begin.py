@@ -286,15 +286,10 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
 
     remats, limit = (model.remat,), memory.device_bytes()
     if cfg.model.remat == "auto":
-        remats = budget.remats(
-            model,
-            here.settings.batch,
-            here.mesh,
-            math.inf if limit is None else limit,
-            resident(here),
-        )
+        room = math.inf if limit is None else limit - resident(here)
+        remats = budget.remats(model, here.settings.batch, here.mesh, room)
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
-    if remat != model.remat:
+    if remat not in (cfg.model.remat, "none", "dots"):
         here.say(f"model.remat={remat!r}: what keeps more does not fit a device")
     here.say(budget.table(needs))
     trainers = {tuple(here.plans): update}

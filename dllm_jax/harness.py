@@ -40,6 +40,10 @@ class Model:
         self.model = dataclasses.replace(model, lora=None)
         self.draws, self.say = draws, say
         self.mesh = sharding.make_mesh(**cfg.mesh.axes)
+        checked = self.model, self.cfg.sampler, cfg.run.compile_cache
+        with jax.set_mesh(self.mesh):
+            for line in config.check_kernels(*checked):
+                say(line)
 
     # Each is loaded when it is first asked for: many tasks need but one of them.
 

@@ -261,9 +261,14 @@ def of_first(x) -> np.ndarray:
 
 def anywhere(fact: bool) -> bool:
     """Returns whether any process says so; all ask at the same call."""
+    return bool(largest(int(fact)))
+
+
+def largest(count: int) -> int:
+    """Returns the largest that a process says, of ints of 32 bits; all ask at the same call."""
     if jax.process_count() == 1:
-        return fact
-    return bool(np.any(multihost_utils.process_allgather(np.array([fact]))))
+        return count
+    return int(np.max(multihost_utils.process_allgather(np.array([count], np.int32))))
 
 
 def gathered(own_n: np.ndarray) -> np.ndarray:

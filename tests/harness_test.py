@@ -19,15 +19,26 @@ def request(*args):
     return types.SimpleNamespace(args=args)
 
 
-@pytest.fixture(scope="module")
-def model():
-    """The bundled model, which adds numbers."""
+def settings() -> config.Config:
+    """Returns those of the bundled model, which adds numbers."""
     tree = tracerl.get_config()
     tree.model.path = str(ROOT / tree.model.path)
     tree.sampler.update(rows=4, max_new=8, max_prompt=32)
     tree.batch.update(rows=2, tokens=0)
     tree.eval.temperature = 0.0
-    return harness.Model(config.freeze(tree), draws=4, say=lambda *args: None)
+    return config.freeze(tree)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return harness.Model(settings(), draws=4, say=lambda *args: None)
+
+
+def test_kernels_are_checked_before_they_are_used(monkeypatch):
+    monkeypatch.setattr(config, "check_kernels", lambda *args: ["those of a chip"])
+    said = []
+    harness.Model(settings(), draws=4, say=said.append)
+    assert said == ["those of a chip"]
 
 
 def test_texts_end_before_the_first_stop_string():

@@ -173,6 +173,7 @@ def answered(
     grading = Beside(grader, decode, problems, group_n)
     stream = grading.watched(answers.checked(stream, len(prompts)))
     trace = answers.collect(stream, len(prompts))
+    answerer.release()  # an update makes more of that memory
     if trace is None:
         grading.give_up()
         return None

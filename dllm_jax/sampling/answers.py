@@ -92,6 +92,9 @@ class Batches:
                 return
 
     @sharding.on_own_mesh
+    def release(self):
+        """Drops what is kept between calls: nothing."""
+
     def lower(self, params):
         """Returns (`denoise.advance`, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)

@@ -90,7 +90,8 @@ class SamplerConfig:
     # Canvases sampled together, over all devices; rounded up to as many on each.
     rows: int = 64
     page: int = 32  # positions of a cache page, rounded up to whole blocks
-    pages: int = 0  # of one device's rows; 0: as many as all of them can use
+    # Of one device's rows; 0: as many as all of them can use, or as fit if that is half of them.
+    pages: int = 0
     # Prompt tokens of one forward, on each device; with full attention canvases' positions,
     # or eight times as many where rows begin together.
     prefill: int = 512

@@ -130,6 +130,10 @@ class Engine:
         for request, answer in self.run(params, key, show if watch else None, stop):
             yield request.index, answer
 
+    def release(self):
+        """Drops rows and pages, whose memory others may want; the next turn makes new ones."""
+        self.rows = self.params = None
+
     @sharding.on_own_mesh
     def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows and pages as shapes).

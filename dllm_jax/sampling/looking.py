@@ -45,6 +45,10 @@ class Looking:
             if stop is not None and stop():
                 return
 
+    def release(self):
+        """Drops what is kept between calls: see sampling/answers.py."""
+        self.answerer.release()
+
     def lower(self, params):
         """Returns the program that samples, lowered: see sampling/answers.py."""
         return self.answerer.lower(params)

@@ -2,9 +2,11 @@
 
 Each device has all weights (but for what `mesh.model` splits) if they fit beside what else
 lies there; if not, the same devices share them out by tensor parallelism, as few of them as
-it takes. The less devices share, the less they wait for each other at every layer.
+it takes. The less devices share, the less they wait for each other at every layer. Where the
+pages that rows can fill do not fit even then, there are fewer.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ REMEDY = (
     "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
     "mesh.rollout='model'"
 )
+SPARED = 1 / 20  # of a device, for what a program holds that is not compiled yet
 OF_WEIGHTS = "raise mesh.model, or set mesh.rollout='model' or sampler.int8=True"
 
 
@@ -69,6 +72,9 @@ def place(
             break
         why = f"; all of them on each do not fit into {gib(limit)} GiB beside the rest"
     lines = [] if mesh.shape["fsdp"] == 1 else [note_of(placement, rollout) + why]
+    if limit is not None:
+        placement, words = within(placement, model, cfg, beside, limit)
+        lines += words
     lines += rounded(acting.folded(mesh, count), cfg.rows)
     return placement._replace(note="; ".join(lines))
 
@@ -108,6 +114,44 @@ def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:
     """Returns the Placement on exactly this mesh."""
     answerer = answers.answerer(model=model, cfg=cfg, mesh=mesh)
     return Placement(answerer, weights(model, cfg, mesh), "")
+
+
+def within(
+    placement: Placement,
+    model: ModelConfig,
+    cfg: SamplerConfig,
+    beside: int,
+    limit: int,
+) -> tuple[Placement, list[str]]:
+    """Returns (a placement with as many pages as fit, what to say of it).
+
+    Half of those that rows can fill, or more: rows get pages as they go, and few answers are
+    the longest that there may be. With fewer, or where the number is set, it is left as it
+    is, for `check` to refuse.
+    """
+    made, chosen = placement.answerer, placement
+    paged = isinstance(made, answers.Engine) and made.scheduler.policy.final
+    if cfg.pages or not paged:
+        return placement, []
+    enough = pages = made.scheduler.pages_per_shard
+    pool = memory.array_bytes(made.lower(placement.weights)[1].s.cache)
+    while True:
+        sizes = sizes_of(chosen, beside, limit)
+        over = sum(sizes.values()) - limit
+        if "activations" not in sizes:
+            over += SPARED * limit
+        if not sharding.anywhere(over > 0):
+            break
+        dropped = min(max(over, 0) * enough / pool, enough)
+        pages -= sharding.largest(math.ceil(dropped) + 1)
+        if pages < max(enough / 2, made.scheduler.pages_per_row):
+            return placement, []
+        few = dataclasses.replace(cfg, pages=pages)
+        chosen = placed(model, few, made.mesh)
+    if pages == enough:
+        return placement, []
+    words = f"sampler.pages={pages}, of {enough} that rows could fill: more do not fit"
+    return chosen, [f"{words} into {gib(limit)} GiB beside the rest"]
 
 
 def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:

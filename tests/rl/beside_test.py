@@ -37,12 +37,15 @@ class Sampler:
     """Gives the answers in an order of its own; calls `between` after each."""
 
     def __init__(self, order, between=lambda i: None):
-        self.order, self.between = order, between
+        self.order, self.between, self.released = order, between, 0
 
     def stream(self, params, prompts, key, **_):
         for i in self.order:
             yield i, answer(i)
             self.between(i)
+
+    def release(self):
+        self.released += 1
 
 
 def judged(texts, problems, trace) -> Grades:
@@ -82,8 +85,9 @@ def same(one, two):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_finds_what_grading_at_the_end_finds(seed):
-    order = np.random.default_rng(seed).permutation(N).tolist()
-    beside_it = answered(Sampler(order))
+    sampler = Sampler(np.random.default_rng(seed).permutation(N).tolist())
+    beside_it = answered(sampler)
+    assert sampler.released == 1
     same(beside_it, answered(Sampler(range(N)), aside=False))
     assert beside_it.late_n.sum() == 1 and beside_it.reward_n[5] == 0
 

@@ -34,6 +34,9 @@ class Answerer:
     def __init__(self, slots: int, max_prompt: int):
         self.slots, self.max_prompt = slots, max_prompt
 
+    def release(self):
+        """Nothing is kept."""
+
     def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i)."""
         for i, prompt in enumerate(prompts):

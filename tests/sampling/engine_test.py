@@ -183,6 +183,19 @@ def test_the_engine_is_the_definition(
     empty_again(made)
 
 
+def test_rows_that_are_released_are_made_anew(tiny, wanted):
+    """Their pages know nothing of the prompts that were in those before."""
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, strategy="dynamic")
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    for _ in range(2):
+        ask(made, ASKED[:6])
+        for request, row in made.run(params, KEY):
+            same(row, wanted["dynamic"][request.index])
+        made.release()
+        assert made.rows is None
+
+
 @pytest.mark.soak
 def test_the_engine_is_the_definition_where_only_some_layers_have_experts(
     tiny, one_width

@@ -212,6 +212,37 @@ def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny, one_width):
     assert placement.bytes_of(where, 7, 7 + weights) == 7 + weights + rows
 
 
+def test_pages_are_fewer_where_all_do_not_fit(tiny, one_width, monkeypatch):
+    """Half of those that rows can fill at the least; a number that is set stays as it is."""
+    model, mesh = tiny[0], mesh_of(1, 2, 1)
+    cfg = dataclasses.replace(CFG, max_new=56)  # 4 rows of 8 pages on each device
+    where = placement.placed(model, cfg, mesh)
+    pool = memory.array_bytes(where.answerer.lower(where.weights)[1].s.cache)
+    need = placement.bytes_of(where, 7, 10**12)
+    how = {"model": model, "mesh": mesh, "rollout": "replicated", "beside": 7}
+
+    def pages(limit):
+        found = placement.place(cfg=cfg, limit=limit, **how)
+        scheduler = found.answerer.scheduler
+        told = f"sampler.pages={scheduler.pages_per_shard}, of 32 that rows could fill"
+        assert (told in found.note) == scheduler.overbooked == (limit < need)
+        placement.check(found, 7, limit)
+        return scheduler.pages_per_shard
+
+    monkeypatch.setattr(placement, "SPARED", 0)
+    assert pages(need) == 32
+    assert 20 <= pages(need - pool // 4) < 24
+    assert 16 <= pages(need - 3 * pool // 10) < 23
+    few = dataclasses.replace(cfg, pages=31)
+    found = placement.place(cfg=few, limit=need - pool // 4, **how)
+    assert found.answerer.scheduler.pages_per_shard == 31
+    for limit in (need - 3 * pool // 4, 10):
+        found = placement.place(cfg=cfg, limit=limit, **how)
+        assert found.answerer.scheduler.pages_per_shard == 32
+        with pytest.raises(ValueError, match="sampling needs"):
+            placement.check(found, 7, limit)
+
+
 def test_what_no_device_can_hold_is_refused_with_the_keys_that_help(
     tiny, one_width, monkeypatch, tmp_path
 ):
