@@ -284,13 +284,20 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
             guest=guest,
         )
 
-    remats, limit = (model.remat,), memory.device_bytes()
-    if cfg.model.remat == "auto":
-        room = math.inf if limit is None else limit - resident(here)
-        remats = budget.remats(model, here.settings.batch, here.mesh, room)
+    def tried(**changes) -> tuple[str, ...]:
+        batch = dataclasses.replace(here.settings.batch, **changes)
+        return budget.remats(model, batch, here.mesh, room)
+
+    limit = memory.device_bytes()
+    room = math.inf if limit is None else limit - resident(here)
+    remats = tried() if cfg.model.remat == "auto" else (model.remat,)
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
     if remat not in (cfg.model.remat, "none", "dots"):
-        here.say(f"model.remat={remat!r}: what keeps more does not fit a device")
+        words = f"model.remat={remat!r}: what keeps more does not fit a device"
+        each = here.mesh.shape["data"] * here.mesh.shape["fsdp"]
+        if here.settings.batch.rows > each and "dots" in tried(rows=each):
+            words += f"; it may with batch.rows={each}, a row on each"
+        here.say(words)
     here.say(budget.table(needs))
     trainers = {tuple(here.plans): update}
     if "value" in here.plans:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from dllm_jax import memory, sharding
+from dllm_jax import begin, config, memory, sharding
 from dllm_jax.models import acting
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import budget, learner, networks, views
@@ -196,6 +196,35 @@ def test_what_cannot_fit_is_not_tried(experts, platform, most):
     assert budget.remats(model, batch, mesh, kept - 1) == least
     assert budget.remats(model, batch, mesh, kept) == (*most, *least)
     assert budget.remats(model, batch, mesh, math.inf) == (*most, *least)
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_rows_that_would_let_a_layer_keep_more_are_told(monkeypatch, rows):
+    """On two devices, where what is kept of two rows or more is no place for."""
+    said, model = [], ModelConfig()
+    batch = BatchConfig(rows=rows, tokens=4096)
+    mesh = types.SimpleNamespace(
+        shape={"data": 1, "fsdp": 2, "model": 1},
+        devices=np.array([types.SimpleNamespace(platform="gpu")]),
+    )
+    here = types.SimpleNamespace(
+        cfg=config.Config(model=config.ModelArgs(path="any")),
+        model=model,
+        mesh=mesh,
+        say=said.append,
+        plans={},
+        shapes={},
+        settings=types.SimpleNamespace(batch=batch),
+    )
+    one = 36 * 4096 * 2 * (2 * 2560 + 2 * 9728 + 2 * 40 * 128)
+    monkeypatch.setattr(memory, "device_bytes", lambda: one + (rows < 8) * -1)
+    first = lambda names, planned, limit: (names[0], None, NEEDS)
+    monkeypatch.setattr(budget, "first_that_fits", first)
+    source = types.SimpleNamespace(reference=False)
+    begin.programs(here, source, None, None, memory.NOTHING)
+    (words,) = [line for line in said if "model.remat" in line]
+    assert words.startswith("model.remat='attention': what keeps more does not fit")
+    assert words.endswith("; it may with batch.rows=2, a row on each") == (rows == 8)
 
 
 def test_what_the_compiler_refuses_says_what_to_change():
