@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import topologies
 from benchmarks.shapes import RELEASED
 from configs import tracerl
-from dllm_jax import begin, config, data, memory, metrics, sharding
+from dllm_jax import begin, config, data, exits, memory, metrics, sharding
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import codes, look, magvit
@@ -199,10 +199,14 @@ class Run:
             room = self.limit - sum(self.resident.values())
             names = budget.remats(self.model, self.settings.batch, self.mesh, room)
         for name in names[:-1]:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
+            try:
                 compiled = self.update_with(name)
-                if topologies.peak_bytes(compiled) <= self.limit:
-                    return compiled, name
+            except jax.errors.JaxRuntimeError as error:
+                if not exits.exhausted(error):
+                    raise
+                continue
+            if topologies.peak_bytes(compiled) <= self.limit:
+                return compiled, name
         return self.update_with(names[-1]), names[-1]
 
     def update_with(self, remat: str):

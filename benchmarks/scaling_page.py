@@ -135,8 +135,9 @@ def updates(cells: dict) -> str:
     )
     return (
         "\n## Update of 256 answers\n\nThe MFU bound is the useful FLOPs (six a parameter and "
-        "filled slot) over those of the program; `remat` is what the run chooses by its memory plan; the last column also waits for every "
-        "collective, none of them overlapped.\n\n" + table(head, rows)
+        "filled slot) over those of the program; `remat` is what the run chooses by its memory "
+        "plan; the last column also waits for every collective, none of them overlapped.\n\n"
+        + table(head, rows)
     )
 
 

@@ -55,8 +55,8 @@ class ModelArgs:
     dtype: str = "bfloat16"  # of computation; masters are f32
     # What the backward pass recomputes of a layer. none: nothing. dots: all but attention and
     # products with weights. attention: all but attention. full: all. offload: as attention,
-    # with layers' inputs in the host's memory. auto: the first of these that
-    # fits, on a CPU; elsewhere not none.
+    # with layers' inputs in the host's memory. auto: the first that fits of none (on a CPU
+    # alone), dots, attention and full.
     remat: str = "auto"
     # "platform": the chip's own, trusted yet or not; "reference": none (docs/kernels.md)
     kernels: str = "auto"

@@ -68,10 +68,8 @@ def plan(
         stacked = lora.join(base, states["policy"].params, model.lora)
         shown = sampling.weights.get("soft", ())  # a table, made for sampling
         fresh = acting.fresh(stacked, sampling.weights), shown
-        held = {
-            "rows and pages": max(
-                map(memory.array_bytes, kept)
-            ),  # of one after the other
+        held = {  # of answerers, who sample one after the other, the most
+            "rows and pages": max(map(memory.array_bytes, kept)),
             "weights": memory.array_bytes(fresh),
         }
         phases["rollout"] = held | {"activations": program_bytes(lowered, "rollout")}
