@@ -15,7 +15,9 @@ counted: benchmarks/counted.py says what.
 
 import argparse
 import functools
+import importlib
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from benchmarks import report
 from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels
 from dllm_jax.models import mask
+from dllm_jax.pallas_kernels import attend as attend_ops
 from dllm_jax.pallas_kernels import choice, reference
 
 SMALL = {"tokens": 512, "rows": 4, "vocab": 4096, "context": 256, "experts": 8}
@@ -120,19 +123,20 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, mask):
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(q_BTNH.shape)
 
 
+def traced_with(run, module: str, name: str, value):
+    """Returns a function like `run`, traced while a GPU module's constant has that value."""
+
+    def changed(*inputs):
+        where = importlib.import_module(f"dllm_jax.pallas_kernels.gpu.{module}")
+        with mock.patch.object(where, name, value):
+            return run(*inputs)
+
+    return changed
+
+
 def out_of_turn(run):
     """Returns a function like `run` in whose program no warpgroup awaits its turn."""
-
-    def free(*inputs):
-        from dllm_jax.pallas_kernels.gpu import attention
-
-        before, attention.IN_TURN = attention.IN_TURN, False
-        try:
-            return run(*inputs)
-        finally:
-            attention.IN_TURN = before
-
-    return free
+    return traced_with(run, "attention", "IN_TURN", False)
 
 
 def attentions(scale: Scale):
@@ -189,6 +193,36 @@ def pages(scale: Scale):
     yield Case("cache_update", shape, inputs, ways, donated=(0,))
 
 
+def chunks(scale: Scale):
+    """Yields attention of prompts' chunks, of 64 positions, over pages of 32.
+
+    `gathered` is the kernel of `attention` over the pages, gathered first.
+    """
+    size, model = scale.sizes, scale.model
+    N, K, H = model.heads, model.kv_heads, model.head_dim
+    C, W, O = size["rows"] // 2, 64, 32
+    keys = jax.random.split(jax.random.key(5), 3)
+
+    def attend(q, pool, table, seen, implementation, op=pallas_kernels.chunk_attention):
+        return op(q, pool, 1, table, seen, implementation=implementation)
+
+    ways = implementations("paged_attention", attend, scale.platform)
+    if scale.platform == "gpu":
+        gathered = functools.partial(attend, op=attend_ops.gathered_attention)
+        ways["gathered"] = functools.partial(gathered, implementation="gpu")
+    q = scale.normal(keys[2], (C, W, N, H), scale.dtype)
+    for positions in (size["context"], 2 * size["context"]):
+        A = positions // O
+        pool = tuple(scale.normal(k, (2, C * A, O, K, H), scale.dtype) for k in keys[:2])
+        table = jnp.arange(C * A, dtype=jnp.int32).reshape(C, A)
+        first = np.random.default_rng(0).integers(0, positions // W, C) * W
+        end = first[:, None] + np.arange(W)[None] // 4 * 4 + 4
+        held = jnp.broadcast_to(jnp.arange(positions)[None], (C, positions))
+        seen = mask.ranged(jnp.asarray(end, jnp.int32), held)
+        shape = f"{C} chunks of {W}, {positions} positions"
+        yield Case("chunk_attention", shape, (q, pool, table, seen), ways)
+
+
 def whole_logits(x, head):
     """Returns all logits, f32, the first id being forbidden."""
     logits = jnp.einsum("...D,DV->...V", x, head).astype(jnp.float32)
@@ -202,8 +236,8 @@ def picked(logits, token):
 
 
 def heads(scale: Scale):
-    """Yields the fused head: a log-prob, its gradient, and a draw."""
-    size, D, rows = scale.sizes, scale.model.d_model, scale.sizes["rows"]
+    """Yields the fused head's log-prob, and its gradient."""
+    size, D = scale.sizes, scale.model.d_model
     R, V = size["tokens"], size["vocab"]
     keys = jax.random.split(jax.random.key(2), 4)
     x = scale.normal(keys[0], (1, R, D), scale.dtype)
@@ -218,17 +252,6 @@ def heads(scale: Scale):
     def log_softmax(x, head, token):
         return picked(whole_logits(x, head), token)
 
-    def draw(x, head, temperature_B, implementation):
-        key_B = jax.random.split(jax.random.key(3), rows)
-        return pallas_kernels.token_draw(
-            x, head, key_B, temperature_B, forbidden=0, implementation=implementation
-        )[1]
-
-    def categorical(x, head, temperature_B):
-        logits, key_B = whole_logits(x, head), jax.random.split(jax.random.key(3), rows)
-        tempered = logits / temperature_B[:, None, None]
-        return picked(logits, jax.vmap(jax.random.categorical)(key_B, tempered))
-
     shape = f"{R} tokens, {V} ids"
     ways = implementations("token_logprob", logprob, scale.platform)
     ways["log_softmax"] = log_softmax
@@ -236,11 +259,55 @@ def heads(scale: Scale):
     dlogp = scale.normal(keys[3], (1, R), jnp.float32)
     inputs = dlogp, x, head, token
     yield Case("token_logprob, backward", shape, inputs, gradients(ways, 2))
+
+
+def draws(scale: Scale):
+    """Yields a draw of many rows."""
+    yield draw_of(scale, scale.sizes["rows"], 1.0)
+
+
+def draws_of_few(scale: Scale):
+    """Yields draws of which a share is wanted, and of one row; by the kernel also where it
+    leaves so few to XLA, `kernel_of_few`."""
+    yield draw_of(scale, scale.sizes["rows"], 0.4)
+    yield draw_of(scale, 1, 1.0)
+
+
+def draw_of(scale: Scale, rows: int, share: float) -> Case:
+    """Returns draws of rows of 4 positions, a share of which is wanted.
+
+    The head lies as what samples has it: on a CPU it is a transpose (few_slots.py).
+    """
+    D, V = scale.model.d_model, scale.sizes["vocab"]
+    keys = jax.random.split(jax.random.key(2), 2)
     x = scale.normal(keys[0], (rows, 4, D), scale.dtype)
+    turned = scale.platform == "cpu"
+    head = scale.normal(keys[1], (V, D) if turned else (D, V), scale.dtype, 0.02)
+    wanted = jnp.asarray(np.random.default_rng(0).random((rows, 4)) < share)
+
+    def draw(x, head, temperature_B, implementation):
+        key_B = jax.random.split(jax.random.key(3), rows)
+        logp = pallas_kernels.token_draw(
+            *(x, head.T if turned else head, key_B, temperature_B),
+            forbidden=0,
+            wanted_BW=wanted,
+            implementation=implementation,
+        )[1]
+        return jnp.where(wanted, logp, 0)
+
+    def categorical(x, head, temperature_B):
+        key_B = jax.random.split(jax.random.key(3), rows)
+        logits = whole_logits(x, head.T if turned else head)
+        tempered = logits / temperature_B[:, None, None]
+        drawn = jax.vmap(jax.random.categorical)(key_B, tempered)
+        return jnp.where(wanted, picked(logits, drawn), 0)
+
     ways = implementations("token_draw", draw, scale.platform)
+    if scale.platform == "gpu" and rows == 1:
+        ways["kernel_of_few"] = traced_with(ways["kernel"], "token_logprob", "FEW", 0)
     ways["categorical"] = categorical
-    shape = f"{rows} rows of 4, {V} ids"
-    yield Case("token_draw", shape, (x, head, jnp.ones(rows)), ways)
+    shape = f"{rows} rows of 4, {V} ids" + (f", {share} wanted" if share < 1 else "")
+    return Case("token_draw", shape, (x, head, jnp.ones(rows)), ways)
 
 
 def experts(scale: Scale):
@@ -277,7 +344,8 @@ def ragged_dot_mgpu(x_RD, w_EDF, sizes_E):
     )
 
 
-CASES = attentions, pages, heads, experts
+CASES = attentions, pages, heads, draws, experts
+TIMED = *CASES, chunks, draws_of_few  # not counted: what is skipped there is data
 
 
 def implementations(op: str, run, platform: str):
@@ -362,7 +430,7 @@ def main():
     limit = 1e-3 if dtype == jnp.float32 else 4e-2
     model = RELEASED["sdar-1.7b"]
     scale = Scale(size, model, dtype, jax.default_backend(), normal)
-    for cases in CASES:
+    for cases in TIMED:
         for case in cases(scale):
             if case.op.startswith(tuple(args.only)):
                 facts = measured(case, limit, args.repeats)

@@ -38,7 +38,7 @@ CALLS = {
             "--prefill 16 --room 0 32"
         ),
     ),
-    "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul"),
+    "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul chunk token_draw"),
 }
 
 
@@ -64,8 +64,12 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
             assert line["engine_forwards"] < line["batches_forwards"]
             assert 0 < line["busy_rows"] <= 2
     else:
-        assert [line["op"] for line in lines] == ["cache_update", "grouped_matmul"]
-        assert not [key for line in lines for key in line if key.endswith("_failed")]
+        ops = "cache_update", "token_draw", "grouped_matmul", *["chunk_attention"] * 2
+        assert [line["op"] for line in lines] == [*ops, *["token_draw"] * 2]
+        for line in lines:  # what is off, or fails, is not timed
+            ways = {key[:-4] for key in line if key.endswith("_off")}
+            assert {key[:-3] for key in line if key.endswith("_ms")} == ways
+            assert not [key for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
 

@@ -29,7 +29,7 @@ TILE_D = 64
 TUNED = {"token_logprob": (256, 256, True), "token_draw": (128, 32, False)}
 BUFFERS = 4
 # Rows of a draw whose logits XLA makes whole: of 4 it takes 0.57 of the kernel's time, which
-# multiplies 64 (an H200, a head of 2,048 x 151,936).
+# multiplies 64 (an H200, a head of 2,048 x 151,936: benchmarks.kernels' `kernel_of_few`).
 FEW = 64
 BLOCKS = 4 * 132  # about as many as make full use of a chip, a few to each processor
 LOWEST = 2 * NEVER  # below every logit, even a forbidden one
