@@ -213,7 +213,9 @@ def chunks(scale: Scale):
     q = scale.normal(keys[2], (C, W, N, H), scale.dtype)
     for positions in (size["context"], 2 * size["context"]):
         A = positions // O
-        pool = tuple(scale.normal(k, (2, C * A, O, K, H), scale.dtype) for k in keys[:2])
+        pool = tuple(
+            scale.normal(k, (2, C * A, O, K, H), scale.dtype) for k in keys[:2]
+        )
         table = jnp.arange(C * A, dtype=jnp.int32).reshape(C, A)
         first = np.random.default_rng(0).integers(0, positions // W, C) * W
         end = first[:, None] + np.arange(W)[None] // 4 * 4 + 4

@@ -38,7 +38,10 @@ CALLS = {
             "--prefill 16 --room 0 32"
         ),
     ),
-    "kernels": (kernels, "--small --repeats 1 --only cache_update grouped_matmul chunk token_draw"),
+    "kernels": (
+        kernels,
+        "--small --repeats 1 --only cache_update grouped_matmul chunk token_draw",
+    ),
 }
 
 
