@@ -143,6 +143,10 @@ def within(
         if not sharding.anywhere(over > 0):
             break
         dropped = min(max(over, 0) * enough / pool, enough)
+        if sharding.anywhere(over == math.inf) and pages == enough:
+            dropped = (
+                enough // 2 - 1
+            )  # a compiler that refuses does not say by how much
         pages -= sharding.largest(math.ceil(dropped) + 1)
         if pages < max(enough / 2, made.scheduler.pages_per_row):
             return placement, []

@@ -243,6 +243,25 @@ def test_pages_are_fewer_where_all_do_not_fit(tiny, one_width, monkeypatch):
             placement.check(found, 7, limit)
 
 
+def test_pages_are_half_where_the_compiler_refuses_all(tiny, monkeypatch):
+    model, mesh = tiny[0], mesh_of(1, 1, 1)
+
+    def pages(fit):
+        """Returns how many there are where the compiler takes no more than `fit`."""
+
+        def sizes(where, beside, limit):
+            held = where.answerer.scheduler.pages_per_shard
+            return {"weights": 1, "activations": 0 if held <= fit else math.inf}
+
+        monkeypatch.setattr(placement, "sizes_of", sizes)
+        cfg = dataclasses.replace(CFG, max_new=56)  # 8 rows of 8 pages
+        found = placement.place(model=model, cfg=cfg, mesh=mesh, limit=2)
+        return found.answerer.scheduler.pages_per_shard
+
+    assert [pages(fit) for fit in (64, 63, 32)] == [64, 32, 32]
+    assert pages(31) == 64  # for `check` to refuse
+
+
 def test_what_no_device_can_hold_is_refused_with_the_keys_that_help(
     tiny, one_width, monkeypatch, tmp_path
 ):
