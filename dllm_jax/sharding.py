@@ -155,15 +155,15 @@ def named(dims: str, shape: tuple[int, ...], rules: dict, mesh) -> NamedSharding
     return NamedSharding(mesh, pspec(dims, shape, rules, mesh))
 
 
-def constrain(x: jax.Array, dims: str) -> jax.Array:
-    """Lays an activation out by the ACT table on the mesh in force, if there is one.
+def constrain(x: jax.Array, dims: str, rules: dict = ACT) -> jax.Array:
+    """Lays an activation out by a table of rules on the mesh in force, if there is one.
 
     Inside jit it tells XLA where the array is to be; what has to move for it moves there.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, pspec(dims, x.shape, ACT, mesh))
+    return jax.lax.with_sharding_constraint(x, pspec(dims, x.shape, rules, mesh))
 
 
 def constrain_rows(tree):

@@ -1,9 +1,16 @@
-"""The embedding's lookup, whose gradient is summed in f32 whatever it computes in."""
+"""The embedding's lookup, whose gradient is summed in f32 whatever it computes in.
+
+Where it trains, `fsdp` splits the table's width. Nobody gathers it: each device looks up its
+columns for the tokens of all, and sends each the columns of its own tokens. Its gradient goes
+the same way back. What is sent are columns of tokens, and not a table of the whole vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.sharding import constrain
+from dllm_jax.sharding import MODEL, PARAM, constrain
+
+COLUMNS = {"B": "data", "D": "fsdp"} | MODEL  # of rows that lie whole by `sharding.ACT`
 
 
 def lookup(table_VD, tokens_BT, dtype: str):
@@ -12,9 +19,16 @@ def lookup(table_VD, tokens_BT, dtype: str):
     return constrain(table_VD[tokens_BT], "BTD")
 
 
+def lookup_columns(table_VD, tokens_BT):
+    """Returns the tokens' rows of a table, each device its columns."""
+    tokens_BT = constrain(tokens_BT, "BT", COLUMNS)
+    return constrain(constrain(table_VD, "VD", PARAM)[tokens_BT], "BTD", COLUMNS)
+
+
 def lookup_forward(table_VD, tokens_BT, dtype: str):
     """Returns (the rows, what `lookup_backward` needs)."""
-    return lookup(table_VD, tokens_BT, dtype), (table_VD, tokens_BT)
+    x_BTD = lookup_columns(table_VD.astype(dtype), tokens_BT)
+    return constrain(x_BTD, "BTD"), (table_VD, tokens_BT)
 
 
 def lookup_backward(dtype: str, table_and_tokens, grad_BTD):
@@ -24,9 +38,10 @@ def lookup_backward(dtype: str, table_and_tokens, grad_BTD):
     """
     table_VD, tokens_BT = table_and_tokens  # of the table only its shape and dtype
     sum_rows = jax.linear_transpose(
-        lambda table_VD: lookup(table_VD, tokens_BT, "float32"),
+        lambda table_VD: lookup_columns(table_VD, tokens_BT),
         jax.ShapeDtypeStruct(table_VD.shape, jnp.float32),
     )
+    grad_BTD = constrain(grad_BTD, "BTD", COLUMNS)  # before it is twice as wide
     (grad_VD,) = sum_rows(grad_BTD.astype(jnp.float32))
     return grad_VD.astype(table_VD.dtype), None
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import hlo
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models import hf, mask, moe, transformer
@@ -341,6 +342,37 @@ def test_in_f32_the_embeddings_gradient_is_the_plain_one(tiny):
     again, summed = jax.vjp(lambda p: transformer.embed(p, tokens, cfg), params)
     np.testing.assert_array_equal(again, rows)
     np.testing.assert_array_equal(summed(cotangent)[0]["embed"], plain(cotangent)[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (2, 4, 1)])
+def test_a_table_whose_width_is_split_is_not_sent(tiny, shape):
+    """What is sent of it and of its gradient are a few tokens' columns."""
+    cfg, params = tiny
+    data, fsdp, model = shape
+    mesh = sharding.make_mesh(data=data, fsdp=fsdp, model=model)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab, (8, 2)).astype(np.int32)
+    cotangent = rng.normal(size=(8, 2, cfg.d_model)).astype(np.float32)
+
+    def run(table, tokens, cotangent):
+        x, pull = jax.vjp(lambda t: transformer.embed({"embed": t}, tokens, cfg), table)
+        return x, pull(cotangent)[0]
+
+    want = run(params["embed"], tokens, cotangent)
+    placed = sharding.named("VD", params["embed"].shape, sharding.PARAM, mesh)
+    table = jax.device_put(params["embed"], placed)
+    rows = sharding.place_rows((tokens, cotangent), mesh)
+    with jax.set_mesh(mesh):
+        ran = jax.jit(run, out_shardings=(rows[1].sharding, placed))
+        program = hlo.parsed(ran.lower(table, *rows).compile().as_text())
+        x, grad = ran(table, *rows)
+    np.testing.assert_array_equal(x, want[0])
+    np.testing.assert_allclose(grad, want[1], rtol=1e-6, atol=1e-6)
+    sent = hlo.count(program, program.entry).sent
+    group = tuple(device.id for device in mesh.devices[0, :, 0])
+    over_fsdp = {name: n for (name, of), n in sent.items() if of == group}
+    assert "all-to-all" in over_fsdp, sent
+    assert sum(over_fsdp.values()) < table.nbytes / model / 4, sent
 
 
 def test_frequencies_of_llama_3_1(tiny):
