@@ -269,8 +269,10 @@ def draws(scale: Scale):
 
 
 def draws_of_few(scale: Scale):
-    """Yields draws of which a share is wanted, and of one row; by the kernel also where it
-    leaves so few to XLA, `kernel_of_few`."""
+    """Yields a draw of which a share is wanted, and a draw of one row.
+
+    `kernel_of_few` is the kernel itself, where a GPU's leaves so few to XLA.
+    """
     yield draw_of(scale, scale.sizes["rows"], 0.4)
     yield draw_of(scale, 1, 1.0)
 

@@ -225,9 +225,9 @@ LOSSES = """
   all devices. Now each looks up its columns for the tokens of all, and sends each device the
   columns of its own tokens; so goes the gradient (`models/embedding.py`). 8B's update on h200:8
   sends 638,400 MiB and not 692,500, for 2.6 GiB less; 1.7B's 133,200 and not 160,300, and on
-  v6e:2x4 139,200 and not 176,700. There and on 8 devices a scatter adds as many numbers as before,
-  of more tokens and fewer columns; what a chip takes for 64 columns of the tokens of 64 devices
-  no text tells.
+  v6e:2x4 139,200 and not 176,700. The gradient's scatter adds as many
+  numbers as before, of more tokens and of fewer columns; what a chip takes for 64 columns of the
+  tokens of 64 devices no text tells. Scores, which have no gradient, still gather the table.
 * Seats that no token fills were multiplied with the head: from 1,024 seats of a device on there
   is a second program for 5/8 of them (kernels.md).
 
@@ -252,9 +252,9 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 * Over all 64 chips of a v5p cube gradients are summed on every one, which then keeps its
   part. In a small program, of a product of 4,096 x 12,288, the compiler does so with `fsdp`
   of 64, and even with an explicit `psum_scatter` over 64; over 16 chips and then over 4 it
-  scatters. The update of 8B with `mesh.data=4` sends as much all the same, 102,700 MiB of
-  gathers and 127,700 of sums over all chips (rows of 4,864 slots), and takes 22.2 GiB of a
-  device instead of 10.6. To scatter in two steps the gradient of each weight would have to be
+  scatters. The update of 8B with `mesh.data=4` sent as much all the same, before layers
+  kept products and tables were looked up by columns: 102,700 MiB of gathers and 127,700 of sums
+  over all chips (rows of 4,864 slots), for 22.2 GiB of a device instead of 10.6. To scatter in two steps the gradient of each weight would have to be
   summed by hand inside a `shard_map`, which would save a quarter of the 16 % of the time that
   collectives take.
 * A TPU's attention takes 1,024 keys a tile, and the 800 of the longest prompt's pages are filled
@@ -265,7 +265,7 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   no pass of its own, and 1 % of an H200's. Prompts whose pages hold 512
   positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
-  of the updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
+  of 8B's and 1.7B's updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
 * Where more devices share rows than a microbatch has, `batch.rows` is rounded up to a row for
   each, with a line at start. There is no sequence parallelism: a row lies whole on its device,
   and `mesh.model` splits heads and widths of it.

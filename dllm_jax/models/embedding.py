@@ -1,8 +1,9 @@
 """The embedding's lookup, whose gradient is summed in f32 whatever it computes in.
 
-Where it trains, `fsdp` splits the table's width. Nobody gathers it: each device looks up its
-columns for the tokens of all, and sends each the columns of its own tokens. Its gradient goes
-the same way back. What is sent are columns of tokens, and not a table of the whole vocabulary.
+Where it trains, `fsdp` splits the table's width, and no table is gathered: each device looks
+up its columns for the tokens of all, and sends each the columns of its own tokens. The gradient
+goes the same way back. Who asks for no gradient has the whole table, as those who sample do, or
+gathers it, as those who score.
 """
 
 import jax
@@ -10,13 +11,13 @@ import jax.numpy as jnp
 
 from dllm_jax.sharding import MODEL, PARAM, constrain
 
-COLUMNS = {"B": "data", "D": "fsdp"} | MODEL  # of rows that lie whole by `sharding.ACT`
+# Of positions, where each device has its columns for the rows of all that share by `fsdp`.
+COLUMNS = {"B": "data", "D": "fsdp"} | MODEL
 
 
 def lookup(table_VD, tokens_BT, dtype: str):
     """Returns the tokens' rows of a table [B, T, D] in `dtype`."""
-    table_VD = constrain(table_VD.astype(dtype), "VD")
-    return constrain(table_VD[tokens_BT], "BTD")
+    return constrain(constrain(table_VD.astype(dtype), "VD")[tokens_BT], "BTD")
 
 
 def lookup_columns(table_VD, tokens_BT):
@@ -41,8 +42,8 @@ def lookup_backward(dtype: str, table_and_tokens, grad_BTD):
         lambda table_VD: lookup_columns(table_VD, tokens_BT),
         jax.ShapeDtypeStruct(table_VD.shape, jnp.float32),
     )
-    grad_BTD = constrain(grad_BTD, "BTD", COLUMNS)  # before it is twice as wide
-    (grad_VD,) = sum_rows(grad_BTD.astype(jnp.float32))
+    # It is sent before it is twice as wide.
+    (grad_VD,) = sum_rows(constrain(grad_BTD, "BTD", COLUMNS).astype(jnp.float32))
     return grad_VD.astype(table_VD.dtype), None
 
 

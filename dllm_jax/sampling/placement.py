@@ -143,10 +143,9 @@ def within(
         if not sharding.anywhere(over > 0):
             break
         dropped = min(max(over, 0) * enough / pool, enough)
-        if sharding.anywhere(over == math.inf) and pages == enough:
-            dropped = (
-                enough // 2 - 1
-            )  # a compiler that refuses does not say by how much
+        # A compiler that refuses does not say by how much: half of them are tried.
+        if pages == enough and sharding.anywhere(over == math.inf):
+            dropped = enough // 2 - 1
         pages -= sharding.largest(math.ceil(dropped) + 1)
         if pages < max(enough / 2, made.scheduler.pages_per_row):
             return placement, []
