@@ -89,6 +89,17 @@ class Window:
     own: Mask | None = None
     # Of a window that is kept, and sees the positions before `end`: see `within`.
     end_B: jax.Array | None = None
+    # The windows of each shard whose hidden states somebody reads; None: all.
+    asked_da: jax.Array | None = None
+
+
+def asked(x, asked_da):
+    """Returns what x, of all windows of d shards, has for those asked, or x if that is None."""
+    if asked_da is None:
+        return x
+    x_dw = x.reshape(len(asked_da), -1, *x.shape[1:])
+    x_da = jax.vmap(lambda x_w, asked_a: x_w[asked_a])(x_dw, asked_da)
+    return x_da.reshape(-1, *x.shape[1:])
 
 
 def chunk(table_BA, pos_BW, end_B, Q: int, cache: PagedKVCache) -> Window:

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dllm_jax import pallas_kernels
 from dllm_jax.models import embedding, lora, moe
-from dllm_jax.models.cache import KVCache, PagedKVCache, Window, cut
+from dllm_jax.models.cache import KVCache, PagedKVCache, Window, asked, cut
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
@@ -310,8 +310,8 @@ def trunk(
                   It is only read, and returned is the same as without: keeping the fresh
                   keys is the caller's decision, and not keeping them is how a denoising
                   step is undone.
-    PagedKVCache  pages. The Window says what is kept, and whether they are seen; returned
-                  is the whole pool.
+    PagedKVCache  pages. The Window says what is kept, whether they are seen, and of which
+                  windows x is returned; so is the whole pool.
 
     unroll: the layers are compiled one after the other, and not as a loop.
 
@@ -326,28 +326,32 @@ def trunk(
     if paged or cache is None:
         mask = planned(mask, cfg)
 
-    def layer(carry, inputs):
+    def layer(carry, inputs, asked_da=None):
         (x_BTD, pages), (p, number) = carry, inputs
         x_BTD = checkpoint_name(x_BTD, INPUT)
         if paged:
-            x_BTD, pages = attend_paged(x_BTD, p, turn, mask, pages, number, cfg)
-            fresh = None
+            attended = attend_paged(x_BTD, p, turn, mask, pages, number, cfg, asked_da)
+            (x_BTD, pages), fresh = attended, None
         else:
             cached = layer_of(cache, number)
             x_BTD, fresh = attend(x_BTD, p, turn, mask, cached, cfg)
-        x_BTD, load = feed_forward(x_BTD, p, real_BT, cfg)
+        x_BTD, load = feed_forward(x_BTD, p, asked(real_BT, asked_da), cfg)
         return (x_BTD, pages), (fresh, load)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     carry = x_BTD, (cache.k_LPOKH, cache.v_LPOKH) if paged else None
+    asked_da = mask.asked_da if paged else None
     if isinstance(params["layers"], tuple):
-        carry, fresh, load = loop_layers(layer, carry, in_order(params, cfg))
+        layers = in_order(params, cfg)
+        carry, fresh, load = loop_layers(layer, carry, layers, asked_da)
     elif cfg.sparse_step > 1:
         carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
     else:
         carry, fresh, load = scan_stacks(layer, carry, params, unroll, whole=paged)
     x_BTD, pages = carry
+    if not isinstance(params["layers"], tuple):
+        x_BTD = asked(x_BTD, asked_da)
     with jax.named_scope("final_norm"):
         x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
     return x_BTD, PagedKVCache(*pages) if paged else KVCache(*fresh), load
@@ -372,15 +376,17 @@ def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
     return [at[number] for number in range(cfg.layers)]
 
 
-def loop_layers(layer, carry, layers: list[Params]):
+def loop_layers(layer, carry, layers: list[Params], asked_da):
     """Does what `scan_stacks` does with layers whose weights are arrays of their own.
 
-    The loop is Python's: every layer is compiled. See acting.py for what that gains.
+    The loop is Python's: every layer is compiled. See acting.py for what that gains. The
+    last one's windows are but those asked: of others only keys and values are of use.
     """
     layer = jax.jit(layer)  # traced for the first, and called by all of the same shapes
     fresh, loads = [], []
     for number, p in enumerate(layers):
-        carry, (fresh_of_layer, load) = layer(carry, (p, jnp.int32(number)))
+        of_last = asked_da if number + 1 == len(layers) else None
+        carry, (fresh_of_layer, load) = layer(carry, (p, jnp.int32(number)), of_last)
         fresh.append(fresh_of_layer)
         loads += [] if load is None else [load]
 
@@ -486,10 +492,13 @@ def attend(x_BTD, p, turn, mask: Mask, cached, cfg: ModelConfig):
 
 
 @jax.named_scope("attention")
-def attend_paged(x_BWD, p, turn, window: Window, pages, number, cfg: ModelConfig):
+def attend_paged(
+    x_BWD, p, turn, window: Window, pages, number, cfg: ModelConfig, asked_da=None
+):
     """Returns (x_BWD + Attn(RMSNorm(x_BWD)), pages with the keys that are kept).
 
-    pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`.
+    pages: (k_LPOKH, v_LPOKH) of all layers, of which this is layer `number`. asked_da: the
+    windows of which x is returned; None: all.
     """
     q_BWNH, k_BWKH, v_BWKH = queries_keys_values(x_BWD, p, turn, cfg)
     B, J = window.keep_BJ.shape
@@ -518,6 +527,7 @@ def attend_paged(x_BWD, p, turn, window: Window, pages, number, cfg: ModelConfig
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.
     out_BWNH, pages = jax.lax.optimization_barrier((out_BWNH, pages))
+    x_BWD, out_BWNH = (asked(x, asked_da) for x in (x_BWD, out_BWNH))
     return add_attention(x_BWD, p, out_BWNH), pages
 
 

@@ -300,19 +300,23 @@ def run_windows(
     """Runs the first `count` windows of each shard; paired: those of a row are.
 
     Returns (hidden states of the rows' present blocks x_BWD, those that end their full
-    ones last_BD, the PagedKVCache with the full ones' keys). Of a row without such a
-    window they are another's.
+    ones last_BD if a shift reads them, the PagedKVCache with the full ones' keys). Of a row
+    without such a window they are another's.
     """
-    shards = len(windows.row_dw)
+    shards, _, b = windows.used_d2b.shape
     row_dw, pos_dwW, shown_dwW, keep_dw = (x[:, :count] for x in windows[:4])
+    last_db, now_db = jnp.moveaxis(jnp.minimum(windows.window_d2b, count - 1), 1, 0)
+    some = count > b and not model.shift  # of the full ones nothing but keys is read
     seen = kv.Window(
         table_BA=joined(of_rows(by_shard(rows.table_BA, shards), row_dw)),
         start_B=joined(pos_dwW[..., 0]),
         keep_BJ=joined(keep_dw)[:, None],
         pairs=pairs_of(rows, windows, count) if paired else None,
+        asked_da=now_db if some else None,
     )
     x_dwWD, cache = run(params, rows, shown_dwW, pos_dwW, seen, model)
-    last_db, now_db = jnp.moveaxis(jnp.minimum(windows.window_d2b, count - 1), 1, 0)
+    if some:
+        return joined(x_dwWD), rows.last_BD, cache
     x_BWD = joined(of_rows(x_dwWD, now_db))
     return x_BWD, joined(of_rows(x_dwWD[:, :, -1], last_db)), cache
 

@@ -56,14 +56,15 @@ def run(params, tokens_BT, model):
     return alone, again, cache, fresh, load
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def run_paged(params, tokens_BT, model):
-    """Returns hidden states and the pages that two windows have written."""
+@functools.partial(jax.jit, static_argnames=("model", "asked"))
+def run_paged(params, tokens_BT, model, asked=None):
+    """Returns hidden states of two windows, or those asked, and the pages that both wrote."""
     pool = kv.pool(model, 4, 8)
     window = kv.Window(
         table_BA=jnp.array([[2, 0], [1, 3]]),
         start_B=jnp.array([0, 4]),
         keep_BJ=jnp.array([[True], [True]]),
+        asked_da=None if asked is None else jnp.array(asked),
     )
     pos_BT = window.start_B[:, None] + jnp.arange(4)[None]
     x_BTD = transformer.embed(params, tokens_BT[:, :4], model)
@@ -97,6 +98,28 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-5), want, found
     )
+
+
+@pytest.mark.parametrize("kind", ["dense", "first", "between"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tower_answers_for_the_windows_that_are_asked(tiny, kind, shards):
+    model, params = made(tiny, kind)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 8), 0, 66)
+    asked = (
+        ((1,),) if shards == 1 else ((0,), (0,))
+    )  # of each shard's windows, by place
+    layers = acting.laid_out(params, acting.abstract(model, mesh_of()))
+    for weights in (params, layers):
+        all_BWD, pages = run_paged(weights, tokens_BT, model)
+        some_BWD, same = run_paged(weights, tokens_BT, model, asked)
+        np.testing.assert_allclose(some_BWD, all_BWD[2 - len(some_BWD) :], atol=2e-5)
+        jax.tree.map(np.testing.assert_array_equal, pages, same)
+    every, some = (
+        run_paged.lower(layers, tokens_BT, model, x).cost_analysis()["flops"]
+        for x in (None, asked)
+    )
+    # In the last of layers of their own the others' queries have no feed-forward.
+    assert some < every or shards > 1
 
 
 @pytest.mark.parametrize("kind", ["first", "adapters"])
