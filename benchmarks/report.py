@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import jaxlib
 
 from benchmarks import chips
+from dllm_jax import folder
 
 QUEUED = 0.02  # see `seconds`
-ONCE = ("benchmark", "command", "device", "date", "python", "jax", "jaxlib")
+ONCE = ("benchmark", "command", "device", "date", "commit", "python", "jax", "jaxlib")
 HEAD = """# Benchmarks
 
 A row is what the command above its table printed; a cell is empty where a figure does not
@@ -26,7 +27,9 @@ apply. Random weights: speed does not depend on what they say, as the rate of un
 forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean something.
 Tables of `against` have another commit's checkout beside this one, the same flags in turns, on
 two cores with nothing else to do, bytecode written on both sides: minimum / median / maximum
-of the rounds, and the median of their ratios; `asked` is the goal.
+of the rounds, and the median of their ratios; `asked` is the goal, and written beside them.
+Rows of `decode` on a GPU with `kernels` *reference* are without our kernels: the self-check
+before them had not ended in its time.
 Tables of `kernels --counted` are of programs that were compiled for a chip and not run: bytes,
 FLOPs and what the chip takes for them at the least; `benchmarks/counted.py` says what is
 counted and what is not.
@@ -100,6 +103,8 @@ def tell(benchmark: str, **facts):
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
     }
+    if commit := folder.commit():
+        facts["commit"] = commit[:7] + commit[40:]  # with "+changes" where there are
     print(json.dumps(line | facts), flush=True)
 
 
@@ -107,14 +112,16 @@ def tables(lines: list[dict]) -> str:
     """Returns a Markdown table for each command on each device, in their order."""
     groups = {}
     for line in lines:
-        groups.setdefault(tuple(line.pop(name) for name in ONCE), []).append(line)
+        key = tuple(line.pop(name, "") for name in ONCE)
+        groups.setdefault(key, []).append(line)
     out = [HEAD]
-    for (benchmark, command, device, date, python, *versions), rows in groups.items():
+    for once, rows in groups.items():
+        benchmark, command, device, date, at, python, *versions = once
         names = list(dict.fromkeys(name for row in rows for name in row))
         out.append(f"## {benchmark}, {device}\n")
         out.append(
-            f"`{command}`  \n{date}, Python {python}, jax {versions[0]}, jaxlib "
-            f"{versions[1]}\n"
+            f"`{command}`  \n{date}, {f'commit {at}, ' * bool(at)}Python {python}, jax "
+            f"{versions[0]}, jaxlib {versions[1]}\n"
         )
         out.append("| " + " | ".join(names).replace("_", " ") + " |")
         out.append("|" + "---|" * len(names))

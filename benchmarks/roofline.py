@@ -19,8 +19,9 @@ from typing import NamedTuple
 import jax
 
 from benchmarks import chips, hlo
-from dllm_jax.models import transformer
+from dllm_jax.models import selfcheck, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.pallas_kernels import choice
 
 STEPS = 2.2  # forwards of a block, in which its tokens are unmasked
 CONTEXT = 1000
@@ -62,18 +63,14 @@ class Facts(NamedTuple):
 
 def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
     """Returns the Facts of a model of which `model_axis` devices share the heads."""
-
-    def share(size):
-        return size // model_axis if size % model_axis == 0 else size
-
-    both = model.heads % model_axis == model.kv_heads % model_axis == 0
+    own = selfcheck.part_of(model, model_axis)
     return Facts(
-        N=share(model.heads) if both else model.heads,
-        K=share(model.kv_heads) if both else model.kv_heads,
+        N=own["heads"],
+        K=own["kv_heads"],
         H=model.head_dim,
         D=model.d_model,
-        V=share(model.vocab),
-        E=share(model.experts),
+        V=own["vocab"],
+        E=own["experts"],
         X=model.experts_per_token,
         I=model.sizes["I"],
         itemsize=jax.numpy.dtype(model.dtype).itemsize,
@@ -159,13 +156,17 @@ def packed(products: int, in_parts: bool = False):
 
 
 def backward(f: Facts) -> hlo.Counted:
-    """TPU's backward pass of packed attention: each tile of keys reads its queries."""
-    T, head = f.width, f.H * f.itemsize
+    """TPU's backward pass of packed attention: each tile of keys reads its queries.
+
+    One call of a few: each is of a share of the queries, and of all keys.
+    """
+    T, head, kernel = f.width, f.H * f.itemsize, choice.module("attention", "tpu")
+    calls = len(kernel.shares(f.N // f.K, f.H, T, kernel.TILE_T))
     streamed = math.ceil(T / FETCHED) * f.keys * 2 * f.N * head
     return hlo.Counted(
-        flops=2.0 * 5 * f.rows * T * f.keys * f.computed * f.N * f.H,
-        read=f.rows * (3 * T * f.K * head + streamed),
-        written=f.rows * T * (f.N * head + 2 * 4 * f.K * f.H),
+        flops=2.0 * 5 * f.rows * T * f.keys * f.computed * f.N * f.H / calls,
+        read=f.rows * (3 * T * f.K * head + streamed / calls),
+        written=f.rows * T * (f.N * head / calls + 2 * 4 * f.K * f.H),
     )
 
 

@@ -19,8 +19,8 @@ multiplies no more than it must, and waits for nobody.
 Of the engine's programs those are left out that no figure counts: for fewer windows, for fewer
 parts of prompts, and over narrower tables (`programs.widest`; `--whole` compiles all of them). A
 forward of blocks is the same to the last digit here, of 8B with 64 rows on one H200, and the
-whole program holds 39.85 GiB where 39.81 are told. It takes 50 s of a core instead of 28. Layers
-are one loop of the text, so that figures of fewer layers would come no sooner.
+whole program holds 0.04 GiB more than is told, and took twice as long to compile. Layers are one
+loop of the text, so that figures of fewer layers would come no sooner.
 
 A run compiles all of them, and then finds them on disk. Cold, on two cores of one machine, seconds
 from a model's shapes to SDAR-8B's program; before is a77af13 (in brackets with its kernels, which
@@ -189,17 +189,18 @@ LOSSES = """
   such parts and not 16, and the longest prompt's gathers 800 positions and not 1,024.
 * A cube of v5p was described to its compiler without the links that close its axes to rings,
   and each gather of an update over all 64 chips became an all-reduce, of twice the bytes. With
-  them 8B's update sends 235,500 MiB and not 350,400.
+  them 8B's update sent 235,500 MiB and not 350,400.
 * Rows of 8,192 slots are for 8 devices. On 64, of which each has a row, an update's 72 made two
   microbatches, and the second held 8: an MFU bound of 38 % for 8B, 34 % for 4B and 1.7B. Where
   more devices than `batch.rows` share them, rows are now of 5/3 of the longest prompt and answer,
-  here 4,608 slots: 128 rows, and a bound of 67 % for 8B, 61 for 4B, 60 for 1.7B. That two
+  here 4,608 slots: 128 rows, and the bounds became 67 % for 8B, 61 for 4B, 60 for 1.7B. That two
   microbatches just hold them is this update's luck: with 64 to 256 answers, of lengths that are
   drawn, 74 % of the slots of 64 devices hold something, and 59 % did; of 128 devices 58 and 33 %
   (`python -m benchmarks.fill`, by the run's own packer). `batch.rows=64` brings wide rows back.
 * Two backward kernels of attention on a TPU computed the scores twice, and tiles of 512 keys of
   which little is seen. One kernel with five products in place of seven, which skips parts of 256 keys
-  (kernels.md), makes the bounds of updates on v5p 70 % for 8B, 65 for 4B and 64 for 1.7B.
+  (kernels.md), made the bounds of updates on v5p 70 % for 8B, 65 for 4B and 64 for 1.7B, while
+  layers were still computed twice.
 * XLA's kernel for `jax.lax.ragged_dot` takes an array of its own, and so each layer's experts,
   54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
   multiplies by the groups of all layers, of which those of one hold rows
@@ -209,7 +210,8 @@ LOSSES = """
   that takes no text tells, and nobody has measured it. On a GPU JAX's kernel had them
   copied, too, and one of ours reads them where they lie: on `h200:2x8`, the smallest slice that
   holds that model, a forward reads 31.9 GiB and not 58.9, writes 1.2 and not 28.2, and is at 87 %
-  of the ideal and not 34; prompts 28,530 tokens/s a device and not 12,270. Its update takes 6.4 GiB less.
+  of the ideal and not 34; prompts 28,530 tokens/s a device and not 12,270. Its update takes 6.4 GiB
+  less. (That slice is in no cell of the file.)
 * On a GPU gate and up are one matrix of the acting weights, its columns by turns: a layer has a
   product less, and one reading of its input. Bytes stay the same to three digits.
 * A program of the engine for one window of one row did not need all that the others do, and
@@ -255,8 +257,8 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   scatters. The update of 8B with `mesh.data=4` sent as much all the same, before layers
   kept products and tables were looked up by columns: 102,700 MiB of gathers and 127,700 of sums
   over all chips (rows of 4,864 slots), for 22.2 GiB of a device instead of 10.6. To scatter in two steps the gradient of each weight would have to be
-  summed by hand inside a `shard_map`, which would save a quarter of the 16 % of the time that
-  collectives take.
+  summed by hand inside a `shard_map`, which would save a quarter of what is sent: 19 % of the
+  time waits for it, if nothing hides it.
 * A TPU's attention takes 1,024 keys a tile, and the 800 of the longest prompt's pages are filled
   up to that by a pass over them of its own: 1.2 GiB more of a forward of prompts than with tiles
   of 512. On v5p 8B's and 4B's take no longer for it, as parts of keys that nobody sees are
@@ -266,6 +268,10 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
   of 8B's and 1.7B's updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
+* On v5p:2x2x1 the compiler scatters the gradients of all of 8B's and 1.7B's weights, and of 4B
+  not those of `wo` and `w_down`: it sums them in one all-reduce with those of norms, which sends
+  64 GiB of that update's 323 where 32 would do. Their last dimension is the one that is split,
+  into 4 times 640; on v6e:2x4, into 8 times 320, they are scattered. Nobody has found why.
 * Where more devices share rows than a microbatch has, `batch.rows` is rounded up to a row for
   each, with a line at start. There is no sequence parallelism: a row lies whole on its device,
   and `mesh.model` splits heads and widths of it.

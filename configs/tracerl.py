@@ -268,9 +268,9 @@ def published(c):
         threshold=0.9,
         max_prompt=784,
         max_new=2000,
-        rows=256,  # over all devices
+        rows=256,  # over all devices: 32 on each of 8
     )
-    c.batch.update(rows=8, tokens=8192)  # beyond 8 devices: a row on each
+    c.batch.update(rows=8, tokens=8192)  # 1 on each of 8 devices, and of more
     c.rl.update(
         steps=80,
         prompts=128,

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 import runpy
 import sys
 import types
@@ -22,11 +23,13 @@ from benchmarks import (
     methods,
     mutants,
     report,
+    roofline,
     unbiased,
 )
 from benchmarks.shapes import RELEASED
 from dllm_jax import config, pallas_kernels
 from dllm_jax.models import mask
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
 
@@ -169,6 +172,15 @@ def test_the_head_is_read_again_for_every_tile_of_rows():
     assert found.read == 2 * (4 * 2048 * 4096 + 2048 * 2048)
 
 
+@pytest.mark.parametrize("group, calls", [(4, 1), (8, 2)])
+def test_calls_for_shares_of_the_queries_multiply_what_one_for_all_would(group, calls):
+    sizes = ModelConfig(heads=group, kv_heads=1, head_dim=128)
+    known = {"seats": 0, "held": 0, "context": 0, "windows": 1, "keys": 1024.0}
+    facts = roofline.facts(sizes, 1, rows=1, width=4608, **known)
+    flops = roofline.KERNELS["backward_kernel"](facts).flops
+    assert calls * flops == 10 * 4608 * 1024 * roofline.COMPUTED * group * 128
+
+
 def test_what_is_not_counted_has_no_time():
     needed = hlo.Counted(flops=1e12, read=1e9)
     row = counted.figures(hlo.Counted(read=1e9), hlo.Counted(), needed, "v5p:2x2x1")
@@ -181,6 +193,16 @@ def test_what_needs_no_products_is_told_by_its_bytes():
 
 
 # ---- Two checkouts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["all_gpu.sh", "all_tpu.sh"])
+def test_all_that_is_timed_on_a_chip_ends_within_ten_minutes(script):
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+    limits = r"^(?:bench|one_step) (\d+)", r"if ! bench (\d+) selfchecks"
+    seconds = re.findall(limits[0], (folder / script).read_text(), re.MULTILINE)
+    seconds += re.findall(limits[1], (folder / "bench.sh").read_text())
+    assert len(seconds) == 8
+    assert sum(map(int, seconds)) < 600
 
 
 def test_two_checkouts_are_compared_line_by_line():

@@ -2,8 +2,8 @@
 
 A kernel that compiles and is right when interpreted can still be wrong on a chip that it
 never ran on. So every op with a kernel for the platform is computed twice at the start,
-by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths:
-seconds. What is right is remembered by versions, chip and widths; what is not is looked at
+by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths,
+those of one device: seconds, on a GPU most of a minute. What is right is remembered by versions, chip and widths; what is not is looked at
 again at every start, for a chip may have been out of memory. `auto` takes what is right and
 says what is not; with "platform" what is not right is an error.
 """
@@ -56,20 +56,36 @@ class Widths:
     page: int
 
 
-def widths(model: ModelConfig, block: int, page: int) -> Widths:
-    """Returns a run's Widths, of a vocabulary a part with the same ragged end.
+def part_of(model: ModelConfig, parts: int) -> dict[str, int]:
+    """Returns the heads, kv_heads, vocab and experts of one of `parts` devices along `model`.
 
-    block: sampler.block; page: positions of a cache page.
+    As `sharding.ACT` splits them: what does not divide is whole on each (`head_letters`).
     """
-    size = model.sizes
+    heads = {"heads": model.heads, "kv_heads": model.kv_heads}
+    splits = [heads, {"vocab": model.vocab}, {"experts": model.experts}]
+    return {
+        name: size // parts if all(x % parts == 0 for x in split.values()) else size
+        for split in splits
+        for name, size in split.items()
+    }
+
+
+def widths(model: ModelConfig, block: int, page: int) -> Widths:
+    """Returns the Widths of a device of the mesh in force.
+
+    Of its vocabulary it is a part, with the same ragged end. block: sampler.block; page:
+    positions of a cache page.
+    """
+    own = part_of(model, jax.sharding.get_abstract_mesh().shape.get("model", 1))
+    own |= {
+        "vocab": min(own["vocab"], VOCAB + own["vocab"] % VOCAB),
+        "experts": min(own["experts"], 8),
+    }
     return Widths(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
+        **own,
         head_dim=model.head_dim,
         d_model=model.d_model,
-        vocab=min(model.vocab, VOCAB + model.vocab % VOCAB),
-        experts=min(model.experts, 8),
-        expert_ffw=size["I"],
+        expert_ffw=model.sizes["I"],
         dtype=model.dtype,
         block=block,
         page=page,

@@ -335,8 +335,12 @@ def cost_of_critic(settings: Settings) -> str:
     share = networks.value_share(
         settings.model, settings.layout.seats(settings.batch), settings.batch
     )
-    line = CRITICS[settings.rl.value].format(share=share, width=settings.model.d_model)
-    return f"rl.value={settings.rl.value!r}: {line}"
+    value = settings.rl.value
+    line = CRITICS[value].format(share=share, width=settings.model.d_model)
+    own = (
+        "" if value == "own" else f"; 'own' would take {share:.0%} of an update's FLOPs"
+    )
+    return f"rl.value={value!r}: {line}{own}"
 
 
 def judged(rollouts: Rollouts, rl: RLConfig) -> Rollouts:

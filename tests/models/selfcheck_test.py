@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax import sharding
 from dllm_jax.models import selfcheck
 from dllm_jax.pallas_kernels import choice, reference, tiled_attention, tiles
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
@@ -65,6 +66,25 @@ def pages(shift: float) -> types.SimpleNamespace:
 def taken(op: str) -> bool:
     """Returns whether `auto` takes this platform's kernel."""
     return choice.kernel(op, "auto", 64, 1024) is choice.module(op, "cpu")
+
+
+@pytest.mark.parametrize(
+    "parts, own",
+    [
+        (1, {"heads": 8, "kv_heads": 4, "vocab": 8192 + 808, "experts": 8}),
+        (4, {"heads": 2, "kv_heads": 1, "vocab": 8192 + 202, "experts": 4}),
+        (8, {"heads": 8, "kv_heads": 4, "vocab": 8192 + 4197, "experts": 2}),
+    ],
+)
+def test_kernels_are_checked_in_the_sizes_of_one_device(tiny, parts, own):
+    """`model` splits heads only where key heads divide, too."""
+    sizes = {"heads": 8, "kv_heads": 4, "vocab": 99_112, "experts": 16}
+    sparse = {"experts_per_token": 2, "expert_ffw": 16}
+    model = dataclasses.replace(tiny[0], **sizes, **sparse)
+    mesh = sharding.make_mesh(fsdp=1, model=parts, devices=jax.devices()[:parts])
+    with jax.set_mesh(mesh):
+        wide = selfcheck.widths(model, 4, 32)
+    assert {name: getattr(wide, name) for name in own} == own
 
 
 def test_what_is_right_is_taken_and_what_is_wrong_is_told(installed):

@@ -67,7 +67,7 @@ def test_fewer_chunks_are_the_first_of_more(rows):
 
 @pytest.mark.parametrize(
     "rows, counts",
-    [(1, (1, 2)), (7, (7, 10, 14)), (8, (4, 12, 16)), (16, (4, 8, 24, 32))],
+    [(1, (1, 2)), (7, (7, 10, 14)), (8, (4, 8, 12, 16)), (16, (4, 8, 16, 24, 32))],
 )
 def test_programs_for_few_windows_and_for_all(rows, counts):
     """Two windows a row at the most; small programs for rows that are left."""
