@@ -61,13 +61,13 @@ def part_of(model: ModelConfig, parts: int) -> dict[str, int]:
 
     As `sharding.ACT` splits them: what does not divide is whole on each (`head_letters`).
     """
-    heads = {"heads": model.heads, "kv_heads": model.kv_heads}
-    splits = [heads, {"vocab": model.vocab}, {"experts": model.experts}]
-    return {
-        name: size // parts if all(x % parts == 0 for x in split.values()) else size
-        for split in splits
-        for name, size in split.items()
-    }
+
+    def part(**sizes):
+        splits = all(size % parts == 0 for size in sizes.values())
+        return {name: size // parts if splits else size for name, size in sizes.items()}
+
+    heads = part(heads=model.heads, kv_heads=model.kv_heads)
+    return heads | part(vocab=model.vocab) | part(experts=model.experts)
 
 
 def widths(model: ModelConfig, block: int, page: int) -> Widths:
@@ -77,12 +77,11 @@ def widths(model: ModelConfig, block: int, page: int) -> Widths:
     positions of a cache page.
     """
     own = part_of(model, jax.sharding.get_abstract_mesh().shape.get("model", 1))
-    own |= {
-        "vocab": min(own["vocab"], VOCAB + own["vocab"] % VOCAB),
-        "experts": min(own["experts"], 8),
-    }
+    vocab, experts = own.pop("vocab"), own.pop("experts")
     return Widths(
         **own,
+        vocab=min(vocab, VOCAB + vocab % VOCAB),
+        experts=min(experts, 8),
         head_dim=model.head_dim,
         d_model=model.d_model,
         expert_ffw=model.sizes["I"],
