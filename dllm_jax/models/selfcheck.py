@@ -3,9 +3,10 @@
 A kernel that compiles and is right when interpreted can still be wrong on a chip that it
 never ran on. So every op with a kernel for the platform is computed twice at the start,
 by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths,
-those of one device: seconds, on a GPU most of a minute. What is right is remembered by versions, chip and widths; what is not is looked at
-again at every start, for a chip may have been out of memory. `auto` takes what is right and
-says what is not; with "platform" what is not right is an error.
+those of one device: seconds, on a GPU most of a minute. What is right is remembered by
+versions, chip and widths; what is not is looked at again at every start, for a chip may have
+been out of memory. `auto` takes what is right and says what is not; with "platform" what is
+not right is an error.
 """
 
 import dataclasses

@@ -337,10 +337,9 @@ def cost_of_critic(settings: Settings) -> str:
     )
     value = settings.rl.value
     line = CRITICS[value].format(share=share, width=settings.model.d_model)
-    own = (
-        "" if value == "own" else f"; 'own' would take {share:.0%} of an update's FLOPs"
-    )
-    return f"rl.value={value!r}: {line}{own}"
+    if value != "own":
+        line += f"; 'own' would take {share:.0%} of an update's FLOPs"
+    return f"rl.value={value!r}: {line}"
 
 
 def judged(rollouts: Rollouts, rl: RLConfig) -> Rollouts:

@@ -200,15 +200,16 @@ class SamplerConfig:
         A row has two at most: the block that it has just filled and its next; at two
         steps a block half of the rows have both, and where rows are in step, as a static
         schedule keeps those that began together, none has. Fewer are for the time when rows
-        have ended and nothing waits. Each number is a program to compile: that for a fourth costs 1 to 3 s
-        of a CPU, once, and makes a rollout of the default run's sizes 1.08 times as fast, one of
-        32 rows of which four have answers eight times as long 1.21 times (CPU seconds, median
-        of 5 and of 3 pairs).
+        have ended and nothing waits. Each number is a program to compile: that for a fourth
+        costs 1 to 3 s of a CPU, once, and makes a rollout of the default run's sizes 1.08 times
+        as fast, one of 32 rows of which four have answers eight times as long 1.21 times (CPU
+        seconds, median of 5 and of 3 pairs).
 
         Where prompts ride, each of their blocks has a window, too: the largest holds one for
-        every row, or 64 positions of a prompt, whose row then has but one other. One halfway to the largest is for the few prompts that come together
-        once rows end in turns: 8 and 32 rows with prompts of 32 compute 10 and 7 % fewer slots.
-        Fewer than eight have none: a row of 135M would wait 5 s for its compiler.
+        every row, or 64 positions of a prompt, whose row then has but one other. One halfway
+        to the largest is for the few prompts that come together once rows end in turns: 8 and
+        32 rows with prompts of 32 compute 10 and 7 % fewer slots. Fewer than eight have none: a
+        row of 135M would wait 5 s for its compiler.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
         counts = {*fewer, rows, rows + rows // 2, 2 * rows}
