@@ -228,7 +228,7 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
     Of its programs it is the smallest that has room for the windows of that many rows.
     """
     cfg, due = run.cfg.sampler, rows * (1 + 1 / roofline.STEPS)
-    sizes = cfg.window_counts(rows)
+    sizes = forwards.window_counts(mesh.devices.flat[0].platform, cfg, rows)
     enough = next(i for i, size in enumerate(sizes) if size >= due)
     facts = roofline.facts(
         run.model,
@@ -309,7 +309,7 @@ def scores_of_tables(program, body: str, place, run) -> list[str]:
         return []
     rows, prompt = scheduler.rows_per_shard, -(-cfg.max_prompt // cfg.page_slots)
     queries = {  # at most, by the pages of a table: of rows, and of prompts
-        scheduler.pages_per_row: cfg.window_counts(rows)[-1] * cfg.block,
+        scheduler.pages_per_row: 2 * rows * cfg.block,
         prompt: cfg.chunk_counts(rows)[-1] * cfg.chunk,
     }
     least = {pages * cfg.page_slots: 1.5 * many for pages, many in queries.items()}

@@ -15,6 +15,10 @@ for reading weights and the cache of the rows that were busy, or for their
 multiplications if that is longer. `busy_rows` is how many were: the last requests leave
 rows idle, fewer the more --waves there are.
 
+With --steady all rows are busy all the time: every prompt and every answer is as long as it
+may be, one of each for a row, and what is told is of the second half of the answers: what the
+run takes beyond one with answers half as long. So no prompt is in it, and no row that waits.
+
 `percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
 prompts and of windows that were asked for. With --room answers may be longer than they are;
 of several rooms, which take turns, `times_first_room` is how many times as fast the engine is
@@ -79,7 +83,10 @@ STRATEGIES["forced"] = Strategy(forced)
 def requests(rows: int, args, model: ModelConfig):
     """Returns (prompts, new): `waves` ragged requests for every row."""
     rng = np.random.default_rng(args.seed)
-    count = args.waves * rows
+    count = rows if args.steady else args.waves * rows
+    if args.steady:
+        prompts = rng.integers(2, model.vocab, (count, args.prompt)).tolist()
+        return prompts, np.full(count, args.new)
     lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
     prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
     prompts = [prompts[i - i % args.group] for i in range(count)]
@@ -93,6 +100,10 @@ class Work:
     forwards: int
     clean: int  # windows that were run for their keys
     steps: int  # windows that were run to unmask something, of all rows
+
+    def beyond(self, less):
+        """Returns what this is more than some other work."""
+        return Work(*(a - b for a, b in zip(*map(dataclasses.astuple, (self, less)))))
 
 
 def on_engine(made: Engine, params, prompts, new, key):
@@ -269,12 +280,17 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
         ways[room, "engine"] = functools.partial(
             on_engine, made, params, prompts, new, key
         )
-        if not args.engine_only:
+        if args.steady:
+            ways[room, "half"] = functools.partial(
+                on_engine, made, params, prompts, new // 2, key
+            )
+        elif not args.engine_only:
             ways[room, "batches"] = functools.partial(
                 in_batches, params, prompts, new, key, model=model, cfg=cfg
             )
     answers = {way: run() for way, run in ways.items()}  # compiles
-    if len({str(sorted(ids.items())) for ids, _ in answers.values()}) > 1:
+    whole = [ids for (_, name), (ids, _) in answers.items() if name != "half"]
+    if len({str(sorted(ids.items())) for ids in whole}) > 1:
         raise RuntimeError("the engine, batches or rooms answer differently")
     seconds = timed(ways, args.repeats)
     table = []
@@ -284,13 +300,22 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
             name: (*answers[room, name], statistics.median(seconds[room, name]))
             for name in names
         }
-        host = host_work(ways[room, "engine"])
+        if args.steady:
+            found = {"engine": second_half(*found["engine"], *found["half"])}
+        host = host_work(ways[room, "half" if args.steady else "engine"])
         row = told(cfg, args, model, params, prompts, found, host)
         if len(cfgs) > 1:
             turns = (seconds[its, "engine"] for its in (args.room[0], room))
             row["times_first_room"] = compared(*turns)
         table.append(row)
     return table
+
+
+def second_half(ids, work, seconds, *half):
+    """Returns (answers' second halves, the Work and the seconds beyond those of the first)."""
+    first, less, before = half
+    rest = {i: answer[len(first[i]) :] for i, answer in ids.items()}
+    return rest, work.beyond(less), seconds - before
 
 
 def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
@@ -300,6 +325,8 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
     """
     (share, busy), (ids, work, seconds) = host, found["engine"]
     context = args.prompt * 3 // 4 + args.new // 4
+    if args.steady:
+        context = args.prompt + args.new * 3 // 4
     tokens = sum(len(answer) for answer in ids.values())
     row = {
         "model": args.model,
@@ -349,6 +376,7 @@ def main():
     )
     parser.add_argument("--waves", type=int, default=3, help="requests for every row")
     parser.add_argument("--group", type=int, default=1, help="requests of one prompt")
+    parser.add_argument("--steady", action="store_true", help="of busy rows, see above")
     parser.add_argument(
         "--prefill", type=int, default=512, help="prompt tokens a forward takes along"
     )

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.shapes import RELEASED
 from dllm_jax import pallas_kernels
-from dllm_jax.models import mask
+from dllm_jax.models import mask, transformer
 from dllm_jax.pallas_kernels import attend as attend_ops
 from dllm_jax.pallas_kernels import choice, reference
 
@@ -225,6 +225,42 @@ def chunks(scale: Scale):
         yield Case("chunk_attention", shape, (q, pool, table, seen), ways)
 
 
+def queries(scale: Scale):
+    """Yields what comes between the product to queries, keys and values, and attention.
+
+    Norms, rotation, and queries by heads. `of_one` is the sampler's way on a GPU; the
+    specification cuts the product first.
+    """
+    size, model = scale.sizes, scale.model
+    C, W, K, H = size["tokens"] // 64, 64, model.kv_heads, model.head_dim
+    keys = jax.random.split(jax.random.key(6), 3)
+    shape = C, W, K, model.heads // K + 2, H
+    p = {
+        name: scale.normal(key, (H,), scale.dtype)
+        for name, key in zip(("q_norm", "k_norm"), keys)
+    }
+    turn = transformer.turns(jnp.broadcast_to(jnp.arange(W)[None], (C, W)), model)
+
+    def apart(all_CWKJH, p, turn):
+        q_CWNH, k_CWKH, v_CWKH = transformer.of_heads(all_CWKJH)
+        q_CWNH = q_CWNH.reshape(C, W, -1, H)
+        q_CWNH = transformer.rms_norm(q_CWNH, p["q_norm"], model.norm_eps)
+        k_CWKH = transformer.rms_norm(k_CWKH, p["k_norm"], model.norm_eps)
+        return (*(transformer.rope(x, turn) for x in (q_CWNH, k_CWKH)), v_CWKH)
+
+    def by_heads(made):
+        def run(*inputs):
+            q_CWNH, *rest = made(*inputs)
+            return jnp.swapaxes(q_CWNH.reshape(C, W, K, -1, H), 1, 2), *rest
+
+        return run
+
+    of_one = functools.partial(transformer.of_one_product, cfg=model)
+    ways = {"reference": by_heads(apart), "of_one": by_heads(of_one)}
+    inputs = scale.normal(keys[2], shape, scale.dtype), p, turn
+    yield Case("queries", f"{size['tokens']} slots", inputs, ways)
+
+
 def whole_logits(x, head):
     """Returns all logits, f32, the first id being forbidden."""
     logits = jnp.einsum("...D,DV->...V", x, head).astype(jnp.float32)
@@ -349,7 +385,8 @@ def ragged_dot_mgpu(x_RD, w_EDF, sizes_E):
 
 
 CASES = attentions, pages, heads, draws, experts
-TIMED = *CASES, chunks, draws_of_few  # not counted: what is skipped there is data
+# Not counted: what is skipped there is data, and queries are no kernel's.
+TIMED = *CASES, chunks, draws_of_few, queries
 
 
 def implementations(op: str, run, platform: str):

@@ -202,10 +202,24 @@ def rms_norm(x, weight, eps: float):
 
     NaN where that is infinite: its root's inverse, 0, would make garbage look sound.
     """
+    return scaled(x, inverse_rms(x, eps), weight)
+
+
+def inverse_rms(x, eps: float):
+    """Returns 1 / sqrt(mean square + eps) of the last dimension, f32 [..., 1]; see `rms_norm`.
+
+    The remainder, by the greatest number, is NaN of what is infinite and else the number
+    itself: XLA for GPUs has a kernel for norms, and does not see one behind a comparison.
+    """
     x32 = x.astype(jnp.float32)
     square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    x32 *= jnp.where(square < jnp.inf, jax.lax.rsqrt(square + eps), jnp.nan)
-    return x32.astype(x.dtype) * widen(weight.astype(x.dtype), x.ndim)
+    return jax.lax.rsqrt(jax.lax.rem(square + eps, jnp.finfo(jnp.float32).max))
+
+
+def scaled(x, scale, weight):
+    """Returns x times f32 `scale`, rounded, times `weight`."""
+    y = (x.astype(jnp.float32) * scale).astype(x.dtype)
+    return y * widen(weight.astype(x.dtype), x.ndim)
 
 
 def widen(x, ndim: int):
@@ -225,6 +239,21 @@ def rope(x_BTNH, turn):
     h = cos.shape[-1]
     a, b, still = jnp.split(x_BTNH, (h, 2 * h), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
+
+
+def rope_swapping(x_BTNH, turn):
+    """Does what `rope` does, in a form that a GPU reads well: halves change places.
+
+    A concatenation is read number by number there (`benchmarks.kernels --only queries`).
+    """
+    cos, sin = (x_BTh[:, :, None, None] for x_BTh in turn)
+    halves = *x_BTNH.shape[:-1], 2, cos.shape[-1]
+    if math.prod(halves) != x_BTNH.size:  # not all dimensions rotate
+        return rope(x_BTNH, turn)
+    sign_2 = jnp.array([[-1], [1]], x_BTNH.dtype)
+    x_BTN2h = x_BTNH.reshape(halves)
+    other_BTN2h = jnp.flip(x_BTN2h, axis=-2) * (sin * widen(sign_2, x_BTN2h.ndim))
+    return (x_BTN2h * cos + other_BTN2h).reshape(x_BTNH.shape)
 
 
 def frequencies(cfg: ModelConfig):
@@ -564,16 +593,34 @@ def queries_keys_values(x_BTD, p, turn, cfg: ModelConfig):
     h_BTD = rms_norm(x_BTD, p["attn_norm"], cfg.norm_eps)
     if "wqkv" in p:
         all_BTKJH = project(h_BTD, p["wqkv"], "DKJH", p.get("bqkv"))
-        q_BTNH = all_BTKJH[..., :-2, :].reshape(*x_BTD.shape[:2], cfg.heads, -1)
-        k_BTKH, v_BTKH = all_BTKJH[..., -2, :], all_BTKJH[..., -1, :]
-    else:
-        q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
-        k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
-        v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
+        return of_one_product(all_BTKJH, p, turn, cfg)
+    q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
+    k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
+    v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
     if cfg.qk_norm:
         q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
         k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
     return rope(q_BTNH, turn), rope(k_BTKH, turn), v_BTKH
+
+
+def of_one_product(all_BTKJH, p, turn, cfg: ModelConfig):
+    """Returns (q_BTNH, k_BTKH, v_BTKH), queries and keys rotated, of a key head's together.
+
+    The norms' statistics are taken of all at once: of its parts a GPU would first make
+    arrays of their own.
+    """
+    q_BTKGH, k_BTKH, v_BTKH = of_heads(all_BTKJH)
+    if cfg.qk_norm:
+        q_scale, k_scale, _ = of_heads(inverse_rms(all_BTKJH, cfg.norm_eps))
+        q_BTKGH = scaled(q_BTKGH, q_scale, p["q_norm"])
+        k_BTKH = scaled(k_BTKH, k_scale, p["k_norm"])
+    q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], cfg.heads, -1)
+    return rope_swapping(q_BTNH, turn), rope_swapping(k_BTKH, turn), v_BTKH
+
+
+def of_heads(x_BTKJH):
+    """Returns what belongs to each key head's queries, to its key, and to its value."""
+    return x_BTKJH[..., :-2, :], x_BTKJH[..., -2, :], x_BTKJH[..., -1, :]
 
 
 def add_attention(x_BTD, p, out_BTNH):

@@ -35,6 +35,7 @@ shard, c chunks of a shard.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ from dllm_jax.models import acting
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
+from dllm_jax.pallas_kernels import choice
 from dllm_jax.sampling import canvases, denoise, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.rows import Rows, constrained
@@ -55,6 +57,8 @@ from dllm_jax.sharding import constrain
 TILE = 64
 RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
 SHORT = 64  # positions of a prompt
+# Slots of which XLA's products there take whole multiples: others it pads, four times a layer.
+WHOLE = {"gpu": 8}
 
 
 def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
@@ -67,6 +71,16 @@ def rides(platform: str, model: ModelConfig, cfg: SamplerConfig) -> bool:
     """
     short = cfg.max_prompt <= SHORT
     return platform in RIDING_ON and short and acting.heavy(model)
+
+
+def window_counts(
+    platform: str, cfg: SamplerConfig, rows: int, rides: bool = False
+) -> tuple[int, ...]:
+    """Returns the numbers of windows that there are programs for: see SamplerConfig's."""
+    whole = WHOLE.get(platform, 1)
+    whole //= math.gcd(whole, cfg.block)
+    counts = cfg.window_counts(rows, rides)
+    return tuple(sorted({-(-count // whole) * whole for count in counts}))
 
 
 def forward(
@@ -86,7 +100,8 @@ def forward(
     static = {"shards": shards, "model": model, "cfg": cfg}
     cache_policy = policy.choose(cfg, model.attention)
     if cache_policy.final:
-        counts = cfg.window_counts(len(rows.filled_B) // shards, rides)
+        shard = len(rows.filled_B) // shards
+        counts = window_counts(choice.platform(), cfg, shard, rides)
         places = places_of(rows, shards, cfg.block, counts[-1] if rides else None)
         now_B = joined(places.now_db)
         fits, branches = decoders(params, rows, places, counts, rides, model, cfg)
