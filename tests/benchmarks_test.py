@@ -43,7 +43,7 @@ CALLS = {
     ),
     "kernels": (
         kernels,
-        "--small --repeats 1 --only cache_update grouped_matmul chunk token_draw",
+        "--small --repeats 1 --only cache_update grouped chunk token_draw queries",
     ),
 }
 
@@ -71,13 +71,23 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
             assert 0 < line["busy_rows"] <= 2
     else:
         ops = "cache_update", "token_draw", "grouped_matmul", *["chunk_attention"] * 2
-        assert [line["op"] for line in lines] == [*ops, *["token_draw"] * 2]
+        assert [line["op"] for line in lines] == [*ops, *["token_draw"] * 2, "queries"]
         for line in lines:  # what is off, or fails, is not timed
             ways = {key[:-4] for key in line if key.endswith("_off")}
             assert {key[:-3] for key in line if key.endswith("_ms")} == ways
             assert not [key for key in line if key.endswith("_failed")]
     table = report.tables(lines)
     assert f"## {name}, cpu" in table and "Not measured on a GPU" in table
+
+
+def test_steady_rows_are_told_by_the_second_half_of_their_answers():
+    args = types.SimpleNamespace(seed=0, steady=True, prompt=5, new=8)
+    prompts, new = decode.requests(3, args, decode.SHAPES["tiny"])
+    assert [len(prompt) for prompt in prompts] == [5] * 3 and list(new) == [8] * 3
+    whole = {0: [1, 2, 3, 4], 1: [5, 6]}, decode.Work(10, 4, 20), 3.0
+    half = {0: [1, 2], 1: [5]}, decode.Work(4, 1, 9), 1.0
+    rest = {0: [3, 4], 1: [6]}, decode.Work(6, 3, 11), 2.0
+    assert decode.second_half(*whole, *half) == rest
 
 
 def test_attention_is_timed_with_and_without_turns():

@@ -375,6 +375,36 @@ def test_a_table_whose_width_is_split_is_not_sent(tiny, shape):
     assert sum(over_fsdp.values()) < table.nbytes / model / 4, sent
 
 
+@pytest.mark.parametrize("rotary", [1.0, 0.5])
+def test_halves_that_change_places_are_what_is_turned(tiny, rotary):
+    cfg = dataclasses.replace(tiny[0], rotary=rotary, dtype="bfloat16")
+    x_BTNH = jax.random.normal(jax.random.key(0), (2, 3, 4, cfg.head_dim), "bfloat16")
+    turn = transformer.turns(positions(2, 3) + 7, cfg)
+    want, found = (
+        f(x_BTNH, turn) for f in (transformer.rope, transformer.rope_swapping)
+    )
+    np.testing.assert_array_equal(found, want)
+    assert (np.asarray(found) != np.asarray(x_BTNH)).any()
+
+
+def test_a_norm_of_what_is_too_large_says_so():
+    """Its own gradient, too, is that of the formula."""
+    x_TD = jnp.array([[3.0, 4.0], [2e38, 1.0], [1e-3, 0.0]])
+    found = np.asarray(transformer.rms_norm(x_TD, jnp.array([1.0, 2.0]), 1e-6))
+    np.testing.assert_allclose(found[0], [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6)
+    assert np.isnan(found[1]).all() and np.isfinite(found[2]).all()
+
+    def plain(x_D):
+        return x_D / jnp.sqrt(jnp.mean(x_D * x_D) + 1e-6)
+
+    ones = jnp.ones(2)
+    want, got = (
+        jax.jacobian(f)(x_TD[0])
+        for f in (plain, lambda x_D: transformer.rms_norm(x_D, ones, 1e-6))
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_frequencies_of_llama_3_1(tiny):
     scaling = 8.0, 1.0, 4.0, 64.0
     cfg = dataclasses.replace(tiny[0], head_dim=32, rope_theta=1e4)

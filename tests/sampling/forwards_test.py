@@ -75,6 +75,18 @@ def test_programs_for_few_windows_and_for_all(rows, counts):
 
 
 @pytest.mark.parametrize(
+    "platform, rows, block, counts",
+    [("gpu", 1, 4, (2,)), ("gpu", 7, 4, (8, 10, 14)), ("gpu", 1, 2, (4,))]
+    + [("gpu", 1, 32, (1, 2)), ("gpu", 8, 4, (4, 8, 12, 16)), ("tpu", 1, 4, (1, 2))],
+)
+def test_a_gpus_products_are_of_whole_multiples_of_8_slots(
+    platform, rows, block, counts
+):
+    cfg = SamplerConfig(block=block)
+    assert forwards.window_counts(platform, cfg, rows) == counts
+
+
+@pytest.mark.parametrize(
     "rows, block, counts",
     [(1, 4, (1, 2, 17)), (1, 32, (1, 2, 3)), (8, 4, (4, 8, 12, 16, 23, 31))]
     + [(32, 4, (8, 16, 32, 48, 64, 79, 95))],
