@@ -177,7 +177,7 @@ LOSSES = """
   pages and held 64.2 GiB. As one choice: 45 GiB, and 40.2 held.
 * On a GPU each layer's weights were copied out of their stack, and some joined, before they
   were multiplied: three times over the memory's bus. Two options of the compiler, for this
-  program alone (`forwards.advance_on_gpu`), let cuBLAS read them where they lie: 18 GiB, of
+  program alone (`denoise.ON_GPU`), let cuBLAS read them where they lie: 18 GiB, of
   which 15.3 are the weights, and from 44 to 81 % of the ideal. Layers as arrays of their own
   do the same and take six times as long to compile.
 * A row that has filled a block has two windows in the next forward, the full block and the

@@ -10,7 +10,7 @@ computation, to where sampling wants them:
     neighbours along `fsdp` stand along `model`, and split heads and inner widths.
 *   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
     them. There a scan copies a layer's weights out of the stack before it multiplies by
-    them. A TPU reads them where they are, and so does a GPU by `forwards.advance_on_gpu`.
+    them. A TPU reads them where they are, and so does a GPU by `denoise.ON_GPU`.
     The head is Transposed there (a tied one: it is the embedding), and what layers multiply
     with is Tiled where `in_tiles` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that

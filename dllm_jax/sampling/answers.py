@@ -60,6 +60,8 @@ class Batches:
         self.model, self.mesh = model, mesh
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.cfg = dataclasses.replace(cfg, rows=-(-cfg.rows // shards) * shards)
+        programs = denoise.advance, denoise.advance_on_gpu
+        self.loop = denoise.loop_on(mesh.devices.flat[0].platform, cfg, *programs)
 
     def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
         """Yields (i, Answer i), batch by batch: see the module."""
@@ -96,7 +98,7 @@ class Batches:
         """Drops what is kept between calls: nothing."""
 
     def lower(self, params):
-        """Returns (`denoise.advance`, lowered; its rows as shapes)."""
+        """Returns (the loop over forwards, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
         arrays = self.rows(one_1T, one_1T[0, :1], 0, temperature=0.0)
         # Nothing is laid out, so that the devices need not be here.
@@ -106,7 +108,7 @@ class Batches:
         arrays["key_B"] = sharding.laid_out(drawn)
         static = {"model": self.model, "cfg": self.cfg.static}
         rows = sharding.laid_out(denoise.start.lower(params, **arrays, **static))
-        return denoise.advance.lower(params, rows, denoise.TURN, **static), rows
+        return self.loop.lower(params, rows, denoise.TURN, **static), rows
 
     def turns(self, params, arrays, watched: bool):
         """Yields a batch's (live_B, start_B, SamplingState) after every turn.
@@ -120,7 +122,7 @@ class Batches:
             s = denoise.start(params, **arrays, **static)
         for _ in range(0, self.cfg.most_forwards, steps):
             with jax.set_mesh(self.mesh):
-                s = denoise.advance(params, s, steps, **static)
+                s = self.loop(params, s, steps, **static)
                 live_B, start_B = sharding.fetch((s.live_B, s.start_B))
             yield live_B, start_B, s
             if not live_B.any():

@@ -15,9 +15,8 @@ import numpy as np
 
 from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import forwards, state
+from dllm_jax.sampling import denoise, forwards, state
 from dllm_jax.sampling.config import SamplerConfig
-from dllm_jax.sampling.denoise import TURN
 from dllm_jax.sampling.rows import Rows, admit, copy_pages, empty, some_traces
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
@@ -72,10 +71,8 @@ class Engine:
     @property
     def loop(self):
         """The loop over forwards, as it is compiled for the devices of the mesh."""
-        # Of products by cuBLAS none converts int8 as it reads it.
-        if self.platform == "gpu" and not self.cfg.int8:
-            return forwards.advance_on_gpu
-        return forwards.advance
+        programs = forwards.advance, forwards.advance_on_gpu
+        return denoise.loop_on(self.platform, self.cfg, *programs)
 
     def turn(self, params, key, watch=None) -> list[tuple[Request, Answer]]:
         """Returns what ends in one turn: an admission, a run of forwards, a harvest.
@@ -152,7 +149,7 @@ class Engine:
         lowered = self.loop.lower(
             params,
             rows,
-            TURN,
+            denoise.TURN,
             self.scheduler.row_count,
             shards=self.shards,
             model=self.model,
@@ -217,7 +214,7 @@ class Engine:
         # can have them after any forward.
         if len(self.scheduler.active) < row_count and self.scheduler.awaits_prompt:
             return 1, enough
-        return AHEAD if self.scheduler.overbooked else TURN, enough
+        return AHEAD if self.scheduler.overbooked else denoise.TURN, enough
 
     @sharding.on_own_mesh
     def fetch_progress(self):

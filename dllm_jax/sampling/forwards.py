@@ -497,18 +497,4 @@ def advance(
     return jax.lax.while_loop(goes_on, body, (0, rows))[1]
 
 
-# Left to itself XLA copies every layer's weights out of their stack before it multiplies by
-# them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
-# where they are, and only those that are not joined. A CUDA graph of a layer is recorded for
-# each layer's addresses: of fewer graphs than a tower has layers none is found again. XLA's
-# kernel for norms would have a layer's weights copied beside it, which no graph records: one
-# row of 8B took 5.7 ms a forward with it on an H200, 5.3 before.
-advance_on_gpu = jitted(
-    advance.__wrapped__,
-    compiler_options={
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_dot_merger_threshold_mb": 0,
-        "xla_cmd_buffer_trace_cache_size": 256,
-        "xla_disable_hlo_passes": "triton-softmax-rewriter",
-    },
-)
+advance_on_gpu = jitted(advance.__wrapped__, compiler_options=denoise.ON_GPU)

@@ -15,12 +15,15 @@ subprocess imports this file, which therefore imports nothing of the package at 
 """
 
 import atexit
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
 import re
 from fractions import Fraction
 
+LIMIT_S = 3.0  # that an answer may take
+MOST = 8  # workers: each holds 100 MB
 DIGITS_READ = 4_300  # of a number: Python's own limit, which keeps it fast
 MAX_CHARS = 512  # an answer this much longer than the gold is wrong, whatever it says
 DEPTH = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)  # what a bracket adds to it
@@ -423,24 +426,25 @@ def reply(answer: str, gold: str) -> bool:
 
 
 @functools.cache
-def worker():
-    """Returns this process's Worker; raises ImportError without math-verify."""
-    # Not at the top: the worker itself imports this file, and must not import the package.
-    from dllm_jax.rl.rewards.worker import Worker
+def workers():
+    """Returns this process's Workers; raises ImportError without math-verify."""
+    # Not at the top: a worker itself imports this file, and must not import the package.
+    from dllm_jax.rl.rewards.sandbox import spare_cores
+    from dllm_jax.rl.rewards.worker import Workers
 
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("math rewards need math-verify: pip install math-verify")
-    return Worker(__file__, limit_s=3.0)
+    return Workers(min(spare_cores(), MOST), __file__, LIMIT_S)
 
 
 @functools.lru_cache(maxsize=2**16)
 def ask(answer: str, gold: str) -> bool:
-    """Returns the worker's verdict, and remembers it: the answers of a group repeat.
+    """Returns a worker's verdict, and remembers it: the answers of a group repeat.
 
-    Of what kills the worker it is False. A time-out (TimeoutError) is not remembered: it
+    Of what kills a worker it is False. A time-out (TimeoutError) is not remembered: it
     may be the machine's fault.
     """
-    return bool(worker().ask(answer, gold))
+    return bool(workers().ask(answer, gold))
 
 
 def reference(gold: str) -> str:
@@ -448,7 +452,7 @@ def reference(gold: str) -> str:
 
     Raises ValueError if it is empty or no string, ImportError without math-verify.
     """
-    worker()  # a missing package shows at the first answer, not at the first hard one
+    workers()  # a missing package shows at the first answer, not at the first hard one
     cleaned = clean(gold.rsplit("####")[-1]) if isinstance(gold, str) else ""
     if not cleaned:
         raise ValueError(f"the gold answer {gold!r} is empty or not a string")
@@ -487,15 +491,18 @@ def grade(texts: list[str], golds: list[str]) -> list[float]:
     answer.
     """
     answers = [extract(text) or "" for text in texts]
-    judge = functools.cache(equal)  # what takes too long does so once
-    verdicts = [judge(a, g) for a, g in zip(answers, golds, strict=True)]
-    return [float("nan") if v is None else float(v) for v in verdicts]
+    pairs = list(zip(answers, golds, strict=True))
+    once = dict.fromkeys(pairs)  # what takes too long does so once
+    with concurrent.futures.ThreadPoolExecutor(len(workers().every)) as threads:
+        verdicts = dict(zip(once, threads.map(equal, *zip(*once)))) if once else {}
+    found = (verdicts[pair] for pair in pairs)
+    return [float("nan") if v is None else float(v) for v in found]
 
 
 def close() -> None:
-    """Stops the worker; the next call that needs one starts another."""
-    if worker.cache_info().currsize:
-        worker().close()
+    """Stops the workers; the next call that needs one starts another."""
+    if workers.cache_info().currsize:
+        workers().close()
 
 
 atexit.register(close)

@@ -175,13 +175,18 @@ class Jail:
         self.control.close()
 
 
+def spare_cores() -> int:
+    """Returns one less than there are cores for this process, and one at least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(cores - 1, 1)
+
+
 class Pool:
     """Jails that threads share; each is started when it is first needed."""
 
     def __init__(self, workers: int = 0, unsafe: bool = False):
-        """workers: the most at once; 0: one less than there are cores, and one at least."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.workers = workers or max(cores - 1, 1)
+        """workers: the most at once; 0: `spare_cores`."""
+        self.workers = workers or spare_cores()
         self.unsafe, self.without = unsafe, ()
         self.free = threading.Semaphore(self.workers)
         self.idle: list[Jail] = []

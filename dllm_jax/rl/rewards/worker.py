@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import queue
 import resource
 import select
 import signal
@@ -137,6 +138,30 @@ class Worker:
             self.process.kill()
             self.process.communicate()
         self.process, self.ready = None, False
+
+
+class Workers:
+    """Several of them, which threads share; each is started when it is first needed."""
+
+    def __init__(self, count: int, *args):
+        """args: a Worker's."""
+        self.every = [Worker(*args) for _ in range(count)]
+        self.idle = queue.LifoQueue()
+        for worker in reversed(self.every):  # the first is the first to be asked
+            self.idle.put(worker)
+
+    def ask(self, *args):
+        """Returns what one of them says, of whom none is asked twice at once: see Worker."""
+        worker = self.idle.get()
+        try:
+            return worker.ask(*args)
+        finally:
+            self.idle.put(worker)
+
+    def close(self) -> None:
+        """Kills them all; the next question starts another."""
+        for worker in self.every:
+            worker.close()
 
 
 # ---- the subprocess's side

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -255,7 +256,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_are_wrong_and_the_next_is_graded(monkeypatch):
-    monkeypatch.setattr(math.worker(), "limit_s", 1.0)
+    monkeypatch.setattr(math.workers().every[0], "limit_s", 1.0)
     for i, answer in enumerate(HOSTILE):
         assert not math.equal(answer, "5")
         assert math.equal(rf"\sqrt{{{12 * (i + 1) ** 2}}}", rf"{2 * i + 2}\sqrt{{3}}")
@@ -263,19 +264,19 @@ def test_hostile_answers_are_wrong_and_the_next_is_graded(monkeypatch):
 
 def test_too_slow_means_killed(monkeypatch):
     assert math.equal("x+17", "17+x")
-    process = math.worker().process
-    monkeypatch.setattr(math.worker(), "limit_s", 0.2)
+    process = math.workers().every[0].process
+    monkeypatch.setattr(math.workers().every[0], "limit_s", 0.2)
     assert not math.equal("8^{9^{9^9}}", "5")
     assert process.poll() is not None
-    assert math.worker().process is not process
+    assert math.workers().every[0].process is not process
 
 
 def test_a_dead_worker_is_replaced():
     assert math.equal("x+18", "18+x")
-    math.worker().process.kill()
+    math.workers().every[0].process.kill()
     assert math.equal("x+19", "19+x")
     math.close()
-    assert math.worker().process is None
+    assert math.workers().every[0].process is None
     assert math.equal("x+20", "20+x")
 
 
@@ -288,7 +289,7 @@ def test_a_worker_that_cannot_start_raises(monkeypatch):
 
 def test_duplicates_are_verified_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(math.worker(), "ask", lambda *pair: asked.append(pair) or True)
+    monkeypatch.setattr(math.workers(), "ask", lambda *pair: asked.append(pair) or True)
     assert math.grade([r"\boxed{x+22}"] * 4, ["22+x"] * 4) == [1.0] * 4
     assert asked == [("x+22", "22+x")]
 
@@ -300,12 +301,28 @@ def test_a_time_out_is_not_remembered(monkeypatch):
         asked.append(pair)
         raise TimeoutError
 
-    monkeypatch.setattr(math.worker(), "ask", late)
+    monkeypatch.setattr(math.workers(), "ask", late)
     answers, golds = [r"\boxed{x+23}", r"\boxed{x+23}"], ["23+x", "23+x"]
     assert all(map(np.isnan, math.grade(answers, golds)))
     assert asked == [("x+23", "23+x")]  # once in a step
-    monkeypatch.setattr(math.worker(), "ask", lambda *pair: True)
+    monkeypatch.setattr(math.workers(), "ask", lambda *pair: True)
     assert math.grade(answers, golds) == [1.0, 1.0]
+
+
+def test_several_workers_are_asked_at_once(monkeypatch):
+    """Each waits for the other: one alone would wait for ever."""
+    several = worker.Workers(2, math.__file__, math.LIMIT_S)
+    both = threading.Barrier(2)
+
+    def ask(own, *pair):
+        both.wait(60)
+        return pair == ("x+24", "24+x")
+
+    monkeypatch.setattr(worker.Worker, "ask", ask)
+    monkeypatch.setattr(math, "workers", lambda: several)
+    texts, golds = [r"\boxed{x+24}", r"\boxed{x+25}"] * 2, ["24+x", "26+x"] * 2
+    assert math.grade(texts, golds) == [1.0, 0.0] * 2
+    assert several.idle.qsize() == 2 and math.grade([], []) == []
 
 
 def test_the_worker_imports_neither_jax_nor_the_package():
@@ -324,7 +341,7 @@ def test_the_worker_imports_neither_jax_nor_the_package():
 def test_math_verify_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install math-verify"):
-        math.worker.__wrapped__()
+        math.workers.__wrapped__()
 
 
 # ---- the grader
