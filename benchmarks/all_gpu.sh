@@ -12,13 +12,14 @@
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
 checked sdar-8b
-decode="decode $with --engine-only --prompt 1024 --new 256 --prefill 4096 --repeats 1"
-bench 80 $decode --model=sdar-4b --rows 128
-bench 110 $decode --model=sdar-8b --rows 64 1
+decode="decode $with --prefill 4096 --repeats 1"
+steady="$decode --steady --prompt 512 --new 640"
+bench 75 $steady --model=sdar-4b --rows 128
+bench 115 $steady --model=sdar-8b --rows 128 1
 train="train_step $with --packed-only --remat=dots --max-prompt 300 --max-answer 1000 --mean-answer 500"
 bench 50 $train --model=sdar-1.7b --rows 4 --tokens 4096
-bench 60 $decode --model=sdar-1.7b --rows 64 1
+bench 65 $decode --engine-only --prompt 1024 --new 256 --model=sdar-4b --rows 128
+bench 60 kernels --only paged cache queries token_draw chunk
 bench 50 $train --model=sdar-4b --rows 2 --tokens 4096 --trajectories 16
-bench 70 kernels
 one_step 40
 reported

@@ -115,8 +115,8 @@ CORE, FILE = 17_080, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
-# those of tests, and what solutions say of them.
-REWARDS = 3_610  # a jail, a judge, seven formats
+# those of tests, and what solutions say of them; 30 for several judges of hard math at once.
+REWARDS = 3_640  # a jail, a judge, seven formats
 LOOKED_AT = 700
 VISION = 1_150  # what images become: a tower's features, and codes
 PAGES = "viewer", "trace", "report"  # what people look at

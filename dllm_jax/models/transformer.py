@@ -250,9 +250,9 @@ def rope_swapping(x_BTNH, turn):
     halves = *x_BTNH.shape[:-1], 2, cos.shape[-1]
     if math.prod(halves) != x_BTNH.size:  # not all dimensions rotate
         return rope(x_BTNH, turn)
-    sign_2 = jnp.array([[-1], [1]], x_BTNH.dtype)
+    sign_21 = jnp.array([[-1], [1]], x_BTNH.dtype)
     x_BTN2h = x_BTNH.reshape(halves)
-    other_BTN2h = jnp.flip(x_BTN2h, axis=-2) * (sin * widen(sign_2, x_BTN2h.ndim))
+    other_BTN2h = jnp.flip(x_BTN2h, axis=-2) * (sin * widen(sign_21, x_BTN2h.ndim))
     return (x_BTN2h * cos + other_BTN2h).reshape(x_BTNH.shape)
 
 

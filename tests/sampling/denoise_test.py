@@ -629,6 +629,15 @@ def answerers(tiny, **changes):
 
 
 @pytest.mark.parametrize(
+    "platform, int8, on_gpu",
+    [("gpu", False, True), ("gpu", True, False), ("cpu", False, False)],
+)
+def test_a_gpu_has_a_program_of_its_own_but_for_int8(platform, int8, on_gpu):
+    cfg = dataclasses.replace(BASE, int8=int8)
+    assert denoise.loop_on(platform, cfg, False, True) == on_gpu
+
+
+@pytest.mark.parametrize(
     ("kind", "cache"), [("batches", "auto"), ("engine", "auto"), ("engine", "none")]
 )
 def test_rows_that_never_end_are_stopped_within_a_turn(
@@ -638,7 +647,7 @@ def test_rows_that_never_end_are_stopped_within_a_turn(
     monkeypatch.setitem(STRATEGIES, "never", never)
     made, params = answerers(tiny, strategy="never", max_new=300, cache=cache)
     forwards = []
-    advance = denoise.advance if kind == "batches" else made[kind].loop
+    advance = made[kind].loop
 
     def counted(params, rows, *args, **static):
         rows = advance(params, rows, *args, **static)
@@ -646,7 +655,7 @@ def test_rows_that_never_end_are_stopped_within_a_turn(
         return rows
 
     if kind == "batches":
-        monkeypatch.setattr(denoise, "advance", counted)
+        monkeypatch.setattr(made[kind], "loop", counted)
     else:
         monkeypatch.setattr(engine.Engine, "loop", property(lambda made: counted))
     how = {"key": jax.random.key(0), "temperature": 1.0}

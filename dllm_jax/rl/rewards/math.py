@@ -23,7 +23,7 @@ import re
 from fractions import Fraction
 
 LIMIT_S = 3.0  # that an answer may take
-MOST = 8  # workers: each holds 100 MB
+MOST = 8  # workers: each holds 80 MB and more
 DIGITS_READ = 4_300  # of a number: Python's own limit, which keeps it fast
 MAX_CHARS = 512  # an answer this much longer than the gold is wrong, whatever it says
 DEPTH = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)  # what a bracket adds to it
@@ -493,8 +493,11 @@ def grade(texts: list[str], golds: list[str]) -> list[float]:
     answers = [extract(text) or "" for text in texts]
     pairs = list(zip(answers, golds, strict=True))
     once = dict.fromkeys(pairs)  # what takes too long does so once
-    with concurrent.futures.ThreadPoolExecutor(len(workers().every)) as threads:
+    threads = concurrent.futures.ThreadPoolExecutor(len(workers().every))
+    try:
         verdicts = dict(zip(once, threads.map(equal, *zip(*once)))) if once else {}
+    finally:  # of an interrupt, too: what nobody has begun is not waited for
+        threads.shutdown(cancel_futures=True)
     found = (verdicts[pair] for pair in pairs)
     return [float("nan") if v is None else float(v) for v in found]
 
