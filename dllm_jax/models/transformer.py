@@ -198,28 +198,21 @@ def rounded(params: Params, cfg: ModelConfig) -> Params:
 
 
 def rms_norm(x, weight, eps: float):
+    """Scales the last dimension to unit mean square, and by `weight`; statistics in f32."""
+    return unit(x, eps) * widen(weight.astype(x.dtype), x.ndim)
+
+
+def unit(x, eps: float):
     """Scales the last dimension to unit mean square; statistics in f32.
 
-    NaN where that is infinite: its root's inverse, 0, would make garbage look sound.
-    """
-    return scaled(x, inverse_rms(x, eps), weight)
-
-
-def inverse_rms(x, eps: float):
-    """Returns 1 / sqrt(mean square + eps) of the last dimension, f32 [..., 1]; see `rms_norm`.
-
-    The remainder, by the greatest number, is NaN of what is infinite and else the number
-    itself: XLA for GPUs has a kernel for norms, and does not see one behind a comparison.
+    NaN where that is infinite: its root's inverse, 0, would make garbage look sound. The
+    remainder, by the greatest number, is NaN there and else the number itself: XLA for GPUs
+    has a kernel for norms, and does not see one behind a comparison.
     """
     x32 = x.astype(jnp.float32)
     square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    return jax.lax.rsqrt(jax.lax.rem(square + eps, jnp.finfo(jnp.float32).max))
-
-
-def scaled(x, scale, weight):
-    """Returns x times f32 `scale`, rounded, times `weight`."""
-    y = (x.astype(jnp.float32) * scale).astype(x.dtype)
-    return y * widen(weight.astype(x.dtype), x.ndim)
+    square = jax.lax.rem(square + eps, jnp.finfo(jnp.float32).max)
+    return (x32 * jax.lax.rsqrt(square)).astype(x.dtype)
 
 
 def widen(x, ndim: int):
@@ -611,9 +604,9 @@ def of_one_product(all_BTKJH, p, turn, cfg: ModelConfig):
     """
     q_BTKGH, k_BTKH, v_BTKH = of_heads(all_BTKJH)
     if cfg.qk_norm:
-        q_scale, k_scale, _ = of_heads(inverse_rms(all_BTKJH, cfg.norm_eps))
-        q_BTKGH = scaled(q_BTKGH, q_scale, p["q_norm"])
-        k_BTKH = scaled(k_BTKH, k_scale, p["k_norm"])
+        q_BTKGH, k_BTKH, _ = of_heads(unit(all_BTKJH, cfg.norm_eps))
+        q_BTKGH *= widen(p["q_norm"].astype(q_BTKGH.dtype), 5)
+        k_BTKH *= widen(p["k_norm"].astype(k_BTKH.dtype), 4)
     q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], cfg.heads, -1)
     return rope_swapping(q_BTNH, turn), rope_swapping(k_BTKH, turn), v_BTKH
 
