@@ -7,6 +7,7 @@ makes a table of each command's lines on each device. docs/benchmarks.jsonl keep
 
 import datetime
 import json
+import os
 import pathlib
 import sys
 import time
@@ -96,10 +97,16 @@ def seconds(f, *args, repeats: int = 5, fed: bool = False) -> float:
 
 def tell(benchmark: str, **facts):
     """Prints a result: its row, and itself as JSON with all that it depends on."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = " ".join(
+        flag for flag in flags if flag.startswith(("--xla_gpu", "--xla_tpu"))
+    )
+    own = f"python -m benchmarks.{benchmark}"
     print("| " + " | ".join(f"{k} {v}" for k, v in facts.items()) + " |")
     line = {
         "benchmark": benchmark,
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": f'XLA_FLAGS="{flags}" ' * bool(flags)
+        + " ".join([own, *sys.argv[1:]]),
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
         "python": ".".join(map(str, sys.version_info[:3])),

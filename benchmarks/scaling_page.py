@@ -120,7 +120,8 @@ def measured(cells: dict) -> str:
     rows = []
     for line in map(json.loads, MEASURED.read_text().splitlines()):
         where = CHIPS.get(line["device"])
-        if where and "decode" in line["command"] and "--steady" in line["command"]:
+        plain = line["command"].startswith("python -m benchmarks.decode ")
+        if where and plain and "--steady" in line["command"]:
             bound = cells[f"{line['model']} {where} answers rows={line['rows']}"]
             rate, most = line["engine_tokens_per_second"], bound["tokens_per_second"]
             share = f"{100 * rate / most:.0f}"
