@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from dllm_jax import config, exits, generate, memory, sharding
 from dllm_jax.models import hf
-from dllm_jax.sampling import engine
+from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -255,7 +255,7 @@ def test_a_signal_ends_an_answer_that_is_shown(make, model, tmp_path, monkeypatc
         (tmp_path / file).symlink_to(model / file)
     make.tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(exits.StopSignal, "__call__", lambda stop: True)
-    monkeypatch.setattr(engine, "TURN", 1)  # too few forwards for ten tokens
+    monkeypatch.setattr(denoise, "TURN", 1)  # too few forwards for ten tokens
     with pytest.raises(exits.Stopped, match="before the answer was whole"):
         generate.main([f"--model={tmp_path}", *SHOWN, *TEN, "--cache=block", "1+2"])
 
