@@ -94,11 +94,18 @@ def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
     if len(free) > 1:
         raise ValueError(f"mesh: only one axis may be -1, got {sizes}")
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
-    if free:
-        sizes[free[0]] = len(devices) // fixed
-    if int(np.prod(list(sizes.values()))) != len(devices):
+    count = len(devices)
+    if free and count % fixed:
+        set_to = " x ".join(f"mesh.{x}={n}" for x, n in sizes.items() if n != -1)
         raise ValueError(
-            f"mesh: data x fsdp x model = {sizes} does not cover {len(devices)} "
+            f"mesh: {set_to} does not divide {count} device(s), of which mesh.{free[0]}=-1 "
+            "takes what is left"
+        )
+    if free:
+        sizes[free[0]] = count // fixed
+    if int(np.prod(list(sizes.values()))) != count:
+        raise ValueError(
+            f"mesh: data x fsdp x model = {sizes} does not cover {count} "
             "device(s); set one axis to -1 to let it take what is left"
         )
     # jax.make_mesh refuses a mesh that splits an axis of a TPU's torus; we need not.

@@ -283,6 +283,7 @@ TOGETHER = """
     model.attention=causal the model's shift is 0
     model.lora_rank=2,model.lora_targets=nothing no weight 'nothing'
     mesh.data=2,mesh.fsdp=1 does not cover
+    mesh.model=3 mesh.model=3 does not divide
     data.question=nothing no field 'nothing', it has ['answer', 'question', 'response']; data.question names
     data.answer=anwser did you mean 'answer'?; data.answer names the field
     data.train=MATH_train.json python -m dllm_jax.data get math_train downloads

@@ -24,6 +24,7 @@ REMEDY = (
     "lower sampler.rows or sampler.pages, or raise mesh.model, or set "
     "mesh.rollout='model'"
 )
+LEAST = 16  # bytes of a slot, besides its keys: a token, its step and its scores
 SPARED = 1 / 20  # of a device, for what a program holds that is not compiled yet
 OF_WEIGHTS = "raise mesh.model, or set mesh.rollout='model' or sampler.int8=True"
 
@@ -53,8 +54,11 @@ def place(
     all weights if they fit, or else the fewest neighbours that can hold them.
     beside: bytes of a device that others take meanwhile. limit: those it has, None where it
     does not say; then they fit.
-    Raises ValueError where rollout is "model" and no neighbours can share.
+    Raises ValueError where rollout is "model" and no neighbours can share, and for rows of
+    which no device holds the least part.
     """
+    if limit is not None:
+        refuse_rows(cfg, mesh, limit)
     counts = acting.folds(model, mesh)
     if rollout == "model":
         refuse_to_fold(counts, model, mesh)
@@ -212,6 +216,21 @@ def check(placement: Placement, beside: int, limit: int | None):
         words = f"does not fit a device's {gib(limit)} GiB"
     keys = OF_WEIGHTS if beside + sizes["weights"] > limit else REMEDY
     raise ValueError(f"sampling {words} ({parts}); {keys}")
+
+
+def refuse_rows(cfg: SamplerConfig, mesh, limit: int):
+    """Raises ValueError for rows whose tokens alone exceed a device, before any is made.
+
+    To count their pages one by one would take the host's memory first.
+    """
+    count = per_shard(mesh, cfg.rows)
+    need = LEAST * count * cfg.slots
+    if sharding.anywhere(need > limit):
+        raise ValueError(
+            f"sampler.rows={cfg.rows}: tokens and scores of {count} rows of {cfg.slots} "
+            f"positions alone take {gib(need)} GiB of a device's {gib(limit)}; lower "
+            "sampler.rows"
+        )
 
 
 def refuse_to_fold(counts: list[int], model: ModelConfig, mesh):

@@ -212,6 +212,14 @@ def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny, one_width):
     assert placement.bytes_of(where, 7, 7 + weights) == 7 + weights + rows
 
 
+def test_rows_that_no_device_could_hold_are_refused_at_once(tiny):
+    """Their pages are not counted first: of 10^9 rows few hosts could."""
+    cfg = dataclasses.replace(CFG, rows=10**9)
+    words = rf"sampler.rows={10**9}: .* of 125000000 rows of 16 .*; lower sampler.rows"
+    with pytest.raises(ValueError, match=words):
+        placement.place(model=tiny[0], cfg=cfg, mesh=mesh_of(1, 8, 1), limit=GIB)
+
+
 def test_pages_are_fewer_where_all_do_not_fit(tiny, one_width, monkeypatch):
     """Half of those that rows can fill at the least; a number that is set stays as it is."""
     model, mesh = tiny[0], mesh_of(1, 2, 1)
@@ -236,7 +244,7 @@ def test_pages_are_fewer_where_all_do_not_fit(tiny, one_width, monkeypatch):
     few = dataclasses.replace(cfg, pages=31)
     found = placement.place(cfg=few, limit=need - pool // 4, **how)
     assert found.answerer.scheduler.pages_per_shard == 31
-    for limit in (need - 3 * pool // 4, 10):
+    for limit in (need - 3 * pool // 4, 5_000):
         found = placement.place(cfg=cfg, limit=limit, **how)
         assert found.answerer.scheduler.pages_per_shard == 32
         with pytest.raises(ValueError, match="sampling needs"):
@@ -255,7 +263,7 @@ def test_pages_are_half_where_the_compiler_refuses_all(tiny, monkeypatch):
 
         monkeypatch.setattr(placement, "sizes_of", sizes)
         cfg = dataclasses.replace(CFG, max_new=56)  # 8 rows of 8 pages
-        found = placement.place(model=model, cfg=cfg, mesh=mesh, limit=2)
+        found = placement.place(model=model, cfg=cfg, mesh=mesh, limit=10_000)
         return found.answerer.scheduler.pages_per_shard
 
     assert [pages(fit) for fit in (64, 63, 32)] == [64, 32, 32]
