@@ -83,10 +83,10 @@ STRATEGIES["forced"] = Strategy(forced)
 def requests(rows: int, args, model: ModelConfig):
     """Returns (prompts, new): `waves` ragged requests for every row."""
     rng = np.random.default_rng(args.seed)
-    count = rows if args.steady else args.waves * rows
     if args.steady:
-        prompts = rng.integers(2, model.vocab, (count, args.prompt)).tolist()
-        return prompts, np.full(count, args.new)
+        prompts = rng.integers(2, model.vocab, (rows, args.prompt)).tolist()
+        return prompts, np.full(rows, args.new)
+    count = args.waves * rows
     lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
     prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
     prompts = [prompts[i - i % args.group] for i in range(count)]
@@ -301,7 +301,7 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
             for name in names
         }
         if args.steady:
-            found = {"engine": second_half(*found["engine"], *found["half"])}
+            found = {"engine": second_half(found["engine"], found["half"])}
         host = host_work(ways[room, "half" if args.steady else "engine"])
         row = told(cfg, args, model, params, prompts, found, host)
         if len(cfgs) > 1:
@@ -311,9 +311,9 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
     return table
 
 
-def second_half(ids, work, seconds, *half):
-    """Returns (answers' second halves, the Work and the seconds beyond those of the first)."""
-    first, less, before = half
+def second_half(whole, half):
+    """Returns what answers, Work and seconds are beyond those of answers half as long."""
+    (ids, work, seconds), (first, less, before) = whole, half
     rest = {i: answer[len(first[i]) :] for i, answer in ids.items()}
     return rest, work.beyond(less), seconds - before
 

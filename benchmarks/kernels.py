@@ -242,11 +242,9 @@ def queries(scale: Scale):
     turn = transformer.turns(jnp.broadcast_to(jnp.arange(W)[None], (C, W)), model)
 
     def apart(all_CWKJH, p, turn):
-        q_CWNH, k_CWKH, v_CWKH = transformer.of_heads(all_CWKJH)
-        q_CWNH = q_CWNH.reshape(C, W, -1, H)
-        q_CWNH = transformer.rms_norm(q_CWNH, p["q_norm"], model.norm_eps)
-        k_CWKH = transformer.rms_norm(k_CWKH, p["k_norm"], model.norm_eps)
-        return (*(transformer.rope(x, turn) for x in (q_CWNH, k_CWKH)), v_CWKH)
+        q_CWKGH, k_CWKH, v_CWKH = transformer.of_heads(all_CWKJH)
+        cut = q_CWKGH.reshape(C, W, -1, H), k_CWKH
+        return *transformer.of_two_products(*cut, p, turn, model), v_CWKH
 
     def by_heads(made):
         def run(*inputs):

@@ -98,15 +98,13 @@ def seconds(f, *args, repeats: int = 5, fed: bool = False) -> float:
 def tell(benchmark: str, **facts):
     """Prints a result: its row, and itself as JSON with all that it depends on."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    flags = " ".join(
-        flag for flag in flags if flag.startswith(("--xla_gpu", "--xla_tpu"))
-    )
-    own = f"python -m benchmarks.{benchmark}"
+    flags = [flag for flag in flags if flag.startswith(("--xla_gpu", "--xla_tpu"))]
+    words = [f'XLA_FLAGS="{" ".join(flags)}"'] if flags else []
+    words += [f"python -m benchmarks.{benchmark}", *sys.argv[1:]]
     print("| " + " | ".join(f"{k} {v}" for k, v in facts.items()) + " |")
     line = {
         "benchmark": benchmark,
-        "command": f'XLA_FLAGS="{flags}" ' * bool(flags)
-        + " ".join([own, *sys.argv[1:]]),
+        "command": " ".join(words),
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
         "python": ".".join(map(str, sys.version_info[:3])),

@@ -3,9 +3,10 @@
 import json
 import pathlib
 
+from benchmarks import chips
+
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
 MEASURED = PAGE.with_name("benchmarks.jsonl")
-CHIPS = {"NVIDIA H200": "h200:1"}  # the topology of a device that rows were measured on
 HEAD = """# Scaling: what the compiled programs could do
 
 Made by `make budget ARGS=--write`; `benchmarks/budget.json` holds the same figures and more.
@@ -41,9 +42,8 @@ from a model's shapes to SDAR-8B's program; before is a77af13 (in brackets with 
 
 def text(cells: dict, every: list[str]) -> str:
     """Returns the page; cells: what budget.json holds, by name; every: all names."""
-    parts = [HEAD, rollouts(cells), measured(cells), updates(cells), refusals(cells)]
-    parts.append(faults(cells))
-    return "".join(part for part in parts if part) + missing(cells, every) + LOSSES
+    tables = rollouts, measured, updates, refusals, faults
+    return HEAD + "".join(of(cells) for of in tables) + missing(cells, every) + LOSSES
 
 
 def write(cells: dict, every: list[str]):
@@ -117,9 +117,10 @@ def rollouts(cells: dict) -> str:
 
 def measured(cells: dict) -> str:
     """Returns the table of what chips made of forwards of blocks: `decode --steady`."""
+    alone = {kind: f"{x}:1" for x, chip in chips.CHIPS.items() for kind in chip.kinds}
     rows = []
     for line in map(json.loads, MEASURED.read_text().splitlines()):
-        where = CHIPS.get(line["device"])
+        where = alone.get(line["device"])
         plain = line["command"].startswith("python -m benchmarks.decode ")
         if where and plain and "--steady" in line["command"]:
             bound = cells[f"{line['model']} {where} answers rows={line['rows']}"]

@@ -87,7 +87,7 @@ def test_steady_rows_are_told_by_the_second_half_of_their_answers():
     whole = {0: [1, 2, 3, 4], 1: [5, 6]}, decode.Work(10, 4, 20), 3.0
     half = {0: [1, 2], 1: [5]}, decode.Work(4, 1, 9), 1.0
     rest = {0: [3, 4], 1: [6]}, decode.Work(6, 3, 11), 2.0
-    assert decode.second_half(*whole, *half) == rest
+    assert decode.second_half(whole, half) == rest
 
 
 def test_attention_is_timed_with_and_without_turns():

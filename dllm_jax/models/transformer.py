@@ -199,7 +199,12 @@ def rounded(params: Params, cfg: ModelConfig) -> Params:
 
 def rms_norm(x, weight, eps: float):
     """Scales the last dimension to unit mean square, and by `weight`; statistics in f32."""
-    return unit(x, eps) * widen(weight.astype(x.dtype), x.ndim)
+    return weighed(unit(x, eps), weight)
+
+
+def weighed(x, weight):
+    """Returns x times what its last dimension is weighed by."""
+    return x * widen(weight.astype(x.dtype), x.ndim)
 
 
 def unit(x, eps: float):
@@ -590,10 +595,15 @@ def queries_keys_values(x_BTD, p, turn, cfg: ModelConfig):
     q_BTNH = project(h_BTD, p["wq"], "DNH", p.get("bq"))
     k_BTKH = project(h_BTD, p["wk"], "DKH", p.get("bk"))
     v_BTKH = project(h_BTD, p["wv"], "DKH", p.get("bv"))
+    return *of_two_products(q_BTNH, k_BTKH, p, turn, cfg), v_BTKH
+
+
+def of_two_products(q_BTNH, k_BTKH, p, turn, cfg: ModelConfig):
+    """Returns queries and keys, normed and rotated."""
     if cfg.qk_norm:
         q_BTNH = rms_norm(q_BTNH, p["q_norm"], cfg.norm_eps)
         k_BTKH = rms_norm(k_BTKH, p["k_norm"], cfg.norm_eps)
-    return rope(q_BTNH, turn), rope(k_BTKH, turn), v_BTKH
+    return rope(q_BTNH, turn), rope(k_BTKH, turn)
 
 
 def of_one_product(all_BTKJH, p, turn, cfg: ModelConfig):
@@ -605,8 +615,8 @@ def of_one_product(all_BTKJH, p, turn, cfg: ModelConfig):
     q_BTKGH, k_BTKH, v_BTKH = of_heads(all_BTKJH)
     if cfg.qk_norm:
         q_BTKGH, k_BTKH, _ = of_heads(unit(all_BTKJH, cfg.norm_eps))
-        q_BTKGH *= widen(p["q_norm"].astype(q_BTKGH.dtype), 5)
-        k_BTKH *= widen(p["k_norm"].astype(k_BTKH.dtype), 4)
+        q_BTKGH = weighed(q_BTKGH, p["q_norm"])
+        k_BTKH = weighed(k_BTKH, p["k_norm"])
     q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], cfg.heads, -1)
     return rope_swapping(q_BTNH, turn), rope_swapping(k_BTKH, turn), v_BTKH
 

@@ -495,7 +495,7 @@ def grade(texts: list[str], golds: list[str]) -> list[float]:
     once = dict.fromkeys(pairs)  # what takes too long does so once
     threads = concurrent.futures.ThreadPoolExecutor(len(workers().every))
     try:
-        verdicts = dict(zip(once, threads.map(equal, *zip(*once)))) if once else {}
+        verdicts = dict(zip(once, threads.map(lambda pair: equal(*pair), once)))
     finally:  # of an interrupt, too: what nobody has begun is not waited for
         threads.shutdown(cancel_futures=True)
     found = (verdicts[pair] for pair in pairs)
