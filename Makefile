@@ -53,7 +53,7 @@ soak: $(INSTALLED) ## Draw many more examples of every property; SOAK=short kill
 	    -o norecursedirs="tests/aot tests/torch" tests $(ARGS)
 
 aot: .venv-aot/.installed ## Compile for TPU, H100 and H200 without hardware
-	DLLM_NO_SKIP=1 .venv-aot/bin/python -m pytest -q -rsP -n 2 --dist worksteal \
+	DLLM_NO_SKIP=1 .venv-aot/bin/python -m pytest -q -rsP -n 2 --maxschedchunk 1 \
 	    --confcutdir=tests/aot tests/aot $(ARGS)
 
 budget: .venv-aot/.installed ## Count what every program takes, against benchmarks/budget.json

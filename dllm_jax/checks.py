@@ -10,8 +10,11 @@ OPERATORS = {
     ">": operator.gt,
     "<=": operator.le,
     "<": operator.lt,
+    "==": operator.eq,
     "!=": operator.ne,
 }
+# 0 takes the arg-max. Divided by the least, a hidden token's logit (reference.NEVER) is finite.
+TEMPERATURE = "== 0 or >= 1e-6"
 KINDS = {
     bool: "True or False",
     int: "a whole number of 32 bits",
@@ -45,7 +48,7 @@ def fields(cfg, **limits):
 
     A value is of its field's kind, numbers are finite and neither absurdly large nor small,
     and whole ones have 32 bits. limits: by field, what else is asked of it: its choices, or
-    a text such as ">= 0, < 1" of what a number is compared with.
+    a text such as ">= 0, < 1" or "== 0 or > 1" of what a number is compared with.
     """
     for field in dataclasses.fields(cfg):
         value, limit = getattr(cfg, field.name), limits.get(field.name, "")
@@ -56,7 +59,7 @@ def fields(cfg, **limits):
         if not isinstance(limit, str):
             one_of(field.name, value, limit)
             continue
-        asked = [] if limit == "" else [limit.replace(", ", " and ")]
+        asked = [limit.replace(", ", " and ").replace("== ", "")] if limit else []
         if type(values) is not tuple or not all(suits(x, kind) for x in values):
             asked = [KINDS[kind], *asked]
         elif all(within(x, limit) for x in values):
@@ -80,8 +83,14 @@ def suits(value, kind: type) -> bool:
 
 def within(value, limit: str) -> bool:
     """Returns whether a number is what its limit asks for: see `fields`."""
-    parts = [part.split() for part in limit.split(",") if part]
-    return all(OPERATORS[sign](value, float(bound)) for sign, bound in parts)
+    choices = [
+        [part.split() for part in choice.split(",") if part]
+        for choice in limit.split(" or ")
+    ]
+    return any(
+        all(OPERATORS[sign](value, float(bound)) for sign, bound in parts)
+        for parts in choices
+    )
 
 
 def encodes(text: str) -> bool:

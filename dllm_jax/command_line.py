@@ -41,7 +41,12 @@ EVERY_KEY = (
 )
 NO_MEMORY = (
     "no memory left ({}): lower sampler.rows, sampler.max_prompt or sampler.max_new, in "
-    "training batch.rows, or let more devices share the weights (mesh.model, mesh.fsdp)"
+    "training batch.rows, batch.tokens or rl.prompts times rl.group, or let more devices "
+    "share the weights (mesh.model, mesh.fsdp)"
+)
+NO_DEVICE = (
+    "JAX finds no device here of JAX_PLATFORMS={!r}: unset it, or install what drives one: "
+    "make install EXTRAS=cuda, or tpu"
 )
 KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
@@ -63,6 +68,10 @@ def entry(main, help_text: str = "") -> None:
         print(help_text)
         return
     try:
+        if jax.config.jax_enable_x64:
+            raise ValueError(
+                "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
+            )
         main()
     except ValueError as error:
         fail(error)
@@ -81,6 +90,19 @@ def entry(main, help_text: str = "") -> None:
             raise
         print(f"error: {NO_MEMORY.format(checks.shown(str(error)))}", file=sys.stderr)
         sys.exit(exits.STUCK)
+    except (RuntimeError, AssertionError):
+        if has_devices():
+            raise
+        print(f"error: {NO_DEVICE.format(jax.config.jax_platforms)}", file=sys.stderr)
+        sys.exit(exits.REFUSED)
+
+
+def has_devices() -> bool:
+    """Returns whether JAX finds any of what JAX_PLATFORMS names."""
+    try:
+        return bool(jax.devices())
+    except (RuntimeError, AssertionError):  # it says so by either
+        return False
 
 
 def at_home(arg: str) -> str:

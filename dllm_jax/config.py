@@ -160,7 +160,7 @@ class EvalConfig:
             self,
             every=">= 1",
             problems=">= 0",
-            temperature=">= 0",
+            temperature=checks.TEMPERATURE,
             answers=">= 1",
             best=">= 0, <= 100",
         )

@@ -175,8 +175,16 @@ def read_network(
 def main(argv=None):
     """Parses the command line and converts."""
     args = parser().parse_args(argv)
-    if pathlib.Path(args.out).exists():  # neither command replaces what is there
-        raise ValueError(f"{args.out} exists; name a new folder")
+    out = pathlib.Path(args.out)
+    if out.exists():  # neither command replaces what is there
+        raise ValueError(f"OUT_DIR={args.out!r} exists; name a new folder")
+    try:  # before minutes are spent
+        out.mkdir(parents=True)
+        out.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"OUT_DIR={args.out!r} cannot be made: {error.strerror}; name another folder"
+        ) from None
     if args.command == "to-orbax":
         to_orbax(args.source, args.out, args.dtype)
     else:

@@ -13,6 +13,7 @@ error that refuses, where this package raises it (command_line.entry).
 
 import contextlib
 import errno
+import os
 import pathlib
 import shutil
 import signal
@@ -113,11 +114,14 @@ class StopSignal:
             signal.signal(number, self.note)
 
     def note(self, number: int = signal.SIGTERM, _=None):
-        """Remembers the signal; a second one ends the program at once."""
+        """Remembers the signal, and says so; a second one ends the program at once."""
         received.append(number)
         if self.seen:
             sys.exit(STOPPED)
         self.seen = True
+        told = f"\n{signal.Signals(number).name}: stops when what it is at is whole; another"
+        # Not by print, which may be what the signal has interrupted.
+        os.write(2, f"{told} one stops it at once\n".encode())
 
     def __call__(self) -> bool:
         """Returns whether to stop now."""

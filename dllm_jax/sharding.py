@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dllm_jax import exits
+
 AXES = ("data", "fsdp", "model")
 # What `model` splits of parameters and activations alike: query and key/value heads, the
 # inner widths of feed-forwards (an expert's and the shared experts' too), experts, and the
@@ -64,11 +66,19 @@ def hasten() -> None:
 def keep_compiled(folder: str):
     """Lets compiled programs outlive the process in `folder`; "": they do not.
 
-    A folder that JAX_COMPILATION_CACHE_DIR names comes first.
+    A folder that JAX_COMPILATION_CACHE_DIR names comes first. Of one that cannot be made a
+    line warns, and they do not.
     """
-    if folder and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if not folder or jax.config.jax_compilation_cache_dir:
+        return
+    folder = os.path.expanduser(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        exits.warn(f"run.compile_cache={folder}: {error.strerror}; no program is kept")
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def keep_exact(dtype: str):

@@ -115,18 +115,18 @@ VALUES = """
     sampler.unmasking slow
     sampler.guidance nan inf -1 2
     sampler.rank_cooling True
-    sampler.temperature nan inf -1 1e39
+    sampler.temperature nan inf -1 1e39 1e-9
     sampler.top_k -1
     sampler.top_p nan 0 1.5 1e-40
     sampler.max_prompt 0 -5
     sampler.max_new 0 2147483648
     sampler.stop_ids -1 112 3
     sampler.rows 0 -1
-    sampler.page 0
+    sampler.page 0 65537
     sampler.pages -1
     sampler.prefill 0
     noise.kind blur
-    noise.draws 0 2
+    noise.draws 0 2 1025
     noise.shrink 0
     noise.rounds -1 2
     noise.pick entropy
@@ -282,6 +282,7 @@ TOGETHER = """
     model.attention=causal,noise.kind=subset,rl.value=none but the model's attention is causal
     model.attention=causal the model's shift is 0
     model.lora_rank=2,model.lora_targets=nothing no weight 'nothing'
+    model.lora_rank=129 at most 128, the model's width
     mesh.data=2,mesh.fsdp=1 does not cover
     mesh.model=3 mesh.model=3 does not divide
     data.question=nothing no field 'nothing', it has ['answer', 'question', 'response']; data.question names
@@ -379,8 +380,8 @@ COMMANDS = """
     convert to-orbax  HF_DIR
     convert to-orbax none/at/all OUT  'none/at/all' is not a folder
     convert to-orbax tests OUT  tests is not a checkpoint
-    convert to-orbax MODEL tests  tests exists
-    convert to-hf tests tests --like=MODEL  tests exists
+    convert to-orbax MODEL tests  'tests' exists
+    convert to-hf tests tests --like=MODEL  'tests' exists
     convert to-orbax MODEL OUT --dtype=int8  int8
     convert to-hf none/at/all OUT --like=MODEL  none/at/all is not a folder
     convert to-hf tests OUT --like=none/at/all  'none/at/all' is not a folder

@@ -13,7 +13,7 @@ import sys
 import jax
 import pytest
 
-from dllm_jax import checks, command_line, config, data, generate, train
+from dllm_jax import checks, command_line, config, data, generate, sharding, train
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl.config import BatchConfig
@@ -244,7 +244,7 @@ SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "non
             + ("batch.rows", "rl.steps", "rl.prompts", "rl.group", "rl.updates")
             + ("sft.steps", "sft.examples")
         ),
-        ({"eval__temperature": -1.0}, "eval.temperature=-1.0: must be >= 0"),
+        ({"eval__temperature": -1.0}, "eval.temperature=-1.0: must be 0 or >= 1e-6"),
         ({"run__samples": -1}, "run.samples=-1: must be >= 0"),
         ({"rl__reward": "foo"}, "rl.reward='foo': choose from math"),
         ({"rl__min_solved": 0.9, "rl__max_solved": 0.1}, "0 <= min_solved <= max"),
@@ -481,6 +481,45 @@ def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="75"):
         command_line.entry(main)
     assert capsys.readouterr().err == "stopped by a signal\n"
+
+
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError])
+def test_no_device_is_one_line_and_a_defect_a_traceback(capsys, monkeypatch, error):
+    def main():
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["generate"])
+    with pytest.raises(error):
+        command_line.entry(main)
+    monkeypatch.setattr(jax, "devices", main)
+    with pytest.raises(SystemExit, match="2"):
+        command_line.entry(main)
+    assert capsys.readouterr().err == (
+        "error: JAX finds no device here of JAX_PLATFORMS='cpu': unset it, or install what "
+        "drives one: make install EXTRAS=cuda, or tpu\n"
+    )
+
+
+def test_numbers_of_64_bits_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate"])
+    with jax.enable_x64(True), pytest.raises(SystemExit, match="2"):
+        command_line.entry(lambda: None)
+    assert "error: JAX_ENABLE_X64 is set" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_is_none(capsys, tmp_path):
+    kept = jax.config.jax_compilation_cache_dir
+    file = tmp_path / "file"
+    file.touch()
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        sharding.keep_compiled(str(file))
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+    assert capsys.readouterr().err == (
+        f"warning: run.compile_cache={file}: File exists; no program is kept\n"
+    )
 
 
 def test_garbage_waits_until_a_command_begins(monkeypatch):

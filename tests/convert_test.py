@@ -131,6 +131,9 @@ def test_what_is_refused(orbax, run, tmp_path):
     out = tmp_path / "out"
     refused("exists; name a new folder", "to-orbax", SDAR, orbax)
     refused("exists; name a new folder", "to-hf", orbax, run, f"--like={SDAR}")
+    file = tmp_path / "file"
+    file.write_text("")
+    refused("file/new' cannot be made: Not a dir", "to-orbax", SDAR, file / "new")
     refused("is not a folder", "to-orbax", tmp_path / "nothing", out)
     refused("is not a folder", "to-hf", tmp_path / "nothing", out, f"--like={SDAR}")
     refused("asked for 7", "to-hf", run, out, f"--like={VALUE}", "--step=7")

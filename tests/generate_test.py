@@ -493,7 +493,9 @@ def test_bad_flags_are_named(ask, model, tmp_path):
     for out in (tmp_path / "none" / "x.jsonl", tmp_path):
         with pytest.raises(ValueError, match=f"--out={out}: "):
             generate.main(["--model=none", "--prompts=none", f"--out={out}"])
-    with pytest.raises(ValueError, match="sampler.temperature=-1.0: must be >= 0"):
+    with pytest.raises(
+        ValueError, match="sampler.temperature=-1.0: must be 0 or >= 1e-6"
+    ):
         ask("--temperature=-1")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         generate.main([f"--model={tmp_path}", "hello"])

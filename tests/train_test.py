@@ -365,6 +365,7 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     until(run, folder / "samples" / "step_000004.jsonl")  # in the middle of a step
     run.send_signal(signal.SIGTERM)
     told = end(run, exits.STOPPED)
+    assert "\nSIGTERM: stops when what it is at is whole; another one" in told
     assert "stopped by a signal" in told
     newest = rows(folder)[-1]["step"]
     assert newest in (3, 4)

@@ -103,6 +103,10 @@ class ModelConfig:
             len(self.drawn) == 2 and 0 <= self.drawn[0] < self.drawn[1] <= self.vocab
         ):
             raise checks.Refused("drawn", f"={self.drawn}: a range of 0..{self.vocab}")
+        if self.lora and self.lora.rank > self.d_model:
+            raise ValueError(
+                f"model.lora_rank={self.lora.rank}: at most {self.d_model}, the model's width"
+            )
         if self.dense_layers and self.sparse_step > 1:
             raise ValueError("dense layers come first, or between others, but not both")
 

@@ -127,7 +127,9 @@ class Tensors:
         """Returns a tensor's dtype."""
         kind = self.slice(name).get_dtype()
         if kind not in DTYPES:
-            raise ValueError(f"tensor {name!r}: dtype {kind} is not supported")
+            raise ValueError(
+                f"{self.file_of[name]}: tensor {name!r}: dtype {kind} is not supported"
+            )
         return jnp.dtype(DTYPES[kind])
 
 

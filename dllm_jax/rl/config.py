@@ -55,7 +55,7 @@ class NoiseConfig:
         checks.fields(
             self,
             kind=tuple(KINDS),
-            draws=">= 1",
+            draws=">= 1, <= 1024",
             shrink=">= 1",
             rounds=">= 0",
             pick=tuple(PICKS),
@@ -421,7 +421,7 @@ class JudgeConfig:
         checks.fields(
             self,
             votes=">= 1, <= 64",
-            temperature=">= 0",
+            temperature=checks.TEMPERATURE,
             tokens=">= 1",
             prompt=">= 1",
             rows=">= 1",

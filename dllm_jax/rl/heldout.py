@@ -29,8 +29,12 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
     the name of the file for each other. Raises ValueError where two have one name, or a
     file that of one of eval.samplers.
     """
-    found = {}
-    for path in filter(None, map(str.strip, settings.data.heldout.split(","))):
+    found, paths = {}, [path.strip() for path in settings.data.heldout.split(",")]
+    if len(set(paths)) < len(paths) or (settings.data.heldout and not all(paths)):
+        raise ValueError(
+            f"data.heldout={settings.data.heldout!r}: files with commas between, each once"
+        )
+    for path in filter(None, paths):
         name = f"{pathlib.Path(path).name.partition('.')[0]}_" if found else ""
         if name in found:
             raise ValueError(

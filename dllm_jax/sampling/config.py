@@ -30,7 +30,7 @@ LIMITS = {  # of the fields of SamplerConfig: see checks.fields
     "entropy_bound": ">= 0",
     "cache": ("auto", *POLICIES),
     "horizon": ">= 0",
-    "temperature": ">= 0",  # 0 is the arg-max
+    "temperature": checks.TEMPERATURE,
     "top_k": ">= 0",
     "top_p": "> 0, <= 1",
     "guidance": ">= 0",
@@ -40,7 +40,7 @@ LIMITS = {  # of the fields of SamplerConfig: see checks.fields
     "max_new": ">= 1",
     "stop_ids": ">= 0",
     "rows": ">= 1",
-    "page": ">= 1",
+    "page": ">= 1, <= 65536",
     "pages": ">= 0",
     "prefill": ">= 1",
 }

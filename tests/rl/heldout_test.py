@@ -56,9 +56,10 @@ def test_several_files_have_metrics_by_their_names(tmp_path):
     assert (row["heldout_easy_accuracy"], row["heldout_hard_accuracy"]) == (1, 0.5)
     alone = heldout.evaluate(2, lent.Weights(), sets[""], settings, tools)
     assert alone == {key: row[key] for key in alone}
-    twice = dataclasses.replace(files, heldout=f"{paths[0]},{paths[1]},{paths[1]}")
-    with pytest.raises(ValueError, match="two files named 'easy'"):
-        heldout.sets(dataclasses.replace(settings, data=twice), tools)
+    for third, says in ((paths[1], "each once"), ("a/easy", "two files named 'easy'")):
+        twice = dataclasses.replace(files, heldout=f"{paths[0]},{paths[1]},{third}")
+        with pytest.raises(ValueError, match=says):
+            heldout.sets(dataclasses.replace(settings, data=twice), tools)
 
 
 def test_several_answers_to_each_problem(tmp_path):

@@ -167,7 +167,9 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
 
             out_rH, lse_r = attention.forward_end(attention.in_turn(wg, met, walk))
             if parts > 1:
-                out_refs[1][p, h, rows] = lse_r
+                # Of a query that sees nothing of a part, -NEVER: it is to weigh nothing.
+                sees_r = lse_r < -attention.NEVER / 2
+                out_refs[1][p, h, rows] = jnp.where(sees_r, lse_r, attention.NEVER)
             q_rH[...] = out_rH.astype(q_rH.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_rH, out_refs[0].at[p, h, rows])
@@ -234,10 +236,17 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
 
 
 def joined(out_pKfH, lse_pKf, parts: int):
-    """Returns the attention [B, K, f, H] of rows from that of their `parts`, each one's lse."""
-    lse_BsKf = lse_pKf.reshape(-1, parts, *lse_pKf.shape[1:])
-    # -NEVER says that a query sees nothing of a part. Of none: the parts are zeros then.
-    lse_BsKf = jnp.where(lse_BsKf >= -attention.NEVER / 2, attention.NEVER, lse_BsKf)
-    weight_BsKf = jax.nn.softmax(lse_BsKf, axis=1)
-    out_BsKfH = out_pKfH.reshape(-1, parts, *out_pKfH.shape[1:]).astype(jnp.float32)
-    return jnp.sum(weight_BsKf[..., None] * out_BsKfH, axis=1).astype(out_pKfH.dtype)
+    """Returns the attention [B, K, f, H] of rows from that of their `parts`, each one's lse.
+
+    Part by part, as sums along an axis of parts would be launches of their own.
+    """
+    lse_pKf1 = lse_pKf[..., None]
+    max_BKf1, sum_BKf1, out_BKfH = lse_pKf1[::parts], 1.0, out_pKfH[::parts]
+    for part in range(1, parts):
+        lse_BKf1, part_BKfH = lse_pKf1[part::parts], out_pKfH[part::parts]
+        new_BKf1 = jnp.maximum(max_BKf1, lse_BKf1)
+        fade_BKf1, weight_BKf1 = (jnp.exp(x - new_BKf1) for x in (max_BKf1, lse_BKf1))
+        sum_BKf1 = sum_BKf1 * fade_BKf1 + weight_BKf1
+        out_BKfH = out_BKfH * fade_BKf1 + part_BKfH * weight_BKf1
+        max_BKf1 = new_BKf1
+    return (out_BKfH / sum_BKf1).astype(out_pKfH.dtype)
