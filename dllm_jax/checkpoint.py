@@ -45,6 +45,8 @@ def check_resume(folder: pathlib.Path, resume: str) -> bool:
 
     Makes nothing there. Raises ValueError where that is not what --resume asks for.
     """
+    if folder.exists() and not folder.is_dir():  # Orbax would try, and wait for minutes
+        raise ValueError(f"{folder} is no folder; choose another run.folder")
     has_step = any(item.name.isdigit() for item in folder.glob("*"))
     if resume == "never" and has_step:
         raise ValueError(

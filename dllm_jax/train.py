@@ -209,7 +209,7 @@ class Training:
     def entropy_low(self, step: int, row: dict) -> dict:
         """Returns the alarm of an entropy below its floor, and says it."""
         floor, entropy = self.cfg.rl.entropy_floor, row.get("entropy", math.inf)
-        if entropy >= floor:
+        if not (floor and entropy < floor):  # nor of NaN, which has a word of its own
             return {}
         self.here.say(
             f"warning: step {step}: entropy {entropy:.3g} nats a token, below "

@@ -119,6 +119,10 @@ def test_a_folder_is_refused_that_is_not_what_resume_asks_for(tmp_path):
         checkpoint.check_resume(folder, resume)
     with pytest.raises(ValueError, match="--resume=never, but .*/run already holds"):
         checkpoint.check_resume(folder, "never")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="file is no folder"):
+        checkpoint.check_resume(file, "auto")
 
 
 def test_arrays_may_be_donated_while_they_are_written(tmp_path):
