@@ -17,6 +17,9 @@ export UV_PYTHON_DOWNLOADS := never
 
 comma := ,
 ALL_EXTRAS := test$(addprefix $(comma),$(EXTRAS))
+KNOWN := $(shell sed -n '/^.project.optional/,/^.tool/s/^\([a-z-]*\) = .*/\1/p' pyproject.toml)
+UNKNOWN := $(filter-out $(KNOWN),$(subst $(comma), ,$(EXTRAS)))
+$(if $(UNKNOWN),$(error EXTRAS=$(EXTRAS): no extra $(UNKNOWN); choose from $(KNOWN)))
 INSTALLED := .venv/.installed-$(ALL_EXTRAS)
 
 # $(call create,FOLDER,CANDIDATES,CONDITION,NAME,VARIABLE): a virtual environment in

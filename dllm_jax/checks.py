@@ -83,13 +83,10 @@ def suits(value, kind: type) -> bool:
 
 def within(value, limit: str) -> bool:
     """Returns whether a number is what its limit asks for: see `fields`."""
-    choices = [
-        [part.split() for part in choice.split(",") if part]
-        for choice in limit.split(" or ")
-    ]
-    return any(
-        all(OPERATORS[sign](value, float(bound)) for sign, bound in parts)
-        for parts in choices
+    choices = [map(str.split, choice.split(",")) for choice in limit.split(" or ")]
+    return not limit or any(
+        all(OPERATORS[sign](value, float(bound)) for sign, bound in choice)
+        for choice in choices
     )
 
 

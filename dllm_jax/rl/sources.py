@@ -195,7 +195,7 @@ class RL:
             rollout.write(tools.folder, step, rollouts, problems, tools.samples, notes)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
-            self.say_skipped(step, sampled)
+            self.say_skipped(step, rollouts)
         complete = [self.anchored(batch, step) for batch in complete]
         dropped = tuple(self.anchored(batch, step) for batch in dropped)
         return StepBatches(metrics | learned, complete, sampled, used, dropped, table)
@@ -275,11 +275,13 @@ class RL:
                 stop=self.tools.stop,
             )
 
-    def say_skipped(self, step: int, sampled: int):
-        """Says why a step has no batches; sampled: its tokens."""
+    def say_skipped(self, step: int, rollouts):
+        """Says why a step has no batches."""
         rl = self.settings.rl
-        if not sampled:
+        if not rollouts.trace.len_B.any():
             reason = "all its prompts are longer than sampler.max_prompt"
+        elif rollouts.late_n.all():
+            reason = "no answer could be graded"
         elif rl.filter == "solvable":
             reason = f"no group is solvable in [{rl.min_solved}, {rl.max_solved}]"
         else:

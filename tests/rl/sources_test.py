@@ -181,6 +181,20 @@ def test_rl_says_why_a_step_has_nothing_to_learn(tmp_path, change, reason):
     assert heard == [f"step 4: {reason}, nothing to learn; the step is skipped"]
 
 
+def test_a_step_whose_answers_nobody_graded_says_so(tmp_path):
+    def grade(texts, problems, trace):
+        return Grades(np.full(len(texts), np.nan, np.float32))
+
+    chosen, heard = settings("rl", tmp_path), []
+    tools = lent.tools(chosen, tmp_path, say=heard.append)
+    tools = dataclasses.replace(
+        tools, grader=dataclasses.replace(tools.grader, grade=grade)
+    )
+    source = sources.RL(chosen, tools)
+    assert source.batches(4, 0, lent.Weights(), lent.score).batches == []
+    assert "step 4: no answer could be graded, nothing to learn" in heard[-1]
+
+
 def test_examples_say_how_many_are_left_out(tmp_path):
     chosen, heard = settings("sft", tmp_path), []
     sampler = dataclasses.replace(chosen.sampler, max_new=4)

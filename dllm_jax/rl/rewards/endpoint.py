@@ -30,6 +30,8 @@ from dllm_jax import images
 TOP_P = 0.95  # as dLLM-RL samples its judge
 BACKOFF_S = 0.5  # before a question is asked a second time; then twice as long
 MOST_BYTES = 2**22  # of an answer
+CONNECT_S = 5.0  # for a connection, before a run begins
+PORTS = {"http": 80, "https": 443}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -93,7 +95,21 @@ class Endpoint:
                 "is shown" if cfg.images else "is not shown (reward.judge.images)"
             )
             lines.append(f"the judge {is_shown} the images that a question is about")
+        if why := self.unreachable():
+            lines.append(
+                f"warning: nobody answers at {cfg.at} ({why}): is reward.judge.at right, and "
+                "the judge up?"
+            )
         return [f"judge: {cfg.at}, {cfg.votes} votes", *lines]
+
+    def unreachable(self) -> str:
+        """Returns why no connection can be made; "" where one can."""
+        port = self.url.port or PORTS[self.url.scheme]
+        try:
+            socket.create_connection((self.url.hostname, port), CONNECT_S).close()
+        except OSError as error:
+            return error.strerror or "it takes too long"
+        return ""
 
     def answers(self, conversations: list[list[dict]], files: list[tuple]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).

@@ -264,7 +264,18 @@ def test_a_key_that_anyone_can_read_on_its_way_is_told(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     for url, lines in (("http://some.host/v1", 2), ("https://some.host/v1", 1)):
         told = judge.judge(JudgeConfig(at=url, key="JUDGE_KEY")).begin()
+        told = [line for line in told if "nobody answers" not in line]
         assert len(told) == lines and SECRET not in "".join(told)
+
+
+def test_a_judge_that_nobody_serves_is_told_before_a_step():
+    def behave(asked, _):
+        asked.complete("")
+
+    with server(behave) as (url, _):
+        assert len(judge.judge(JudgeConfig(at=url)).begin()) == 1
+    _, told = judge.judge(JudgeConfig(at=url)).begin()
+    assert told.startswith(f"warning: nobody answers at {url} (Connection refused)")
 
 
 # ---- As a reward -----------------------------------------------------------------------
