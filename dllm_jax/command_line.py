@@ -77,7 +77,7 @@ def entry(main, help_text: str = "") -> None:
         fail(error)
     except exits.CannotGoOn as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(exits.STUCK)
+        exits.leave()
     except exits.Stopped as stop:
         if jax.process_index() == 0:
             print(stop, file=sys.stderr)
@@ -89,7 +89,7 @@ def entry(main, help_text: str = "") -> None:
         if not exits.exhausted(error):
             raise
         print(f"error: {NO_MEMORY.format(checks.shown(str(error)))}", file=sys.stderr)
-        sys.exit(exits.STUCK)
+        exits.leave()
     except (RuntimeError, AssertionError):
         if has_devices():
             raise

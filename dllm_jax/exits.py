@@ -18,11 +18,13 @@ import pathlib
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 import jax
 
 REFUSED, STUCK, STOPPED = 2, 3, 75
+GRACE_S = 20.0  # that threads of a save which failed get
 received = []  # the signals that came and were noted, by their numbers
 
 
@@ -102,6 +104,20 @@ def free(folder) -> int:
     while not place.is_dir():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def leave() -> None:
+    """Ends the program with STUCK, also where Orbax would wait for what has failed.
+
+    Threads of a save whose folder could not be made wait for minutes, and Python for them.
+    """
+    if any(type(x).__module__.startswith("orbax") for x in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        end = threading.Timer(GRACE_S, os._exit, [STUCK])
+        end.daemon = True
+        end.start()
+    sys.exit(STUCK)
 
 
 class StopSignal:

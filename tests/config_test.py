@@ -5,15 +5,26 @@ import gc
 import importlib.util
 import json
 import pathlib
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
 
-from dllm_jax import checks, command_line, config, data, generate, sharding, train
+from dllm_jax import (
+    checks,
+    command_line,
+    config,
+    data,
+    exits,
+    generate,
+    sharding,
+    train,
+)
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
 from dllm_jax.rl.config import BatchConfig
@@ -469,6 +480,26 @@ def test_no_memory_left_is_one_line(capsys, monkeypatch, flag):
     said = capsys.readouterr().err
     assert said.startswith("error: no memory left ('RESOURCE_EXHAUSTED: Out of memory")
     assert "lower sampler.rows" in said and said.count("\n") == 1
+
+
+def test_threads_of_a_save_that_failed_keep_nobody(monkeypatch):
+    """They wait for minutes, and Python for them."""
+    done, ended = threading.Event(), queue.Queue()
+    waiting = type("Waiting", (threading.Thread,), {"__module__": "orbax.futures"})
+    monkeypatch.setattr(exits, "GRACE_S", 0.0)
+    monkeypatch.setattr(exits.os, "_exit", ended.put)
+    with pytest.raises(SystemExit, match="3"):
+        exits.leave()
+    assert ended.empty()
+    thread = waiting(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            exits.leave()
+        assert ended.get(timeout=60) == exits.STUCK
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
