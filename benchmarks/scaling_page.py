@@ -33,10 +33,10 @@ from a model's shapes to SDAR-8B's program; before is a77af13 (in brackets with 
 
 | program | chips | before | now |
 | --- | --- | --- | --- |
-| engine | h200:8 | 42 (57) | 72 |
-| engine | v5p:4x4x4 | 44 | 46 |
-| update | h200:8 | 36 (42) | 51 |
-| update | v5p:4x4x4 | 75 | 89 |
+| engine | h200:8 | 42 (57) | 50 |
+| engine | v5p:4x4x4 | 44 | 38 |
+| update | h200:8 | 36 (42) | 47 |
+| update | v5p:4x4x4 | 75 | 79 |
 """
 
 

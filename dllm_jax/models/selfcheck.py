@@ -113,6 +113,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
             raise ValueError(f"model.kernels='platform': {told}; set model.dtype")
         choice.verdicts |= {(op, here): False for op in ops}
         return [f"{told}: XLA's operations do instead"]
+    choice.begin(here)
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
     known = remembered(file) if folder else set()
     looked = faults([op for op in ops if op not in known], here, wide)

@@ -126,6 +126,17 @@ def module(op: str, name: str):
     return importlib.import_module(f"dllm_jax.pallas_kernels.{KERNELS[op, name]}")
 
 
+def begin(name: str):
+    """Imports the kernels of a platform, before a run traces anything.
+
+    Pallas adds options to JAX's, by which traces are told apart: what was traced before would
+    be traced anew, and compiled anew.
+    """
+    for op, platform_of_op in KERNELS:
+        if platform_of_op == name:
+            module(op, name)
+
+
 def kernel(
     op: str,
     implementation: str,

@@ -13,7 +13,7 @@ from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 
 GIB = 2**30
-CFG = SamplerConfig(block=32, max_prompt=512, max_new=512, rows=4)  # few programs
+CFG = SamplerConfig(block=32, max_prompt=512, max_new=512, rows=16)
 
 
 @pytest.mark.parametrize(

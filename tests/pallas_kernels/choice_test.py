@@ -160,3 +160,19 @@ def test_numbers_and_pages_that_gpus_do_not_take_are_said():
             pallas_kernels.paged_attention(
                 normal(1, 4, 2, H), *at, *fresh, implementation="gpu"
             )
+
+
+@pytest.mark.parametrize("begun, traces", [("choice.begin('tpu')", 1), ("", 2)])
+def test_what_is_traced_after_the_beginning_is_traced_once(begun, traces):
+    program = f"""
+import jax
+from dllm_jax.pallas_kernels import choice
+{begun}
+seen = []
+traced = jax.jit(lambda x: seen.append(x) or x)
+traced(1.0)
+choice.module("attention", "tpu")
+traced(1.0)
+assert len(seen) == {traces}, seen
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
