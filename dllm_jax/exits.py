@@ -137,7 +137,8 @@ class StopSignal:
         self.seen = True
         told = f"\n{signal.Signals(number).name}: stops when what it is at is whole; another"
         # Not by print, which may be what the signal has interrupted.
-        os.write(2, f"{told} one stops it at once\n".encode())
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            os.write(2, f"{told} one stops it at once\n".encode())
 
     def __call__(self) -> bool:
         """Returns whether to stop now."""
