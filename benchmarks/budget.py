@@ -487,11 +487,14 @@ MORE, LESS = (
 
 def worse(name: str, old: dict, new: dict) -> list[str]:
     """Returns a line for each figure of a cell that got worse by more than 5 %."""
-    lines = []
+    faults, lines = [f"{name}: {fault}" for fault in new.get("faults", [])], []
     if not old:
-        return [f"{name}: {fault}" for fault in new.get("faults", [])]
+        return [f"{name}: not in the file: --write puts it there", *faults]
     if new.get("refused") and not old.get("refused"):
         lines.append(f"{name}: does not fit any more: {new['refused']}")
+    room, needs = old.get("smallest", ""), new.get("smallest", "")
+    if new.get("refused") and size_of(needs) > size_of(room or needs):
+        lines.append(f"{name}: fitted with {room}, fits with {needs or 'nothing'}")
     for key in (*MORE, *LESS):
         if key in old and key in new:
             change = new[key] - old[key] if key in MORE else old[key] - new[key]
@@ -505,7 +508,16 @@ def worse(name: str, old: dict, new: dict) -> list[str]:
             lines.append(f"{name}: the kernel {kernel} is not in the program any more")
     if "prompt" in old and "prompt" in new:
         lines += worse(f"{name} prompt", old["prompt"], new["prompt"])
-    return lines + [f"{name}: {fault}" for fault in new.get("faults", [])]
+    return lines + faults
+
+
+def size_of(remedy: str) -> tuple[int, int]:
+    """Returns what orders the changes of `smallest`: fewer rows, slices, and none found."""
+    setting = remedy.partition(": ")[0]
+    if not setting:
+        return 2, 0
+    name, _, rows = setting.partition("sampler.rows=")
+    return (1, chips.devices(name)) if name else (0, -int(rows))
 
 
 def load() -> dict:
@@ -544,9 +556,10 @@ def main():
             continue
         row = figures(cell, whole=args.whole)
         print(json.dumps({"cell": cell.name} | row), flush=True)
-        lines += worse(cell.name, known.get(cell.name, {}), row)
         if args.write:
             save(cell.name, row)
+        before = known.get(cell.name, row if args.write else {})
+        lines += worse(cell.name, before, row)
     sys.exit("\n".join(lines) or None)
 
 

@@ -74,13 +74,16 @@ def widest():
         yield
 
 
-def settings(name: str, **sampler) -> tuple[config.Config, ModelConfig]:
+def settings(
+    name: str, tokens: int = 0, **sampler
+) -> tuple[config.Config, ModelConfig]:
     """Returns (a run's complete configuration, what its checkpoint becomes in it).
 
-    sampler: fields of SamplerConfig that differ from the preset's.
+    tokens: of batch.tokens, 0: the preset's. sampler: fields of SamplerConfig that differ.
     """
     tree = tracerl.get_config(PRESETS[name])
     tree.sampler.update(sampler)
+    tree.batch.tokens = tokens or tree.batch.tokens
     # The problems are none of the programs' affair, nor are their tokens and their grader.
     tree.data.update(data.DataConfig().__dict__)
     tree.data.update(train=f"{TINY}/train.jsonl")
@@ -100,9 +103,9 @@ def settings(name: str, **sampler) -> tuple[config.Config, ModelConfig]:
 class Run:
     """A run on a topology, up to where it would load weights."""
 
-    def __init__(self, name: str, topology: str, **sampler):
-        """sampler: what differs from the preset. Raises SkipReason without a compiler."""
-        self.cfg, self.model = settings(name, **sampler)
+    def __init__(self, name: str, topology: str, tokens: int = 0, **sampler):
+        """tokens, sampler: as of `settings`. Raises SkipReason without a compiler."""
+        self.cfg, self.model = settings(name, tokens, **sampler)
         self.mesh = topologies.mesh(topology, **self.cfg.mesh.axes)
         self.limit = topologies.hbm_bytes(topology)
         self.rows_on = self.mesh.shape["data"] * self.mesh.shape["fsdp"]

@@ -66,6 +66,32 @@ def test_what_fits_no_more_is_told():
     ]
 
 
+def test_a_cell_that_the_file_lacks_is_told():
+    assert budget.worse("cell", {}, OLD | {"faults": ["a copy"]}) == [
+        "cell: not in the file: --write puts it there",
+        "cell: a copy",
+    ]
+
+
+@pytest.mark.parametrize(
+    "before, now, told",
+    [
+        ("h200:4: 80 of 98 GiB", "h200:4: 81 of 98 GiB", False),
+        ("h200:4: 80 of 98 GiB", "h200:2: 90 of 98 GiB", False),
+        ("h200:4: 80 of 98 GiB", "h200:2x8: 60 of 98 GiB", True),
+        ("h200:4: 80 of 98 GiB", "", True),
+        ("sampler.rows=64: 30 of 31 GiB", "sampler.rows=32: 30 of 31 GiB", True),
+        ("sampler.rows=64: 30 of 31 GiB", "v6e:4x4: 30 of 31 GiB", True),
+        ("v6e:4x4: 30 of 31 GiB", "sampler.rows=64: 30 of 31 GiB", False),
+        ("", "v6e:4x4: 30 of 31 GiB", False),
+    ],
+)
+def test_more_that_a_refused_cell_needs_is_told(before, now, told):
+    old, new = ({"refused": "no", "smallest": x} for x in (before, now))
+    line = f"cell: fitted with {before}, fits with {now or 'nothing'}"
+    assert budget.worse("cell", old, new) == [line] * told
+
+
 def test_of_the_engines_programs_those_that_count_remain():
     cfg = SamplerConfig(max_prompt=784, max_new=2000, prefill=512)
     whole = cfg.window_counts(64), cfg.chunk_counts(64), held_pages.widths(87)

@@ -95,3 +95,20 @@ def test_attention_over_a_long_row_and_its_gradient(topology, capsys):
     with capsys.disabled():
         print(f"\n{topology}: {size / GIB:.2f} GiB for {T:,} positions")
     assert size < 4 * T * T  # bytes: not even a head's scores are there
+
+
+def test_an_update_of_long_answers_fits(capsys):
+    """SDAR-8B's, whole, with the remat that its memory plan comes to after `dots`."""
+    try:
+        run = programs.Run("sdar-8b", "h200:8", 49152, max_new=CFG.max_new)
+    except topologies.SkipReason as reason:
+        pytest.skip(str(reason))
+    tokens = run.settings.batch.tokens
+    assert tokens > run.cfg.sampler.slots == SLOTS
+    compiled = run.update_with("attention")
+    size = topologies.peak_bytes(compiled)
+    with capsys.disabled():
+        print(f"\nh200:8: {size / GIB:.2f} GiB, rows of {tokens:,} slots")
+    assert size < run.limit
+    program = hlo.parsed(compiled.as_text())
+    assert budget.update_faults(program, run.model, tokens) == []
