@@ -348,6 +348,29 @@ def draw_of(scale: Scale, rows: int, share: float) -> Case:
     return Case("token_draw", shape, (x, head, jnp.ones(rows)), ways)
 
 
+def filters(scale: Scale):
+    """Yields what top-p keeps of rows of 4 positions, alone and of the 40 that top-k keeps."""
+    rows, V = 4 * scale.sizes["rows"], scale.sizes["vocab"]
+    logits = scale.normal(jax.random.key(5), (rows, V), jnp.float32, 3.0)
+
+    def kept(x, top_k):
+        return jax.nn.softmax(reference.keep(x, top_k=top_k, top_p=0.95))
+
+    def by_sorting(x, top_k):
+        x = reference.keep(x, top_k=top_k, top_p=1.0)
+        sorted_x = -jnp.sort(-x, axis=-1)
+        prob = jax.nn.softmax(sorted_x)
+        inside = jnp.cumsum(prob, axis=-1) - prob < 0.95
+        least = jnp.where(inside, sorted_x, jnp.inf).min(axis=-1, keepdims=True)
+        return jax.nn.softmax(jnp.where(x >= least, x, -jnp.inf))
+
+    for top_k in (0, 40):
+        ways = {"reference": kept, "sort": by_sorting}
+        ways = {name: functools.partial(f, top_k=top_k) for name, f in ways.items()}
+        shape = f"{rows} positions, {V} ids, top-k {top_k}"
+        yield Case("top_p", shape, (logits,), ways)
+
+
 def experts(scale: Scale):
     """Yields the grouped matmul of SDAR-30B-A3B, and the library's."""
     R, E = scale.sizes["tokens"], scale.sizes["experts"]
@@ -384,7 +407,7 @@ def ragged_dot_mgpu(x_RD, w_EDF, sizes_E):
 
 CASES = attentions, pages, heads, draws, experts
 # Not counted: what is skipped there is data, and queries are no kernel's.
-TIMED = *CASES, chunks, draws_of_few, queries
+TIMED = *CASES, chunks, draws_of_few, queries, filters
 
 
 def implementations(op: str, run, platform: str):

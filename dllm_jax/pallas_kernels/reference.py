@@ -208,25 +208,55 @@ def keep(logits_V, *, top_k: int, top_p: float):
     whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
     stay in; of those that tie at the border of p, the fewest do, from the left.
     """
+    best_k = ahead_k = jax.lax.stop_gradient(logits_V)
+    share_k = 1.0
     if top_k:
-        best_k, _ = jax.lax.top_k(logits_V, min(top_k, logits_V.shape[-1]))
+        best_k, _ = jax.lax.top_k(best_k, min(top_k, logits_V.shape[-1]))
         kth_1 = best_k[..., -1:]
+        share_k = jnp.where(  # of all that tie with the k-th, which may be more
+            best_k == kth_1,
+            jnp.sum(ahead_k == kth_1, axis=-1, keepdims=True)
+            / jnp.sum(best_k == kth_1, axis=-1, keepdims=True),
+            1.0,
+        )
         logits_V = jnp.where(logits_V >= kth_1, logits_V, -jnp.inf)
     if top_p < 1:
-        sorted_V = -jnp.sort(-logits_V, axis=-1)
-        prob_V = jax.nn.softmax(sorted_V, axis=-1)
-        # A token stays while the mass before it has not reached p: never none.
-        inside_V = jnp.cumsum(prob_V, axis=-1) - prob_V < top_p
-        least_1 = jnp.min(
-            jnp.where(inside_V, sorted_V, jnp.inf), axis=-1, keepdims=True
-        )
+        largest_1 = jnp.max(best_k, axis=-1, keepdims=True)
+        mass_k = share_k * jnp.exp(best_k - largest_1)
+        enough_1 = top_p * jnp.sum(mass_k, axis=-1, keepdims=True)
+        least_1 = least(best_k, mass_k, enough_1)
         above_V, tied_V = logits_V > least_1, logits_V == least_1
-        room_1 = jnp.sum(inside_V, axis=-1, keepdims=True) - jnp.sum(
-            above_V, axis=-1, keepdims=True
+        # A token stays while the mass before it has not reached p: never none.
+        lacks_1 = enough_1 - jnp.sum(
+            jnp.where(best_k > least_1, mass_k, 0.0), axis=-1, keepdims=True
         )
+        room_1 = jnp.ceil(lacks_1 / jnp.exp(least_1 - largest_1))
         kept_V = above_V | (tied_V & (jnp.cumsum(tied_V, axis=-1) <= room_1))
         logits_V = jnp.where(kept_V, logits_V, -jnp.inf)
     return logits_V
+
+
+def least(value_V, mass_V, enough_1):
+    """Returns the least value of which all that are larger have less mass than enough.
+
+    Two binary digits at a time, of numbers that are ordered as values are: nothing is
+    sorted.
+    """
+    bits_V = jax.lax.bitcast_convert_type(value_V, jnp.uint32)
+    order_V = jnp.where(bits_V >> 31, ~bits_V, bits_V | jnp.uint32(2**31))
+
+    def digit(i, known_1):
+        place = 30 - 2 * i.astype(jnp.uint32)
+        enough = 0
+        for x in (1, 2, 3):
+            others_V = order_V >= known_1 + (jnp.uint32(x) << place)
+            mass_1 = jnp.sum(jnp.where(others_V, mass_V, 0.0), axis=-1, keepdims=True)
+            enough += (mass_1 >= enough_1).astype(jnp.uint32)
+        return known_1 + (enough << place)
+
+    found_1 = jax.lax.fori_loop(0, 16, digit, jnp.zeros_like(order_V[..., :1]))
+    found_V = jnp.where(order_V == found_1, value_V, -jnp.inf)
+    return jnp.max(found_V, axis=-1, keepdims=True)
 
 
 def token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden: int):

@@ -75,6 +75,22 @@ def test_filters_by_hand(top_k, top_p, expected):
     assert "".join("01"[int(x)] for x in got_V) == expected
 
 
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("top_p", [0.05, 0.62, 0.987])
+def test_filters_of_many_tokens(top_k, top_p):
+    """Of which some tie, and no two sums are p to rounding."""
+    x_RV = RNG.normal(size=(40, 301), scale=3).astype(np.float32)
+    x_RV[::2] = x_RV[::2].round()  # ties, of both zeros too
+    x_RV[:, :9] = -np.inf
+    got_RV = np.isfinite(keep(x_RV, top_k=top_k, top_p=top_p))
+    for x_V, got_V in zip(x_RV, got_RV, strict=True):
+        kth = np.sort(x_V)[-top_k] if top_k else -np.inf
+        p_V = softmax(np.where(x_V >= kth, x_V, -np.inf).astype(np.float64))
+        order_V = np.argsort(-p_V, kind="stable")
+        before_V = np.cumsum(p_V[order_V]) - p_V[order_V]
+        assert set(np.flatnonzero(got_V)) == set(order_V[before_V < top_p])
+
+
 @pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
 def test_what_is_recorded(cfg):
     drawn = jax.device_get(draw(KEY_B, LOGITS_BWV, TEMPERATURE_B, cfg))
