@@ -25,7 +25,7 @@ from dllm_jax import (
     sharding,
     trackers,
 )
-from dllm_jax.checkpoint import Checkpoints, check_resume
+from dllm_jax.checkpoint import Checkpoints, Misfit, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
@@ -88,6 +88,16 @@ class Scene:
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
 
+def endless_warmups(plans: dict) -> list[str]:
+    """Returns a warning for each network whose warm-up outlasts the run's updates."""
+    return [
+        f"warning: {name}_optim.warmup={plan.optim.warmup}: the run has {plan.updates} "
+        f"updates, so that its rate never reaches {name}_optim.lr={plan.optim.lr:g}"
+        for name, plan in plans.items()
+        if plan.optim.warmup >= plan.updates
+    ]
+
+
 def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     """Returns where a run runs: its configuration is complete, its mesh is set.
 
@@ -111,10 +121,11 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     say = print if main else lambda *args: None
     rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
     checked = kernels_found_wrong(cfg, model)
-    for line in (*kept, *choices, *config.warnings(cfg, model, rows_on), *checked):
-        say(line)
     settings = settings_of(cfg, model, rows_on)
     plans = sources.SOURCES[cfg.method].plans(settings)
+    warned = config.warnings(cfg, model, rows_on) + endless_warmups(plans)
+    for line in (*kept, *choices, *warned, *checked):
+        say(line)
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
     return Scene(
         cfg=cfg,
@@ -352,7 +363,11 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
     target = here.shapes | ({"reference": anchor} if moves else {})
     for line in checkpoints.scarce(target):
         here.say(line)
-    restored = None if here.resume == "never" else checkpoints.restore(target)
+    try:
+        restored = None if here.resume == "never" else checkpoints.restore(target)
+    except Misfit as error:
+        lines = [str(error), *config.changes(error.meta.get("config", {}), cfg)]
+        raise ValueError("\n  ".join(lines)) from None
     states, base, start, meta = begin_or_resume(here, restored)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())

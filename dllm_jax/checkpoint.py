@@ -37,6 +37,14 @@ def from_0(meta: dict) -> dict:
     return meta | {"format": 1}
 
 
+class Misfit(ValueError):
+    """A step whose arrays are not those of a run; `meta` tells of the one that saved it."""
+
+    def __init__(self, text: str, meta: dict):
+        super().__init__(text)
+        self.meta = meta
+
+
 MIGRATIONS = {0: from_0}  # format: what makes the next one of its meta
 
 
@@ -198,8 +206,8 @@ class Checkpoints:
         step: that one and no other. A damaged checkpoint is reported and the one before
         it is taken.
 
-        Raises CannotGoOn when none is whole, and ValueError when a tree does not have the
-        target's structure and shapes, or is of a newer format.
+        Raises CannotGoOn when none is whole, Misfit when a tree does not have the target's
+        structure and shapes, and ValueError when it is of a newer format.
         """
         self.wait()
         steps = self.steps()
@@ -213,13 +221,12 @@ class Checkpoints:
             if target is not None:
                 stored = self.manager.item_metadata(number).state
                 path = self.folder / str(number)
-                alike(
-                    stored,
-                    target,
-                    f"{path} does not fit this configuration",
-                    "; another model, or other networks beside it, made it: name another "
-                    "run.folder",
-                )
+                if fault := misfit(stored, target):
+                    raise Misfit(
+                        f"{path} does not fit this configuration: {fault}; another model, "
+                        "or other networks beside it, made it: name another run.folder",
+                        meta,
+                    )
             return self.load(number, target), meta, number
         if candidates:
             raise CannotGoOn(
@@ -303,18 +310,16 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def alike(stored, target, complaint: str, advice: str = "") -> None:
-    """Raises ValueError naming a leaf whose shapes differ.
-
-    It begins with `complaint` and ends with `advice`.
-    """
+def misfit(stored, target) -> str | None:
+    """Returns the first leaf whose shapes differ, and how, or None."""
     has, wants = shapes_of(stored), shapes_of(target)
     for leaf in sorted(has.keys() | wants.keys()):
         if has.get(leaf) != wants.get(leaf):
-            raise ValueError(
-                f"{complaint}: {leaf} is {has.get(leaf, 'missing')}, "
-                f"expected {wants.get(leaf, 'no such array')}{advice}"
+            return (
+                f"{leaf} is {has.get(leaf, 'missing')}, expected "
+                f"{wants.get(leaf, 'no such array')}"
             )
+    return None
 
 
 def damage(folder: pathlib.Path) -> str | None:

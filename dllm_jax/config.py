@@ -1,4 +1,4 @@
-"""A run's configuration: the floors' dataclasses assembled into one tree.
+"""A run's configuration, the floors' in one tree; and what dLLM-RL's YAML is in it.
 
 A config file under `configs/` starts from `default()`, sets what differs and returns an
 ml_collections ConfigDict, so that any leaf can be overridden on the command line;
@@ -466,6 +466,11 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "
             "likelier and nothing less likely; rl.advantage='zscore' compares answers"
         )
+    lines += [
+        f"warning: eval.{name} is read by python -m dllm_jax.eval alone"
+        for name in ("sweep", "best", "by")
+        if getattr(cfg.eval, name) != getattr(EvalConfig, name)
+    ]
     shared = shared_batch(cfg, model, devices)
     if shared != cfg.batch:
         why = f"{devices} devices (data x fsdp) share the rows of a microbatch"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dllm_jax import command_line, config, sharding
-from dllm_jax.checkpoint import Checkpoints, alike
+from dllm_jax.checkpoint import Checkpoints, misfit
 from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
 
@@ -150,7 +150,8 @@ def read_network(
     heads = ("lm",) if network == "policy" or "head" in stored else ()
     heads += tuple(name for name in ("value", "record", "vision") if name in stored)
     expected = transformer.abstract(cfg, mesh, jnp.float32, heads)
-    alike(stored, expected, f"{name} does not hold the weights of {like}")
+    if fault := misfit(stored, expected):
+        raise ValueError(f"{name} does not hold the weights of {like}: {fault}")
     target = jax.tree.map(
         lambda x, placed: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=placed.sharding

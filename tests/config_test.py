@@ -607,6 +607,14 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
     assert config.shared_batch(cfg, ModelConfig(), devices).rows == (becomes or rows)
 
 
+def test_what_training_does_not_read_is_told():
+    asked = config.EvalConfig(by="level", sweep="sampler.threshold=0.5,0.9")
+    cfg = dataclasses.replace(config.Config(), eval=asked)
+    lines = config.warnings(cfg, ModelConfig(), devices=1)
+    told = "warning: eval.{} is read by python -m dllm_jax.eval alone"
+    assert lines == [told.format("sweep"), told.format("by")]
+
+
 @pytest.mark.parametrize(
     ("tokens", "platform", "rows"),
     [(1024, "cpu", 2), (1023, "cpu", 8), (1024, "tpu", 8), (1024, "gpu", 8)],

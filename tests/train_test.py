@@ -623,6 +623,18 @@ def test_help_lists_every_key():
         assert name in run.stdout
 
 
+def test_the_package_tells_its_commands():
+    run = served.run("dllm_jax", [])
+    told = [line.split()[2] for line in run.stdout.splitlines()]
+    folder = pathlib.Path(convert.__file__).parent
+    modules = [
+        x.stem for x in folder.glob("*.py") if "\nif __name__ ==" in x.read_text()
+    ]
+    modules += [x.parent.name for x in folder.glob("*/__main__.py")]
+    modules.remove("__main__")
+    assert sorted(told) == sorted(f"dllm_jax.{name}" for name in modules)
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -669,6 +681,12 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     folder = tmp_path / "run"
     with tarfile.open(OLD / "format_0.tar.xz") as archive:
         archive.extractall(folder, filter="data")
+    told = end(command(folder, *OLD_KEYS, "rl.value=own", "value_optim.warmup=9"), 2)
+    assert "warning: value_optim.warmup=9: the run has 2 updates, so that its" in told
+    assert (
+        "error: " in told and "checkpoints/1 does not fit this configuration: " in told
+    )
+    assert "config.rl.value was 'none', is now 'own'" in told
     told = end(command(folder, *OLD_KEYS))
     assert f"resuming {folder} after step 1" in told
     assert [row["step"] for row in rows(folder)] == [1, 2]
