@@ -17,6 +17,7 @@ Prints a row of a table and a line of JSON for each family and policy.
 import argparse
 import dataclasses
 import functools
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ def measure(family: str, args, dtype: str) -> list[dict]:
 
     traces = {name: run(cfg) for name, cfg in cfgs.items()}  # compiles
     ways = {name: functools.partial(run, cfg) for name, cfg in cfgs.items()}
-    seconds = timed(ways, args.repeats)
+    times = timed(ways, args.repeats)
+    seconds = {name: statistics.median(some) for name, some in times.items()}
     slowest, *_ = seconds.values()  # the first re-runs the canvas at every step
     rows = []
     for name, trace in traces.items():

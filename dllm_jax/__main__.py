@@ -5,6 +5,7 @@ python -m dllm_jax
 
 import ast
 import pathlib
+import signal
 
 DOORS = ("data", "train", "eval", "harness", "generate", "trace", "report", "convert")
 DOORS += ("config",)
@@ -20,5 +21,6 @@ def about(name: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     for door in DOORS:
         print(f"python -m dllm_jax.{door:10}{about(door)}")

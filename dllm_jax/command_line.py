@@ -12,6 +12,7 @@ import gc
 import pathlib
 import re
 import runpy
+import select
 import signal
 import sys
 import traceback
@@ -73,6 +74,11 @@ def entry(main, help_text: str = "") -> None:
                 "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
             )
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not closed(sys.stdout):
+            raise
+        exits.unheard(sys.stdout)  # or Python would complain at its end
     except ValueError as error:
         fail(error)
     except exits.CannotGoOn as error:
@@ -95,6 +101,13 @@ def entry(main, help_text: str = "") -> None:
             raise
         print(f"error: {NO_DEVICE.format(jax.config.jax_platforms)}", file=sys.stderr)
         sys.exit(exits.REFUSED)
+
+
+def closed(stream) -> bool:
+    """Returns whether a stream is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def has_devices() -> bool:

@@ -1,6 +1,6 @@
 """How a command ends: its exit codes, the errors that lead to them, and signals.
 
-    0   done
+    0   done, or nobody reads any more what it prints: `| head` has what it wanted
     1   a defect of the program: a traceback
     2   refused: what the user gave is wrong, and the last line says what would be right
     3   cannot go on: it diverged, the disk or a device's memory is full, no checkpoint is
@@ -96,6 +96,11 @@ def room(folder, wanted: int = 0, *, first: bool = False):
             f"{folder}: {reason}; what was whole is whole: mend that, and start the same "
             "command again"
         ) from None
+
+
+def unheard(stream) -> None:
+    """Lets what is written to a stream that nobody reads any more go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def free(folder) -> int:

@@ -23,7 +23,15 @@ import traceback
 
 import jax
 
-from dllm_jax.exits import STUCK, CannotGoOn, Stopped, exhausted, room, warn
+from dllm_jax.exits import (
+    STUCK,
+    CannotGoOn,
+    Stopped,
+    exhausted,
+    room,
+    unheard,
+    warn,
+)
 
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
@@ -154,7 +162,10 @@ def told(text: str) -> str:
 
 
 class Tee:
-    """A stream of the terminal whose whole lines go to a log, too."""
+    """A stream of the terminal whose whole lines go to a log, too.
+
+    Where the terminal is gone, or a pipe has no reader, the log alone goes on.
+    """
 
     def __init__(self, stream, log):
         """log: called with each line that is no progress bar's."""
@@ -171,7 +182,18 @@ class Tee:
             if line.strip() and not re.match(r"\s*\d+%\|", line):
                 self.log(line)
         self.line = self.line.rpartition("\r")[2]
-        return self.stream.write(text)
+        try:
+            return self.stream.write(text)
+        except OSError:
+            unheard(self.stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flushes the terminal's stream."""
+        try:
+            self.stream.flush()
+        except OSError:
+            unheard(self.stream)
 
 
 # ---- A run's folder ----------------------------------------------------------------------

@@ -193,13 +193,13 @@ def read(path: str, tok, vocab: int, reader=None) -> tuple[list[list[int]], list
     """Returns (prompt ids, the lines) of a prompts file.
 
     reader: models.vision.prompts.Reader of a model that looks. A line whose image cannot be
-    read is said, and has no prompt: it will be skipped. Raises ValueError naming the record that has none of these fields, and the one
-    whose ids are not a list of ids below `vocab`.
+    read is said, and has no prompt: it will be skipped. Raises ValueError naming the record
+    that has none of these fields, and the one whose ids are not a list of ids below `vocab`.
     """
-    rows = records(path)
+    rows = records(path)  # once: it may be a pipe
     prompts = [[] for _ in rows]
     looker = data.Looker(reader, path, data.DataConfig())
-    for number, row, shown in looker.rows():
+    for number, row, shown in looker.rows(rows):
         with data.of_record(path, number):
             prompts[number - 1] = prompt_ids(row, tok, vocab, shown)
     return prompts, rows
@@ -246,7 +246,8 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     stream: an answerer's, but for the prompts and `watch`. stop: whether a signal came.
     Raises exits.Stopped after one.
     """
-    first, clear = len(prompt), "\033[2J\033[H" if sys.stdout.isatty() else ""
+    moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    first, clear = len(prompt), "\033[2J\033[H" if moves else ""
 
     def watch(_, start, answer):
         text = "".join(
@@ -339,7 +340,7 @@ class Terminal:
             try:
                 print(text, file=self.file, flush=True)
             except BrokenPipeError:  # whoever read it, such as `| head`, has enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+                exits.unheard(self.file)
                 sys.exit()
 
 

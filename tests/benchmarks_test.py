@@ -24,6 +24,7 @@ from benchmarks import (
     mutants,
     report,
     roofline,
+    sampling,
     unbiased,
 )
 from benchmarks.shapes import RELEASED
@@ -44,6 +45,13 @@ CALLS = {
     "kernels": (
         kernels,
         "--small --repeats 1 --only cache_update grouped chunk token_draw queries",
+    ),
+    "sampling": (
+        sampling,
+        (
+            "--family=LLaDA --rows=1 --block=4 --prompt=8 --new=8 --repeats=1 "
+            "--dtype=float32"
+        ),
     ),
 }
 
@@ -69,6 +77,10 @@ def test_a_benchmark_prints_its_rows(name, monkeypatch, capsys):
             # All gave the same ids, and the engine wastes no forward on a full block.
             assert line["engine_forwards"] < line["batches_forwards"]
             assert 0 < line["busy_rows"] <= 2
+    elif name == "sampling":
+        assert [line["cache"] for line in lines] == ["none", "prefix", "dual"]
+        assert lines[0]["times_faster"] == 1
+        assert float(lines[0]["gap_max"]) < 1e-4  # exact, but for rounding
     else:
         ops = "cache_update", "token_draw", "grouped_matmul", *["chunk_attention"] * 2
         assert [line["op"] for line in lines] == [*ops, *["token_draw"] * 2, "queries"]

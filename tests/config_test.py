@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import os
 import pathlib
 import queue
 import re
@@ -580,6 +581,27 @@ def test_a_defect_of_xla_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["generate"])
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        command_line.entry(main)
+
+
+@pytest.mark.parametrize("text", ["a line", "many lines" * 10_000])
+def test_who_reads_no_more_ends_a_command(monkeypatch, text):
+    """As `| head -1` does: where it prints, or at its end."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "argv", ["command"])
+        command_line.entry(lambda: print(text))
+        print("nobody hears this", flush=True)
+
+
+def test_a_pipe_of_its_own_that_breaks_is_a_defect(monkeypatch):
+    def main():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(BrokenPipeError):
         command_line.entry(main)
 
 

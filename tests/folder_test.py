@@ -251,6 +251,20 @@ def test_the_log_has_what_was_said_but_for_the_bar(tmp_path, capsys):
     assert sys.stdout.write("") == 0
 
 
+def test_a_run_whose_terminal_is_gone_goes_on(tmp_path, monkeypatch):
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with enter(tmp_path):
+            print("step 1", flush=True)
+            os.close(read)
+            print("step 2", flush=True)
+            print("step 3" * 10_000)  # more than is kept before it is written
+    said = (tmp_path / "run.log").read_text()
+    assert "step 2\n" in said and "step 3\n" in said
+    assert attempts(tmp_path)[-1]["ended"] == "done"
+
+
 # ---- Answers as they end -------------------------------------------------------------
 
 

@@ -432,6 +432,10 @@ def test_a_prompt_is_shown_while_it_unmasks(
         masks = [1, 4, 2, 4, 2, 1, 1, 0]
     assert sorted(line["step_map"]) == steps
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    generate.main([*flags, *TEN, "1+2"])
+    assert capsys.readouterr().out.strip() == line["text"].strip()
+    monkeypatch.setenv("TERM", "xterm")
     generate.main([*flags, *TEN, "1+2"])
     *frames, last = capsys.readouterr().out.split("\033[2J\033[H")[1:]
     assert [frame.count("░") for frame in frames] == masks
@@ -560,6 +564,15 @@ def test_a_reader_that_has_enough_ends_the_command(monkeypatch):
         with pytest.raises(SystemExit) as ended:
             generate.Terminal(None).add({"text": "2"})
     assert not ended.value.code
+
+
+def test_prompts_may_come_through_a_pipe():
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as pipe:
+        pipe.write('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]}\n')
+    prompts, rows = generate.read(f"/dev/fd/{read}", None, 9)
+    os.close(read)
+    assert prompts == [row["prompt_ids"] for row in rows] == [[1, 2], [3]]
 
 
 def test_what_has_no_effect_is_told(capsys):

@@ -231,6 +231,14 @@ def by_template(tok, messages: list[dict]) -> str:
         if len(written) > limits.CHARACTERS:
             raise MemoryError
     except MemoryError:
+        given = sum(len(message["content"]) for message in messages)
+        if (
+            2 * given > limits.CHARACTERS
+        ):  # most of what was written, or would have been
+            raise ValueError(
+                f"its text has {given:,} characters: with what the chat template adds, "
+                f"at most {limits.CHARACTERS:,} are taken"
+            ) from None
         raise ValueError(f"{name}: its chat template writes without end") from None
     except Exception as error:  # noqa: BLE001 (whatever its author wrote)
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -293,9 +301,12 @@ class Looker:
             raise ValueError(f"data.image_root={self.root!r} is no folder")
         self.skipped, self.count = [], 0
 
-    def rows(self):
-        """Yields (a record's number, the record, its images) of those that can be shown."""
-        for number, row in enumerate(records(self.path), 1):
+    def rows(self, given: list[dict] | None = None):
+        """Yields (a record's number, the record, its images) of those that can be shown.
+
+        given: the file's records, of who has read it.
+        """
+        for number, row in enumerate(given or records(self.path), 1):
             self.count = number
             shown = None
             try:
