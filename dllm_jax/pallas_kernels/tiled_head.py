@@ -10,8 +10,6 @@ their answer has ended, cost nothing.
 Letters: r positions of one step.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +17,6 @@ from dllm_jax.pallas_kernels import choice, few_slots, noise, tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
-PARTS = 16, 32, 48  # of the last product, which is seldom full
 
 
 def draw(
@@ -55,9 +52,8 @@ def draw(
 
     def walk_tile(number, out):
         first = number * tile
-        left = jnp.minimum(count - first, tile)
         rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
-        logits_RV = product(x_RD[rows_R], head_VD, left)
+        logits_RV = few_slots.by_transpose(x_RD[rows_R], head_VD, jnp.float32)
 
         def walk_few(number, out):
             begin = number * STEP
@@ -68,24 +64,11 @@ def draw(
                 x_R.at[rows_r].set(x_r) for x_R, x_r in zip(out, found, strict=True)
             )
 
-        return jax.lax.fori_loop(0, -(-left // STEP), walk_few, out)
+        steps = -(-jnp.minimum(count - first, tile) // STEP)
+        return jax.lax.fori_loop(0, steps, walk_few, out)
 
     out = jnp.zeros(R, jnp.int32), *[jnp.zeros(R, jnp.float32)] * 5
     return jax.lax.fori_loop(0, -(-count // tile), walk_tile, out)
-
-
-def product(x_RD, head_VD, count):
-    """Returns logits [R, V]; those behind the first `count` rows may be anything finite."""
-    R = len(x_RD)
-    sizes = *(size for size in PARTS if size < R), R
-
-    def of_first(size):
-        logits_rV = few_slots.by_transpose(x_RD[:size], head_VD, jnp.float32)
-        return tiles.pad(logits_rV, 0, R)
-
-    fits = jnp.searchsorted(jnp.asarray(sizes[:-1], jnp.int32), count)
-    branches = [functools.partial(of_first, size) for size in sizes]
-    return jax.lax.switch(fits, branches)
 
 
 def drawn(logits_rV, words_r3, temperature_r, offset, *, width: int, forbidden: int):
