@@ -238,7 +238,7 @@ LOSSES = """
   54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
   multiplies by the groups of all layers, of which those of one hold rows
   (`pallas_kernels/tpu/grouped_matmul.py`): 57 GiB read and not 111, none copied, 99 % of the
-  ideal and not 34; prompts 18,960 tokens/s and not 7,472. Before it multiplies, the kernel's
+  ideal and not 34; prompts 18,640 tokens/s and not 7,472. Before it multiplies, the kernel's
   table of groups is made by loops over all 6,144 of them on the chip's scalar unit. What
   that takes no text tells, and nobody has measured it. On a GPU JAX's kernel had them
   copied, too, and one of ours reads them where they lie: on `h200:2x8`, the smallest slice that
@@ -271,7 +271,7 @@ LOSSES = """
 Wanted were 75 % of the ideal for 4B and 8B with 64 rows and more, 90 % with one row on one
 GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 
-* An H200 reaches 41 to 52 % of the bounds of one GPU (the table above). By profiles of these
+* An H200 reaches 42 to 52 % of the bounds of one GPU (the table above). By profiles of these
   runs products of 768 and of 4,096 slots go at 710 to 730 TFLOP/s, where the bound has 989.
   Attention over pages moves 2.7 TB/s (`benchmarks.kernels --only paged`: 128 rows that hold 540
   positions on average), where a copy moves 4.3: a processor has one block at a time, of a row

@@ -6,6 +6,7 @@ A config file makes the tree of config.py, and any of its leaves can be overridd
 known ends of a command are one line and an exit code (exits.py), wherever they are raised.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import gc
@@ -73,12 +74,8 @@ def entry(main, help_text: str = "") -> None:
             raise ValueError(
                 "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
             )
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not closed(sys.stdout):
-            raise
-        exits.unheard(sys.stdout)  # or Python would complain at its end
+        with read_or_not():
+            main()
     except ValueError as error:
         fail(error)
     except exits.CannotGoOn as error:
@@ -101,6 +98,18 @@ def entry(main, help_text: str = "") -> None:
             raise
         print(f"error: {NO_DEVICE.format(jax.config.jax_platforms)}", file=sys.stderr)
         sys.exit(exits.REFUSED)
+
+
+@contextlib.contextmanager
+def read_or_not():
+    """Ends what is inside without a word where nobody reads any more what it prints."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not closed(sys.stdout):
+            raise
+        exits.unheard(sys.stdout)  # or Python would complain at its end
 
 
 def closed(stream) -> bool:

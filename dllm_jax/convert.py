@@ -100,7 +100,9 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     if cfg.lora:
         _, base = hf.load(like, mesh=mesh)
         params = lora.merge(lora.join(base, params, cfg.lora))
-    hf.save(out, dataclasses.replace(cfg, lora=None), params, like=like)
+    trained = "config" in checkpoints.meta(step)  # of a run
+    cfg = dataclasses.replace(cfg, lora=None)
+    hf.save(out, cfg, params, like=like, trained=trained)
 
 
 def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:

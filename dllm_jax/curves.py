@@ -40,6 +40,7 @@ STYLE = {
 }
 WIDE = 4  # panels side by side
 FEW = 30  # points that are drawn one by one
+FLAT = 0.01  # of a value: what moves less has an axis of this much to both sides
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:
@@ -80,11 +81,19 @@ def panels_of(rows: list[dict]) -> list[tuple[str, dict]]:
         lines = {}
         for metric in (name for known in metrics for name in kin(known, rows)):
             points = points_of(rows, metric)
-            if points and points not in lines.values():
+            if points and not any(same(points, drawn) for drawn in lines.values()):
                 lines[metric] = points
         if lines:
             panels.append((title, lines))
     return panels
+
+
+def same(points, others) -> bool:
+    """Returns whether two metrics are one, but for rounding: one line would hide the other."""
+    return len(points) == len(others) and all(
+        step == step_ and math.isclose(y, y_, rel_tol=1e-5, abs_tol=1e-8)
+        for (step, y), (step_, y_) in zip(points, others, strict=True)
+    )
 
 
 def kin(metric: str, rows: list[dict]) -> list[str]:
@@ -134,7 +143,11 @@ def draw_panel(axis, title: str, lines: dict, legend_size: int):
     if lines.keys() & set(LOG):
         axis.set_yscale("log")
     else:
-        axis.ticklabel_format(axis="y", scilimits=(-2, 4))
+        axis.ticklabel_format(axis="y", scilimits=(-2, 4), useOffset=False)
+        low, high = axis.get_ylim()
+        margin = FLAT * max(abs(low), abs(high))
+        if high - low < margin:  # by rounding alone
+            axis.set_ylim(low - margin, high + margin)
     axis.set_title(title)
     if len(lines) > 1 or any(metric.startswith("heldout_") for metric in lines):
         axis.legend(fontsize=legend_size)

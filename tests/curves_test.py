@@ -31,7 +31,7 @@ def test_curves_are_drawn_from_any_number_of_steps(tmp_path, count):
 
 def test_what_has_no_data_or_repeats_another_is_left_out():
     rows = [
-        {"step": step, "reward": 0.1 * step, "accuracy": 0.1 * step, "kl": None}
+        {"step": step, "reward": 0.1 * step + 1e-9, "accuracy": 0.1 * step, "kl": None}
         | {"logprob_gap_max": 0.0, "logprob_gap_mean": 0.1}
         for step in range(3)
     ]
@@ -40,6 +40,19 @@ def test_what_has_no_data_or_repeats_another_is_left_out():
         "accuracy": ["accuracy"],
         "log-prob gap, sampling to training": ["logprob_gap_mean"],
     }
+
+
+@pytest.mark.parametrize("value", [1.0, -3.0, 2e-9])
+def test_what_never_changes_has_an_axis_that_says_where_it_is(value):
+    figure, axis = plt.subplots()
+    points = [(step, value * (1 + 1e-7 * step)) for step in range(5)]
+    curves.draw_panel(axis, "advantage spread", {"advantage_std": points}, 7)
+    figure.canvas.draw()
+    ticks = [x.get_text() for x in axis.get_yticklabels()]
+    low, high = axis.get_ylim()
+    plt.close(figure)
+    assert low < value < high and len(set(ticks)) == len(ticks)
+    assert "+" not in axis.yaxis.get_offset_text().get_text()
 
 
 def test_further_files_and_samplers_are_drawn_with_the_first():

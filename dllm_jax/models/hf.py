@@ -37,6 +37,10 @@ HEADS = ("lm", "value", "record", "vision")  # all that a checkpoint may have
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TRAINED = b"""> dllm_jax has trained the weights beside this text further: it was written about
+> others, and not all of it holds any more.
+
+"""
 # What else a file of all weights is called: the released MAGVIT-v2's, diffusers'.
 OTHER_NAMES = ("pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
 # Checkpoints without a language model, by _class_name of config.json. A module has
@@ -477,11 +481,12 @@ def totals(leaves: list, leads: tuple[int, ...]) -> list:
 # ---- Out -------------------------------------------------------------------------------
 
 
-def save(path, cfg: ModelConfig, params, *, like) -> None:
+def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None:
     """Writes `params` as a Hugging Face folder that loads where `like` did.
 
     Names, dtypes, division into files and every other file (config, tokenizer, remote
-    code) are those of `like`, and config.json says what `adapt` has changed. A tensor that
+    code) are those of `like`, and config.json says what `adapt` has changed; of weights that
+    were `trained` the model card says so first. A tensor that
     `params` lacks is taken from there; a value head that it lacks is added. Files are
     written one at a time into a temporary folder which then takes the name `path`, so a
     crash never leaves half a checkpoint. Every process must call it; process 0 writes.
@@ -506,6 +511,8 @@ def save(path, cfg: ModelConfig, params, *, like) -> None:
     with written(partial if writing else None, tensors):
         if writing:
             begin_export(partial, origin, cfg)
+            if trained:
+                begin_card(partial / "README.md")
         for file, names in names_in.items():
             sizes |= write_shard(
                 partial / file if writing else None, names, sources, tensors, cfg
@@ -587,6 +594,15 @@ def begin_export(folder: pathlib.Path, origin: pathlib.Path, cfg: ModelConfig) -
     if changed := changes(cfg, read_config(origin)):
         raw = read_json(origin / "config.json") | changed
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def begin_card(file: pathlib.Path) -> None:
+    """Says in a model card, where there is one, that it is about other weights."""
+    text = file.read_bytes() if file.exists() else TRAINED
+    if TRAINED not in text:
+        head = re.match(rb"---\n.*?\n---\n", text, re.DOTALL)  # for the hub's search
+        end = head.end() if head else 0
+        file.write_bytes(text[:end] + TRAINED + text[end:])
 
 
 def write_shard(

@@ -258,7 +258,8 @@ def export(folder, policy, path: str, model: ModelConfig, mesh):
     if model.lora is not None:
         _, base = hf.load(path, mesh=mesh)
     merged = lora.merge(lora.join(base, policy, model.lora))
-    hf.save(folder, dataclasses.replace(model, lora=None), merged, like=path)
+    model = dataclasses.replace(model, lora=None)
+    hf.save(folder, model, merged, like=path, trained=True)
 
 
 def sizes(policy, base) -> str:

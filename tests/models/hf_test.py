@@ -96,6 +96,19 @@ def test_everything_but_weights_is_copied(tmp_path):
     assert files(tmp_path / "out") == kept
 
 
+@pytest.mark.parametrize("head", [b"", b"---\nlicense: mit\n---\n"])
+def test_the_card_of_trained_weights_says_that_it_is_about_others(tmp_path, head):
+    origin = shutil.copytree(SDAR, tmp_path / "origin")
+    (origin / "README.md").write_bytes(head + b"It adds. \xe9\n")
+    cfg, params = hf.load(origin)
+    for name, like in ("out", origin), ("again", tmp_path / "out"):
+        hf.save(tmp_path / name, cfg, params, like=like, trained=True)
+        card = (tmp_path / name / "README.md").read_bytes()
+        assert card == head + hf.TRAINED + b"It adds. \xe9\n"
+    hf.save(tmp_path / "bare", cfg, params, like=SDAR, trained=True)
+    assert (tmp_path / "bare" / "README.md").exists() == (SDAR / "README.md").exists()
+
+
 def test_f32_masters_of_bfloat16_weights(tmp_path):
     stored = safetensors.numpy.load_file(TIED / hf.SINGLE)
     low = {name: x.astype(ml_dtypes.bfloat16) for name, x in stored.items()}
