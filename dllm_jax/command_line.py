@@ -16,6 +16,7 @@ import runpy
 import select
 import signal
 import sys
+import tempfile
 import traceback
 
 import jax
@@ -362,6 +363,12 @@ def check_page(out: pathlib.Path):
         raise ValueError(
             f"--out={out} is there, and no page: name a file that ends in .html"
         )
+    try:  # before a page is made
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out={out}: it cannot be written: {error.strerror}; name another file"
+        ) from None
 
 
 def check_overrides(argv: list[str]):

@@ -28,6 +28,12 @@ TASK_FOLDER = "a folder with the YAML files of further tasks"
 LIMIT = "documents of each task, from its start; default: all"
 DRAWS = "of noise, for likelihoods"
 CHAT = "write conversations by the checkpoint's chat template"
+# What its libraries fail with where the hub, or a task's own file, is not there.
+LOST = (ConnectionError, TimeoutError, FileNotFoundError)
+UNSAFE = (
+    "--tasks: {} would execute what the model writes, without a jail: use "
+    "configs/eval.py:humaneval or :mbpp of python -m dllm_jax.eval"
+)
 
 
 class Model:
@@ -188,11 +194,31 @@ def adapted(cfg: config.Config, draws: int, say=print):
     return type("Adapted", (Model, LM), {})(cfg, draws, say)
 
 
+def executing(names: list[str], index: dict) -> list[str]:
+    """Returns which tasks execute what a model writes, as their files say (unsafe_code).
+
+    names: of tasks, groups and tags. index: the harness's entries, by name, whose `cfg` is
+    what the file says; a tag has none.
+    """
+    said = {name: x.cfg or {"task": [*x.tags]} for name, x in index.items()}
+    found, left = set(), list(names)
+    while left:
+        told = left.pop()
+        if isinstance(told, str):
+            told = said.pop(told, {})  # each once: a task's file names itself
+        if told.get("unsafe_code"):
+            found.add(told.get("group") or told["task"])
+        for parts in (told.get("task") or [], told.get("group") or []):
+            left += parts if isinstance(parts, list) else [parts]
+    return sorted(found)
+
+
 def evaluate(model, tasks: list[str], folder: str = "", **options) -> dict:
     """Returns what the harness finds: results by task, their versions, their settings.
 
     folder: of further tasks; options: of lm_eval.simple_evaluate. Raises ValueError for an
-    unknown task, and for one that executes what the model writes.
+    unknown task, for one that executes what the model writes, before anything is
+    downloaded, and for one whose data cannot be.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -200,16 +226,21 @@ def evaluate(model, tasks: list[str], folder: str = "", **options) -> dict:
     manager = TaskManager(include_path=folder or None)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ValueError(f"the harness has no task {', '.join(unknown)}")
+    if unsafe := executing(tasks, manager.task_index):
+        raise ValueError(UNSAFE.format(", ".join(unsafe)))
     try:
         found = lm_eval.simple_evaluate(
             model=model, tasks=tasks, task_manager=manager, **options
         )
-    except ValueError as error:
+    except ValueError as error:  # of a task that is a class, which has no such file
         if "unsafe" not in str(error):
             raise
+        raise ValueError(UNSAFE.format(", ".join(tasks))) from None
+    except LOST as error:
         raise ValueError(
-            f"{', '.join(tasks)}: a task executes what the model writes, without a jail: "
-            "use configs/eval.py:humaneval or :mbpp of python -m dllm_jax.eval"
+            f"--tasks={','.join(tasks)}: cannot get what they need: "
+            f"{' '.join(str(error).split())}; without a network, let HF_HOME name a cache "
+            "of the Hugging Face hub that holds it"
         ) from None
     names = ("results", "versions", "n-shot", "n-samples", "configs")
     return {name: found[name] for name in names if name in found}

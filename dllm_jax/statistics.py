@@ -139,7 +139,7 @@ def quotient(mean_dc):
 def share(value_n, samples: int) -> Score:
     """Returns a share with its interval; value_n: of each problem's `samples` answers.
 
-    One answer to each: Wilson's. Several: the clustered one. Of few problems the Beta's,
+    One answer to each, or all alike: Wilson's. Several: the clustered one. Of few the Beta's,
     where several answers count as so many independent ones as their variance says (Korn
     and Graubard, Survey Methodology 24, 1998): between n, and n times `samples`.
     """
@@ -149,7 +149,7 @@ def share(value_n, samples: int) -> Score:
         low, high = beta(value * size, size)
         # Equal tails would leave out what was measured, where all answers are alike.
         return Score(value, min(low, value), max(high, value), "beta")
-    if samples == 1:
+    if samples == 1 or np.ptp(value_n) == 0:
         return Score(value, *wilson(value, n), "wilson")
     low, high = clustered(value_n)
     return Score(value, max(low, 0.0), min(high, 1.0), "clustered")
@@ -170,6 +170,16 @@ def mean(value_n) -> Score:
     return Score(
         float(value_n.mean()), *bootstrap(column, value_n[:, None]), "bootstrap"
     )
+
+
+def mean_share(value_n) -> Score:
+    """Returns the mean over problems of shares of sets of answers, with its interval.
+
+    The bootstrap's. Where all problems are alike, no draw differs from another, which would
+    be an interval of no width: there it is that of a `share`, an answer to each.
+    """
+    alike = len(value_n) > 1 and np.ptp(value_n) == 0
+    return share(value_n, 1) if alike else mean(value_n)
 
 
 def ratio(above_n, below_n) -> Score:

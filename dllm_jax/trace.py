@@ -76,6 +76,8 @@ def main():
     out = pathlib.Path(values.out or files[0].path.with_suffix(".html"))
     title = " and ".join(side["name"] for side in made["files"])
     folder.write(out, page.page(f"Trace of {title}", page.TRACE, made))
+    for other in files[1:]:
+        print(f"answers of {files[0].path}; those of {other.path} are on the page")
     print(table.of_rows(files[0].rows[:SHOWN]))
     print(out)
 

@@ -50,6 +50,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     programs = begin.programs(here, source, tools, sampling, guest)
     progress = begin.progress(here, source, tools, sampling.weights)
 
+    if progress.step >= source.steps:
+        here.say(f"all {source.steps} steps are done: nothing is left to train")
     training = Training(here, tools, problems, source, programs, progress)
     training.evaluate_first()
     for step in range(progress.step + 1, source.steps + 1):

@@ -165,6 +165,15 @@ def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
     assert "1+é2ñ" in line and "'<unk>'" in line
 
 
+def test_a_text_that_is_too_long_is_not_the_templates_fault(tok, monkeypatch):
+    monkeypatch.setattr(data.prompts.limits, "CHARACTERS", 100)
+    with pytest.raises(ValueError, match="its text has 99 characters: .* at most 100 "):
+        data.render(tok, [{"role": "user", "content": 99 * "1"}])
+    monkeypatch.setattr(tok, "chat_template", 101 * "x")
+    with pytest.raises(ValueError, match="its chat template writes without end"):
+        data.render(tok, [{"role": "user", "content": "1+2"}])
+
+
 def test_render_without_a_template_is_an_error(tok):
     bare = type(tok)(tokenizer_object=tok.backend_tokenizer)
     with pytest.raises(ValueError, match="no chat template"):

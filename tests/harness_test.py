@@ -89,6 +89,22 @@ def test_without_the_harness_the_command_says_so(tmp_path, monkeypatch):
     assert done.returncode == 2 and "--tasks=NAME,... is required" in done.stderr
 
 
+def test_what_would_execute_answers_is_found_in_groups_and_tags_too():
+    def entry(**cfg):
+        return types.SimpleNamespace(cfg=cfg or None, tags={"runs", "asks"})
+
+    index = {
+        "runs": entry(task="runs", unsafe_code=True),
+        "asks": entry(task="asks"),
+        "group": entry(group="group", task=["asks", {"group": "in", "task": ["runs"]}]),
+        "changed": entry(group="changed", task=[{"task": "asks", "unsafe_code": True}]),
+        "tag": entry(),
+    }
+    found = {name: harness.executing([name], index) for name in index}
+    assert found.pop("asks") == [] and found.pop("changed") == ["asks"]
+    assert found == {name: ["runs"] for name in ("runs", "group", "tag")}
+
+
 TASK = """
 task: sums
 dataset_path: json
@@ -130,4 +146,10 @@ def test_tasks_of_the_harness(model, tmp_path):
         assert 0 <= found["results"]["sums"][f"{metric},none"] <= 1
     with pytest.raises(ValueError, match="the harness has no task nothing"):
         harness.evaluate(adapted, ["nothing"], str(folder))
+    # Its metric is not fetched, though it is a function of a file that would.
+    with pytest.raises(ValueError, match="humaneval_64 would execute what the model"):
+        harness.evaluate(adapted, ["sums", "humaneval_64"], str(folder))
+    file.unlink()
+    with pytest.raises(ValueError, match="--tasks=sums: cannot get what they need: "):
+        harness.evaluate(adapted, ["sums"], str(folder))
     assert "torch" not in sys.modules

@@ -135,6 +135,14 @@ def test_an_interval_holds_what_was_measured():
         assert got.low <= value <= got.high and got.high - got.low > 0.005
 
 
+def test_means_of_shares_are_bootstrapped_but_where_all_are_alike():
+    value_n = np.array([0.0, 0.5, 1.0])
+    assert statistics.mean_share(value_n) == statistics.mean(value_n)
+    assert statistics.mean_share(value_n[1:2]) == statistics.mean(value_n[1:2])
+    same = np.full(5, 0.5)
+    assert statistics.mean_share(same) == statistics.share(same, 1)
+
+
 def test_answers_that_are_alike_tell_no_more_than_one():
     same = np.array([0.0, 1.0] * 15)
     assert statistics.effective(same, 8) == 30

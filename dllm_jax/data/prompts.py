@@ -232,9 +232,7 @@ def by_template(tok, messages: list[dict]) -> str:
             raise MemoryError
     except MemoryError:
         given = sum(len(message["content"]) for message in messages)
-        if (
-            2 * given > limits.CHARACTERS
-        ):  # most of what was written, or would have been
+        if 2 * given > limits.CHARACTERS:  # it is the most of what was to be written
             raise ValueError(
                 f"its text has {given:,} characters: with what the chat template adds, "
                 f"at most {limits.CHARACTERS:,} are taken"

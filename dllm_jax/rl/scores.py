@@ -73,11 +73,11 @@ def of_sets(right_ns, class_ns) -> dict[str, Score]:
         if k in (1, each):  # a share: of all answers, or of the problems
             found[f"pass@{k}"] = statistics.share(value_n, each if k == 1 else 1)
         else:
-            found[f"pass@{k}"] = statistics.mean(value_n)
+            found[f"pass@{k}"] = statistics.mean_share(value_n)
     for k in rollout.sizes(each) if class_ns is not None else ():
         if k > 2:
             voted_n = statistics.majority_at(class_ns, right_ns, k)
-            found[f"maj@{k}"] = statistics.mean(voted_n)
+            found[f"maj@{k}"] = statistics.mean_share(voted_n)
     return found
 
 
@@ -98,7 +98,8 @@ def card(cfg, records: list[dict], asked: list, scores: dict, marks: dict) -> di
     `of_records`. marks: hf.marks of the checkpoint's files.
     """
     each = cfg.eval.answers
-    told = {name: x for name, x in vars(cfg.sampler).items() if name not in IDLE}
+    fields = dataclasses.asdict(cfg.sampler)
+    told = {name: x for name, x in fields.items() if name not in IDLE}
     return {
         "checkpoint": {"path": cfg.model.path, "hash": digest(marks)},
         "data": {
@@ -233,7 +234,7 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
     """Returns the points of a sweep and AUP with its interval, JSON-able.
 
     best: the best accuracy of any method compared, in %; 0: of this sweep. AUP is None,
-    and "why" says why, where it is refused (statistics.aup).
+    and "why" says why, where it is refused (statistics.aup), and where nothing is right.
     """
     x_nc = [x for s in settings for x in (s.right_n, s.tokens_n, s.forwards_n)]
     x_nc = np.stack(x_nc, axis=1).astype(float)
@@ -253,8 +254,10 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
             {"value": s.value, "tokens_per_forward": rho, "accuracy": y}
             for s, (rho, y) in zip(settings, measured, strict=True)
         ],
-        "best": best or top(measured),
+        "best": best or max(y for _, y in measured),
     }
+    if not told["best"]:
+        return told | {"aup": None, "why": "AUP: nothing is right, by any setting"}
     try:
         value = statistics.aup(measured, told["best"])
     except ValueError as error:
@@ -264,7 +267,7 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
 
 
 def top(points: list[tuple[float, float]]) -> float:
-    """Returns the best accuracy of points, in %; 1 where nothing is right at all."""
+    """Returns the best accuracy of points, in %; 1, to divide by, where nothing is right."""
     return max(y for _, y in points) or 1.0
 
 

@@ -138,10 +138,10 @@ class SamplerConfig:
                 "strategy='static'"
             )
 
-    @functools.cached_property  # asked at every turn, and all fields are checked anew
+    @property
     def static(self):
         """The same for programs: nothing in it tells what is TRACED."""
-        return dataclasses.replace(self, threshold=-1.0, entropy_bound=0.0)
+        return untraced(self)
 
     @property
     def filters_draws(self) -> bool:
@@ -287,6 +287,12 @@ class SamplerConfig:
     def page_slots(self) -> int:
         """Positions of a cache page: whole blocks."""
         return -(-self.page // self.block) * self.block
+
+
+@functools.lru_cache(64)  # it is asked for at every turn, and checks all fields anew
+def untraced(cfg: SamplerConfig) -> SamplerConfig:
+    """Returns a sampler's `static`."""
+    return dataclasses.replace(cfg, threshold=-1.0, entropy_bound=0.0)
 
 
 # What a run's evaluation may sample otherwise than its rollouts: see `variants`.

@@ -6,9 +6,9 @@ A column is a caption. Its rows are four drawings of the first evaluation and, b
 four of the second, each in a frame: green where the checker found what was asked for.
 """
 
+import argparse
 import base64
 import io
-import sys
 
 from PIL import Image, ImageDraw, ImageOps
 
@@ -55,8 +55,14 @@ def sheet(sides: list[dict[str, list[dict]]]) -> Image.Image:
 
 def main():
     """Writes the PNG."""
-    before, after, out = sys.argv[1:]
-    sheet([drawings(before), drawings(after)]).save(out)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("before", help="an evaluation's eval.jsonl")
+    p.add_argument("after", help="another's, of the same captions")
+    p.add_argument("out", help="the PNG")
+    args = p.parse_args()
+    sheet([drawings(args.before), drawings(args.after)]).save(args.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Scenes that an example draws: its checker and its codes agree with the drawer."""
 
+import json
+import sys
+
 import numpy as np
-from PIL import ImageColor
+import pytest
+from PIL import Image, ImageColor
 
 from configs import tracerl
 from dllm_jax import data, images
@@ -69,3 +73,17 @@ def test_a_gallery_shows_two_evaluations_one_below_the_other():
     frames = [ImageColor.getrgb(x) for x in (gallery.RIGHT, gallery.WRONG)]
     counts = {colour: count for count, colour in sheet.getcolors(10_000)}
     assert counts[frames[0]] == 2 * counts[frames[1]] > 0
+
+
+def test_a_gallery_names_the_files_that_it_wants(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gallery"])
+    with pytest.raises(SystemExit):
+        gallery.main()
+    assert "required: before, after, out" in capsys.readouterr().err
+    picture = images.embedded(np.zeros((4, 4, 3), np.uint8))
+    row = {"question": "a red square", "picture": picture, "reward": 1.0}
+    answers, out = tmp_path / "eval.jsonl", tmp_path / "drawn.png"
+    answers.write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "argv", ["gallery", str(answers), str(answers), str(out)])
+    gallery.main()
+    assert Image.open(out).width == gallery.SIDE + 2 * (gallery.FRAME + gallery.GAP)

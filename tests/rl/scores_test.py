@@ -43,6 +43,15 @@ def test_scores_by_hand():
     assert got["tokens_per_forward"].value == pytest.approx(24 / 16)
 
 
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("problems", [2, 50, 400])
+def test_scores_of_answers_that_are_all_alike_have_an_interval(problems, right):
+    got = scores.of_records([record("1", right=right)] * 3 * problems, 3, VOTE)
+    for name in ("accuracy", "pass@2", "pass@3", "maj@3"):
+        assert got[name].high - got[name].low > 0.005
+        assert got[name][:3] == got["pass@3"][:3] and got[name].value == right
+
+
 def test_what_nobody_judged_counts_in_no_accuracy():
     rows = [record(), record(right=False, graded=False), record(), record(right=False)]
     got = scores.of_records(rows, 2)
@@ -84,6 +93,9 @@ def test_the_aup_of_a_sweep_and_its_interval():
     worse = scores.Setting(0.3, np.zeros(200), np.full(200, 40), np.full(200, 8))
     got = scores.sweep("sampler.threshold", [*points, worse], 0.0)
     assert got["aup"] is None and "more than 5 points below" in scores.sentence(got)
+    got = scores.sweep("sampler.threshold", [worse], 0.0)
+    assert got["best"] == 0 and got["aup"] is None
+    assert scores.sentence(got) == "AUP: nothing is right, by any setting"
 
 
 def test_the_accuracy_of_groups():

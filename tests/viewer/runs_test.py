@@ -1,9 +1,11 @@
 """What a run's folder tells, whole or damaged."""
 
 import json
+import sys
 
 import pytest
 
+from dllm_jax import report
 from dllm_jax.viewer import runs
 from tests.viewer.common import write
 
@@ -13,6 +15,20 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match="no run's folder"):
             runs.told(str(path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it has no /proc")
+def test_a_page_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "-o", "/proc/x.html"])
+    with pytest.raises(ValueError, match="^--out=/proc/x.html: it cannot be written: .*name"):
+        report.main()
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    report.main()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "metrics.jsonl",
+        "report.html",
+    }
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
     assert told.stderr.splitlines()[-1].endswith(
         "have no prompt in common: nothing to compare"
     )
+    write(tmp_path / "c.jsonl", [answer()])
+    told = run(tmp_path / "a.jsonl", tmp_path / "c.jsonl", f"--model={MODEL}")
+    assert told.stdout.splitlines()[0] == (
+        f"answers of {tmp_path}/a.jsonl; those of {tmp_path}/c.jsonl are on the page"
+    )
 
 
 # ---- Two files -----------------------------------------------------------------------
