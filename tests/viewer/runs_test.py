@@ -21,7 +21,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "-o", "/proc/x.html"])
-    with pytest.raises(ValueError, match="^--out=/proc/x.html: it cannot be written: .*name"):
+    with pytest.raises(
+        ValueError, match="^--out=/proc/x.html: it cannot be written: .*name"
+    ):
         report.main()
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     report.main()
