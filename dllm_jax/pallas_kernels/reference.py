@@ -208,14 +208,13 @@ def keep(logits_V, *, top_k: int, top_p: float):
     whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
     stay in; of those that tie at the border of p, the fewest do, from the left.
     """
-    best_k = ahead_k = jax.lax.stop_gradient(logits_V)
-    share_k = 1.0
+    best_k, share_k = jax.lax.stop_gradient(logits_V), 1.0  # where no k is set, of all
     if top_k:
         best_k, _ = jax.lax.top_k(best_k, min(top_k, logits_V.shape[-1]))
         kth_1 = best_k[..., -1:]
         share_k = jnp.where(  # of all that tie with the k-th, which may be more
             best_k == kth_1,
-            jnp.sum(ahead_k == kth_1, axis=-1, keepdims=True)
+            jnp.sum(logits_V == kth_1, axis=-1, keepdims=True)
             / jnp.sum(best_k == kth_1, axis=-1, keepdims=True),
             1.0,
         )
