@@ -23,8 +23,7 @@ Result to expect. reward: 0.83 of the pairs told apart in the last 20 of 150 upd
 from held-out problems (one seed). arithmetic: held-out accuracy goes from 62 to 68 % (256 problems,
 three answers to each; one seed; a minute of a CPU core that others used as well). More steps are
 worse than none: after 40 it is 16 and 2 % (two seeds), as the policy learns what the reward model
-takes for right (docs/rewards.md). The presets of
-released models are unrun.
+takes for right (docs/rewards.md). The presets of released models are unrun.
 """
 
 from configs import released, tracerl
