@@ -219,7 +219,10 @@ LOSSES = """
   from 69 to 86 %; 8B with 64 rows from 81 to 93 %; 4B on v5p from 78 to 89 %.
 * A part of a prompt was compiled for tables of pages as long as the longest answer, which no
   prompt fills. It now stops where prompts do: of the recipe's lengths there are 12 programs of
-  such parts and not 16, and the longest prompt's gathers 800 positions and not 1,024.
+  such parts and not 16, and the longest prompt's gathers 800 positions and not 1,024. Parts
+  were of 52 positions, a sixteenth of the longest prompt; of 64 a TPU reads the pages less often:
+  1.7B's prompts went from 123,100 to 141,600 tokens/s on v5p, from 151,400 to 179,500 on v6e,
+  where 4B's went from 53,940 to 59,360. An H200's bounds stayed.
 * A cube of v5p was described to its compiler without the links that close its axes to rings,
   and each gather of an update over all 64 chips became an all-reduce, of twice the bytes. With
   them 8B's update sent 235,500 MiB and not 350,400.
@@ -238,7 +241,7 @@ LOSSES = """
   54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
   multiplies by the groups of all layers, of which those of one hold rows
   (`pallas_kernels/tpu/grouped_matmul.py`): 57 GiB read and not 111, none copied, 99 % of the
-  ideal and not 34; prompts 18,640 tokens/s and not 7,472. Before it multiplies, the kernel's
+  ideal and not 34; prompts 19,140 tokens/s and not 7,472. Before it multiplies, the kernel's
   table of groups is made by loops over all 6,144 of them on the chip's scalar unit. What
   that takes no text tells, and nobody has measured it. On a GPU JAX's kernel had them
   copied, too, and one of ours reads them where they lie: on `h200:2x8`, the smallest slice that
@@ -302,8 +305,8 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 * A TPU's attention takes 1,024 keys a tile, and the 800 of the longest prompt's pages are filled
   up to that by a pass over them of its own: 1.2 GiB more of a forward of prompts than with tiles
   of 512. On v5p 8B's and 4B's take no longer for it, as parts of keys that nobody sees are
-  skipped; 1.7B's bound is 123,100 prompt tokens/s where it was 137,900. To gather 1,024
-  positions instead gives 1.7B 135,500 there, but takes 4 % of v6e's, where the filling up is
+  skipped; 1.7B's bound, with parts of 52 positions, was 123,100 prompt tokens/s after it and
+  137,900 before. To gather 1,024 positions instead gave 1.7B 135,500 there, but takes 4 % of v6e's, where the filling up is
   no pass of its own, and 1 % of an H200's. Prompts whose pages hold 512
   positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
