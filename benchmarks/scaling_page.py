@@ -306,9 +306,9 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   up to that by a pass over them of its own: 1.2 GiB more of a forward of prompts than with tiles
   of 512. On v5p 8B's and 4B's take no longer for it, as parts of keys that nobody sees are
   skipped; 1.7B's bound, with parts of 52 positions, was 123,100 prompt tokens/s after it and
-  137,900 before. To gather 1,024 positions instead gave 1.7B 135,500 there, but takes 4 % of v6e's, where the filling up is
-  no pass of its own, and 1 % of an H200's. Prompts whose pages hold 512
-  positions or fewer are not filled up.
+  137,900 before. To gather 1,024 positions instead gave 1.7B 135,500 there, but takes 4 % of
+  v6e's, where the filling up is no pass of its own, and 1 % of an H200's. Prompts whose pages
+  hold 512 positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
   of 8B's and 1.7B's updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
 * On v5p:2x2x1 the compiler scatters the gradients of all of 8B's and 1.7B's weights, and of 4B

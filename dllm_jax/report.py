@@ -61,7 +61,8 @@ def main():
     )
     made = content(paths, values.images)
     out = pathlib.Path(values.out or pathlib.Path(paths[0]) / "report.html")
-    command_line.check_page(out)
+    if not values.out:  # which was checked as it was read
+        command_line.check_page(out)
     title = " and ".join(run["name"] for run in made["runs"])
     folder.write(out, page.page(f"Report on {title}", page.REPORT, made))
     print(out)

@@ -594,6 +594,8 @@ def test_who_reads_no_more_ends_a_command(monkeypatch, text):
         monkeypatch.setattr(sys, "argv", ["command"])
         command_line.entry(lambda: print(text))
         print("nobody hears this", flush=True)
+        nowhere = os.fstat(pipe.fileno()), os.stat(os.devnull)
+        assert os.path.samestat(*nowhere)
 
 
 def test_a_pipe_of_its_own_that_breaks_is_a_defect(monkeypatch):
