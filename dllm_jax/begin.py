@@ -94,7 +94,7 @@ def endless_warmups(plans: dict) -> list[str]:
         f"warning: {name}_optim.warmup={plan.optim.warmup}: the run has {plan.updates} "
         f"updates, so that its rate never reaches {name}_optim.lr={plan.optim.lr:g}"
         for name, plan in plans.items()
-        if plan.optim.warmup >= plan.updates
+        if plan.optim.warmup and plan.optim.warmup >= plan.updates
     ]
 
 

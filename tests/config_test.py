@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from dllm_jax import (
+    begin,
     checks,
     command_line,
     config,
@@ -28,7 +29,8 @@ from dllm_jax import (
 )
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
-from dllm_jax.rl.config import BatchConfig
+from dllm_jax.rl import learner
+from dllm_jax.rl.config import BatchConfig, OptimConfig
 from dllm_jax.sampling.config import SamplerConfig
 from tests import served
 
@@ -629,6 +631,16 @@ def test_rows_of_a_microbatch_are_shared_by_all_devices(rows, devices, becomes):
         assert len(lines) == 1
         assert lines[0].startswith(f"batch.rows={rows} becomes {becomes}, of 0 slots")
     assert config.shared_batch(cfg, ModelConfig(), devices).rows == (becomes or rows)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "updates", "told"), [(0, 0, 0), (0, 5, 0), (4, 5, 0), (5, 5, 1)]
+)
+def test_a_warmup_that_outlasts_the_run_is_told(warmup, updates, told):
+    plan = learner.Plan(("policy",), OptimConfig(warmup=warmup), updates)
+    lines = begin.endless_warmups({"policy": plan})
+    start = f"warning: policy_optim.warmup={warmup}: the run has {updates} updates"
+    assert [line.startswith(start) for line in lines] == [True] * told
 
 
 def test_what_training_does_not_read_is_told():
