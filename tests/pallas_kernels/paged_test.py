@@ -116,6 +116,26 @@ def test_however_many_blocks_share_a_rows_pages(monkeypatch, parts, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
+# Two warpgroups with a head each, one, and two that share a head's queries; of these the
+# window is two tiles of keys. The last turn has as many items as blocks, or fewer.
+@pytest.mark.parametrize(
+    "B, W, N, K, H", [(7, 3, 4, 2, 64), (7, 3, 2, 1, 64), (4, 33, 4, 1, 64)]
+)
+@pytest.mark.parametrize("blocks", [1, 3, 4])
+def test_a_block_walks_over_many_rows(monkeypatch, blocks, B, W, N, K, H, capfd):
+    monkeypatch.setattr(gpu_paged_attention, "BLOCKS", blocks)
+    q, pages, *at, k, v = case(B, W, N, K, H)
+    want = SPECIFIED(q, pages, *at, k, v)
+    found = pallas_kernels.paged_attention(
+        q, spoiled(pages, *at), *at, k, v, implementation="gpu", interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    args, want = chunk_case(40, 4, K, 64, O)
+    found = pallas_kernels.chunk_attention(*args, implementation="gpu", interpret=True)
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+    assert "RACE" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     "implementation, W, N, K, H",
     [("tpu", 4, 8, 2, 128), ("gpu", 4, 8, 2, 64)],
