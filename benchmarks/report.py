@@ -33,7 +33,8 @@ Such ratios belong to a machine: on two cores of another, slower at reading memo
 1.33 times as fast as a77af13 with one row of 30M, 1.76 with 32, 1.49 with 32 of 135M, and 7.48
 with a prompt of 2,048 (medians of three rounds).
 Rows of a GPU that name no commit are of 59e1659. Those of 27d85a3 are of programs with XLA's
-kernel for norms, which sampling is without since (`denoise.ON_GPU`).
+kernel for norms, which sampling is without since (`denoise.ON_GPU`); from c03e924 on a
+forward's layers are one CUDA graph there.
 Tables of `kernels --counted` are of programs that were compiled for a chip and not run: bytes,
 FLOPs and what the chip takes for them at the least; `benchmarks/counted.py` says what is
 counted and what is not.

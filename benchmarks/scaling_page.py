@@ -274,13 +274,13 @@ LOSSES = """
 Wanted were 75 % of the ideal for 4B and 8B with 64 rows and more, 90 % with one row on one
 GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 
-* An H200 reaches 42 to 52 % of the bounds of one GPU (the table above). By profiles of these
-  runs products of 768 and of 4,096 slots go at 710 to 730 TFLOP/s, where the bound has 989.
-  Attention over pages moves 2.7 TB/s (`benchmarks.kernels --only paged`: 128 rows that hold 540
-  positions on average), where a copy moves 4.3: a processor has one block at a time, of a row
-  and a key head, and nothing hides its first copies and its last sums. Between kernels, of
-  which a layer has 18, the chip waits 1.3 ms of a forward of 128 rows and 0.9 of one row's.
-  27d85a3 had 72 copies of norms' weights a forward, beside the layers; they are gone since.
+* An H200 reaches 42 to 63 % of the bounds of one GPU (the table above). By a profile of 4B's
+  128 rows at b45c99e, of contexts of 800, a forward is busy for 15.0 ms: 8.0 are products, at 700
+  TFLOP/s where the bound has 989; 4.4 attention, 0.9 the draw, of whose work noise is more than
+  half, 1.9 norms, rotations and the like, which the bound has as bytes alone. Attention over
+  pages moves 3.8 TB/s since (128 rows of 992 positions; 3.5 before its blocks went from row to
+  row), where a copy moves 4.3. Between kernels the chip waited 0.6 ms of that forward, and 0.4
+  of the 5.3 ms that one row of 8B takes: of all layers as one graph it waits for little.
 * The bundled model does next to nothing in a forward, and what a TPU does around its small
   arrays outweighs it; its heads of 32 are for no kernel, and its float32 is for none of a GPU's.
   A v6e keeps its weights and the pages of its keys on the chip from one forward to the next,
