@@ -40,10 +40,9 @@ from dllm_jax.sampling.config import variants
 class Scene:
     """Where a run runs, and what it trains; the same in every process but for `main`.
 
-    resume: as the flag says it. shapes: of the networks' states by name, with their
-    shardings on `mesh`. defaults: of the keys when the run began, None where it begins
-    now. boards: where its metrics go. main: whether this process is the one that writes
-    and prints, by `say`.
+    shapes: of the networks' states by name, with their shardings on `mesh`. defaults: of
+    the keys when the run began, None where it begins now. boards: where its metrics go.
+    main: whether this process is the one that writes and prints, by `say`.
     """
 
     cfg: config.Config
@@ -54,7 +53,6 @@ class Scene:
     shapes: dict[str, learner.TrainState]
     mesh: jax.sharding.Mesh
     run: Folder
-    resume: str
     defaults: dict | None
     boards: Any
     main: bool
@@ -76,6 +74,25 @@ class Scene:
     def samples(self) -> bool:
         """Whether it samples, be it for the held-out problems alone."""
         return self.method.samples or bool(self.cfg.data.heldout)
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The run's; they make their folder."""
+        run = self.cfg.run
+        return Checkpoints(
+            self.folder / "checkpoints", run.keep, run.keep_every or None
+        )
+
+    @functools.cached_property
+    def anchor(self):
+        """The shapes of a reference that moves, else None: it is the checkpoint's."""
+        moves = self.cfg.rl.reference_reset
+        return networks.abstract_reference(self.model, self.mesh) if moves else None
+
+    @property
+    def saved(self):
+        """What a checkpoint of the run holds, as shapes."""
+        return self.shapes | ({"reference": self.anchor} if self.anchor else {})
 
     @property
     def places(self):
@@ -127,7 +144,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     for line in (*kept, *choices, *warned, *checked):
         say(line)
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
-    return Scene(
+    here = Scene(
         cfg=cfg,
         model=model,
         tok=tok,
@@ -136,7 +153,6 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
         shapes=shapes,
         mesh=mesh,
         run=run,
-        resume=resume,
         defaults=defaults,
         boards=boards,
         main=main,
@@ -144,6 +160,25 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
         timer=timer,
         stopping=stopping,
     )
+    if has_steps:
+        check_fit(here)
+    return here
+
+
+def check_fit(here: Scene) -> None:
+    """Raises ValueError where the newest checkpoint is not of what is trained.
+
+    Before anything is compiled. Of one that cannot be read `progress` tells, when it takes
+    the one before it.
+    """
+    try:
+        for step in here.checkpoints.steps()[-1:]:
+            here.checkpoints.check_fit(step, here.saved)
+    except Misfit as error:
+        lines = [str(error), *config.changes(error.meta.get("config", {}), here.cfg)]
+        raise ValueError("\n  ".join(lines)) from None
+    except Exception:  # noqa: BLE001  (Orbax has another for each way of being damaged)
+        return
 
 
 def kernels_found_wrong(cfg: config.Config, model: ModelConfig) -> dict[str, None]:
@@ -355,19 +390,9 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
     like: what samples, as shapes.
     """
     cfg, model, mesh = here.cfg, here.model, here.mesh
-    checkpoints = Checkpoints(
-        here.folder / "checkpoints", cfg.run.keep, cfg.run.keep_every or None
-    )
-    moves = cfg.rl.reference_reset  # else the reference is the checkpoint's
-    anchor = networks.abstract_reference(model, mesh) if moves else None
-    target = here.shapes | ({"reference": anchor} if moves else {})
-    for line in checkpoints.scarce(target):
+    for line in here.checkpoints.scarce(here.saved):
         here.say(line)
-    try:
-        restored = None if here.resume == "never" else checkpoints.restore(target)
-    except Misfit as error:
-        lines = [str(error), *config.changes(error.meta.get("config", {}), cfg)]
-        raise ValueError("\n  ".join(lines)) from None
+    restored = here.checkpoints.restore(here.saved)
     states, base, start, meta = begin_or_resume(here, restored)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())
@@ -386,7 +411,15 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
         f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
     )
     return Progress(
-        states, base, reference, anchor, like, model, checkpoints, start, meta
+        states,
+        base,
+        reference,
+        here.anchor,
+        like,
+        model,
+        here.checkpoints,
+        start,
+        meta,
     )
 
 

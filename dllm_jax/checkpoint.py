@@ -217,23 +217,26 @@ class Checkpoints:
         for number in candidates:
             if self.damaged(number):
                 continue
-            meta = self.meta(number)
             if target is not None:
-                stored = self.manager.item_metadata(number).state
-                path = self.folder / str(number)
-                if fault := misfit(stored, target):
-                    raise Misfit(
-                        f"{path} does not fit this configuration: {fault}; another model, "
-                        "or other networks beside it, made it: name another run.folder",
-                        meta,
-                    )
-            return self.load(number, target), meta, number
+                self.check_fit(number, target)
+            return self.load(number, target), self.meta(number), number
         if candidates:
             raise CannotGoOn(
                 f"{self.folder}: no checkpoint of {candidates} is whole; put a copy of one "
                 "back, or begin again with --resume=never and another run.folder"
             )
         return None
+
+    def check_fit(self, step: int, target) -> None:
+        """Raises Misfit when a step's tree does not have the target's structure and shapes."""
+        meta, stored = self.meta(step), self.manager.item_metadata(step).state
+        if fault := misfit(stored, target):
+            raise Misfit(
+                f"{self.folder / str(step)} does not fit this configuration: {fault}; "
+                "another model, or other networks beside it, made it: name another "
+                "run.folder",
+                meta,
+            )
 
     def meta(self, step: int) -> dict:
         """Returns a step's meta, as this version of the program writes it.

@@ -444,15 +444,23 @@ def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
     return stop_ids(tok, model.eos_id, *cfg.stop_ids)
 
 
-def too_long(positions: int, model: ModelConfig) -> list[str]:
-    """Returns a warning, where a canvas is longer than its model was made for."""
-    if not 0 < model.positions < positions:
-        return []
-    line = (
-        f"warning: prompt and answer may take {positions} positions, and the model was made "
-        f"for {model.positions} (max_position_embeddings): beyond them it guesses"
-    )
-    return [line]
+def too_long(sampler: SamplerConfig, model: ModelConfig, prompt: int = 0) -> list[str]:
+    """Returns warnings: of canvases longer than the model was made for, of blocks than answers.
+
+    prompt: the longest one's tokens; 0: as long as they may be.
+    """
+    lines, positions = [], prompt + sampler.max_new if prompt else sampler.slots
+    if 0 < model.positions < positions:
+        lines.append(
+            f"warning: prompt and answer may take {positions} positions, and the model was "
+            f"made for {model.positions} (max_position_embeddings): beyond them it guesses"
+        )
+    if model.attention == "block" and sampler.block > sampler.max_new:
+        lines.append(
+            f"warning: sampler.block={sampler.block}: every forward computes a whole block, "
+            f"and answers have sampler.max_new={sampler.max_new} tokens at most"
+        )
+    return lines
 
 
 def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
@@ -460,7 +468,7 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
 
     cfg, model: of `completed`; devices: that share rows, data x fsdp.
     """
-    lines = too_long(cfg.sampler.slots, model)
+    lines = too_long(cfg.sampler, model)
     if cfg.method == "rl" and cfg.rl.advantage == cfg.rl.value == "none":
         lines.append(
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "

@@ -519,8 +519,8 @@ def answer(prompt: str | None, options, stop):
     jax.set_mesh(mesh)
     cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
-    longest = max(map(len, prompts)) + cfg.max_new
-    for line in (*config.too_long(longest, model), *checked):
+    longest = max(map(len, prompts))
+    for line in (*config.too_long(cfg, model, longest), *checked):
         print(line, file=sys.stderr)
     answerer, params = placement.loaded(
         path,

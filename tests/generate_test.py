@@ -545,7 +545,18 @@ def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, caps
     ask(f"--model={tmp_path}")
     told = "the model was made for 16 (max_position_embeddings)"
     assert told in capsys.readouterr().err
-    assert not config.too_long(16, hf.read_config(tmp_path))
+    short = SamplerConfig(max_prompt=8, max_new=8)
+    assert not config.too_long(short, hf.read_config(tmp_path))
+    assert config.too_long(short, hf.read_config(tmp_path), 9)
+
+
+def test_a_block_wider_than_an_answer_is_told(ask, capsys):
+    ask("--block=16", "--max-new-tokens=8")
+    assert (
+        "warning: sampler.block=16: every forward computes" in capsys.readouterr().err
+    )
+    ask("--block=8", "--max-new-tokens=8")
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_prompts_of_like_lengths_are_sampled_by_one_program():

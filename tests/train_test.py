@@ -687,6 +687,7 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
         "error: " in told and "checkpoints/1 does not fit this configuration: " in told
     )
     assert "config.rl.value was 'none', is now 'own'" in told
+    assert "memory of a device" not in told  # nothing was compiled
     told = end(command(folder, *OLD_KEYS))
     assert f"resuming {folder} after step 1" in told
     assert [row["step"] for row in rows(folder)] == [1, 2]

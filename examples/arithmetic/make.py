@@ -156,6 +156,7 @@ def write_blank(folder: pathlib.Path, rng, shape: dict, tok, **told) -> None:
     safetensors.numpy.save_file(
         stored, folder / "model.safetensors", metadata={"format": "pt"}
     )
+    print(f"{folder}: a model to train")
 
 
 def write_records(folder: pathlib.Path, rows: list[dict], heldout: int) -> None:
@@ -164,6 +165,7 @@ def write_records(folder: pathlib.Path, rows: list[dict], heldout: int) -> None:
     for name, part in (("heldout", rows[:heldout]), ("train", rows[heldout:])):
         text = "".join(json.dumps(row) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text)
+        print(f"{folder / name}.jsonl: {len(part)} problems")
 
 
 def main():

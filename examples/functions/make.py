@@ -16,7 +16,6 @@ program with its numbers one higher or lower, as far as these differ anywhere.
 
 import argparse
 import itertools
-import json
 import pathlib
 
 import numpy as np
@@ -165,12 +164,7 @@ def main():
     args = p.parse_args()
     rng = np.random.default_rng(args.seed)
     rows = problems(rng, args.heldout + args.train, args.wrong)
-    out = pathlib.Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    parts = {"heldout": rows[: args.heldout], "train": rows[args.heldout :]}
-    for name, part in parts.items():
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (out / f"{name}.jsonl").write_text(text)
+    arithmetic.write_records(pathlib.Path(args.out), rows, args.heldout)
     tok = arithmetic.tokenizer(WORDS)
     arithmetic.write_blank(pathlib.Path(args.blank), rng, SHAPE, tok)
 

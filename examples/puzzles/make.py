@@ -2,7 +2,7 @@
 
     python -m examples.puzzles.make sudoku
     python -m examples.puzzles.make sums
-    python -m examples.puzzles.make countdown
+    python -m examples.puzzles.make countdown --train=6000
 
 writes train.jsonl and heldout.jsonl (different problems) to examples/puzzles/TASK, from which
 configs/sft.py:TASK trains the bundled model, and tells how many held-out problems are among
@@ -146,6 +146,7 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row) + "\n" for row in read_d1(args.read)]
         (folder / "d1.jsonl").write_text("".join(lines))
+        print(f"{folder}/d1.jsonl: {len(lines)} problems")
         return
     draw, field, block = TASKS[args.task]
     rows = draw(args.heldout + args.train, args.seed)

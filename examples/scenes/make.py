@@ -136,6 +136,7 @@ def asked(out: pathlib.Path, rng: np.random.Generator) -> tuple[list[dict], list
 def lines(file: pathlib.Path, rows: list[dict]) -> None:
     """Writes records, a line each."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{file}: {len(rows)} records")
 
 
 def main():
@@ -163,6 +164,7 @@ def main():
 
     blank(out / "blank", rng)
     tokenizer.write(out / "blank" / "vq")
+    print(f"{out}/blank: a model to train")
 
     for name, rows in zip(("questions", "asked"), asked(out, rng), strict=True):
         lines(out / f"{name}.jsonl", rows)
