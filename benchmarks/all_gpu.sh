@@ -18,8 +18,7 @@ bench 75 $steady --model=sdar-4b --rows 128
 bench 115 $steady --model=sdar-8b --rows 128 1
 train="train_step $with --packed-only --remat=dots --max-prompt 300 --max-answer 1000 --mean-answer 500 --trajectories 128 --repeats 2"
 bench 50 $train --model=sdar-1.7b --rows 4 --tokens 4096
-bench 60 kernels --only paged cache queries token_draw chunk
-bench 40 kernels --only top_p
+bench 70 kernels --only paged cache queries token_draw chunk top_p
 bench 60 $decode --engine-only --prompt 1024 --new 256 --model=sdar-4b --rows 128
-one_step 40
+one_step 90
 reported

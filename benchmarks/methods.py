@@ -243,7 +243,7 @@ def mean(values, digits: int = 3) -> str:
 
 
 def report(folder: pathlib.Path, seeds: list[int], newer: bool):
-    """Writes results.json, a table and, of the first one, the curves of what has ended."""
+    """Writes results.json, a table and, of the first one, a picture of what has ended."""
     results = {}
     for name in NAMES[newer]:
         runs = {seed: result(folder, name, seed) for seed in seeds}
@@ -267,50 +267,50 @@ def report(folder: pathlib.Path, seeds: list[int], newer: bool):
     table = "\n".join(lines)
     page.write_text(f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
     if not newer:
-        draw(results)
+        draw({name: ends_of(list(runs.values())) for name, runs in results.items()})
 
 
-def draw(results: dict):
-    """Draws every method's held-out accuracy: the mean of its runs, their span at the end."""
+def ends_of(runs: list[dict]) -> tuple[float, float, float]:
+    """Returns a method's mean accuracy before and after, and the deviation of the latter."""
+    before, after = ([run["accuracy"][at] for run in runs] for at in (0, -1))
+    spread = statistics.stdev(after) if len(after) > 1 else 0.0
+    return statistics.mean(before), statistics.mean(after), spread
+
+
+def draw(ends: dict) -> None:
+    """Draws every method's held-out accuracy at the end, the best above; ends: of `ends_of`."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    colors = plt.get_cmap("tab20").colors
-    panels = (RL, "RL steps"), (ORDERED, "RL steps"), (SFT, "SFT updates")
-    for axis, (table, label) in zip(axes, panels, strict=True):
-        ends, last = [], 1
-        line = {"arrowstyle": "-", "lw": 0.5, "relpos": (0, 0.5)}
-        # AR begins, and stays, far below.
-        names = [name for name in table if name in results and name != "SFT, AR"]
-        for i, name in enumerate(names):
-            runs = list(results[name].values())
-            steps, last = runs[0]["steps"], runs[0]["steps"][-1]
-            points = list(zip(*(run["accuracy"] for run in runs), strict=True))
-            middle = [statistics.mean(column) for column in points]
-            color = colors[2 * i % 20 + 2 * i // 20]
-            axis.plot(steps, middle, color=color, lw=1.8, marker="o", ms=3)
-            axis.plot([last, last], [min(points[-1]), max(points[-1])], color=color)
-            ends.append((middle[-1], name, color))
-        axis.set_ylabel("held-out accuracy")
-        low, high = axis.get_ylim()
-        place = high
-        for y, name, color in sorted(ends)[::-1]:  # beside its end, below other labels
-            place = min(y, place - 0.045 * (high - low))
-            axis.annotate(
-                *(name, (last, y), (1.1 * last, place)),
-                color=color,
-                fontsize=8,
-                va="center",
-                arrowprops=line | {"color": color},
-            )
-        axis.set_xlim(0, 1.75 * last)
-        axis.set_xticks([0, last // 3, 2 * last // 3, last])
-        axis.set_xlabel(label, loc="left")
-        axis.grid(alpha=0.25)
+    groups = {"RL": RL, "RL, a token a step": ORDERED, "SFT, and pairs": SFT}
+    tables = {}
+    for title, names in groups.items():  # AR begins, and stays, far below
+        known = sorted((ends[x][1], x) for x in names if x in ends and x != "SFT, AR")
+        tables |= {title: known} if known else {}
+    if not tables:
+        return
+    figure, axes = plt.subplots(
+        len(tables),
+        figsize=(8, 7.5),
+        squeeze=False,
+        sharex=True,
+        height_ratios=[len(table) + 1 for table in tables.values()],
+        layout="constrained",
+    )
+    axes = axes[:, 0]
+    for axis, (title, table) in zip(axes, tables.items(), strict=True):
+        for place, (after, name) in enumerate(table):
+            axis.errorbar(after, place, xerr=ends[name][2], color="C0", fmt="o", ms=5)
+        axis.axvline(ends[table[0][1]][0], color="0.6", ls="--", lw=1, label="before")
+        axis.set_yticks(range(len(table)), [name for _, name in table], fontsize=9)
+        axis.set_ylim(-0.7, len(table) - 0.3)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.grid(axis="x", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0.22, 0), frameon=False)
+    axes[-1].set_xlabel("held-out accuracy, mean and standard deviation of the seeds")
     figure.savefig(DOCS / "images" / "methods.png", dpi=110)
     plt.close(figure)
 

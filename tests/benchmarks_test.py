@@ -217,13 +217,13 @@ def test_what_needs_no_products_is_told_by_its_bytes():
 # ---- Two checkouts -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["all_gpu.sh", "all_tpu.sh"])
-def test_all_that_is_timed_on_a_chip_ends_within_ten_minutes(script):
+@pytest.mark.parametrize("script, commands", [("all_gpu.sh", 7), ("all_tpu.sh", 8)])
+def test_all_that_is_timed_on_a_chip_ends_within_ten_minutes(script, commands):
     folder = pathlib.Path(__file__).parents[1] / "benchmarks"
     limits = r"^ *(?:bench|one_step) (\d+)", r"if ! bench (\d+) selfchecks"
     seconds = re.findall(limits[0], (folder / script).read_text(), re.MULTILINE)
     seconds += re.findall(limits[1], (folder / "bench.sh").read_text())
-    assert len(seconds) == 8
+    assert len(seconds) == commands
     assert sum(map(int, seconds)) < 600
 
 
@@ -347,6 +347,18 @@ def test_a_mutant_that_a_grader_let_pass_is_the_graders_fault():
     kind, why = mutants.verdict(row, mutant, generated=3)
     sandbox.close()
     assert (kind, why["tests_differ"], why["accepted"]) == ("missed", 1, False)
+
+
+def test_methods_that_have_ended_are_drawn(monkeypatch, tmp_path):
+    monkeypatch.setattr(methods, "DOCS", tmp_path)
+    picture = tmp_path / "images" / "methods.png"
+    picture.parent.mkdir()
+    methods.draw({})
+    assert not picture.exists()
+    runs = [{"accuracy": [0.5, after]} for after in (0.7, 0.8, 0.9)]
+    np.testing.assert_allclose(methods.ends_of(runs), (0.5, 0.8, 0.1))
+    methods.draw({"DAPO": methods.ends_of(runs[:1])})
+    assert picture.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", methods.NAMES[1])
