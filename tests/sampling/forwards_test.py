@@ -197,7 +197,7 @@ def test_the_two_windows_of_a_row_are_paired(count):
     held = min(count, 4)
     for d in range(2):
         at = np.s_[d * held : d * held + held]
-        here = np.flatnonzero(full[d] | now[d])
+        here = np.flatnonzero(full[d] | now[d])[::-1]  # the longest first
         row_of = (pairs.table_BA[at, 0] // 2 - 4 * d).tolist()
         assert row_of[: len(here)] == here.tolist()
         begins = start.reshape(2, 4)[d, here].tolist()

@@ -5,9 +5,12 @@ them each, and another copies the keys, first the window's own, then the row's p
 of which make a tile of `attention`. Pages at or beyond `start` are never touched. Where
 the window has fewer keys than queries only the last queries see them.
 
-For windows there are no more blocks than run at once. Each goes from item to item, and the
-next one's first keys and queries are on their way while the last one's are summed up: 128
-rows of 992 positions take 137 us on an H200 and not 150, of 200 positions 41 and not 52.
+Of rows with two windows (`attend.paired_attention`), which come by length, there are no more
+blocks than run at once. Each goes from item to item, there and back, so that all have about as
+much to do, and the next one's first keys and queries are on their way while the last one's are
+summed up: 128 rows of 992 positions take 137 us on an H200 and not 150, of 200 positions 41 and
+not 52. Others have a block for each item, which begins when a processor is free: those of
+chunks, whose products take longer than their keys, 71 us and in turn 79.
 
 A chunk of a prompt has its keys in the pages, and each of its queries has an end,
 before which it sees. Where a block does not take all queries of a key head, each block
@@ -97,11 +100,9 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
     slots = 2 // wgs  # of queries, and of what becomes of them
     parts = parts_of(B * K * tiles_of_queries, A * O)
     items = B * parts * K * tiles_of_queries
-    # A chunk's products take longer than its keys: 64 of them take 71 us by blocks of their own
-    # and 79 in turn.
-    blocks = min(BLOCKS, items) if window else items
     own = window[0].shape[1] if window else 0
     blind = (W - own) * (N // K)  # queries that see none of the window's keys
+    blocks = min(BLOCKS, items) if 0 < own < W else items  # see above
     q_BKfH = tiles.pad(q_BKfH, 2, 8)  # copies are of whole tiles of 8
     window = tuple(tiles.pad(x_BQKH, 1, 8) for x_BQKH in window)
     rows_of_tile = wgs * ROWS
@@ -130,15 +131,21 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
         layer_ref, table_ref, farthest_ref = scalars
         block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
         room = A * O  # nothing lies beyond a row's pages
-        count = lax.div(items - 1 - block, jnp.int32(blocks)) + 1
+
+        def nth(turn):
+            """Returns the number of the block's item: there, and the next time back."""
+            back = lax.rem(turn, jnp.int32(2)) == 1
+            return turn * blocks + jnp.where(back, blocks - 1 - block, block)
+
+        whole = items // blocks
+        count = whole + jnp.where(nth(jnp.int32(whole)) < items, 1, 0)
 
         def apart(n, size: int):
             return lax.rem(n, jnp.int32(size)), lax.div(n, jnp.int32(size))
 
         def item(turn):
             """Returns an item's Item; of none behind the last one."""
-            n = jnp.minimum(turn, count - 1) * blocks + block
-            h, rest = apart(n, K)
+            h, rest = apart(nth(jnp.minimum(turn, count - 1)), K)
             i, p = apart(rest, tiles_of_queries)
             part, b = apart(p, parts)
             farthest = jnp.minimum(farthest_ref[b, i], room)
