@@ -430,17 +430,13 @@ def constrained(s: SamplingState) -> SamplingState:
 
 # Left to itself XLA copies every layer's weights out of their stack before it multiplies by
 # them, and joins some: they cross a GPU's memory three times. Products by cuBLAS read them
-# where they are, and only those that are not joined. All layers are one CUDA graph, as the
-# chip waits for the next kernel otherwise: one row of 8B makes 350 tokens/s so on an H200 and
-# 326 with a graph of each layer, 128 rows of 4B 1.02 times as many. XLA's kernel for norms is
-# left out: beside it each norm's weight was copied, 72 times a forward.
+# where they are, and only those that are not joined. A CUDA graph of a layer is recorded for
+# each layer's addresses: of fewer graphs than a tower has layers none is found again. XLA's
+# kernel for norms is left out: beside it each norm's weight was copied, 72 times a forward.
 ON_GPU = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_cmd_buffer_trace_cache_size": 256,
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,WHILE",
-    "xla_gpu_command_buffer_unroll_loops": True,
     "xla_disable_hlo_passes": "triton-softmax-rewriter",
 }
 
