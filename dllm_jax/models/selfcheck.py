@@ -211,9 +211,9 @@ def attention_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
 def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
     """Returns (rows, pages of each) of what `paged_attention` checks on a platform.
 
-    On a GPU also as many rows as have their pages shared out among blocks, and one more,
-    which have not. On a TPU rows of several chunks, an odd number: one core has them
-    all.
+    On a GPU also as many rows as have their pages shared out among blocks, and so many that
+    some blocks go from one to another. On a TPU rows of several chunks, an odd number: one
+    core has them all.
     """
     sizes = [(ROWS, HELD)]
     if here == "gpu":
@@ -226,15 +226,15 @@ def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
 
 
 def shared_out_and_whole(wide: Widths, width: int) -> list[tuple[int, int]]:
-    """Returns (rows, pages of each): as many as a GPU's blocks share out, and one more.
+    """Returns (rows, pages of each): as many as a GPU's blocks share out, and more than these.
 
     width: positions of a window or a chunk. All have more tiles than there are buffers.
     """
     kernel = choice.module("paged_attention", "gpu")
     _, tiles = kernel.cut(width * wide.heads // wide.kv_heads)
-    shared_out = kernel.BLOCKS // 2 // (wide.kv_heads * tiles)
+    at_once = kernel.BLOCKS // (wide.kv_heads * tiles)
     held = 9 * kernel.TILE // wide.page + 1
-    return [(max(shared_out, 1), held), (shared_out + 1, held)]
+    return [(max(at_once // 2, 1), held), (at_once + 1, held)]
 
 
 def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
