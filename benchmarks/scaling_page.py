@@ -279,8 +279,8 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   TFLOP/s where the bound has 989; 4.4 attention, 0.9 the draw, of whose work noise is more than
   half, 1.9 norms, rotations and the like, which the bound has as bytes alone. Attention over
   pages moves 3.8 TB/s since (128 rows of 992 positions; 3.5 before its blocks went from row to
-  row), where a copy moves 4.3. Between kernels the chip waited 0.6 ms of that forward, and 0.4
-  of the 5.3 ms that one row of 8B takes: of all layers as one graph it waits for little.
+  row), where a copy moves 4.3. Between kernels the chip waited 0.6 ms of that forward, and 0.6
+  of the 5.4 ms that one row of 8B took; with all layers as one graph that row takes 5.0.
 * The bundled model does next to nothing in a forward, and what a TPU does around its small
   arrays outweighs it; its heads of 32 are for no kernel, and its float32 is for none of a GPU's.
   A v6e keeps its weights and the pages of its keys on the chip from one forward to the next,
