@@ -6,8 +6,8 @@
 An op's answers are compared with `reference.py`'s before anything is timed; what differs
 is told and not timed. The library's are jax.nn.dot_product_attention (XLA's, and cuDNN on
 GPU) and splash attention on TPU, all causal, log_softmax and categorical of whole logits,
-a sort for top-p, jax.lax.ragged_dot, and on GPU jax's kernel of it, `mgpu`. Forward, and where it trains
-forward with backward. A platform without kernels, such as CPU, has rows for the
+a sort for top-p, jax.lax.ragged_dot, and on GPU jax's kernel of it, `mgpu`. Forward, and where
+it trains forward with backward. A platform without kernels, such as CPU, has rows for the
 specification and the library alone. On GPU attention is timed a second time without the turns of its two warpgroups, `out_of_turn`
 (gpu/attention.py, IN_TURN). Shapes are those of SDAR-1.7B, and of SDAR-8B where they are
 counted: benchmarks/counted.py says what.

@@ -358,18 +358,15 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
 class Progress:
     """How far a run has come, and its weights at that moment.
 
-    base: frozen, where the states hold adapters. anchor: the shapes of a reference that
-    moves, else None. step: the last that is done; meta: what its checkpoint says, of which
-    `taken`, the records that are used, is always there.
+    base: frozen, where the states hold adapters. step: the last that is done; meta: what
+    its checkpoint says, of which `taken`, the records that are used, is always there.
     """
 
     states: dict[str, learner.TrainState]
     base: Any
     reference: Any
-    anchor: Any
     like: Any
     model: ModelConfig
-    checkpoints: Checkpoints
     step: int
     meta: dict
 
@@ -379,9 +376,9 @@ class Progress:
             self.states, self.base, self.reference, self.model, self.like
         )
 
-    def saved(self) -> dict:
-        """Returns what a checkpoint holds: a reference only where it moves."""
-        return self.states | ({"reference": self.reference} if self.anchor else {})
+    def saved(self, moves: bool) -> dict:
+        """Returns what a checkpoint holds; moves: whether the reference does."""
+        return self.states | ({"reference": self.reference} if moves else {})
 
 
 def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
@@ -410,17 +407,7 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
         f"{cfg.model.path}: {networks.sizes(states['policy'].params, base)} on "
         f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
     )
-    return Progress(
-        states,
-        base,
-        reference,
-        here.anchor,
-        like,
-        model,
-        here.checkpoints,
-        start,
-        meta,
-    )
+    return Progress(states, base, reference, like, model, start, meta)
 
 
 def begin_or_resume(here: Scene, restored):

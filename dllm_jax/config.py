@@ -444,7 +444,9 @@ def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
     return stop_ids(tok, model.eos_id, *cfg.stop_ids)
 
 
-def too_long(sampler: SamplerConfig, model: ModelConfig, prompt: int = 0) -> list[str]:
+def size_warnings(
+    sampler: SamplerConfig, model: ModelConfig, prompt: int = 0
+) -> list[str]:
     """Returns warnings: of canvases longer than the model was made for, of blocks than answers.
 
     prompt: the longest one's tokens; 0: as long as they may be.
@@ -468,7 +470,7 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
 
     cfg, model: of `completed`; devices: that share rows, data x fsdp.
     """
-    lines = too_long(cfg.sampler, model)
+    lines = size_warnings(cfg.sampler, model)
     if cfg.method == "rl" and cfg.rl.advantage == cfg.rl.value == "none":
         lines.append(
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "

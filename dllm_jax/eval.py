@@ -80,7 +80,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
     lines = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
-    for line in (*config.too_long(cfg.sampler, model), *lines):
+    for line in (*config.size_warnings(cfg.sampler, model), *lines):
         say(line)
     grader = grader_of(cfg, tok, looks=model.looks)
     asked = asked_of(cfg, model, tok, say, grader)

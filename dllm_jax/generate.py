@@ -520,7 +520,7 @@ def answer(prompt: str | None, options, stop):
     cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])
     checked = config.check_kernels(model, cfg, given.run.compile_cache)
     longest = max(map(len, prompts))
-    for line in (*config.too_long(cfg, model, longest), *checked):
+    for line in (*config.size_warnings(cfg, model, longest), *checked):
         print(line, file=sys.stderr)
     answerer, params = placement.loaded(
         path,

@@ -73,7 +73,7 @@ class Training:
         self.progress = progress
         start, meta = progress.step, progress.meta
         self.first, self.saved = start + 1, start
-        rows = progress.checkpoints.rows(start) if start else {}
+        rows = here.checkpoints.rows(start) if start else {}
         # Whether the last step was not evaluated yet, since a signal came.
         self.pending = bool(problems) and meta.get("pending", start == 0)
         self.row = rows.pop(start, {}) if self.pending else {}
@@ -91,7 +91,7 @@ class Training:
         )
         self.watch = guard.Guard(
             here.plans,
-            progress.checkpoints,
+            here.checkpoints,
             here.folder,
             here.cfg.run.max_skips,
             start,
@@ -204,9 +204,9 @@ class Training:
     def move_reference(self, step: int):
         """Makes the policy the reference, every `rl.reference_reset` steps."""
         progress = self.progress
-        if progress.anchor and step % self.cfg.rl.reference_reset == 0:
+        if self.here.anchor and step % self.cfg.rl.reference_reset == 0:
             policy = progress.states["policy"].params
-            progress.reference = networks.as_reference(policy, progress.anchor)
+            progress.reference = networks.as_reference(policy, self.here.anchor)
 
     def entropy_low(self, step: int, row: dict) -> dict:
         """Returns the alarm of an entropy below its floor, and says it."""
@@ -235,7 +235,8 @@ class Training:
     def save(self):
         """Saves the last step that is done, unless its weights are not to be kept."""
         progress = self.progress
-        step = self.watch.save(progress.step, progress.saved(), progress.meta)
+        tree = progress.saved(bool(self.here.anchor))
+        step = self.watch.save(progress.step, tree, progress.meta)
         self.saved = step or self.saved
 
     def leave(self):
@@ -243,7 +244,7 @@ class Training:
         here, progress = self.here, self.progress
         if progress.step > self.saved:  # a signal came before a save was due
             self.save()
-        progress.checkpoints.close()
+        here.checkpoints.close()
         self.writer.close()
         if here.main:
             with exits.room(here.folder):

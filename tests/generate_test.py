@@ -546,8 +546,8 @@ def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, caps
     told = "the model was made for 16 (max_position_embeddings)"
     assert told in capsys.readouterr().err
     short = SamplerConfig(max_prompt=8, max_new=8)
-    assert not config.too_long(short, hf.read_config(tmp_path))
-    assert config.too_long(short, hf.read_config(tmp_path), 9)
+    assert not config.size_warnings(short, hf.read_config(tmp_path))
+    assert config.size_warnings(short, hf.read_config(tmp_path), 9)
 
 
 def test_a_block_wider_than_an_answer_is_told(ask, capsys):

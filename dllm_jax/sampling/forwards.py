@@ -291,11 +291,10 @@ def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:
     window_d2b = jnp.where(used_d2b, windows.window_d2b, windows.window_d2b[:, ::-1])
     window_db2 = jnp.minimum(jnp.swapaxes(window_d2b, 1, 2), count - 1)
     here_db = used_d2b.any(axis=1)
-    start_db = jnp.where(here_db, by_shard(rows.s.start_B, shards), -1)
-    row_dr = jnp.argsort(-start_db, axis=1)
+    start_db = jnp.where(here_db, by_shard(rows.s.start_B, shards), 0)
+    row_dr = jnp.argsort(jnp.where(here_db, -start_db, 1), axis=1)
     nth_db = jnp.argsort(row_dr, axis=1)
     row_dr = row_dr[:, :count]  # no more rows than windows
-    start_db = jnp.maximum(start_db, 0)
     second_dw = ~windows.keep_dw  # also of those of no use, whose results are dropped
     place_dw = 2 * of_rows(nth_db, windows.row_dw) + second_dw
     return kv.Pairs(

@@ -215,7 +215,7 @@ def test_on_a_gpu_rows_are_shared_out_and_whole_and_their_buffers_turn(shape):
         assert rows <= 133
         assert parts[-1] > 1 or blocks > gpu_paged_attention.BLOCKS
     assert [part > 1 for part in parts] == [True, False] * 2
-    assert min(tiles_of_keys) > gpu_attention.BUFFERS
+    assert min(tiles_of_keys) > gpu_paged_attention.BUFFERS
 
 
 @pytest.mark.parametrize("shape", SHAPES)
