@@ -15,9 +15,10 @@ for reading weights and the cache of the rows that were busy, or for their
 multiplications if that is longer. `busy_rows` is how many were: the last requests leave
 rows idle, fewer the more --waves there are.
 
-With --steady all rows are busy all the time: every prompt and every answer is as long as it
-may be, one of each for a row, and what is told is of the second half of the answers: what the
-run takes beyond one with answers half as long. So no prompt is in it, and no row that waits.
+With --steady every prompt and every answer is as long as it may be, one of each for a row, and
+what is told is of the second half of the answers: what the run takes beyond one with answers
+half as long. So no prompt is in it; rows wait for the last one at the end alone, which takes
+longer in the longer run (`busy_rows`).
 
 `percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
 prompts and of windows that were asked for. With --room answers may be longer than they are;

@@ -126,14 +126,23 @@ def measured(cells: dict) -> str:
             bound = cells[f"{line['model']} {where} answers rows={line['rows']}"]
             rate, most = line["engine_tokens_per_second"], bound["tokens_per_second"]
             share = f"{100 * rate / most:.0f}"
-            row = [line["model"], where, line["rows"], line["context"]]
+            row = [
+                line["model"],
+                where,
+                line["rows"],
+                line["busy_rows"],
+                line["context"],
+            ]
             rows.append(
                 [*row, f"{most:,.0f}", f"{rate:,.0f}", share, line.get("commit", "")]
             )
-    head = "model | chip | rows | context | bound | measured tokens/s | % | commit"
+    head = (
+        "model | chip | rows | busy | context | bound | measured tokens/s | % | commit"
+    )
     return (
-        "\n## What a chip made of it\n\n`benchmarks.decode --steady`: all rows busy, no prompt "
-        "in it, random weights at the forced rate of 2.2 forwards a block.\n\n"
+        "\n## What a chip made of it\n\n`benchmarks.decode --steady`: no prompt in it, random "
+        "weights at the forced rate of 2.2 forwards a block. The bound has all rows busy; of "
+        "the run so many were, on average, as rows that have ended wait for the last.\n\n"
         + table(head, rows)
     )
 
