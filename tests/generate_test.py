@@ -329,6 +329,7 @@ def test_every_flag_reaches_the_sampler(ask, every_device, monkeypatch):
         "--config.sampler.rank_temperature=0.3": ("rank_temperature", 0.3),
         "--config.sampler.pad_penalty=2.5": ("pad_penalty", 2.5),
         "--config.sampler.tempered_threshold": ("tempered_threshold", True),
+        "--config.sampler.untempered_ranks": ("untempered_ranks", True),
         "--config.sampler.top_k=9": ("top_k", 9),
         "--config.sampler.top_p=0.8": ("top_p", 0.8),
         "--config.sampler.stop_ids=3,4": ("stop_ids", (106, 3, 4)),

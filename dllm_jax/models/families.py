@@ -155,10 +155,12 @@ EXPERT_FIELDS = LLAMA_FIELDS | {
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
     "expert_ffw": "moe_intermediate_size",
-    "router_norm": "norm_topk_prob",
 }
-QWEN_MOE_FIELDS = EXPERT_FIELDS | {"sparse_step": "decoder_sparse_step"}
+# SDAR's own code sums weights to one whatever norm_topk_prob says.
+SDAR_MOE_FIELDS = EXPERT_FIELDS | {"sparse_step": "decoder_sparse_step"}
+QWEN_MOE_FIELDS = SDAR_MOE_FIELDS | {"router_norm": "norm_topk_prob"}
 LLADA2_FIELDS = EXPERT_FIELDS | {
+    "router_norm": "norm_topk_prob",
     "rotary": "partial_rotary_factor",
     "dense_layers": "first_k_dense_replace",
     "shared_experts": "num_shared_experts",
@@ -269,7 +271,7 @@ LLADA2 = Family(
 FAMILIES = {
     "sdar": Family(),  # and TraDo
     "sdar_moe": Family(
-        names=QWEN_MOE_NAMES, fields=QWEN_MOE_FIELDS, plain=QWEN_MOE_PLAIN
+        names=QWEN_MOE_NAMES, fields=SDAR_MOE_FIELDS, plain=QWEN_MOE_PLAIN
     ),
     "llada": LLADA,
     "mmada": dataclasses.replace(

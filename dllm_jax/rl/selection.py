@@ -82,6 +82,8 @@ def refused(sampler: SamplerConfig, attention: str) -> str:
         f"sampler.cache={sampler.cache!r} has stale keys: set it to 'none'": stale,
         "sampler.temperature=0 has no density: set it above 0": sampler.temperature
         == 0,
+        "sampler.untempered_ranks=True ranks by what the trace does not tell: set it to "
+        "False": sampler.untempered_ranks and sampler.filters_draws,
         f"sampler.rank_temperature={sampler.rank_temperature} has no closed form: set it "
         "to 0": sampler.rank_temperature > 0,
         "sampler.before_stop=True leaves out places that the trace does not tell: set it to "

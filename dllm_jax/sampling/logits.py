@@ -18,8 +18,8 @@ class Draw:
 
     `logp` is the model's own log-prob (temperature 1, unfiltered, nats): the number
     that training sees. `conf` and `entropy` (nats) belong to the distribution drawn
-    from, as `score` does, by which `cfg.target` ranks; thresholds are compared with
-    `sure`.
+    from. Ranks are by `score`, and thresholds are compared with `sure`: what `cfg.target`
+    is in one of the two distributions, as the config says.
     """
 
     token_BW: jax.Array
@@ -58,18 +58,25 @@ def candidates(
         "log_confidence": (jnp.log(conf_BW), logp_BW),
         "neg_entropy": (-entropy_BW, -entropy_BW),
     }
-    score_BW, sure_BW = scores[cfg.target]
-    sure_BW = score_BW if cfg.tempered_threshold else sure_BW
+    score_BW, sure_BW = chosen(*scores[cfg.target], cfg)
     return Draw(token_BW, logp_BW, conf_BW, entropy_BW, score_BW, sure_BW)
+
+
+def chosen(drawn_from, own, cfg: SamplerConfig):
+    """Returns of what ranks are, and what thresholds are compared with."""
+    ranks = own if cfg.untempered_ranks else drawn_from
+    return ranks, drawn_from if cfg.tempered_threshold else own
 
 
 def fused(cfg: SamplerConfig) -> bool:
     """Returns whether a head that draws by itself tells all that the config asks for.
 
     Filters need the sorted vocabulary, margins its two best tokens. The head tells the
-    entropy of the distribution drawn from; a threshold may ask for the model's own.
+    entropy of the distribution drawn from; a threshold or ranks may ask for the model's own.
     """
-    untempered = STRATEGIES[cfg.strategy].reads_sure and not cfg.tempered_threshold
+    reads = STRATEGIES[cfg.strategy]
+    untempered = reads.reads_sure and not cfg.tempered_threshold
+    untempered |= reads.ranks and cfg.untempered_ranks
     targets = ("confidence", "log_confidence")
     targets += () if untempered else ("neg_entropy",)
     return cfg.target in targets and cfg.top_k == 0 and cfg.top_p == 1
@@ -92,13 +99,13 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)
     other_B = apart(key_B, 0)
     target = TARGETS[cfg.target].score
-    compared_BWV = kept_BWV if cfg.tempered_threshold else logp_BWV
+    ranked_BWV, compared_BWV = chosen(kept_BWV, logp_BWV, cfg)
     return Draw(
         token_BW=token_BW,
         logp_BW=at_token(logp_BWV, token_BW),
         conf_BW=jnp.exp(at_token(kept_BWV, token_BW)),
         entropy_BW=-neg_entropy(kept_BWV, token_BW, other_B),
-        score_BW=target(kept_BWV, token_BW, other_B),
+        score_BW=target(ranked_BWV, token_BW, other_B),
         sure_BW=target(compared_BWV, token_BW, other_B),
     )
 

@@ -552,6 +552,14 @@ RELEASED = {
 }
 
 
+def test_sdar_moe_sums_a_tokens_weights_to_one_whatever_its_config_says(tmp_path):
+    raw = json.loads(reader.path("sdar_moe/checkpoint/config.json").read_text())
+    for said in ({"norm_topk_prob": False}, {}):
+        raw.pop("norm_topk_prob", None)
+        (tmp_path / "config.json").write_text(json.dumps(raw | said))
+        assert hf.read_config(tmp_path).router_norm
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_configs(name, tmp_path):
     shutil.copy(reader.path(f"hf_configs/{name}.json"), tmp_path / "config.json")

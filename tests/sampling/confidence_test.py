@@ -63,6 +63,25 @@ def test_a_cold_threshold_lets_everything_pass_and_the_default_does_not():
     assert take(reference, masked_BW, np.array([1]), CFG).sum() == 3
 
 
+def test_ranks_may_be_of_the_models_own_distribution_as_llada_s_are():
+    """p = (.50, .49, .01) and (.45, .275, .275), cold: the second looks surer than it is."""
+    logits_BWV = np.log([[[0.50, 0.49, 0.01], [0.45, 0.275, 0.275]]]).astype(np.float32)
+    cfg = dataclasses.replace(CFG, strategy="static")
+    masked_BW, one_B, key_B = np.ones((1, 2), bool), np.array([1]), []
+    for seed in range(200):  # of which some draw the first token at both
+        key_B = jax.random.split(jax.random.key(seed), 1)
+        drawn = draw(key_B, logits_BWV, 0.1 * ONE_B, cfg)
+        if not drawn.token_BW.any():
+            break
+    own = draw(
+        key_B, logits_BWV, 0.1 * ONE_B, dataclasses.replace(cfg, untempered_ranks=True)
+    )
+    np.testing.assert_allclose(own.score_BW, [[0.50, 0.45]], rtol=1e-5)
+    take = STRATEGIES["static"].take
+    np.testing.assert_array_equal(take(drawn, masked_BW, one_B, cfg), [[False, True]])
+    np.testing.assert_array_equal(take(own, masked_BW, one_B, cfg), [[True, False]])
+
+
 def test_random_scores_belong_to_the_row_and_change_no_token():
     key_B = jax.random.split(jax.random.key(1), 4)
     many = np.tile(LOGITS_BWV, (4, 1, 1))
