@@ -74,7 +74,7 @@ def process(recipe):
 
 def about_images(c):
     """What its two files with a judge of answers about images have in common."""
-    c.reward.update(split="tokens", chunk=64, tail=c.sampler.block)
+    c.reward.update(split="tokens", chunk=64)
     c.reward.judge.update(at="http://localhost:8000/v1", tokens=10_000)
     c.rl.update(outcome=0.0, prompts=32, group=8, truncated="graded")
 

@@ -144,6 +144,11 @@ def check_reward(cfg):
             f"reward.split={cfg.reward.split!r}: only method='rl' learns from the "
             f"rewards of chunks, not {cfg.method!r}"
         )
+    if cfg.reward.split != "none" and cfg.sampler.answers == "image":
+        raise ValueError(
+            f"reward.split={cfg.reward.split!r}: a judge reads excerpts of texts, and "
+            "sampler.answers='image' draws; set it to 'none'"
+        )
     loss = OBJECTIVES[cfg.objective.loss]
     if cfg.reward.split != "none" and (loss.bounds or loss.answers):
         raise ValueError(

@@ -238,6 +238,14 @@ SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "non
             },
             "loss='sequence' has one advantage for each answer; set it to 'policy'",
         ),
+        (
+            {
+                "sampler__answers": "image",
+                "reward__split": "tokens",
+                "reward__judge__at": "http://localhost/v1",
+            },
+            "reward.split='tokens': a judge reads excerpts of texts",
+        ),
         ({"reward__split": "words"}, "reward.split='words': choose from none, tokens"),
         ({"reward__split": "steps"}, "reward.judge.at='': reward.split='steps' needs"),
         ({"reward__judge__at": "http:///v1"}, "reward.judge.at: no URL such as"),

@@ -278,11 +278,26 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> li
     if not question.strip() and not drawn:
         raise ValueError("the question is empty")
     if cfg.raw:
-        known = {"{question}": question, "{prefix}": prefix}
-        parts = re.split(r"(\{question\}|\{prefix\})", cfg.template)
-        return ids_of(tok, "".join(known.get(part, part) for part in parts))
+        if shown is None:
+            return ids_of(tok, filled(cfg.template, question, prefix))
+        if shown.mark not in cfg.template:  # else the template says where images stand
+            question = placed(shown, question)
+            return shown.ids(tok, filled(cfg.template, question, prefix))
+        return shown.ids(tok, placed(shown, filled(cfg.template, question, prefix)))
     content = cfg.template.replace("{question}", question)
     return render(tok, [{"role": "user", "content": content}], shown)
+
+
+def filled(template: str, question: str, prefix: str) -> str:
+    """Returns a template with the question and how its answer begins."""
+    known = {"{question}": question, "{prefix}": prefix}
+    parts = re.split(r"(\{question\}|\{prefix\})", template)
+    return "".join(known.get(part, part) for part in parts)
+
+
+def placed(shown, text: str) -> str:
+    """Returns what a user says with a mark where each image stands; see `render`."""
+    return shown.messages([{"role": "user", "content": text}])[-1]["content"]
 
 
 class Looker:
@@ -297,7 +312,7 @@ class Looker:
         self.root = cfg.image_root or os.path.dirname(path) or "."
         if reader is not None and not os.path.isdir(self.root):
             raise ValueError(f"data.image_root={self.root!r} is no folder")
-        self.skipped, self.count = [], 0
+        self.skipped, self.count, self.found = [], 0, False
 
     def rows(self, given: list[dict] | None = None):
         """Yields (a record's number, the record, its images) of those that can be shown.
@@ -311,6 +326,7 @@ class Looker:
                 if self.reader is not None:
                     with of_record(self.path, number):
                         shown = self.reader.shown(row, self.cfg.image, self.root)
+                    self.found |= shown is not None and not shown.blind
             except Unreadable as error:
                 self.skipped.append(f"record {number}: {error}")
                 continue
@@ -318,8 +334,16 @@ class Looker:
         self.report()
 
     def report(self):
-        """Says which records were left out; raises ValueError where all were."""
+        """Says which records were left out, and whether no record has an image.
+
+        Raises ValueError where all were left out.
+        """
         if not self.skipped:
+            if self.reader is not None and self.count and not self.found:
+                warn(
+                    f"dataset {self.path!r}: no record has an image in "
+                    f"data.image={self.cfg.image!r}; the model is asked without any"
+                )
             return
         more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
         line = (

@@ -310,8 +310,17 @@ class Reader:
         """
         if row.get("image_token_ids") is not None:
             tokens = self.codec().format.tokens
-            return Shown(tokens, (tokens.codes(data.ids(row, "image_token_ids")),))
-        return self.of_files(images.paths_of(row, field), root)
+            codes = tokens.codes(data.ids(row, "image_token_ids"))
+            if len(codes) != self.codec().format.count:
+                raise ValueError(
+                    f"image_token_ids has {len(codes)} codes, and an image of the model's "
+                    f"{self.codec().format.count}: is it another model.image_size's?"
+                )
+            return Shown(tokens, (codes,))
+        paths = images.paths_of(row, field)
+        if not paths and any(MARK in x for x in row.values() if isinstance(x, str)):
+            raise ValueError(f"it has {MARK} in its text, and no image in {field!r}")
+        return self.of_files(paths, root)
 
     def of_files(self, paths: list, root) -> "Shown | None":
         """Returns what `data.render` takes to show these image files: see `shown`."""
@@ -347,6 +356,8 @@ class Shown:
     codes: tuple[list[int], ...]
     pictures: tuple[Picture, ...] = ()  # of images that files name
     plain = False  # a chat template writes the conversation
+    mark = MARK
+    blind = False
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns a conversation without marks; raises ValueError where there are too many."""
@@ -396,6 +407,8 @@ class Caption:
     tokens: ImageTokens
     answer: tuple[int, ...] = ()  # the ids to learn; (): none are told
     plain = True  # no conversation
+    mark = MARK
+    blind = False  # it shows nothing
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns the messages as they are."""

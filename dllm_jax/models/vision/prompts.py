@@ -99,6 +99,12 @@ class Shown:
     reader: Reader
     pictures: tuple[Picture, ...]
     plain = False  # a chat template writes the conversation
+    mark = MARK
+
+    @property
+    def blind(self) -> bool:
+        """Whether there is no image, where one may be shown."""
+        return not self.pictures
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns a conversation with the system's message, and with marks for its images.

@@ -66,17 +66,18 @@ SPLITTERS = {"tokens": by_tokens, "steps": by_steps, "marks": by_marks}
 def borne(chunk_T, step_T, tail: int) -> np.ndarray:
     """Returns the chunk [T] whose reward each token of an answer bears; -1: none.
 
-    A chunk's is borne by those of its tokens, or of the `tail` tokens up to its end, that
-    were unmasked last; the last chunk's by all tokens of the answer's last step.
+    A chunk's is borne by those of its tokens that were unmasked last. With a tail by those
+    of so many tokens up to its end, and the last chunk's by all of the answer's last step.
     """
     out_T = np.full(len(chunk_T), -1)
     last = chunk_T.max()
-    for chunk in range(last):
+    for chunk in range(last + 1):
         (inside,) = np.nonzero(chunk_T == chunk)
         if tail:
             inside = np.arange(max(inside[-1] + 1 - tail, 0), inside[-1] + 1)
         out_T[inside[step_T[inside] == step_T[inside].max()]] = chunk
-    out_T[step_T == step_T.max()] = last
+    if tail:
+        out_T[step_T == step_T.max()] = last
     return out_T
 
 
@@ -133,7 +134,8 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
             every += asked_of
             places += [(i, chunk) for chunk in range(len(asked_of))]
         for place, votes in zip(places, asked.votes(every), strict=True):
-            out.source_nT[place], agreed = agreement(votes)
+            shown = bool(judge.images_of(problems[place[0]]))
+            out.source_nT[place], agreed = agreement(votes, silent=shown)
             outcome = 1.0 if right_n[place[0]] else -1.0
             out.verdict_nT[place] = outcome if agreed is None else agreed
         return out
@@ -150,14 +152,18 @@ def none_of(shape: tuple[int, int]) -> Chunks:
     )
 
 
-def agreement(votes: list[float | None]) -> tuple[int, float | None]:
+def agreement(
+    votes: list[float | None], silent: bool = False
+) -> tuple[int, float | None]:
     """Returns (the source, the verdict) of a chunk's votes: the one that all of them are.
 
-    None in the place of a verdict where the outcome has to stand.
+    None in the place of a verdict where the outcome has to stand. silent: a vote of 0, which
+    has neither 1 nor -1 in a box, is none; so it is in dLLM-RL of answers about images, where
+    of texts three of them are a verdict.
     """
     if None in votes:
         return UNHEARD, None
-    if len({*votes}) == 1:
+    if len({*votes}) == 1 and (votes[0] or not silent):
         return JUDGED, votes[0]
     return DISAGREED, None
 

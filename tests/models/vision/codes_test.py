@@ -160,6 +160,27 @@ def test_questions_about_an_image(model, made, tmp_path, capsys):
     assert len(packed["rows"][0]["q"]) == len(packed["rows"][1]["q"])
 
 
+def test_a_raw_template_and_bad_codes(made, tmp_path):
+    tok, reader = (
+        data.tokenizer(str(made[0].folder.parent)),
+        codes.Reader(lambda: made[1]),
+    )
+    raw = data.DataConfig(template="Q: {question}", raw=True)
+    ids = made[1].ids(np.asarray(Image.open(picture(tmp_path / "a.png"))))
+    shown = reader.shown({"image_token_ids": ids}, "image", tmp_path)
+    prompt = data.ask(tok, raw, "<image>\nab", shown=shown)
+    assert prompt == [MMU, SOI, *ids, EOI, *data.ids_of(tok, "Q: ab")]
+    caption = codes.Captions(None, made[0].tokens).shown({}, "image", tmp_path)
+    drawn = data.ask(tok, raw, "ab", shown=caption)
+    assert drawn == [T2I, BOS, *data.ids_of(tok, "Q: ab"), EOS, SOI]
+    with pytest.raises(ValueError, match="has 3 codes, and an image of the model's 16"):
+        reader.shown({"image_token_ids": ids[:3]}, "image", tmp_path)
+    with pytest.raises(
+        ValueError, match="<image> in its text, and no image in 'image'"
+    ):
+        reader.shown({"question": "<image> ab"}, "image", tmp_path)
+
+
 def test_a_caption_is_drawn(model, made, tmp_path, capsys):
     out = tmp_path / "drawn.png"
     command = [

@@ -80,6 +80,23 @@ def test_a_mark_becomes_the_rows_of_its_image(loaded, place):
 
 
 @pytest.mark.parametrize(
+    "template", ["USER {question} BOT", "USER <image>\n{question} BOT"]
+)
+def test_a_raw_template_shows_images_where_its_text_does(loaded, place, template):
+    cfg, _, tok = loaded
+    raw = data.DataConfig(template=template, raw=True)
+    shown = prompts.Reader(cfg).of_files(["0.png"], place)
+    prompt = data.ask(tok, raw, "What?", shown=shown)
+    rows = [i for i in prompt if i >= cfg.vocab]
+    assert rows == list(range(cfg.vocab, cfg.vocab + shown.pictures[0].rows))
+    at = prompt.index(rows[0])
+    assert tok.decode(prompt[:at]) == "USER "
+    assert tok.decode(prompt[at + len(rows) :]) == "\nWhat? BOT"
+    with pytest.raises(ValueError, match="[23] times <image> for 1"):
+        data.ask(tok, raw, "<image><image>", shown=shown)
+
+
+@pytest.mark.parametrize(
     "text, names, message",
     [
         ("<image> <image>?", ["0.png"], "2 times <image> for 1 image"),
@@ -129,6 +146,9 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
     assert "2 of 5 records are skipped" in told
     assert "record 2: image 'half.png' cannot" in told
     assert "record 3: image 'gone.png': No such file" in told
+    assert "no record has an image" not in told
+    examples([{"question": "Which?", "response": "A", "picture": "0.png"}])
+    assert "no record has an image in data.image='image'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="2 of 2 records are skipped"):
         examples(rows[1:3])
     with pytest.raises(ValueError, match="record 1: it has 2 times <image> for 1"):

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from dllm_jax.models.vision import prompts
 from dllm_jax.rl import batches, noise, rewards, rollout
 from dllm_jax.rl.config import JudgeConfig, RewardConfig, RLConfig
 from dllm_jax.rl.rewards import Grades, judge, process
@@ -80,6 +81,11 @@ def test_a_chunk_is_borne_by_the_latest_of_its_last_block(seed):
 def test_without_a_tail_all_of_a_chunk_may_bear_its_reward():
     bears_T = process.borne(np.array([0, 0, 0, 1]), np.array([5, 1, 2, 6]), tail=0)
     assert bears_T.tolist() == [0, -1, -1, 1]
+    # Nor does the last chunk take what of others was unmasked with it.
+    bears_T = process.borne(np.array([0, 0, 1, 1]), np.array([4, 1, 2, 4]), tail=0)
+    assert bears_T.tolist() == [0, -1, -1, 1]
+    bears_T = process.borne(np.array([0, 0, 1, 1]), np.array([4, 1, 2, 4]), tail=2)
+    assert bears_T.tolist() == [1, -1, -1, 1]
 
 
 # ---- What the judge is asked, and what holds -------------------------------------------
@@ -136,6 +142,20 @@ def test_votes_that_do_not_agree_leave_the_outcome(votes, verdict, source, right
     assert chunks.verdict_nT[0, :3].tolist()[:2] == [expected, expected]
     assert np.isnan(chunks.verdict_nT[0, 2:]).all()
     assert chunks.source_nT[0, :3].tolist() == [source, source, process.NONE]
+
+
+def test_of_an_answer_about_an_image_three_votes_of_nothing_leave_the_outcome():
+    assert process.agreement([0.0] * 3, silent=True) == (process.DISAGREED, None)
+    assert process.agreement([-1.0] * 3, silent=True) == (process.JUDGED, -1.0)
+    picture = prompts.Picture("a.png", "mark", (4, 4))
+    problem = types.SimpleNamespace(
+        text="?", answer="21", prompt_ids=prompts.Prompt([1], (picture,))
+    )
+    asked = judge.Judge(lambda questions: [[0.0] * 3] * len(questions))
+    cfg = RewardConfig(judge=JudgeConfig(at="x:y"), split="tokens", chunk=2)
+    trace = state.stacked([answer("123")])
+    said = process.steps(cfg, asked, lent.TOK)(["123"], [problem], trace, [False])
+    assert said.verdict_nT[0, :2].tolist() == [-1.0, -1.0]
 
 
 def test_the_bundled_judge_knows_worked_sums():
