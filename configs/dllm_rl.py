@@ -9,7 +9,10 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from dllm_jax.data import BOXED, MATH, TURN_ENDS
+from configs.eval import PROMPTS
+from dllm_jax.checks import shown
+from dllm_jax.data import BOXED, TURN_ENDS
+from dllm_jax.data.templates import CHOICE, STDIO, TEMPLATES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,25 +64,25 @@ METHODS = {
     "ar": "ar",
 }
 DTYPES = {"bf16": "bfloat16", "no": "float32"}
-TEMPLATES = {
-    "sdar": MATH,
-    "trado": MATH,
-    "dream": BOXED,
-    "llada": BOXED,
-    "mmada": BOXED,
-    "lladav": BOXED,
+# Kinds of models: a family of TEMPLATES. Kinds of data: a task of TEMPLATES.
+FAMILIES = {
+    "sdar": "block",
+    "trado": "block",
+    "dream": "dream",
+    "llada": "llada",
+    "mmada": "llada",
+    "lladav": "llada",
 }
-# Positions of prompts with an image: LLaDA-V's has up to 3,800, MMaDA's 1,027, and words come
-# on top. And tiles of an image, which differ: those of 1024 x 768 pixels are seven.
+TASKS = {"math": "math", "code": "stdio", "option": "choice"}
+# As long as prompts of which task, a key of PROMPTS.
+LONGEST = {"math": "math", "code": "stdio", "option": "stdio"}
+# Positions of an image: LLaDA-V's has up to 3,800, MMaDA's 1,027. And of prompts with one,
+# where nothing says how many words come on top.
+IMAGE = {"lladav": 3800, "mmada": 1027}
 WITH_IMAGES = {"lladav": 4608, "mmada": 1600}
-TILES = 8
+TILES = 8  # of an image; those differ: one of 1024 x 768 pixels has seven
 # What their prompts ask for where an answer is to begin with its reasons.
 THINK = "Reason first, inside <think> </think>, and then answer.\n{question}"
-
-CODE = (
-    "{question}\nPut the whole program into one ```python block; it reads with input() "
-    "and writes with print()."
-)
 REWARDS = {"math": "math", "code": "code", "option": "choice"}
 
 
@@ -108,9 +111,35 @@ def only(*usual, why: str) -> Row:
     return Row(make=lambda value, key, raw: Row(why=why, same=value in usual))
 
 
+def whole(value, key: str) -> int:
+    """Returns a whole number; raises ValueError for what only rounding makes one."""
+    try:
+        number = int(value)
+        if not isinstance(value, bool) and number == float(value):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{key}={shown(value)} is no whole number")
+
+
+def samples(raw: dict) -> bool:
+    """Returns whether a file is of a run that samples: RL or evaluation, not SFT."""
+    return any(key.startswith("rollout.") for key in raw)
+
+
+def trains(raw: dict) -> bool:
+    """Returns whether a file is of a run that trains: RL or SFT, not evaluation."""
+    return any(key.startswith("training.") for key in raw)
+
+
 def attends_fully(raw: dict) -> bool:
     """Returns whether the model attends to its whole canvas, as far as a file tells."""
-    return bool({"rollout.steps", "training.mask_times_per_sample"} & raw.keys())
+    if {"rollout.steps", "training.mask_times_per_sample"} & raw.keys():
+        return True
+    if FAMILIES.get(base_of(raw), "block") != "block":
+        return True
+    # These methods of SFT are of such models alone.
+    return not samples(raw) and raw.get("training.method") in ("random_masking", "ar")
 
 
 def base_of(raw: dict):
@@ -134,26 +163,92 @@ def boxed(raw: dict) -> bool:
 
 
 def looks(raw: dict) -> bool:
-    """Returns whether a file is of questions about images."""
-    return raw.get("dataset.data_type") == "mmu"
+    """Returns whether a file is of questions about images.
+
+    LLaDA-V has no others. Options are of texts, unless a file of MMaDA says where images are.
+    """
+    base, kind = base_of(raw), raw.get("dataset.data_type")
+    if base == "lladav" or kind == "mmu":
+        return True
+    keys = ("dataset.image_root", "vq_model_path", "model.vq_model_path")
+    named = any(raw.get(key) is not None for key in keys)
+    return kind == "option" and base in WITH_IMAGES and named
 
 
 def model_base(value, key, raw) -> Row:
     """Returns how a model is asked, and what else its kind decides."""
-    leaves, base = dict(template(value, key, raw).leaves), base_of(raw)
-    if looks(raw) and not boxed(raw):
-        thinks = raw.get("dataset.add_think_prompt")
-        leaves["data.template"] = THINK if thinks else "{question}"
-    if base == "lladav" or looks(raw) and base in WITH_IMAGES:
-        leaves["sampler.max_prompt"] = WITH_IMAGES[base]
+    counterpart(FAMILIES, value, key)
+    if not looks(raw):
+        return template(value, key, raw)
+    base = base_of(raw)
+    leaves = {"data.template": turn(raw)}
+    if base in WITH_IMAGES:
+        words = whole(
+            raw.get("training.max_prompt_len") or 0, "training.max_prompt_len"
+        )
+        leaves["sampler.max_prompt"] = max(WITH_IMAGES[base], IMAGE[base] + words)
     if base == "lladav":
-        leaves["sampler.before_stop"] = True
-        if tasks := raw.get("rollout.num_task_per_step"):
-            leaves["model.tiles"] = max(TILES * int(tasks), 40)
-    if base == value:
-        return Row(leaves=leaves)
-    why = "the file is LLaDA-V's by its name; theirs loads MMaDA's scripts, which fail"
+        leaves |= of_a_tower(raw)
+    why = turns_differ(raw)
+    if base != value:
+        why = "the file is LLaDA-V's by its name; theirs loads MMaDA's scripts, which fail"
+    return Row(leaves=leaves, why=why, same=not why)
+
+
+def template(value, key, raw) -> Row:
+    """Returns the prompts of a family, chat tokens and all, as configs/eval.py has them."""
+    if not samples(raw):
+        return Row(why="`prompt` of data.train is all of a prompt, and taken as it is")
+    family = FAMILIES[value]
+    if family == "block" and raw.get("rollout.start_with_think"):
+        family = "think"
+    task = TASKS.get(raw.get("dataset.data_type"), "math")
+    leaves = {"data.template": TEMPLATES[family, task], "data.raw": True}
+    why = "their prompts lack the line break that ends data.template: their renderer drops it"
     return Row(leaves=leaves, why=why, same=False)
+
+
+def turn(raw) -> str:
+    """Returns what a user says about an image: the checkpoint's chat template does the rest.
+
+    In SFT it is a record's prompt, which asks for a box already.
+    """
+    if not samples(raw):
+        return "{question}"
+    others = {"option": CHOICE, "code": STDIO}
+    if asked := others.get(raw.get("dataset.data_type")):
+        return asked
+    if boxed(raw):
+        return BOXED
+    return THINK if raw.get("dataset.add_think_prompt") else "{question}"
+
+
+def turns_differ(raw) -> str:
+    """Returns how turns about images differ from theirs; "": they do not."""
+    if base_of(raw) == "lladav":
+        learned = "an answer's end is learned, which theirs cut off"
+        return "" if samples(raw) else learned
+    if samples(raw):
+        return (
+            "the checkpoint's chat template writes the turns; theirs have no line break "
+            "behind the user's header, and <|startoftext|> before the assistant's"
+        )
+    return (
+        "their prompts hold the chat's tokens, which the checkpoint's chat template writes "
+        "here; where yours hold them, too, set data.raw=True"
+    )
+
+
+def of_a_tower(raw) -> dict:
+    """Returns the leaves of LLaDA-V: a step's tiles, its sampler; in SFT it has no pads."""
+    leaves = {"sampler.before_stop": True}
+    if not samples(raw):
+        count = examples_of(raw) if "training.gradient_accumulation_steps" in raw else 0
+        leaves["data.post_num"] = 0
+    else:
+        key = "rollout.num_task_per_step"
+        count = whole(raw.get(key) or 0, key)
+    return leaves | ({"model.tiles": max(TILES * count, 40)} if count else {})
 
 
 def images_type(value, key, raw) -> Row:
@@ -161,7 +256,7 @@ def images_type(value, key, raw) -> Row:
     if value != "mmu":
         return data_type(value, key, raw)
     leaves = {"rl.reward": "choice" if boxed(raw) else "short"}
-    if not any(key.startswith("rollout.") for key in raw):
+    if not samples(raw):
         return Row(
             leaves=leaves,
             why="it grades held-out answers alone, where data.heldout is set",
@@ -198,13 +293,26 @@ def of_words(value, key, raw) -> Row:
     """Returns the longest prompt; beside an image it would bound nothing but words."""
     if looks(raw):
         return Row(why="it bounds words; sampler.max_prompt all, an image with them")
-    return Row(ours=("sampler.max_prompt",))
+    if not samples(raw):
+        return Row(ours=("sampler.max_prompt",))
+    why = (
+        "a longer prompt is not asked; theirs samples and grades its answers, and drops "
+        "them from training alone"
+    )
+    return Row(ours=("sampler.max_prompt",), why=why, same=False)
 
 
 def thinks(value, key, raw) -> Row:
     """Says what becomes of the request to reason first."""
     if value and looks(raw):
         return Row(why="data.template asks for it, in other words", same=False)
+    return only(False, None, why=CHAT).make(value, key, raw)
+
+
+def begins_thinking(value, key, raw) -> Row:
+    """Says what becomes of an answer that begins with <think>: its prompt ends so."""
+    if FAMILIES.get(base_of(raw)) == "block":
+        return Row(why="data.template has it")
     return only(False, None, why=CHAT).make(value, key, raw)
 
 
@@ -215,12 +323,34 @@ def heldout(value, key, raw) -> Row:
     return dataset("data.heldout").make(value, key, raw)
 
 
+def one_rate(raw) -> bool:
+    """Returns whether a block has one rate in [0, 1], as in LLaDA-V's SFT by blocks."""
+    by_blocks = raw.get("training.method") == "semi-ar"
+    return by_blocks and not samples(raw) and base_of(raw) == "lladav"
+
+
 def method(value, key, raw) -> Row:
     """Returns the noise of a method; with a value model on images it is the trace."""
     if looks(raw) and raw.get("model.value_base_model") is not None:
         why = "with a value model their scripts for images train on traces, whatever it says"
         return Row(leaves={"noise.kind": "trace"}, why=why)
-    return pick("noise.kind", METHODS).make(value, key, raw)
+    leaves = {"noise.kind": counterpart(METHODS, value, key)}
+    if one_rate(raw):
+        leaves |= {"noise.rate": "scope", "noise.lower": 0.0, "noise.upper": 1.0}
+    elif value in ("random_masking", "coupled") and attends_fully(raw):
+        leaves["noise.rate"] = "scope"
+    return Row(leaves=leaves)
+
+
+def bound(leaf: str) -> Row:
+    """Returns the row of a bound of masking rates, which LLaDA-V's blocks do not have."""
+
+    def make(value, key, raw) -> Row:
+        if one_rate(raw):
+            return Row(why="a block of LLaDA-V's SFT has one rate, from 0 to 1")
+        return Row(ours=(leaf,))
+
+    return Row(make=make)
 
 
 def project(value, key, raw) -> Row:
@@ -244,7 +374,7 @@ def weight_decay(value, key, raw) -> Row:
 
 
 def strategy(value, key, raw) -> Row:
-    """Returns the strategy; thresholds, but LLaDA's, are of what is drawn from."""
+    """Returns the strategy; ranks and thresholds, but LLaDA's, are of what is drawn from."""
     why = ""
     if isinstance(value, list) and value:
         value, *others = value
@@ -255,8 +385,9 @@ def strategy(value, key, raw) -> Row:
     leaves = {"sampler.strategy": counterpart(STRATEGIES, value, key)}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     bent = any(raw.get(f"rollout.{k}") not in (None, x) for k, x in plain.items())
-    theirs = ("llada", "mmada", "lladav")
-    if bent and base_of(raw) not in theirs and "dynamic" in value:
+    if FAMILIES.get(base_of(raw)) == "llada":
+        leaves["sampler.untempered_ranks"] = True
+    elif bent and "dynamic" in value:
         leaves["sampler.tempered_threshold"] = True
     return Row(leaves=leaves, why=why, same=not why)
 
@@ -275,9 +406,13 @@ def horizon(value, key, raw) -> Row:
 
 
 def steps(value, key, raw) -> Row:
-    """Returns the steps of a block: theirs are those of the whole canvas."""
-    new, block = int(raw["rollout.max_gen_length"]), int(raw["rollout.block_size"])
-    each, rest = divmod(int(value) * block, new)
+    """Returns the steps of a block: theirs are those of the whole canvas.
+
+    Of more steps than it has tokens the first ones unmask one, and the others nothing.
+    """
+    keys = ("rollout.max_gen_length", "rollout.block_size")
+    new, block = (whole(raw[key], key) for key in keys)
+    each, rest = divmod(min(whole(value, key), new) * block, new)
     if rest or not each:
         raise ValueError(
             f"{key}={value} cannot be shared out among the blocks of rollout.block_size="
@@ -304,26 +439,25 @@ def strict_length(value, key, raw) -> Row:
     return Row(leaves={"rl.truncated": "wrong" if value else "graded"})
 
 
-def template(value, key, raw) -> Row:
-    """Returns the template of a family's prompts, or that of programs."""
-    chosen = counterpart(TEMPLATES, value, key)
-    code = raw.get("dataset.data_type") == "code"
-    return Row(leaves={"data.template": CODE if code else chosen})
-
-
 def data_type(value, key, raw) -> Row:
     """Returns the grader; programs' rewards are shares of tests, and none is penalised."""
-    leaves = {"rl.reward": counterpart(REWARDS, value, key)}
-    if value != "code":
-        return Row(leaves=leaves)
-    leaves["rl.truncated"] = "graded"
-    if "training.method" in raw:
-        leaves["rl.filter"] = "varied"
-    why = (
-        "prompts ask for a program that reads and prints; where records ask for functions, "
-        "set data.template"
-    )
-    return Row(leaves=leaves, why=why, same=False)
+    leaves, why = {"rl.reward": counterpart(REWARDS, value, key)}, []
+    if value == "code":
+        leaves["rl.truncated"] = "graded"
+        if "training.method" in raw:
+            leaves["rl.filter"] = "varied"
+        why.append(
+            "prompts ask for a program that reads and prints; where records ask for "
+            "functions, data.template is TEMPLATES[..., 'function'] of "
+            "dllm_jax/data/templates.py"
+        )
+    if not trains(raw) and not looks(raw):
+        leaves["sampler.max_prompt"] = PROMPTS[LONGEST[value]]
+        why.append(
+            "prompts above sampler.max_prompt are skipped, and earn nothing; theirs has no "
+            "limit"
+        )
+    return Row(leaves=leaves, why=". ".join(why), same=not why)
 
 
 def judge(value, key, raw) -> Row:
@@ -339,6 +473,7 @@ def judge(value, key, raw) -> Row:
     if looks(raw):
         leaves |= {"reward.judge.at": "http://localhost:8000/v1"}
         leaves |= {"reward.judge.model": value, "reward.judge.tokens": 10_000}
+        leaves["reward.tail"] = 0  # a chunk's own tokens bear its verdict
         why = (
             "the judge is served, reward.judge.at is its URL; it is shown the image, and "
             "asked the same in other words"
@@ -366,7 +501,8 @@ def judge_prompt(value, key, raw) -> Row:
     """Returns the longest question to a judge: what its longest answer leaves of all."""
     if raw.get("model.process_reward_model") is None:
         return Row(why="there is no judge")
-    room = int(value) - int(raw["rollout.reward_model.max_generation_token"])
+    answer = "rollout.reward_model.max_generation_token"
+    room = whole(value, key) - whole(raw[answer], answer)
     if room < 1:
         raise ValueError(f"{key}={value} leaves no room beside max_generation_token")
     return Row(leaves={"reward.judge.prompt": room})
@@ -404,15 +540,111 @@ def draws(value, key, raw) -> Row:
     return Row(why="the noise of this method is not drawn, or once for each example")
 
 
+def rows_of(raw) -> tuple[int, bool]:
+    """Returns (the rows that theirs has for an example, whether a short answer has fewer)."""
+
+    def told(name: str, usual: int | None = None) -> int:
+        key = f"training.{name}"
+        value = raw.get(key) if usual else raw[key]
+        return whole(usual if value is None else value, key)
+
+    method, full = raw["training.method"], attends_fully(raw)
+    if method in ("random_masking", "coupled"):
+        return told("mask_times_per_sample", 1) * (1 + (method == "coupled")), False
+    if method == "semi-ar" and full:
+        count = -(-told("max_gen_length") // told("block_size"))
+    elif method in ("trace", "TraceRL"):
+        longest = told("max_gen_length") if full else told("block_size")
+        count = -(-longest // told("shrink", 1))
+    else:
+        count = 1
+    return count, count > 1
+
+
+def rows_of_update(raw) -> int:
+    """Returns the rows of an update of SFT: they ran eight processes on a node."""
+    keys = ("gradient_accumulation_steps", "batch_size_lm")
+    many, rows = (whole(raw[f"training.{key}"], f"training.{key}") for key in keys)
+    nodes = whole(raw.get("experiment.num_node", 1), "experiment.num_node")
+    return many * rows * 8 * nodes
+
+
+def examples_of(raw) -> int:
+    """Returns SFT's examples of an update, at least one."""
+    return max(round(rows_of_update(raw) / rows_of(raw)[0]), 1)
+
+
 def examples(value, key, raw) -> Row:
-    """Returns SFT's examples of an update: they ran eight processes on a node."""
-    rows, nodes = raw["training.batch_size_lm"], raw.get("experiment.num_node", 1)
-    return Row(leaves={"sft.examples": int(value) * int(rows) * 8 * int(nodes)})
+    """Returns SFT's examples of an update, of which theirs counts rows."""
+    (each, fewer), count = rows_of(raw), examples_of(raw)
+    leaves = {"sft.examples": count}
+    if fewer:
+        why = (
+            f"their update has {rows_of_update(raw)} rows, of which an answer of "
+            f"full length has {each} and a shorter one fewer: sft.examples={count} is for "
+            "full ones"
+        )
+        return Row(leaves=leaves, why=why, same=False)
+    if each * count == rows_of_update(raw):
+        return Row(leaves=leaves)
+    why = (
+        f"their update has {rows_of_update(raw)} rows, {each} of an example, which is no "
+        "whole number of examples"
+    )
+    return Row(leaves=leaves, why=why, same=False)
 
 
 def pads_learned(value, key, raw) -> Row:
-    """Returns SFT's pads after an answer; theirs are a block's rest where it is empty."""
-    return Row(leaves={"data.post_num": -1 if value is None else value})
+    """Returns SFT's pads after an answer."""
+    if base_of(raw) == "lladav":
+        return Row(leaves={"data.post_num": 0}, why="LLaDA-V's SFT has no pads")
+    if value is not None:
+        return Row(ours=("data.post_num",))
+    why = (
+        "theirs learns all pads, up to the longest answer of the file; ours those up to the "
+        "end of an answer's block"
+    )
+    return Row(leaves={"data.post_num": -1}, why=why, same=False)
+
+
+def schedule(value, key, raw) -> Row:
+    """Returns SFT's schedule; their polynomial is a line that ends at a rate of 1e-7."""
+    leaves = {"policy_optim.schedule": counterpart(SCHEDULES, value, key)}
+    if value == "polynomial":
+        rate = float(raw["optimizer.params.learning_rate"])
+        leaves["policy_optim.final"] = float(f"{1e-7 / rate:.6g}")
+    return Row(leaves=leaves)
+
+
+def warmup(value, key, raw) -> Row:
+    """Returns the updates of the warm-up, which their plain constant does not have."""
+    if raw.get("lr_scheduler.scheduler") == "constant":
+        return Row(leaves={"policy_optim.warmup": 0}, why="their constant has none")
+    if value and samples(raw):
+        why = "theirs warms up anew in every RL step, ours once"
+        ours = ("policy_optim.warmup", "value_optim.warmup")
+        return Row(ours=ours, why=why, same=False)
+    return Row(ours=("policy_optim.warmup",))
+
+
+def temperature(value, key, raw) -> Row:
+    """Returns the temperature of rollouts, and of an evaluation that names no other."""
+    if raw.get("evaluation.temperature") is None:
+        return Row(ours=("sampler.temperature", "eval.temperature"))
+    return Row(ours=("sampler.temperature",))
+
+
+def heldout_temperature(value, key, raw) -> Row:
+    """Returns the temperature of evaluation; where it is empty it is the rollouts'."""
+    usual = raw.get("rollout.temperature")
+    return Row(leaves={"eval.temperature": usual if value is None else value})
+
+
+def value_base(value, key, raw) -> Row:
+    """Returns what the value network starts from, where it is not the policy's."""
+    if value in (None, raw.get("model.pretrained_model")):
+        return Row(why="the value model starts from model.path")
+    return Row(ours=("rl.value_path",))
 
 
 # ---- The tables --------------------------------------------------------------------------
@@ -508,7 +740,7 @@ SAMPLING = {
     "top_k": Row(ours=("sampler.top_k",)),
     "remasking_strategy": Row(make=strategy),
     "dynamic_threshold": Row(ours=("sampler.threshold",)),
-    "start_with_think": only(False, why=CHAT),
+    "start_with_think": Row(make=begins_thinking),
     "stop_token_list": only(
         *(None, [], *([end] for end in TURN_ENDS)),
         why="a turn's end stops already; sampler.stop_ids adds the ids of other tokens",
@@ -527,7 +759,7 @@ TRAINING = {
     "mixed_precision": pick("model.dtype", DTYPES),
     "enable_tf32": Row(why="XLA chooses how matmuls of model.dtype are computed"),
     "seed": Row(ours=("seed", "data.seed")),
-    "num_train_epochs": only(1, why="RL trains once on a rollout"),
+    "num_train_epochs": Row(ours=("rl.epochs",)),
     "max_grad_norm": Row(
         ours=("policy_optim.max_grad_norm", "value_optim.max_grad_norm")
     ),
@@ -536,8 +768,8 @@ TRAINING = {
     "shrink": Row(ours=("noise.shrink",)),
     "post_num": only(0, why="an answer ends with its stop token; pads are not trained"),
     "max_prompt_len": Row(make=of_words),
-    "lower_p": Row(ours=("noise.lower",)),
-    "upper_p": Row(ours=("noise.upper",)),
+    "lower_p": bound("noise.lower"),
+    "upper_p": bound("noise.upper"),
     "mask_times_per_sample": Row(make=draws),
 }
 OPTIMIZER = {
@@ -559,7 +791,7 @@ OPTIMIZER = {
         "lr_scheduler.params",
         {
             "learning_rate": Row(why="the optimizer's is meant"),
-            "warmup_steps": Row(ours=("policy_optim.warmup",)),
+            "warmup_steps": Row(make=warmup),
             "min_lr_scale": Row(why="theirs ignores it; policy_optim.final is ours"),
         },
     ),
@@ -579,7 +811,7 @@ RL = (
         "experiment.eval_every": Row(ours=("eval.every",)),
         "experiment.train_value_every": only(1, why="the value model always trains"),
         "experiment.checkpoints_total_limit": Row(ours=("run.keep",)),
-        "model.value_base_model": Row(why="the value model starts from model.path"),
+        "model.value_base_model": Row(make=value_base),
         "model.process_reward_model": Row(make=judge),
         "dataset.train_dataset": dataset("data.train"),
         "dataset.optimization_data": Row(why="rollouts do not pass through a file"),
@@ -590,9 +822,12 @@ RL = (
         "training.gam": Row(ours=("rl.gamma",)),
         "training.lam": Row(ours=("rl.lam",)),
         **all_of("training", UPDATES, "gradient_accumulation_steps", "batch_size_lm"),
-        "lr_scheduler.scheduler": Row(
-            why="restarts at every RL step; ours spans the run"
+        "lr_scheduler.scheduler": only(
+            "constant",
+            why="theirs restarts at every RL step; here the rate is constant, and "
+            "policy_optim.schedule spans the run",
         ),
+        "rollout.temperature": Row(make=temperature),
     }
     | all_of("evaluation", Row(make=as_trained), *SAMPLING)
     | all_of("evaluation", ONE_RUN, "tensor_parallel_size", "max_active", "batch_size")
@@ -603,7 +838,7 @@ RL = (
         ),
         "evaluation.eval_dataset": Row(make=heldout),
         "evaluation.if_eval": Row(why="without data.heldout nothing is evaluated"),
-        "evaluation.temperature": Row(ours=("eval.temperature",)),
+        "evaluation.temperature": Row(make=heldout_temperature),
         "evaluation.num_response_per_task": only(1, why=AS_TRAINED),
     }
     | under(
@@ -623,7 +858,7 @@ SFT = (
     | under("training", TRAINING)
     | {
         "dataset.optimization_data": dataset("data.train"),
-        "lr_scheduler.scheduler": pick("policy_optim.schedule", SCHEDULES),
+        "lr_scheduler.scheduler": Row(make=schedule),
         # The three together say sft.examples.
         "training.gradient_accumulation_steps": Row(make=examples),
         "training.batch_size_lm": Row(),

@@ -15,7 +15,7 @@ import textwrap
 
 import yaml
 
-from configs.dllm_rl import KINDS, START, Row, attends_fully
+from configs.dllm_rl import KINDS, START, Row, attends_fully, whole
 from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
 
@@ -81,6 +81,7 @@ def translate(raw: dict) -> tuple[dict, dict]:
     kind = kind_of(raw)
     known = {key for rows in KINDS.values() for key in rows}
     leaves, reasons = dict(START[kind]), {}
+    defaults = config.flat(config.default().to_dict())
     if raw.get("model.value_base_model") is not None:
         leaves["rl.value"] = "own"
     if kind != "eval" and attends_fully(raw):  # a mean over each row's targets
@@ -100,10 +101,25 @@ def translate(raw: dict) -> tuple[dict, dict]:
                 raise ValueError(
                     f"{key}={shown(value)} has no counterpart ({error})"
                 ) from None
-        leaves |= dict.fromkeys(row.ours, value) | row.leaves
+        new = dict.fromkeys(row.ours, value) | row.leaves
+        refuse_unfit(key, value, new, defaults)
+        leaves |= new
         if row.why:
             reasons[key] = row.why if row.same else f"NOT THE SAME: {row.why}"
     return leaves, reasons
+
+
+def refuse_unfit(key: str, value, leaves: dict, known: dict):
+    """Raises ValueError naming a key whose value only a conversion would make a number.
+
+    known: the defaults of all leaves.
+    """
+    for leaf, made in leaves.items():
+        kind = type(known[leaf])
+        if kind is int and made is not None:
+            whole(made, key)
+        if kind is float and isinstance(made, bool):
+            raise ValueError(f"{key}={shown(value)} is no number")
 
 
 # ---- The config file ---------------------------------------------------------------------

@@ -314,7 +314,9 @@ def dream(c):
 def llada(c):
     """Its settings for LLaDA and MMaDA: canvases of 512 tokens, nothing cut off."""
     dream(c)
-    c.sampler.update(max_new=512, horizon=128, top_k=0, top_p=1.0, untempered_ranks=True)
+    c.sampler.update(
+        max_new=512, horizon=128, top_k=0, top_p=1.0, untempered_ranks=True
+    )
 
 
 def images(c):

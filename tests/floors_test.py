@@ -118,15 +118,16 @@ def test_no_test_imports_another():
 # pipes that close or are read once, tasks that execute, cards, intervals of what is all alike;
 # 50 for a GPU's blocks that go from row to row, 30 for checkpoints that do not fit, and blocks
 # wider than answers, told before anything is compiled.
-CORE, FILE = 17_430, 500
+# 30 for raw prompts about images, ranks of the model's own distribution, counted codes.
+CORE, FILE = 17_460, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
 # those of tests, and what solutions say of them; 30 for several judges of hard math at once;
 # 10 for a judge that nobody serves.
-REWARDS = 3_650  # a jail, a judge, seven formats
+REWARDS = 3_680  # a jail, a judge, seven formats; formulas among short answers
 LOOKED_AT = 700
-VISION = 1_150  # what images become: a tower's features, and codes
+VISION = 1_170  # what images become: a tower's features, and codes
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
 

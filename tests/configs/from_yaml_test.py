@@ -1,13 +1,16 @@
 """dLLM-RL's YAML files, written from the facts about them, and what they become."""
 
+import re
 import sys
 import types
 
 import pytest
 import yaml
 
+from configs import eval as evaluations
 from configs import from_yaml, tracerl
 from dllm_jax import config
+from dllm_jax.data.templates import TEMPLATES
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from tests import served
 from tests.configs.common import but
@@ -219,6 +222,7 @@ THINKING = """
     rollout.start_with_think: True
     rollout.stop_token_list: ["<|im_end|>"]
 """
+OTHER = "NOT THE SAME: "
 FILES = {
     "rl_trado": trado,
     "rl_sdar_code": but(trado, "dataset.data_type: code"),
@@ -345,7 +349,7 @@ def test_sft(tmp_path):
     assert (cfg.method, cfg.data.train) == ("sft", "data/openr1.json")
     # So that `prompt` is taken as it is: their files hold rendered conversations.
     assert cfg.data.question != "prompt"
-    assert cfg.sft.examples == 2 * 2 * 8 * 4
+    assert cfg.sft.examples == 2 * 2 * 8 * 4 // (1024 // 16)
     assert (cfg.sampler.block, cfg.sampler.max_new) == (16, 1024)
     assert (cfg.noise.kind, cfg.noise.lower, cfg.noise.upper) == ("semi_ar", 0.1, 0.9)
     assert (cfg.policy_optim.lr, cfg.policy_optim.schedule) == (1e-5, "cosine")
@@ -353,14 +357,147 @@ def test_sft(tmp_path):
     assert frozen(from_yaml.ported(written(tmp_path, "x", random))).noise.draws == 5
 
 
-OTHER = "NOT THE SAME: "
+@pytest.mark.parametrize(
+    ("name", "change", "count", "reason"),
+    [
+        ("sft_trado", "", 16 * 8, ""),
+        ("sft_trado", "training.method: trace", 32, "128 rows.* full length has 4 and"),
+        ("sft_trado", "training.method: trace\ntraining.shrink: 3", 64, "has 2 and"),
+        ("sft_trado", "training.method: trace\ntraining.shrink: 4", 128, ""),
+        ("sft_dream", "", 2, "128 rows, of which an answer of full length has 64"),
+        ("sft_dream", "training.method: ar", 128, ""),
+        ("sft_dream", "training.mask_times_per_sample: null", 128, ""),
+        (
+            "sft_dream",
+            "training.mask_times_per_sample: null\nmodel.model_base: dream",
+            2,
+            "has 64",
+        ),
+        ("sft_llada", "", 4, "128 rows, 35 of an example, which is no whole"),
+        ("sft_llada", "training.mask_times_per_sample: 1", 128, ""),
+        ("sft_llada", "training.mask_times_per_sample: 4", 32, ""),
+        ("sft_llada", "training.mask_times_per_sample: null", 128, ""),
+        ("sft_llada", "training.mask_times_per_sample: 999", 1, "no whole number"),
+        (
+            "sft_llada",
+            "training.mask_times_per_sample: 4\ntraining.method: coupled",
+            16,
+            "",
+        ),
+    ],
+)
+def test_an_update_of_sft_counts_rows_there(name, change, count, reason, tmp_path):
+    path = written(tmp_path, name, but(FILES[name], change))
+    leaves, unused = from_yaml.translate(from_yaml.read(path))
+    assert leaves["sft.examples"] == count
+    said = unused.get("training.gradient_accumulation_steps", "")
+    assert said.startswith(OTHER) == bool(reason) and re.search(reason, said)
+
+
+def test_full_attention_has_one_rate_for_an_answer(tmp_path):
+    def rate(name, change):
+        path = written(tmp_path, name, but(FILES[name], change))
+        return frozen(from_yaml.ported(path)).noise.rate
+
+    once = "training.mask_times_per_sample: null"
+    assert rate("sft_llada", once) == rate("sft_llada", "") == "scope"
+    assert rate("rl_llada", f"{once}\ntraining.method: coupled") == "scope"
+    assert rate("rl_trado", "training.method: random_masking") == "token"
+
+
+def test_pads_and_schedules_of_sft(tmp_path):
+    def of(change):
+        content = but(FILES["sft_trado"], change)
+        path = written(tmp_path, "x", content)
+        cfg = frozen(from_yaml.ported(path))
+        return cfg, from_yaml.translate(from_yaml.read(path))[1]
+
+    empty = but(FILES["sft_trado"], "")
+    empty["training"]["post_num"] = None
+    path = written(tmp_path, "empty", empty)
+    leaves, unused = from_yaml.translate(from_yaml.read(path))
+    assert leaves["data.post_num"] == -1
+    assert unused["training.post_num"].startswith(OTHER + "theirs learns all pads")
+    cfg, unused = of("training.post_num: 3")
+    assert cfg.data.post_num == 3 and "training.post_num" not in unused
+
+    warm = "lr_scheduler.params.warmup_steps: 7\nlr_scheduler.scheduler: "
+    for scheduler, kind, warmup, final in (
+        ("constant", "constant", 0, 0),
+        ("constant_with_warmup", "constant", 7, 0),
+        ("cosine", "cosine", 7, 0),
+        ("linear", "linear", 7, 0),
+        ("polynomial", "linear", 7, 0.01),  # 1e-7 of a rate of 1e-5
+    ):
+        optim = of(warm + scheduler)[0].policy_optim
+        assert (optim.schedule, optim.warmup, optim.final) == (kind, warmup, final)
+
+
+def test_schedules_and_passes_of_rl(tmp_path):
+    def of(change):
+        path = written(tmp_path, "x", but(trado, change))
+        return frozen(from_yaml.ported(path)), from_yaml.translate(
+            from_yaml.read(path)
+        )[1]
+
+    cfg, unused = of("training.num_train_epochs: 3")
+    assert cfg.rl.epochs == 3 and "training.num_train_epochs" not in unused
+    warm = "lr_scheduler.params.warmup_steps: 7"
+    cfg, unused = of(warm)
+    assert cfg.policy_optim.warmup == cfg.value_optim.warmup == 7
+    assert unused["lr_scheduler.params.warmup_steps"].startswith(OTHER)
+    assert unused["lr_scheduler.scheduler"].startswith(OTHER)
+    cfg, unused = of(warm + "\nlr_scheduler.scheduler: constant")
+    assert cfg.policy_optim.warmup == cfg.value_optim.warmup == 0
+    assert not unused["lr_scheduler.scheduler"].startswith(OTHER)
+
+
+def test_evaluation_has_the_temperature_of_rollouts_where_it_names_none(tmp_path):
+    absent = but(dream, "evaluation.temperature: null")
+    empty = but(dream, "")
+    empty["evaluation"]["temperature"] = None
+    for content, value in ((dream, 0.1), (absent, 0.8), (empty, 0.8)):
+        cfg = frozen(from_yaml.ported(written(tmp_path, "x", content)))
+        assert (cfg.sampler.temperature, cfg.eval.temperature) == (0.8, value)
+
+
+def test_a_value_model_may_start_elsewhere(tmp_path):
+    def cfg(content):
+        return frozen(from_yaml.ported(written(tmp_path, "x", content)))
+
+    assert cfg(with_value).rl.value_path == ""
+    other = cfg(but(with_value, "model.value_base_model: /another/model"))
+    assert (other.rl.value, other.rl.value_path) == ("own", "/another/model")
+    null = but(with_value, "")
+    null["model"]["value_base_model"] = None
+    assert (cfg(null).rl.value, cfg(null).rl.value_path) == ("none", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "longest"),
+    [
+        ("trado_eval", "", 784),
+        ("trado_eval", "dataset.data_type: code", 2048),
+        ("trado_eval", "dataset.data_type: option", 2048),
+        ("rl_trado", "", 784),
+        ("rl_dream", "", 512),
+    ],
+)
+def test_prompts_that_are_too_long(name, change, longest, tmp_path):
+    path = written(tmp_path, name, but(FILES[name], change))
+    assert frozen(from_yaml.ported(path)).sampler.max_prompt == longest
+    unused = from_yaml.translate(from_yaml.read(path))[1]
+    rl = name.startswith("rl")
+    reason = unused["training.max_prompt_len" if rl else "dataset.data_type"]
+    assert reason.startswith(OTHER) and ("not asked" in reason) == rl
+    assert rl or "above sampler.max_prompt are skipped" in reason
 
 
 @pytest.mark.parametrize(
     ("name", "change", "key", "differs"),
     [
         ("sft_dream", "", "training.num_train_epochs", True),
-        ("rl_trado", "", "training.num_train_epochs", False),
+        ("rl_trado", "", "model.model_base", True),
         ("rl_trado", "", "training.gradient_accumulation_steps", True),
         ("rl_trado", "", "evaluation.num_response_per_task", True),
         ("rl_trado", "", "evaluation.remasking_strategy", True),
@@ -400,10 +537,25 @@ def test_prompts_losses_and_scores_are_theirs(tmp_path):
         path = written(tmp_path, name, but(FILES[name], change))
         return frozen(from_yaml.ported(path))
 
-    assert cfg("rl_trado").data.template == tracerl.get_config("trado-4b").data.template
-    assert cfg("rl_dream").data.template == tracerl.get_config("dream-7b").data.template
+    for name, preset in (("rl_trado", "trado-4b"), ("rl_dream", "dream-7b")):
+        theirs, ours = cfg(name).data, evaluations.get_config(f"{preset}/math500").data
+        assert (theirs.template, theirs.raw) == (ours.template, ours.raw) and ours.raw
     asked = cfg("dream_eval", "model_base: dream").data.template
     assert asked == cfg("rl_dream").data.template
+    for base, kind, key in (
+        ("llada", "math", ("llada", "math")),
+        ("mmada", "math", ("llada", "math")),
+        ("sdar", "option", ("block", "choice")),
+        ("dream", "option", ("dream", "choice")),
+        ("llada", "option", ("llada", "choice")),
+        ("dream", "code", ("dream", "stdio")),
+    ):
+        change = f"model_base: {base}\ndataset.data_type: {kind}"
+        assert cfg("dream_eval", change).data.template == TEMPLATES[key]
+    thinks = cfg("trado_longcot_eval").data.template
+    assert thinks == TEMPLATES["think", "math"]
+    named = cfg("sft_trado", "model.model_base: trado").data
+    assert (named.template, named.raw) == ("{question}", False)
     for name in ("sft_dream", "sft_llada", "rl_llada"):
         assert cfg(name).objective.aggregate == "step"
     for name in ("sft_trado", "rl_trado"):
@@ -430,9 +582,9 @@ def test_evaluation(tmp_path):
     cfg = frozen(text)
     assert (cfg.eval.temperature, cfg.sampler.max_new) == (1.0, 30000)
     assert cfg.batch.tokens == 0  # a width that holds them is chosen
-    for name, differs in (("trado_longcot_eval", True), ("trado_eval", False)):
-        _, unused = from_yaml.translate(config.flat(FILES[name]))
-        reason = unused["rollout.start_with_think"]
+    for base, differs in (("trado", False), ("dream", True)):
+        tree = but(FILES["trado_longcot_eval"], f"model_base: {base}")
+        reason = from_yaml.translate(config.flat(tree))[1]["rollout.start_with_think"]
         assert reason.startswith("NOT THE SAME: ") == differs
 
 
@@ -443,7 +595,12 @@ def test_evaluation(tmp_path):
         ("rollout.remasking_strategy: best", "'best': choose from low_confidence"),
         ("training.method: PPO", "training.method='PPO': choose from TraceRL"),
         ("optimizer.name: sgd", "optimizer.name='sgd': choose from adamw"),
-        ("rollout.top_k: many", "'many' is no value for sampler.top_k"),
+        ("rollout.top_k: many", "rollout.top_k='many' is no whole number"),
+        ("rollout.top_k: 0.5", "rollout.top_k=0.5 is no whole number"),
+        ("rollout.max_token: 2000.7", "rollout.max_token=2000.7 is no whole number"),
+        ("training.shrink: true", "training.shrink=True is no whole number"),
+        ("training.eps: true", "training.eps=True is no number"),
+        ("training.eps: much", "'much' is no value for objective.clip"),
         ("training.eps: ${training.epsilon}", "training.eps=.* refers to no value"),
         ("rollout.block_size: 2", "sampler.steps_per_block=4"),
     ],
@@ -474,6 +631,27 @@ def test_dreams_steps_are_shared_out_by_another_rule(base, same, tmp_path):
     raw = from_yaml.read(written(tmp_path, "x", content))
     reason = from_yaml.translate(raw)[1].get("rollout.steps", "")
     assert reason.startswith("NOT THE SAME: their Dream") == (not same)
+
+
+@pytest.mark.parametrize("asked", [1024, 1040, 2048])
+def test_more_steps_than_tokens_are_a_token_a_step(asked, tmp_path):
+    content = but(FILES["rl_llada"], f"rollout.steps: {asked}")
+    cfg = frozen(from_yaml.ported(written(tmp_path, "x", content)))
+    assert (cfg.sampler.steps_per_block, cfg.sampler.max_new) == (32, 512)
+
+
+@pytest.mark.parametrize("key", ["steps", "max_gen_length", "block_size"])
+def test_steps_are_whole(key, tmp_path):
+    path = written(tmp_path, "x", but(dream, f"rollout.{key}: 512.5"))
+    with pytest.raises(ValueError, match=f"rollout.{key}=512.5 is no whole number"):
+        from_yaml.ported(path)
+
+
+@pytest.mark.parametrize(("base", "own"), [("dream", False), ("llada", True)])
+def test_ranks_of_llada_are_of_the_model(base, own, tmp_path):
+    content = but(FILES["rl_dream"], f"model.model_base: {base}")
+    cfg = frozen(from_yaml.ported(written(tmp_path, "x", content)))
+    assert cfg.sampler.untempered_ranks == own
 
 
 def test_steps_that_blocks_cannot_share_are_named(tmp_path):

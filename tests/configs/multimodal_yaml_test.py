@@ -7,6 +7,7 @@ import yaml
 
 from configs import from_yaml
 from dllm_jax import config
+from dllm_jax.data.templates import CHOICE, TEMPLATES
 from tests.configs.common import but
 
 SAMPLED = """
@@ -132,3 +133,55 @@ def test_evaluation_and_sft_of_lladav(tmp_path):
     cfg = translated(SFT, tmp_path)
     assert (cfg.method, cfg.noise.kind, cfg.sampler.block) == ("sft", "semi_ar", 16)
     assert cfg.data.train == "data/sft_test_v.json"
+    # Its prompts ask for a box already; it has no pads.
+    assert (cfg.data.template, cfg.data.post_num) == ("{question}", 0)
+    given = translated(but(SFT, "training.post_num: 5"), tmp_path)
+    assert given.data.post_num == 0
+
+
+def test_blocks_of_lladavs_sft_have_one_rate(tmp_path):
+    bounds = "training.lower_p: 0.1\ntraining.upper_p: 0.9\n"
+    for change in ("", bounds):
+        noise = translated(but(SFT, change), tmp_path).noise
+        assert (noise.rate, noise.lower, noise.upper) == ("scope", 0, 1)
+    for change, rate in (
+        ("model.model_base: mmada\nexperiment.project: x", "token"),
+        ("training.method: random_masking", "scope"),
+    ):
+        tree = but(SFT, bounds + change)
+        if rate == "token":
+            tree["model"]["pretrained_model"] = "MMaDA"
+        noise = translated(tree, tmp_path).noise
+        assert (noise.rate, noise.lower, noise.upper) == (rate, 0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "tiles"),
+    [
+        ("training.method: random_masking", 8, 64),  # two rows of each
+        ("training.method: random_masking\ntraining.mask_times_per_sample: 1", 16, 128),
+        ("", 1, 40),  # as many rows as blocks
+    ],
+)
+def test_tiles_of_sft_are_those_of_an_update(change, count, tiles, tmp_path):
+    cfg = translated(but(SFT, change), tmp_path)
+    assert (cfg.sft.examples, cfg.model.tiles) == (count, tiles)
+
+
+@pytest.mark.parametrize(
+    ("change", "longest", "raw"),
+    [
+        ("model_base: mmada\nvq_model_path: VQ", 1600, False),
+        ("model_base: mmada\ndataset.image_root: /pictures", 1600, False),
+        ("model_base: lladav", 4608, False),
+        ("model_base: mmada", 2048, True),  # texts
+    ],
+)
+def test_options_about_images(change, longest, raw, tmp_path):
+    tree = but(
+        EVAL, "dataset.image_root: null\nexperiment.project: x\nmodel: some/model"
+    )
+    cfg = translated(but(tree, f"{change}\ndataset.data_type: option"), tmp_path)
+    assert (cfg.sampler.max_prompt, cfg.data.raw) == (longest, raw)
+    asked = TEMPLATES["llada", "choice"] if raw else CHOICE
+    assert (cfg.data.template, cfg.rl.reward) == (asked, "choice")

@@ -260,13 +260,23 @@ def test_each_file_becomes_a_run_that_validates(name, tiny, tmp_path):
     tree = FILES[name]
     assert cfg.data.image_root == "/pictures" and cfg.run.folder == f"runs/{name}"
     assert cfg.model.path == str(tiny["lladav" if "lladav" in name else "mmada"])
-    assert cfg.sampler.max_prompt == (4608 if "lladav" in name else 1600)
+    longest = 1027 + 784 if name == "sft_mmada_v" else 1600
+    assert cfg.sampler.max_prompt == (4608 if "lladav" in name else longest)
     assert cfg.sampler.before_stop == ("lladav" in name)
     if "mmada" in name:
         assert (cfg.model.vq, cfg.model.image_size) == (str(tiny["vq"]), 8)
     if "rollout" not in tree:
         assert (cfg.method, cfg.noise.kind) == ("sft", "bernoulli")
         assert "theirs are compared" not in text  # nothing is graded
+        assert cfg.data.template == "{question}" and cfg.data.post_num == 0
+        assert cfg.noise.draws * cfg.sft.examples == 16 * (1 + ("mmada" in name))
+        assert name != "sft_lladav" or cfg.model.tiles == 8 * cfg.sft.examples
+        said = (
+            "hold the chat's tokens"
+            if "mmada" in name
+            else "an answer's end is learned"
+        )
+        assert said in text
         return
     assert "theirs are compared as mathematics" in text
     new, block = tree["rollout"]["max_gen_length"], tree["rollout"]["block_size"]
@@ -285,6 +295,7 @@ def test_each_file_becomes_a_run_that_validates(name, tiny, tmp_path):
     )
     valued = "value_base_model" in tree["model"]
     assert cfg.rl.value == ("own" if valued else "none")
+    assert cfg.rl.value_path == ("V" if valued else "")
     assert cfg.noise.kind == ("trace" if valued else "bernoulli")
     assert cfg.noise.shrink == tree["training"]["shrink"]
     assert (cfg.rl.min_solved, cfg.rl.max_solved) == (0.05, 0.95)
@@ -319,8 +330,8 @@ def test_presets_with_a_judge_are_as_its_files(name, tiny, tmp_path):
         one, other = (dataclasses.asdict(getattr(x, section)) for x in (ours, theirs))
         different = {key for key in one if one[key] != other[key]}
         # Read from a checkpoint; of the host; as "auto" has it; of noise that is drawn; which
-        # their files say by the sizes of batches.
-        known = {"stop_ids", "rows", "cache", "rate", "updates"}
+        # their files say by the sizes of batches; another folder in the files above.
+        known = {"stop_ids", "rows", "cache", "rate", "updates", "value_path"}
         assert different <= known, (section, different)
     judge = dataclasses.replace(theirs.reward.judge, model="")
     assert dataclasses.replace(theirs.reward, judge=judge) == ours.reward

@@ -183,7 +183,10 @@ def test_a_forbidden_token_is_never_drawn(cfg, temperature):
         (True, {}),
         (True, {"tempered_threshold": True}),
         (True, {"untempered_ranks": True}),
-        (False, {"target": "neg_entropy", "strategy": "static", "untempered_ranks": True}),
+        (
+            False,
+            {"target": "neg_entropy", "strategy": "static", "untempered_ranks": True},
+        ),
         (True, {"target": "neg_entropy", "strategy": "static"}),
         (False, {"target": "neg_entropy", "threshold": -1.0}),
         (False, {"target": "margin"}),

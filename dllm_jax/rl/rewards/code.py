@@ -39,8 +39,11 @@ from dllm_jax import checks
 from dllm_jax.exits import warn
 from dllm_jax.rl.rewards import sandbox
 
-FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
-LANGUAGES = ("python", "py", "python3")
+# A block of Python, to the next fence or the text's end: dLLM-RL's, and other spellings.
+BLOCKS = (
+    re.compile(r"```python3?(.*?)(```|\Z)", re.DOTALL),
+    re.compile(r"```[ \t]*(?:python3?|py)\b(.*?)(```|\Z)", re.DOTALL | re.IGNORECASE),
+)
 MOST_BYTES = 2**28  # of tests that were packed
 SECONDS, MEMORY_MB = 4.0, 512
 CLOSE = 1e-6
@@ -62,22 +65,27 @@ ANY = re.compile(
 def extract(text: str) -> str | None:
     """Returns the last block of Python that an answer has in fences; None without one.
 
-    A last block that is never closed is none: it was cut. A block without a language is
-    taken where none names Python.
+    As in dLLM-RL a block is from "```python", wherever that stands, to the next "```". Other
+    spellings of the language count where an answer has no such block, and blocks without a
+    language where none names Python. A last block that is never closed is none: it was cut.
     """
-    opened, blocks = None, []
-    for fence in FENCE.finditer(text):
-        language = fence[1].strip().lower()
-        if opened is None:
-            opened = fence, language
-        elif not language:
-            blocks.append((opened[1], text[opened[0].end() + 1 : fence.start()]))
-            opened = None
-    if opened is not None and opened[1] in ("", *LANGUAGES):
+    for block in BLOCKS:
+        if found := [*block.finditer(text)]:
+            return shorn(found[-1][1]) if found[-1][2] else None
+    pieces = text.split("```")
+    plain = [i for i in range(1, len(pieces), 2) if re.match(r"\s*\n", pieces[i])]
+    if not plain or plain[-1] == len(pieces) - 1:
         return None
-    named = [code for language, code in blocks if language in LANGUAGES]
-    plain = [code for language, code in blocks if not language]
-    return (named or plain or [None])[-1]
+    return shorn(pieces[plain[-1]])
+
+
+def shorn(block: str) -> str:
+    """Returns a block without blanks around it, but for the indentation of its first line.
+
+    HumanEval's answers may go on inside a function.
+    """
+    block = re.sub(r"^(?:\s*\n|[ \t]+)", "", block.rstrip())
+    return block and block + "\n"
 
 
 # ---- Records -------------------------------------------------------------------------
@@ -85,13 +93,26 @@ def extract(text: str) -> str | None:
 
 def tests_of(record: dict) -> dict:
     """Returns a record's tests in the shape above; raises ValueError for a bad record."""
-    for field, read in READERS.items():
-        if record.get(field) is not None:
-            try:
-                return checked(read(record))
-            except ValueError as error:
-                raise ValueError(f"field {field!r}: {error}") from None
-    raise ValueError(f"no tests: it needs one of the fields {', '.join(READERS)}")
+    field = field_of(record)
+    try:
+        return checked(READERS[field](record))
+    except ValueError as error:
+        raise ValueError(f"field {field!r}: {error}") from None
+
+
+def field_of(record: dict) -> str:
+    """Returns the field in which a record's tests stand; raises ValueError without one."""
+    fields = [field for field in READERS if record.get(field) is not None]
+    if not fields:
+        raise ValueError(f"no tests: it needs one of the fields {', '.join(READERS)}")
+    if fields[0] not in METHODS.values():
+        return fields[0]
+    method = record.get("test_method")
+    if method is None:  # a function's, in dLLM-RL
+        return METHODS["function"] if record.get("test_list") else fields[0]
+    if method not in (*METHODS,):
+        raise ValueError(f"test_method={checks.shown(method)}: stdio or function")
+    return METHODS[method]
 
 
 def own(record: dict) -> dict:
@@ -101,14 +122,12 @@ def own(record: dict) -> dict:
 
 def dllm_rl(record: dict) -> dict:
     """Reads a record of dLLM-RL: standard input and output."""
-    if record.get("test_method", "stdio") not in ("stdio", "function"):
-        raise ValueError(f"test_method={record['test_method']!r}: stdio or function")
-    return stdio(record["test_input"], record.get("test_output"))
+    return stdio(record.get("test_input"), record.get("test_output"))
 
 
 def mbpp(record: dict) -> dict:
     """Reads a record of MBPP, sanitized or not, or a function's of dLLM-RL."""
-    asserts = texts(record["test_list"]) + texts(
+    asserts = texts(record.get("test_list")) + texts(
         record.get("challenge_test_list") or []
     )
     imports = texts(record.get("test_imports") or [])
@@ -186,7 +205,9 @@ def contests(record: dict) -> dict:
     return stdio(inputs, outputs)
 
 
-# The first field that a record has says how it is read.
+# The field of each `test_method`.
+METHODS = {"stdio": "test_input", "function": "test_list"}
+# Of others the first field that a record has says how it is read.
 READERS = {
     "tests": own,
     "test_input": dllm_rl,
@@ -373,7 +394,7 @@ def grade_program(
     own_seconds, own_memory = limits_of(record)
     limits = {"seconds": own_seconds or seconds, "memory_mb": own_memory or memory_mb}
     if tests["kind"] == "stdio":
-        return by_output(program, tests, limits, all_cases)
+        return by_output(program.strip(), tests, limits, all_cases)
     count = len(tests.get("cases", tests.get("asserts", [])))
     candidate = {"sources": sources(program, tests), "typing": tests["kind"] == "calls"}
     verdict = sandbox.tried(candidate, tests, all_cases=all_cases, **limits)
@@ -404,12 +425,13 @@ def sources(program: str, tests: dict) -> list[str]:
     HumanEval's answers are whole functions, which may call the prompt's helpers, or go on
     where the prompt ends.
     """
+    whole = program.strip()
     if tests["kind"] != "check":
-        return [program]
+        return [whole]
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = ast.parse(program, RECORD)
+        tree = ast.parse(whole, RECORD)
         if any(getattr(x, "name", None) == tests["entry"] for x in tree.body):
-            return [tests["prelude"], program]
+            return [tests["prelude"], whole]
     return [tests.get("prompt", "") + program]
 
 

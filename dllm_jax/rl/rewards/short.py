@@ -3,10 +3,12 @@ r"""Short answers, as questions about pictures have: a letter, yes or no, a numb
 An answer is what stands in its last `\boxed{}` or `<answer>`, and where it has neither all of
 it, but for thoughts in `<think>`. The gold answer says of which kind it is: a single letter is
 an option's. Words are the same whatever their case, articles, punctuation and LaTeX's `\text`;
-a number is the same however it is written, zero to ten also as words. Where dLLM-RL's verdicts
-differ is said in docs/rewards.md.
+a number is the same however it is written, zero to twelve also as words. Two formulas are compared
+as mathematics: there signs and brackets are no punctuation. Where dLLM-RL's verdicts differ is
+said in docs/rewards.md.
 """
 
+import concurrent.futures
 import re
 import string
 import unicodedata
@@ -16,25 +18,18 @@ from dllm_jax.rl.rewards import choice, math
 LONGEST = 200  # characters of what is short
 TEX = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 ARTICLES = {"a", "an", "the"}
-WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-)
-NUMBERS = {word: str(number) for number, word in enumerate(WORDS)}
+NUMBERS = {word: str(number) for number, word in enumerate(math.WORDS)}
 VERDICTS = "yes", "no"
-# A point between digits is the number's.
+# A point between digits is the number's, and so is a minus right before it.
 PUNCTUATION = re.compile(
-    rf"(?<!\d)\.|\.(?!\d)|[{re.escape(string.punctuation.replace('.', ''))}]"
+    r"(?<!\d)\.|\.(?!\d)|(?<=[\w)\]}])-|-(?!\d)"
+    rf"|[{re.escape(re.sub('[.-]', '', string.punctuation))}]"
 )
+AROUND = "*_`\"'“”=#!?~,;: \n"  # a formula these say nothing
+COMMAND = re.compile(r"\\[A-Za-z]+")
+OPERATOR = re.compile(r"[-+*/^<>=]|" + COMMAND.pattern)
+# Without the minus: F-16 is F 16.
+INFIX = re.compile(r"[\w)\]}]\s*[+*/^<>=]")
 
 
 def extract(text: str) -> str | None:
@@ -52,11 +47,27 @@ def extract(text: str) -> str | None:
 
 def words(text: str) -> list[str]:
     """Returns a text's words, alike for texts that say the same."""
-    plain = TEX.sub(r"\1", unicodedata.normalize("NFKC", text)).casefold()
-    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
-    sign = "-" if re.match(r"\s*-\s*\.?\d", plain) else ""
-    parts = (sign + PUNCTUATION.sub(" ", plain).lstrip()).split()
-    return [NUMBERS.get(part, part) for part in parts if part not in ARTICLES]
+    plain = unicodedata.normalize("NFKC", TEX.sub(r"\1", text)).casefold()
+    plain = re.sub(r"[−–]", "-", re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain))
+    plain = re.sub(r"(?<![\w.])\.(?=\d)", "0.", plain)
+    plain = PUNCTUATION.sub(" ", re.sub(r"^\s*-\s*(?=\d)", "-", plain))
+    return [NUMBERS.get(part, part) for part in plain.split() if part not in ARTICLES]
+
+
+def formula(text: str) -> str | None:
+    """Returns a text of mathematics, without what stands around it; None for another.
+
+    It has no words: numbers, or single letters with operators.
+    """
+    bare = TEX.sub(r"\1", text).translate(math.UNICODE)
+    bare = re.sub(r"\\?\$", "", unicodedata.normalize("NFKC", bare)).strip(AROUND)
+    if bracketed := re.fullmatch(r"[(\[{]([^()\[\]{},;]*)[)\]}]", bare):
+        bare = bracketed[1].strip()
+    left = COMMAND.sub(" ", bare)
+    lettered = re.search(r"[^\W\d_]", left)
+    if re.search(r"[^\W\d_]{2}", left) or not re.search(r"[^\W_]", left):
+        return None
+    return None if lettered and not OPERATOR.search(bare) else bare
 
 
 def verdict(text: str) -> str | None:
@@ -66,12 +77,19 @@ def verdict(text: str) -> str | None:
     return said[0] if found == {*said[:1]} else None
 
 
-def equal(answer: str, gold: str) -> bool:
-    """Returns whether an answer says what the gold answer does."""
-    if len(gold.strip()) == 1 and choice.letter(gold):
+def equal(answer: str, gold: str) -> bool | None:
+    """Returns whether an answer says what the gold answer does, None if that took too long."""
+    if choice.letter(gold) and (len(gold.strip()) == 1 or not words(gold)):  # (A)
         return choice.letter(answer) == choice.letter(gold)
     if words(gold) in ([x] for x in VERDICTS):
         return verdict(answer) == words(gold)[0]
+    formulas = formula(answer), formula(gold)
+    if all(formulas):
+        alike = formulas[0].casefold() == formulas[1].casefold()  # n/a is N/A
+        return alike or math.equal(*formulas)
+    # Words would drop the operator that tells a formula from another.
+    if any(INFIX.search(x or "") for x in formulas):
+        return False
     said, meant = words(answer), words(gold)
     if said == meant:
         return bool(meant)
@@ -93,9 +111,13 @@ def check(gold: str) -> None:
 
 
 def grade(texts: list[str], golds: list[str]) -> list[float]:
-    """Returns 1.0 where an answer says what its gold does, else 0.0."""
-    answers = [extract(text) for text in texts]
-    return [
-        float(answer is not None and equal(answer, gold))
-        for answer, gold in zip(answers, golds, strict=True)
-    ]
+    """Returns 1.0 where an answer says what its gold does, else 0.0; NaN: it took too long."""
+    pairs = [*zip(map(extract, texts), golds, strict=True)]
+    once = dict.fromkeys(pair for pair in pairs if pair[0] is not None)
+    threads = concurrent.futures.ThreadPoolExecutor(math.MOST)
+    try:
+        verdicts = dict(zip(once, threads.map(lambda pair: equal(*pair), once)))
+    finally:  # of an interrupt, too: what nobody has begun is not waited for
+        threads.shutdown(cancel_futures=True)
+    found = (verdicts.get(pair, False) for pair in pairs)
+    return [float("nan") if x is None else float(x) for x in found]

@@ -13,6 +13,7 @@ import zlib
 import pytest
 
 from dllm_jax.rl.rewards import code, sandbox
+from tests.goldens import reader
 from tests.rl.rewards import cheats
 
 SHARED = (x / "shared/data/mbpp.jsonl" for x in pathlib.Path(__file__).parents)
@@ -39,7 +40,22 @@ def grade(program, record, **how):
         ("```Python\na\n```", "a\n"),
         ("```py\na\n```\n```python\nb\n```", "b\n"),
         ("```python\na\n```\n```python\nb", None),  # cut: the answer was not finished
-        ("```python\na\n```\n```", None),
+        ("```python\na\n```\n```", "a\n"),
+        ("```python\na\n```\nIt prints\n```\n1", "a\n"),
+        ("Here is the code: ```python\na\n```", "a\n"),
+        ("```python\na```", "a\n"),
+        ("```python\na\n``` This works.", "a\n"),
+        ("```python a ```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "a\n"),  # dLLM-RL's rule comes first
+        ("```python\na\n```\n```py\nb", "a\n"),
+        ("```python3\na\n```", "a\n"),
+        ("so ```Python\na``` and", "a\n"),
+        ("```py\na\n```\n```Python\nb", None),
+        ("```pycon\n>>> a\n```", None),
+        ("```\na\n``` This works.", "a\n"),
+        ("```\na\n```\n```\nb", None),
+        ("```cpp\nint a;\n```\n```\na\n```", "a\n"),
+        ("```a```", None),
         ("```\na\n```", "a\n"),
         ("```python\na\n```\n```\noutput\n```", "a\n"),
         ("```python\na\n```\n```text\noutput\n```", "a\n"),
@@ -52,6 +68,34 @@ def grade(program, record, **how):
 )
 def test_the_last_closed_block_is_the_program(text, program):
     assert code.extract(text) == program
+
+
+LENIENT = {  # where dLLM-RL finds no program
+    "```\nprint(1)\n```": "a block needs no language where none names Python",
+    "```Python\nq\n```": "the case of the language says nothing of the program",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    reader.read("rewards/extraction.json")["code"],
+    ids=lambda case: case["text"][:30],
+)
+def test_extraction_equals_the_golden(case):
+    program, wanted = code.extract(case["text"]), case["out"]
+    # The reference reports a failure as a sentence, which it then runs as a program.
+    wanted = None if wanted.startswith("We can not extract the code") else wanted
+    if why := LENIENT.get(case["text"], ""):
+        assert wanted is None and program, why
+    else:  # the end of a line, and an indentation, are kept
+        assert (program if program is None else program.strip()) == wanted
+
+
+def test_the_first_lines_indentation_counts_inside_a_function_alone():
+    program = code.extract("```python\n  print(int(input()) * 2)\n  ```")
+    assert grade(program, {"test_input": ["1"], "test_output": ["2"]}) == 1.0
+    program = code.extract("```python\n\n    return 2 * x\n```")
+    assert grade(program, RECORDS["humaneval, going on"][1]) == 1.0
 
 
 # ---- Formats -------------------------------------------------------------------------
@@ -85,7 +129,54 @@ RECORDS = {
             "prefix": "{{x}}",
         },
     ),
+    "dllm-rl function, empty others": (
+        DOUBLE,
+        {
+            "test_method": "function",
+            "test_list": ["assert f(1) == 2"],
+            "test_input": [],
+            "test_output": [],
+        },
+    ),
+    "dllm-rl function, other tests": (
+        DOUBLE,
+        {
+            "test_method": "function",
+            "test_list": ["assert f(1) == 2"],
+            "test_input": ["1"],
+            "test_output": ["2"],
+        },
+    ),
+    "dllm-rl stdio, other tests": (
+        ECHO,
+        {
+            "test_method": "stdio",
+            "test_list": ["assert f(1) == 2"],
+            "test_input": ["1"],
+            "test_output": ["2"],
+        },
+    ),
     "dllm-rl without a method": (DOUBLE, {"test_list": ["assert f(1) == 2"]}),
+    "dllm-rl without a method, both": (
+        DOUBLE,
+        {
+            "test_list": ["assert f(1) == 2"],
+            "test_input": ["1"],
+            "test_output": ["2"],
+        },
+    ),
+    "dllm-rl stdio without a method": (
+        ECHO,
+        {"test_list": [], "test_input": ["1"], "test_output": ["2"]},
+    ),
+    "our own before a method's": (
+        DOUBLE,
+        {
+            "test_method": "function",
+            "test_list": ["assert f(1) == 3"],
+            "tests": {"kind": "asserts", "asserts": ["assert f(1) == 2"]},
+        },
+    ),
     "mbpp": (
         DOUBLE,
         {
@@ -214,6 +305,15 @@ class Evil:
         (
             {"test_input": [""], "test_method": "x"},
             "test_method='x': stdio or function",
+        ),
+        ({"test_list": ["assert 1"], "test_method": [1]}, "test_method=\\[1\\]: stdio"),
+        (
+            {"test_input": ["1"], "test_output": ["1"], "test_method": "function"},
+            "field 'test_list': must be a list, and is a NoneType",
+        ),
+        (
+            {"test_list": ["assert 1"], "test_method": "stdio"},
+            "field 'test_input': must be a list, and is a NoneType",
         ),
         ({"entry_point": "f", "prompt": "x"}, "must be test, a text"),
         ({"input_output": "{"}, "field 'input_output': '{' is no JSON"),

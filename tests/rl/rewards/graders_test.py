@@ -8,7 +8,7 @@ import pytest
 from dllm_jax import data
 from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import RewardConfig, RLConfig
-from dllm_jax.rl.rewards import Grades, choice, sandbox, short
+from dllm_jax.rl.rewards import Grades, choice, math, sandbox, short
 from dllm_jax.sampling import state
 from tests.rl import lent
 
@@ -19,6 +19,7 @@ CFG = RewardConfig(seconds=2.0, memory_mb=256)
 def close_jails():
     yield
     sandbox.close()
+    math.close()
 
 
 def problem(answer="", **record):
@@ -61,11 +62,12 @@ def test_math_and_choice_compare_with_the_gold():
 
 
 SHORT = {  # gold: what is right, and what is wrong
-    "A": (["A", "a.", "(A)", "A. cat"], ["B", "A cat", "A or B", "the"]),
+    "A": (["A", "a.", "(A)", "A. cat", "A: cat"], ["B", "A cat", "A or B", "the"]),
     "B": (
         ["B", "b.", "(B)", "B. Paris", r"\boxed{B}", "<think>A or C</think>B"],
         ["C"],
     ),
+    "(A)": (["A", "a. cat"], ["B", "the"]),
     "yes": (
         ["Yes.", "YES, it is", r"\boxed{\text{yes}}"],
         ["no", "yes or no", "y", "It is yes"],
@@ -94,6 +96,47 @@ def test_a_short_answer_says_the_same_in_other_words(gold):
     short.check(gold)
     assert short.grade(right, [gold] * len(right)) == [1.0] * len(right)
     assert short.grade(wrong, [gold] * len(wrong)) == [0.0] * len(wrong)
+
+
+FORMULAS = {  # as above, of numbers and operators
+    "5": (
+        ["$5$", "(5)", "**5**", "= 5", "5!", r"\$5", "#5", "five", r"\text{5}"],
+        ["$-5$", "(-5)", "**-5**", r"\left(-5\right)", "−5", ".5", "x = -5", "minus 5"],
+    ),
+    "-5": (["$-5$", "−5", "–5", "x = -5", "(-5)", "- 5"], ["5", "$5$", "five"]),
+    "x-1": (["x - 1", "-1 + x", "X-1"], ["x+1", "1-x", "-1"]),
+    "x+1": (["1+x"], ["x 1", "x-1"]),
+    "x>5": (["5<x"], ["x<5", "5"]),
+    "(2, -3)": (["(2,-3)"], ["(2, 3)", "(-3, 2)", "2 3"]),
+    "1/2": (["0.5", r"\frac{1}{2}", "$1/2$"], ["1-2", "1 2", "12", "-1/2"]),
+    "0.5": ([".5", "1/2"], ["5", "-.5"]),
+    "O+": (["o+"], ["O-", "O"]),
+    # Words, and names in which an operator is none.
+    "2 cats": (["two cats", "2 cats."], ["-2 cats", "2", "$-2$ cats"]),
+    "a 7": (["7", "seven"], ["-7", "(-7)"]),
+    "seven": (["7", "$7$"], ["-7", "$-7$"]),
+    "0.5 m": ([".5 m"], ["5 m", "-.5 m"]),
+    "F-16": (["F 16", "f-16"], ["F-15", "16"]),
+    "N/A": (["n/a"], ["A/N"]),
+    "B 7": (["b 7"], ["7 B", "B 8"]),
+}
+
+
+@pytest.mark.parametrize("gold", FORMULAS)
+def test_a_short_answers_signs_are_no_punctuation(gold):
+    right, wrong = FORMULAS[gold]
+    short.check(gold)
+    assert short.grade(right, [gold] * len(right)) == [1.0] * len(right)
+    assert short.grade(wrong, [gold] * len(wrong)) == [0.0] * len(wrong)
+
+
+def test_words_are_no_mathematics_and_what_takes_too_long_is_no_verdict(monkeypatch):
+    asked = []
+    monkeypatch.setattr(math, "equal", lambda *pair: asked.append(pair))
+    texts, golds = ["x-1", "two cats", "seven"], ["x+1", "2 cats", "a 7"]
+    grades = short.grade(texts, golds)
+    assert np.isnan(grades[0]) and grades[1:] == [1.0, 1.0]
+    assert asked == [("x-1", "x+1")]
 
 
 @pytest.mark.parametrize("gold", ["", "...", "the", "word " * 50])
