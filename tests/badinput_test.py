@@ -801,8 +801,8 @@ YAML = {
     "nan": ("rollout:\n  temperature: .nan\n", "temperature=nan"),
     "infinity": ("rollout:\n  top_p: .inf\n", "top_p=inf"),
     "negative": ("rollout:\n  max_active: -1\n", "rows=-1"),
-    "kind": ("rollout:\n  top_k: many\n", "'many' is no value for sampler.top_k"),
-    "list_value": ("rollout:\n  top_k: [1]\n", "[1] is no value for sampler.top_k"),
+    "kind": ("rollout:\n  top_k: many\n", "rollout.top_k='many' is no whole number"),
+    "list_value": ("rollout:\n  top_k: [1]\n", "rollout.top_k=[1] is no whole number"),
     "unhashable": ("rollout:\n  remasking_strategy: [a]\n", "remasking_strategy="),
     "steps": ("rollout:\n  steps: 4\n", "rollout.steps=4"),
     "zero": (
