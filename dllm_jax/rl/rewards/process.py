@@ -71,7 +71,7 @@ def borne(chunk_T, step_T, tail: int) -> np.ndarray:
     """
     out_T = np.full(len(chunk_T), -1)
     last = chunk_T.max()
-    for chunk in range(last + 1):
+    for chunk in range(last if tail else last + 1):
         (inside,) = np.nonzero(chunk_T == chunk)
         if tail:
             inside = np.arange(max(inside[-1] + 1 - tail, 0), inside[-1] + 1)
@@ -133,9 +133,10 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
             asked_of = questions(i, chunk_T, texts[i], problems[i], trace, right_n[i])
             every += asked_of
             places += [(i, chunk) for chunk in range(len(asked_of))]
-        for place, votes in zip(places, asked.votes(every), strict=True):
-            shown = bool(judge.images_of(problems[place[0]]))
-            out.source_nT[place], agreed = agreement(votes, silent=shown)
+        answers = zip(places, every, asked.votes(every), strict=True)
+        for place, question, votes in answers:
+            silent = bool(question.images)
+            out.source_nT[place], agreed = agreement(votes, silent)
             outcome = 1.0 if right_n[place[0]] else -1.0
             out.verdict_nT[place] = outcome if agreed is None else agreed
         return out

@@ -86,6 +86,9 @@ def test_without_a_tail_all_of_a_chunk_may_bear_its_reward():
     assert bears_T.tolist() == [0, -1, -1, 1]
     bears_T = process.borne(np.array([0, 0, 1, 1]), np.array([4, 1, 2, 4]), tail=2)
     assert bears_T.tolist() == [1, -1, -1, 1]
+    # Though the tail's own last step is another one.
+    bears_T = process.borne(np.array([0, 0, 1, 1]), np.array([4, 1, 3, 2]), tail=2)
+    assert bears_T.tolist() == [1, -1, -1, -1]
 
 
 # ---- What the judge is asked, and what holds -------------------------------------------
