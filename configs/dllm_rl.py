@@ -536,7 +536,7 @@ def draws(value, key, raw) -> Row:
     if looks(raw) and raw.get("model.value_base_model") is not None:
         return Row(why="the noise of a trace is not drawn")
     if raw["training.method"] in ("random_masking", "coupled"):
-        return Row(leaves={"noise.draws": value, "noise.rate": "scope"})
+        return Row(ours=("noise.draws",))
     return Row(why="the noise of this method is not drawn, or once for each example")
 
 
@@ -597,7 +597,7 @@ def examples(value, key, raw) -> Row:
 def pads_learned(value, key, raw) -> Row:
     """Returns SFT's pads after an answer."""
     if base_of(raw) == "lladav":
-        return Row(leaves={"data.post_num": 0}, why="LLaDA-V's SFT has no pads")
+        return Row(why="LLaDA-V's SFT has no pads")
     if value is not None:
         return Row(ours=("data.post_num",))
     why = (

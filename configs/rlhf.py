@@ -35,9 +35,8 @@ def arithmetic(c):
     """The bundled model learns from the scores of the reward model; accuracy is told."""
     tracerl.arithmetic(c)
     c.rl.update(reward="math:0,reward_model", filter="varied", steps=40, value="own")
-    c.objective.reference_beta = (
-        1.0  # else it soon learns what the reward model is wrong about
-    )
+    # Without a pull it soon learns what the reward model is wrong about.
+    c.objective.reference_beta = 1.0
     c.reward.model = "runs/arithmetic/reward/export"
     c.run.folder = "runs/arithmetic/rlhf"
 

@@ -66,9 +66,7 @@ class SamplerConfig:
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every score above it
     tempered_threshold: bool = False  # scores of what is drawn from, not of the model
-    untempered_ranks: bool = (
-        False  # ranks of the model's own, as LLaDA; not of what is drawn from
-    )
+    untempered_ranks: bool = False  # ranks by scores of the model, as LLaDA
     target: str = "confidence"  # how "static", "dynamic" score: a key of TARGETS
     rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
     rank_cooling: bool = False  # times 1 - t / T at every step t of T, cumulatively
@@ -300,16 +298,9 @@ def untraced(cfg: SamplerConfig) -> SamplerConfig:
 
 # What a run's evaluation may sample otherwise than its rollouts: see `variants`.
 VARIED = ("block", "steps_per_block", "unmasking", "strategy", "threshold")
-VARIED += ("tempered_threshold", "untempered_ranks", "target", "rank_temperature")
-VARIED += (
-    "rank_cooling",
-    "entropy_bound",
-    "before_stop",
-    "cache",
-    "horizon",
-    "top_k",
-    "top_p",
-)
+VARIED += ("tempered_threshold", "untempered_ranks", "target")
+VARIED += ("rank_temperature", "rank_cooling", "entropy_bound", "before_stop")
+VARIED += ("cache", "horizon", "top_k", "top_p")
 
 
 def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:

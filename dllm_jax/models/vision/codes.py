@@ -309,14 +309,14 @@ class Reader:
         that files must not leave. Raises data.Unreadable for an image that cannot be read.
         """
         if row.get("image_token_ids") is not None:
-            tokens = self.codec().format.tokens
-            codes = tokens.codes(data.ids(row, "image_token_ids"))
-            if len(codes) != self.codec().format.count:
+            format = self.codec().format
+            codes = format.tokens.codes(data.ids(row, "image_token_ids"))
+            if len(codes) != format.count:
                 raise ValueError(
                     f"image_token_ids has {len(codes)} codes, and an image of the model's "
-                    f"{self.codec().format.count}: is it another model.image_size's?"
+                    f"{format.count}: is it another model.image_size's?"
                 )
-            return Shown(tokens, (codes,))
+            return Shown(format.tokens, (codes,))
         paths = images.paths_of(row, field)
         if not paths and any(MARK in x for x in row.values() if isinstance(x, str)):
             raise ValueError(f"it has {MARK} in its text, and no image in {field!r}")

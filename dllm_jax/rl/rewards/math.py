@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 LIMIT_S = 3.0  # that an answer may take
@@ -492,8 +493,16 @@ def grade(texts: list[str], golds: list[str]) -> list[float]:
     """
     answers = [extract(text) or "" for text in texts]
     pairs = list(zip(answers, golds, strict=True))
-    once = dict.fromkeys(pairs)  # what takes too long does so once
-    threads = concurrent.futures.ThreadPoolExecutor(len(workers().every))
+    return judged(equal, pairs, len(workers().every))
+
+
+def judged(equal: Callable, pairs: list[tuple], count: int) -> list[float]:
+    """Returns 1.0 or 0.0 for each pair of an answer and a gold, NaN where `equal` says None.
+
+    Each is asked once, in so many threads: what takes too long does so once.
+    """
+    once = dict.fromkeys(pairs)
+    threads = concurrent.futures.ThreadPoolExecutor(count)
     try:
         verdicts = dict(zip(once, threads.map(lambda pair: equal(*pair), once)))
     finally:  # of an interrupt, too: what nobody has begun is not waited for

@@ -8,7 +8,6 @@ as mathematics: there signs and brackets are no punctuation. Where dLLM-RL's ver
 said in docs/rewards.md.
 """
 
-import concurrent.futures
 import re
 import string
 import unicodedata
@@ -113,11 +112,6 @@ def check(gold: str) -> None:
 def grade(texts: list[str], golds: list[str]) -> list[float]:
     """Returns 1.0 where an answer says what its gold does, else 0.0; NaN: it took too long."""
     pairs = [*zip(map(extract, texts), golds, strict=True)]
-    once = dict.fromkeys(pair for pair in pairs if pair[0] is not None)
-    threads = concurrent.futures.ThreadPoolExecutor(math.MOST)
-    try:
-        verdicts = dict(zip(once, threads.map(lambda pair: equal(*pair), once)))
-    finally:  # of an interrupt, too: what nobody has begun is not waited for
-        threads.shutdown(cancel_futures=True)
-    found = (verdicts.get(pair, False) for pair in pairs)
-    return [float("nan") if x is None else float(x) for x in found]
+    said = [pair for pair in pairs if pair[0] is not None]
+    verdicts = dict(zip(said, math.judged(equal, said, math.MOST), strict=True))
+    return [verdicts.get(pair, 0.0) for pair in pairs]
