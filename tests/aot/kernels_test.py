@@ -91,6 +91,21 @@ def test_the_head(topology, implementation):
 
 
 @pytest.mark.parametrize("topology, implementation", CHIPS)
+@pytest.mark.parametrize("V", [40, 112, 50257])
+def test_the_head_of_any_vocabulary(topology, implementation, V):
+    """The bundled model's, smaller than a tile; one that no tile divides."""
+
+    def draw_and_logprob(x, head, key, temperature):
+        ops = {"forbidden": 7, "implementation": implementation}
+        token = pallas_kernels.token_draw(x, head, key, temperature, **ops)[0]
+        return pallas_kernels.token_logprob(x, head, token, **ops)
+
+    x, head = arrays(jnp.bfloat16, (2, 96, 128), (128, V))
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    compiled(topology, draw_and_logprob, x, head, key, *arrays(jnp.float32, (2,)))
+
+
+@pytest.mark.parametrize("topology, implementation", CHIPS)
 def test_experts(topology, implementation):
     """SDAR-30B-A3B's; their gradients too."""
     R, E, D, F = 4096, 128, 2048, 768

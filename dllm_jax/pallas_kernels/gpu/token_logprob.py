@@ -22,6 +22,7 @@ from dllm_jax.pallas_kernels.gpu.attention import ALONG, RESIDENT, ROWS, filled,
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE_D = 64
+TILE_V = 64  # columns of 128 bytes, of which a copy takes all
 # A tile of V, its columns that are looked at together, and whether logarithms may be
 # approximate. Noise is 200 instructions a number: unrolled for a whole tile they are more
 # than a processor's cache of them holds, and each tile waited for its program. That which
@@ -161,7 +162,7 @@ def launch(
     R, V = len(x_RD), head_DV.shape[1]
     used_1 = jnp.asarray(R if used is None else used, jnp.int32)[None]
     x_RD = tiles.pad(tiles.pad(x_RD, 0, RESIDENT), 1, TILE_D)
-    head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, 8)  # rows of whole 16 bytes
+    head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, TILE_V)
     (padded, D), tiles_of_V = x_RD.shape, pl.cdiv(V, tile)
     share = pl.cdiv(tiles_of_V, pl.cdiv(BLOCKS, padded // RESIDENT))  # tiles of a block
     parts, depth = pl.cdiv(tiles_of_V, share), D // TILE_D
