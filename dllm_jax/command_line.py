@@ -24,7 +24,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from dllm_jax import checks, config, exits, folder, processes, sharding
+from dllm_jax import checks, config, data, exits, folder, processes, sharding
+from dllm_jax.models import hf
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -36,7 +37,7 @@ OPTIONS = {  # of a command that runs a config file: what --help says of them
 }
 # Keys that may differ between the processes of a run. Of files the content counts.
 LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
-MODEL_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json")
+MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json")  # beside hf.marks
 MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
 EVERY_KEY = (
     "Every key of the configuration and its default (a config file may set others). What a\n"
@@ -192,11 +193,20 @@ def facts(cfg: config.Config) -> dict[str, str]:
     """Returns what has to be the same in all processes of a run, by names for people."""
     leaves = config.flat(dataclasses.asdict(cfg))
     out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
-    for key in ("data.train", "data.heldout"):
-        out[f"{key}'s content"] = processes.content(leaves[key]) if leaves[key] else ""
+    train = data.mixture(cfg.data.train) if cfg.data.train else {}
+    out["data.train's content"] = " ".join(
+        f"{processes.content(path)}:{weight:g}" for path, weight in train.items()
+    )
+    heldout = filter(None, map(str.strip, cfg.data.heldout.split(",")))
+    out["data.heldout's content"] = " ".join(map(processes.content, heldout))
     model = pathlib.Path(cfg.model.path)
     for name in MODEL_FILES if model.is_dir() else ():
         out[f"model.path's {name}"] = processes.content(model / name)
+    for key in ("model.path", "rl.value_path", "reward.model"):
+        checkpoint = pathlib.Path(leaves[key])
+        if leaves[key] and (checkpoint / "config.json").is_file():
+            for name, (size, crc) in hf.marks(checkpoint).items():
+                out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
     out["the source of dllm_jax"] = processes.sources()
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 
 import jax
@@ -65,7 +66,7 @@ class Lock:
         """
         self.path, self.of, self.ended = path, of, threading.Event()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": now()}
-        self.text = json.dumps(owner)
+        self.text = json.dumps(owner | {"pids": numbering()})
         while not self.made():
             self.clear()
         threading.Thread(target=self.beat, daemon=True).start()
@@ -106,16 +107,34 @@ class Lock:
         text: of the lock. age: seconds since it was touched. Raises ValueError where it
         lives.
         """
-        if age > STALE_S:
-            return f"no sign of life for {age:.0f} s"
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(text)
-            if owner["host"] == socket.gethostname() and not alive(owner["pid"]):
-                return "that process is gone"
+            if owner["host"] == socket.gethostname() and age <= STALE_S:
+                if owner.get("pids") != numbering():
+                    age = self.watched(text, age)
+                elif not alive(owner["pid"]):
+                    return "that process is gone"
+        if age > STALE_S:
+            return f"no sign of life for {age:.0f} s"
         raise ValueError(
             f"{self.of} is in use by {told(text)}, {max(age, 0):.0f} s ago still alive: wait "
             "for its end, or name another"
         )
+
+    def watched(self, text: str, age: float) -> float:
+        """Returns the age of a lock once it is stale, or the owner has touched it.
+
+        Another container's process cannot be asked for. Containers are started anew where
+        one has ended, so that refusing would end what has only to wait.
+        """
+        warn(f"{self.of}: waiting {STALE_S:.0f} s for a sign of life of {told(text)}")
+        touched = self.path.stat().st_mtime
+        while age <= STALE_S:
+            time.sleep(BEAT_S / 10)
+            age += BEAT_S / 10
+            if self.path.stat().st_mtime != touched:
+                return 0.0
+        return age
 
     def beat(self) -> None:
         """Touches the file until the end; ends the process where another has the lock.
@@ -138,8 +157,16 @@ class Lock:
                 self.path.unlink()
 
 
+def numbering() -> str:
+    """Returns what processes share whose numbers mean the same: a boot, and a namespace."""
+    with contextlib.suppress(OSError):  # there is no /proc
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
 def alive(pid: int) -> bool:
-    """Returns whether another process of this machine has the number."""
+    """Returns whether another process has the number; see `numbering`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -336,8 +363,12 @@ class Folder:
 
 
 def note_of(path) -> pathlib.Path:
-    """Returns the file that says what a file of answers depends on."""
-    return pathlib.Path(path).with_suffix(".job.json")
+    """Returns the file that says what a file of answers depends on.
+
+    NAME.job.json of NAME.jsonl; of another name all is kept, for a point may stand in it.
+    """
+    path = pathlib.Path(path)
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.job.json")
 
 
 class Answers:

@@ -51,6 +51,7 @@ class Group:
         self.index, self.count = index, count
         self.hosts = {index: socket.gethostname()}
         self.where = lambda: ""  # what this process is doing: see `watch`
+        self.rounds = 0  # of `shared`, which are the same in every process
         self.error_text = None  # the error by which this process ends
         self.conclusion = None  # (exit code, last line), once they are known
 
@@ -60,6 +61,8 @@ class Group:
 
     def shared(self, kind: str, text: str) -> dict[int, str]:
         """Returns each process's text, once all have said theirs."""
+        self.rounds += 1
+        kind = f"{kind}_{self.rounds}"
         self.client.key_value_set(f"{kind}/{self.index}", text)
         self.client.wait_at_barrier(f"{kind}_told", AGREE_S * 1000)
         texts = self.client.key_value_dir_get(f"{kind}/")
@@ -339,7 +342,7 @@ def watch(timer, stuck_after: float) -> None:
 def agree(facts: dict[str, str]) -> None:
     """Raises ValueError, in every process, where facts differ between the processes.
 
-    It names what differs, and which process has what.
+    It names what differs, and which process has what. All call it as often, in one order.
     """
     if group is None:
         return

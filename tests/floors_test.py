@@ -10,11 +10,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "dllm_jax"
 FLOORS = {
-    **dict.fromkeys(("checks", "exits", "images", "limits", "records"), 0),
-    "statistics": 0,
-    **dict.fromkeys(
-        ("sharding", "processes", "data", "metrics", "curves", "memory"), 1
-    ),
+    "exits": -1,
+    **dict.fromkeys(("checks", "images", "limits", "records"), 0),
+    **dict.fromkeys(("processes", "statistics"), 0),
+    **dict.fromkeys(("sharding", "data", "metrics", "curves", "memory"), 1),
     **dict.fromkeys(("checkpoint", "folder", "trackers"), 1),
     **dict.fromkeys(("pallas_kernels", "viewer"), 2),
     "models": 3,

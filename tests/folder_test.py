@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
@@ -26,6 +27,7 @@ def other():
 def lock(path, **owner):
     """Writes a lock as another command does."""
     known = {"host": "elsewhere", "pid": 17, "start": "2026-01-02T03:04:05+00:00"}
+    known["pids"] = folder.numbering()
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(known | owner))
 
@@ -95,6 +97,29 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_stale_at_once(tmp_path, c
     lock(tmp_path / "lock", host=socket.gethostname(), pid=ended.pid)
     folder.Folder(tmp_path).__exit__(None, None, None)
     assert "that process is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_container_of_the_same_name_is_believed_by_its_sign_of_life(
+    tmp_path, monkeypatch, lives, capsys
+):
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    monkeypatch.setattr(folder, "STALE_S", 60.0 if lives else 0.2)
+    ended = subprocess.Popen(["true"])
+    ended.wait()  # its number is that of another's in the container
+    there = tmp_path / "run"
+    lock(there / "lock", host=socket.gethostname(), pid=ended.pid, pids="another's")
+    if not lives:
+        folder.Folder(there).__exit__(None, None, None)
+        told = capsys.readouterr().err
+        assert "s for a sign of life of pid" in told
+        assert "taken over from" in told and "no sign of life for 0 s" in told
+        return
+    beats = threading.Timer(0.1, os.utime, [there / "lock"])
+    beats.start()
+    with pytest.raises(ValueError, match="in use by pid .*, 0 s ago still alive"):
+        folder.Folder(there)
+    beats.join()
 
 
 def test_the_lock_is_kept_fresh_until_the_end(tmp_path, monkeypatch):
@@ -312,11 +337,21 @@ def test_another_job_is_refused_with_the_difference(tmp_path):
     assert path.read_text() == '{"n": 1}\n'
 
 
+def test_each_file_has_a_job_of_its_own(tmp_path):
+    for name in ("x-1.0", "x-1.5", "x-1.5.jsonl.gz", "y.jsonl"):
+        grown(tmp_path / name, {"out": name}, {"n": 1})
+    for name in ("x-1.0", "x-1.5", "x-1.5.jsonl.gz", "y.jsonl"):
+        assert grown(tmp_path / name, {"out": name}) == [{"n": 1}]
+    assert (tmp_path / "y.job.json").is_file()
+
+
 @pytest.mark.parametrize("text", ["notes\n", "notes", '{"a": 1}\n'])
 def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is there, and no notes.job.json that says"):
+    with pytest.raises(
+        ValueError, match="is there, and no notes.txt.job.json that says"
+    ):
         folder.Answers(path, {}, overwrite=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
     assert path.read_text() == text

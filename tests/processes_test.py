@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from dllm_jax import exits, metrics, processes
+from dllm_jax import command_line, config, exits, metrics, processes
 from tests import served
 
 DEVICES = 8
@@ -197,6 +197,43 @@ def test_processes_that_differ_are_refused(command, tmp_path, override, differen
         assert last(told).startswith(f"error: the processes differ: {difference}")
         assert "Traceback" not in told
     assert not (tmp_path / "run").exists()
+
+
+def weights(folder, name: str, number: float) -> str:
+    """Returns a folder with a checkpoint of one number."""
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    arrays = {"x": np.full(3, number, np.float32)}
+    safetensors.numpy.save_file(arrays, path / "model.safetensors")
+    return str(path)
+
+
+def test_of_many_files_contents_and_weights_must_be_alike(tmp_path):
+    for name, text in {"a": "1", "b": "2", "like_a": "1"}.items():
+        (tmp_path / name).write_text(text)
+
+    def facts(**keys):
+        tree = config.default()
+        for key, value in keys.items():
+            tree[key.partition("__")[0]][key.partition("__")[2]] = value
+        found = command_line.facts(config.freeze(tree))
+        return {name: x for name, x in found.items() if not name.startswith("config.")}
+
+    def files(*names, key="data__train"):
+        return facts(**{key: ",".join(f"{tmp_path}/{name}" for name in names)})
+
+    assert files("a:3", "b:1") == files("like_a:3", "b:1")
+    for other in (("a:3", "like_a:1"), ("b:3", "a:1"), ("a:1", "b:3")):
+        assert files("a:3", "b:1") != files(*other)
+    heldout = "data__heldout"
+    assert files("a", "b", key=heldout) == files("like_a", "b", key=heldout)
+    assert files("a", "b", key=heldout) != files("a", "like_a", key=heldout)
+    one, same, other = (
+        weights(tmp_path, name, x) for name, x in {"x": 1, "y": 1, "z": 2}.items()
+    )
+    for key in ("model__path", "rl__value_path", "reward__model"):
+        assert facts(**{key: one}) == facts(**{key: same}) != facts(**{key: other})
 
 
 def slurm(index: int, number: int) -> dict[str, str]:

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import config, data, generate, sharding
+from dllm_jax import config, data, generate, processes, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision import look, prompts, soft
 from dllm_jax.rl import learner, views
@@ -153,6 +154,26 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
         examples(rows[1:3])
     with pytest.raises(ValueError, match="record 1: it has 2 times <image> for 1"):
         examples([rows[0] | {"question": "<image><image>"}])
+
+
+def test_processes_must_see_the_same_images(place, loaded, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "agree", told.append)
+    rows = [{"image": "0.png"}, {"image": "1.png"}, {}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    there = [tmp_path / name for name in ("whole", "lacking", "other")]
+    for root, second in zip(there, ("1.png", None, "2.png"), strict=True):
+        root.mkdir()
+        shutil.copy(place / "0.png", root)
+        if second:
+            shutil.copy(place / second, root / "1.png")
+    for root in (place, *there):
+        wanted = data.DataConfig(image_root=str(root))
+        list(data.Looker(prompts.Reader(loaded[0]), str(file), wanted).rows())
+    first, *alike = told
+    assert [facts == first for facts in alike] == [True, False, False]
+    assert "2" in alike[1].values()  # the record that this process lacks
 
 
 def test_generate_names_what_it_cannot_show(loaded, place, capsys):
