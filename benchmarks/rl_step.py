@@ -8,36 +8,48 @@ weights of that shape and the bundled tokenizer, every group being kept.
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 
-import jax
+import ml_dtypes  # noqa: F401 (numpy learns of bfloat16)
+import numpy as np
+import safetensors.numpy
 
 from benchmarks import decode, report
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import hf
 
 SMALL = "examples/arithmetic/model"
+DENSE = [name for name, x in decode.SHAPES.items() if not (x.experts or x.vision)]
 
 
 def written(name: str, folder: str) -> str:
     """Returns a folder with random weights of a shape and the small model's tokenizer."""
-    small = hf.read_config(pathlib.Path(SMALL))
-    model = dataclasses.replace(
-        decode.SHAPES[name],
-        vocab=small.vocab,
-        mask_id=small.mask_id,
-        eos_id=small.eos_id,
-        pad_id=small.pad_id,
-        dtype="bfloat16",
-    )
-    init = jax.jit(lambda key: transformer.init(key, model, "bfloat16"))
-    hf.save(f"{folder}/model", model, init(jax.random.key(0)), like=SMALL)
-    return f"{folder}/model"
+    home, shape = pathlib.Path(folder) / "model", decode.SHAPES[name]
+    shutil.copytree(SMALL, home, ignore=shutil.ignore_patterns(hf.SINGLE))
+    config = json.loads((home / "config.json").read_text()) | {
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.ffw,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.positions,
+    }
+    (home / "config.json").write_text(json.dumps(config))
+    model, rng, weights = hf.read_config(home), np.random.default_rng(0), {}
+    for _, spec, stored in hf.parameters(model, ("lm",)):
+        for index, place in stored.items():
+            size = hf.tensor_shape(spec, model, len(index))
+            x = rng.standard_normal(size, np.float32) * 0.02
+            x = np.ones(size) if spec.init == "ones" else x
+            weights[place.name] = x.astype("bfloat16")
+    safetensors.numpy.save_file(weights, home / hf.SINGLE, metadata={"format": "pt"})
+    return str(home)
 
 
 def main():
@@ -45,7 +57,7 @@ def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--model", default="", choices=["", *decode.SHAPES])
+    p.add_argument("--model", default="", choices=["", *DENSE])
     p.add_argument("--steps", type=int, default=4)
     args, more = p.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -100,6 +100,8 @@ class Model:
 
     def generate_until(self, requests) -> list[str]:
         """Returns an answer to each request, cut before the first of its stop strings."""
+        for line in self.unlike([request.args[1] for request in requests]):
+            self.say(line)
         prompts = [self.prompt_of(request.args[0]) for request in requests]
         answered = self.sampled(prompts, self.cfg.eval.temperature)
         texts = []
@@ -109,6 +111,25 @@ class Model:
             text = self.tok.decode(tokens[:most], skip_special_tokens=True)
             texts.append(until(text, wanted.get("until") or []))
         return texts
+
+    def unlike(self, wanted: list[dict]) -> list[str]:
+        """Returns a warning for what tasks want of sampling, and the configuration does not."""
+        lines, cfg = [], self.cfg
+        longest = max((x.get("max_gen_toks") or 0 for x in wanted), default=0)
+        if longest > cfg.sampler.max_new:
+            lines.append(
+                f"warning: tasks ask for up to {longest} tokens; answers end at "
+                f"sampler.max_new={cfg.sampler.max_new}"
+            )
+        warm = {
+            x.get("temperature", 1.0) if x.get("do_sample") else 0.0 for x in wanted
+        }
+        if warm - {cfg.eval.temperature}:
+            lines.append(
+                f"warning: tasks ask for temperature {', '.join(map(str, sorted(warm)))}; "
+                f"sampled is with eval.temperature={cfg.eval.temperature:g}"
+            )
+        return lines
 
     def loglikelihood(self, requests) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy sampling says it."""

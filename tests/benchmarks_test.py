@@ -23,13 +23,14 @@ from benchmarks import (
     methods,
     mutants,
     report,
+    rl_step,
     roofline,
     sampling,
     unbiased,
 )
 from benchmarks.shapes import RELEASED
 from dllm_jax import config, pallas_kernels
-from dllm_jax.models import mask
+from dllm_jax.models import hf, mask
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
@@ -225,6 +226,14 @@ def test_all_that_is_timed_on_a_chip_ends_within_ten_minutes(script, commands):
     seconds += re.findall(limits[1], (folder / "bench.sh").read_text())
     assert len(seconds) == commands
     assert sum(map(int, seconds)) < 600
+
+
+def test_a_step_of_random_weights_has_a_checkpoint(tmp_path):
+    home = pathlib.Path(rl_step.written("tiny", str(tmp_path)))
+    model, shape = hf.read_config(home), decode.SHAPES["tiny"]
+    hf.check(home, model)
+    for name in ("d_model", "layers", "heads", "kv_heads", "head_dim", "ffw"):
+        assert getattr(model, name) == getattr(shape, name)
 
 
 def test_two_checkouts_are_compared_line_by_line():

@@ -57,6 +57,15 @@ def test_blanks_that_end_a_context_are_the_continuations(model):
     assert len(long) == 32
 
 
+def test_what_tasks_want_and_do_not_get_is_told(model):
+    greedy = {"do_sample": False, "temperature": 1.0, "max_gen_toks": 8}
+    assert model.unlike([greedy, {"until": []}]) == model.unlike([]) == []
+    warm, long = {"do_sample": True, "temperature": 0.7}, {"max_gen_toks": 9}
+    told = model.unlike([greedy, warm, long])
+    assert "up to 9 tokens; answers end at sampler.max_new=8" in told[0]
+    assert "temperature 0.0, 0.7; sampled is with eval.temperature=0" in told[1]
+
+
 def test_requests_are_answered_in_order(model):
     ask = [{"role": "user", "content": "1+2"}]
     context = model.apply_chat_template(ask)

@@ -199,7 +199,7 @@ def test_processes_that_differ_are_refused(command, tmp_path, override, differen
     assert not (tmp_path / "run").exists()
 
 
-def weights(folder, name: str, number: float) -> str:
+def checkpoint(folder, name: str, number: float) -> str:
     """Returns a folder with a checkpoint of one number."""
     path = folder / name
     path.mkdir()
@@ -230,7 +230,7 @@ def test_of_many_files_contents_and_weights_must_be_alike(tmp_path):
     assert files("a", "b", key=heldout) == files("like_a", "b", key=heldout)
     assert files("a", "b", key=heldout) != files("a", "like_a", key=heldout)
     one, same, other = (
-        weights(tmp_path, name, x) for name, x in {"x": 1, "y": 1, "z": 2}.items()
+        checkpoint(tmp_path, name, x) for name, x in {"x": 1, "y": 1, "z": 2}.items()
     )
     for key in ("model__path", "rl__value_path", "reward__model"):
         assert facts(**{key: one}) == facts(**{key: same}) != facts(**{key: other})

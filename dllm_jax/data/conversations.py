@@ -52,6 +52,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
     """
     if "response_ids" in row:
         prompt, answer = (ids(row, name) for name in ("prompt_ids", "response_ids"))
+        prompt = prompt if shown is None else shown.sampled(prompt)
         return prompt, [answer] if answer else []  # `generate` had no room for some
     if "messages" in row:
         *before, last = conversation(row["messages"])

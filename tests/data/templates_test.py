@@ -96,6 +96,10 @@ def test_a_raw_template_is_the_prompt_and_fields_are_text(tok, tmp_path):
         "{question}", "a [p] {{b}}"
     ).replace("{prefix}", "def f(x): {question}\n").replace("[p]", "{prefix}")
     assert problem.begun == "def f(x): {question}\n"
+    rows[0]["Prefix"] = rows[0].pop("prefix")  # as its documents have the field
+    written = write(tmp_path / "y.jsonl", rows)
+    (like,) = data.problems(str(written), tok, cfg, grader)
+    assert (like.prompt_ids, like.begun) == (problem.prompt_ids, problem.begun)
     plain = data.DataConfig(template=data.MATH)
     (other,) = data.problems(str(path), tok, plain, grader)
     assert other.begun == ""

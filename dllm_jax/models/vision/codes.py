@@ -378,6 +378,10 @@ class Shown:
         conversation = list(data.ids_of(tok, written))
         return Prompt(self.tokens.looking(self.codes[0], conversation), self.pictures)
 
+    def sampled(self, ids: list[int]) -> Prompt:
+        """Returns the prompt of an answer that was sampled before, its codes in it."""
+        return Prompt(ids, self.pictures)
+
 
 class Captions:
     """What makes prompts of captions, for a model that draws: see prompts.Reader."""
@@ -417,3 +421,7 @@ class Caption:
     def ids(self, tok, written: str) -> list[int]:
         """Returns the prompt of a caption."""
         return self.tokens.drawing(list(data.ids_of(tok, written)))
+
+    def sampled(self, ids: list[int]) -> list[int]:
+        """Returns the prompt of an image that was sampled before."""
+        return ids

@@ -61,10 +61,22 @@ class Reader:
     def shown(self, row: dict, field: str, root) -> "Shown":
         """Returns what `data.render` takes to show a record's images.
 
-        field: with their paths. root: the folder that files must not leave. Raises
-        data.Unreadable for an image that cannot be read.
+        field: with their paths; of an answer that was sampled before they stand where
+        `answers.record` puts them. root: the folder that files must not leave. Raises
+        data.Unreadable for an image that cannot be read, or is no more what it was.
         """
-        return self.of_files(images.paths_of(row, field), root)
+        sampled = row.get("images", []) if "response_ids" in row else []
+        if not all(
+            isinstance(x, dict) and {"file", "mark"} <= x.keys() for x in sampled
+        ):
+            raise ValueError("images must be a list of objects with a file and a mark")
+        paths = [x["file"] for x in sampled] or images.paths_of(row, field)
+        found = self.of_files(paths, root)
+        for image, picture in zip(sampled, found.pictures, strict=False):
+            if image["mark"] != picture.mark:
+                name = images.named(image["file"])
+                raise data.Unreadable(f"{name} has changed since it was looked at")
+        return found
 
     def of_files(self, paths: list, root) -> "Shown":
         """Returns what `data.render` takes to show these image files: see `shown`."""
@@ -141,4 +153,14 @@ class Shown:
             ids += range(row, row + picture.rows)
             ids += data.ids_of(tok, piece)[skip:]
             row += picture.rows
+        return Prompt(ids, self.pictures)
+
+    def sampled(self, ids: list[int]) -> Prompt:
+        """Returns the prompt of an answer that was sampled before; see `answers.record`."""
+        vocab, rows = self.reader.model.vocab, sum(x.rows for x in self.pictures)
+        if [t for t in ids if t >= vocab] != [*range(vocab, vocab + rows)]:
+            raise ValueError(
+                f"its prompt_ids do not have the {rows} rows of its images from {vocab} on: "
+                "are they another model's?"
+            )
         return Prompt(ids, self.pictures)

@@ -230,6 +230,41 @@ def test_a_record_answers_a_prompt_with_its_images_as_they_are(loaded, place):
     assert answers.answers_prompt({"prompt_ids": [1]}, [1])
 
 
+def test_answers_about_images_are_learned_with_their_traces(loaded, place, tmp_path):
+    cfg, _, tok = loaded
+    prompt = asked(loaded, place, "Is <image> like <image>?", "1.png", "0.png")
+    line = {"prompt_ids": list(prompt), "response_ids": [5, 6], "step_map": [2, 1]}
+    line |= answers.images_of(prompt)
+    file = tmp_path / "traces.jsonl"
+
+    def examples(*lines):
+        file.write_text("".join(json.dumps(x) + "\n" for x in lines))
+        return data.examples(
+            str(file),
+            tok,
+            data.DataConfig(image_root=str(place)),
+            end=3,
+            pad=0,
+            vocab=cfg.vocab,
+            block=8,
+            slots=400,
+            traced=True,
+            reader=prompts.Reader(cfg),
+        )[0]
+
+    found = examples(line)
+    assert found.pictures == (prompt.pictures,)
+    assert found.tokens_BT[0, : len(prompt)].tolist() == prompt
+    assert found.step_BT[0, len(prompt) :][:2].tolist() == [2, 1]
+    other = [line["images"][0] | {"mark": "another's"}, line["images"][1]]
+    with pytest.raises(ValueError, match="1.png' has changed since it was looked at"):
+        examples(line | {"images": other})
+    with pytest.raises(ValueError, match="do not have the .* rows of its images"):
+        examples(line | {"images": line["images"][:1]})
+    with pytest.raises(ValueError, match="a list of objects with a file and a mark"):
+        examples(line | {"images": ["1.png"]})
+
+
 def test_pages_bear_the_images_names():
     ids = list(range(100, 116))
     plain = pages.page_names(ids, 8)
