@@ -225,7 +225,14 @@ def tools(here: Scene) -> sources.Tools:
     """Returns what a source and an evaluation work with; `place` adds what answers."""
     cfg, model, tok = here.cfg, here.model, here.tok
     judged = cfg.sampler.answers if here.samples else "text"
-    grader = rewards.grader(cfg.rl.reward, cfg.reward, tok, judged, looks=model.looks)
+    grader = rewards.grader(
+        cfg.rl.reward,
+        cfg.reward,
+        tok,
+        judged,
+        looks=model.looks,
+        room=cfg.sampler.max_new,
+    )
     for line in grader.begin() if here.samples else ():
         here.say(line)
     return sources.Tools(

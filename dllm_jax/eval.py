@@ -19,6 +19,7 @@ AUP.
 
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import sys
@@ -29,6 +30,7 @@ import numpy as np
 from absl import flags
 
 from dllm_jax import (
+    checks,
     command_line,
     config,
     data,
@@ -38,8 +40,10 @@ from dllm_jax import (
     processes,
     sharding,
 )
+from dllm_jax.data import sets
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import hf
+from dllm_jax.records import hashed
 from dllm_jax.rl import rewards, rollout, scores
 from dllm_jax.sampling import answers, looking, placement, state
 from dllm_jax.viewer import compare, traces
@@ -85,7 +89,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     grader = grader_of(cfg, tok, looks=model.looks)
     asked = asked_of(cfg, model, tok, say, grader)
     for setting in settings:
-        check_same(setting.sink, asked)
+        check_same(setting.sink, asked.problems)
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
@@ -104,10 +108,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for setting in settings:
         if run.writes:
             setting.folder.mkdir(exist_ok=True)
-            setting.sink.begin(len(asked))
+            setting.sink.begin(len(asked.problems))
         with timer("eval"):
             records = answered(
-                setting, streams(setting.cfg), asked, grade, timer, stop, run
+                setting, streams(setting.cfg), asked.problems, grade, timer, stop, run
             )
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | timer.pop()
@@ -121,7 +125,14 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
 def grader_of(cfg: config.Config, tok, *, looks: bool) -> rewards.Grader:
     """Returns what grades answers; nobody learns from chunks here: their judge is not asked."""
     whole = dataclasses.replace(cfg.reward, split="none")
-    return rewards.grader(cfg.rl.reward, whole, tok, cfg.sampler.answers, looks=looks)
+    return rewards.grader(
+        cfg.rl.reward,
+        whole,
+        tok,
+        cfg.sampler.answers,
+        looks=looks,
+        room=cfg.sampler.max_new,
+    )
 
 
 def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool):
@@ -212,15 +223,17 @@ def leave_sweep(
     return told
 
 
-def asked_of(cfg: config.Config, model, tok, say, grader) -> list[data.Problem]:
-    """Returns the problem of each answer; says how many of them are too long.
+def asked_of(cfg: config.Config, model, tok, say, grader) -> scores.Asked:
+    """Returns what is asked; says how many of the problems are too long.
 
     Raises ValueError where there are none.
     """
     if not cfg.data.heldout:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     reader = pictures.reader(cfg.model, cfg.sampler, model, tok)
-    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader)
+    sets.check(cfg.data.heldout)
+    rows, sha256 = hashed(cfg.data.heldout)
+    problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader, rows)
     problems = problems[: cfg.eval.problems or None]
     for number, problem in enumerate(problems if cfg.eval.by else (), 1):
         with data.of_record(cfg.data.heldout, number):
@@ -228,14 +241,16 @@ def asked_of(cfg: config.Config, model, tok, say, grader) -> list[data.Problem]:
     rollout.check_prompts(
         problems, cfg.sampler.max_prompt, model.vocab, say, cfg.data.heldout
     )
-    return [problem for problem in problems for _ in range(cfg.eval.answers)]
+    each = range(cfg.eval.answers)
+    return scores.Asked([problem for problem in problems for _ in each], sha256)
 
 
 def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
     """Returns what all answers say, `each` of them to a problem; found: their Scores."""
     rollouts = rollout.of_records(records)
     told = rollout.summary(rollouts) | rollout.passed(rollouts, each)
-    told |= {name: x.value for name, x in found.items() if name not in told}
+    # The card's, which leave out what nobody judged.
+    told |= {name: x.value for name, x in found.items()}
     return told | {"problems": len(records) // each, "answers": each}
 
 
@@ -249,12 +264,30 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
 
 
 def check_same(sink: Answers, asked: list[data.Problem]):
-    """Raises ValueError where a line that is there does not answer the problem asked."""
+    """Raises ValueError where a line that is there is not of the problem asked.
+
+    It answers another prompt, or was graded by another gold answer or record: its reward is
+    what that said, and the card would tell of this file.
+    """
     for number, line in enumerate(sink.lines, 1):
         if number > len(asked) or not answers.answers_prompt(
             line, asked[number - 1].prompt_ids
         ):
             raise sink.foreign(number, f"it does not answer problem {number}")
+        problem = asked[number - 1]
+        gold = line.get("answer", problem.answer)
+        if gold != problem.answer:
+            was, now = checks.shown(gold), checks.shown(problem.answer)
+            raise sink.foreign(number, f"it was graded by {was}, which is {now} now")
+        mark = mark_of(problem)
+        if line.get("problem", mark) != mark:  # lines of earlier versions have none
+            raise sink.foreign(number, "the record that it was graded by has changed")
+
+
+def mark_of(problem: data.Problem) -> str:
+    """Returns what tells a problem's record from another: graders read any of its fields."""
+    written = json.dumps(problem.record, sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
@@ -316,7 +349,8 @@ def graded(
         grader,
         truncated_wrong=truncated_wrong,
     )
-    return rollout.as_records(rollouts, problems)
+    pairs = zip(rollout.as_records(rollouts, problems), problems, strict=True)
+    return [record | {"problem": mark_of(problem)} for record, problem in pairs]
 
 
 # ---- Two evaluations ---------------------------------------------------------------------
@@ -346,6 +380,8 @@ def versus(paths: list[str]) -> str:
     lines += ["", f"{told['problems']} problems in common"]
     if told["wins"]:
         lines[-1] += "; better on {} of them, and on {}".format(*told["wins"])
+        if sum(told["wins"]) < told["problems"]:
+            lines[-1] += f"; graded in both: {sum(told['wins'])}"
     return "\n".join(lines)
 
 
@@ -365,6 +401,11 @@ def main():
         return
     overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
     cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
+    for arg in sys.argv:
+        if arg.startswith("--config.sampler.temperature="):
+            exits.warn(
+                f"{arg}: answers are drawn at eval.temperature={cfg.eval.temperature:g}"
+            )
     with Folder(
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:

@@ -383,6 +383,8 @@ def sources() -> str:
 
 def content(path) -> str:
     """Returns what identifies a file's content, whatever its path."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "no file"  # a pipe has nothing for a second reader
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]

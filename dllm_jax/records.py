@@ -4,6 +4,7 @@ What cannot be read is one line that names the file, the line or record, and wha
 """
 
 import gzip
+import hashlib
 import json
 import pathlib
 import re
@@ -17,6 +18,14 @@ def records(path: str) -> list[dict]:
 
     Raises ValueError naming the file, and the line where one is not a JSON object.
     """
+    return hashed(path)[0]
+
+
+def hashed(path: str) -> tuple[list[dict], str]:
+    """Returns the `records` of a file, and the SHA-256 of what they were read from.
+
+    It is read once: a pipe has nothing for a second reader, and a file may change.
+    """
     file = pathlib.Path(path)
     if path and file.is_dir():
         raise ValueError(f"dataset {path!r}: a folder; name a file in it")
@@ -25,7 +34,8 @@ def records(path: str) -> list[dict]:
     try:
         kind = pathlib.Path(file.name.removesuffix(".gz")).suffix
         read = {".json": of_list, ".parquet": of_parquet}.get(kind, of_lines)
-        rows = read(file)
+        data = content(file)
+        rows = read(data)
     except ValueError as error:
         comma = "," if str(error).startswith(("line", "record")) else ":"
         raise ValueError(f"dataset {path!r}{comma} {error}") from None
@@ -34,16 +44,28 @@ def records(path: str) -> list[dict]:
             raise ValueError(f"dataset {path!r}: record {number} is not a JSON object")
     if not rows:
         raise ValueError(f"dataset {path!r}: it is empty")
-    return rows
+    return rows, hashlib.sha256(data).hexdigest()
+
+
+def content(file: pathlib.Path) -> bytes:
+    """Returns a file's bytes; raises ValueError where they cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error}") from None
 
 
 def text(file: pathlib.Path) -> str:
-    """Returns a UTF-8 file's text, without a byte order mark, unpacked if it is gzip's.
+    """Returns a file's text; see `decoded`."""
+    return decoded(content(file))
+
+
+def decoded(data: bytes) -> str:
+    """Returns the text of UTF-8, without a byte order mark, unpacked if it is gzip's.
 
     Raises ValueError naming the line with other bytes.
     """
     try:
-        data = file.read_bytes()
         if data.startswith(b"\x1f\x8b"):
             data = gzip.decompress(data)
         return data.decode("utf-8-sig")
@@ -88,19 +110,19 @@ def finite(written: str) -> float:
     return value if abs(value) < float("inf") else no_number(written[:20])
 
 
-def of_list(file: pathlib.Path) -> list:
+def of_list(data: bytes) -> list:
     """Returns the items of a .json file; raises ValueError if it is not one list."""
-    rows = of_json(text(file))
+    rows = of_json(decoded(data))
     if type(rows) is not list:
         raise ValueError("a .json file must hold a list of records")
     return rows
 
 
-def of_lines(file: pathlib.Path) -> list:
+def of_lines(data: bytes) -> list:
     """Returns the items of a .jsonl file; raises ValueError naming a line that is none."""
     rows = []
     # Not splitlines(): a string may hold U+2028 and other breaks of a text.
-    for number, line in enumerate(text(file).split("\n"), 1):
+    for number, line in enumerate(decoded(data).split("\n"), 1):
         if line.strip():
             try:
                 rows.append(of_json(line))
@@ -109,7 +131,7 @@ def of_lines(file: pathlib.Path) -> list:
     return rows
 
 
-def of_parquet(file: pathlib.Path) -> list:
+def of_parquet(data: bytes) -> list:
     """Returns the rows of a .parquet file, as JSON would hold them."""
     try:
         import pyarrow
@@ -119,7 +141,8 @@ def of_parquet(file: pathlib.Path) -> list:
             "Parquet is read by pyarrow: pip install 'dllm-jax[parquet]'"
         ) from None
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+        rows = table.to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"not Parquet that can be read ({reason})") from None
@@ -129,3 +152,22 @@ def of_parquet(file: pathlib.Path) -> list:
         except (TypeError, ValueError) as error:
             raise ValueError(f"record {number}: {error}") from None
     return rows
+
+
+# ---- What the record of an answer says of it ---------------------------------------------
+
+
+def reward(row: dict) -> float | None:
+    """Returns what an answer earned; None where nobody judged it."""
+    return row.get("reward") if row.get("graded", True) else None
+
+
+def right(row: dict) -> bool | None:
+    """Returns whether an answer is right; None where nobody judged it.
+
+    Of several graders the first says so, if it could: a weighed sum is not about being right.
+    """
+    earned, parts = reward(row), row.get("rewards")
+    said = parts.values() if isinstance(parts, dict) else ()
+    first = next(iter(said), earned)
+    return None if earned is None or first is None else first >= 1

@@ -193,9 +193,13 @@ def paired(first_n, second_n) -> Score:
     """Returns by how much the second of two is ahead on the same problems, on average.
 
     The bootstrap's interval, of the differences: what makes a problem hard for both is in
-    neither.
+    neither. Differences that are all alike, but for rounding, say nothing of how far others
+    may be: there the interval is not known.
     """
-    return mean(np.asarray(second_n, float) - np.asarray(first_n, float))
+    gain_n = np.asarray(second_n, float) - np.asarray(first_n, float)
+    if np.allclose(gain_n, gain_n[0], rtol=1e-9, atol=1e-9):
+        return Score(float(gain_n.mean()), None, None, "all alike")
+    return mean(gain_n)
 
 
 # ---- Accuracy under parallelism ----------------------------------------------------------

@@ -98,7 +98,7 @@ class Training:
             meta.get("norms", {}),
         )
         self.champion = best.Best(
-            here.cfg.run.keep_best, here.cfg.run.patience, meta.get("best")
+            here.cfg.run.keep_best, here.cfg.run.patience, meta.get("best"), here.say
         )
 
     def evaluate_first(self):
@@ -266,7 +266,7 @@ class Training:
     def export_policy(self):
         """Exports the best policy that was kept, or else the last."""
         here, champion = self.here, self.champion
-        if champion.name and champion.step < self.progress.step:
+        if champion.before(self.progress.step):
             if here.main:
                 best.publish(here.folder)
             here.say(

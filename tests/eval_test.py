@@ -1,18 +1,23 @@
 """Evaluation of the bundled model, as its command runs it."""
 
 import dataclasses
+import hashlib
 import json
+import os
 import pathlib
 import re
 import shutil
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, data, exits
+from dllm_jax import config, data, exits, folder
+from dllm_jax import eval as evaluation
+from dllm_jax.rl import scores as scores_of
 from tests import served
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
@@ -110,8 +115,10 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
                 assert line.pop(name) == pytest.approx(want.pop(name), abs=1e-4)
             assert line == want
 
-    other = evaluated(tmp_path, "--config.eval.temperature=0.5")
+    idle = "--config.sampler.temperature=0.3"
+    other = evaluated(tmp_path, "--config.eval.temperature=0.5", idle)
     assert other.returncode == 2
+    assert f"{idle}: answers are drawn at eval.temperature=0.5" in other.stderr
     assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
     assert len(file.read_bytes().splitlines()) == 8
     lacking = evaluated(tmp_path, "--overwrite", "--config.eval.by=level")
@@ -163,7 +170,7 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
     done = run("compare", str(alone), str(folder / "threshold=0.3"))
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines()]
-    assert [row[3].strip(" |") for row in rows[2:5]] == ["+0 [+0, +0]"] * 3
+    assert [row[3].strip(" |") for row in rows[2:5]] == ["+0"] * 3
     assert rows[-1] == ["4 problems in common; better on 0 of them, and on 0"]
     done = run("compare", str(alone), str(folder / "threshold=0.99"))
     gain = scores(folder / "threshold=0.99")["response_length"]
@@ -282,6 +289,85 @@ def test_weights_of_an_absurd_scale_are_one_line(tmp_path, program, keys, where)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"error: the model's first forward is not finite{where}")
     assert "Traceback" not in done.stderr
+
+
+def piped(pipe: pathlib.Path, rows: list[dict], *keys):
+    """Returns an evaluation's exit code, what it said, and what the pipe gave it, once."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    writer = threading.Thread(target=pipe.write_text, args=(text,), daemon=True)
+    writer.start()
+    keys += (f"--config.data.heldout={pipe}",)
+    flags = ["--config=configs/eval.py", *SMALL, *keys]
+    under_way = served.start("dllm_jax.eval", flags, env=on(1))
+    try:
+        told, _ = under_way.communicate(timeout=300)
+    finally:
+        under_way.send_signal(signal.SIGKILL)
+    writer.join(timeout=60)
+    return under_way.returncode, told, text
+
+
+def test_problems_are_read_once_and_others_are_not_gone_on_with(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    rows = [{"question": f"{i}85+800", "answer": f"{i + 1}585"} for i in range(1, 3)]
+    folder = tmp_path / "run"
+    key = f"--config.run.folder={folder}"
+    code, told, text = piped(tmp_path / "pipe", rows, key)
+    assert code == 0, told
+    card = json.loads((folder / "card.json").read_text())
+    assert card["data"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+
+    file = folder / "eval.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]))
+    code, told, _ = piped(tmp_path / "pipe", [rows[0], rows[1] | {"answer": "0"}], key)
+    assert code == 2
+    assert "line 3: it was graded by '3585', which is '0' now; name" in told
+    assert json.loads((folder / "card.json").read_text()) == card
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({}, None),
+        ({"answer": "2"}, None),  # as it was written before lines had marks
+        ({"answer": "2", "problem": "its"}, None),
+        (
+            {"answer": "3"},
+            "line 1: it was graded by '3', which is '2' now; name another",
+        ),
+        (
+            {"problem": "0"},
+            "line 1: the record that it was graded by has changed; name",
+        ),
+        ({"prompt_ids": [4]}, "line 1: it does not answer problem 1; name another"),
+    ],
+)
+def test_only_lines_that_were_graded_by_the_same_problem_are_gone_on_with(
+    tmp_path, line, says
+):
+    problem = data.Problem([5, 6], "1+1", "2", {"question": "1+1", "answer": "2"})
+    if line.get("problem") == "its":
+        line = line | {"problem": evaluation.mark_of(problem)}
+    row = {"prompt_ids": [5, 6], "response_ids": [7]} | line
+    (tmp_path / "eval.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "eval.job.json").write_text("{}")
+    sink = folder.Answers(tmp_path / "eval.jsonl", {}, overwrite=False)
+    if says is None:
+        evaluation.check_same(sink, [problem] * 2)
+        return
+    with pytest.raises(ValueError, match=re.escape(says)):
+        evaluation.check_same(sink, [problem] * 2)
+
+
+def test_scores_leave_out_what_nobody_judged_as_the_card_does():
+    known = {"response_ids": [1], "forwards": 1, "finished": "stop", "group": 0}
+    rows = [
+        known | {"text": "", "reward": x, "graded": i != 1}
+        for i, x in enumerate((1.0, 0.0, 1.0, 0.0))
+    ]
+    told = evaluation.told_of(rows, 2, scores_of.of_records(rows, 2))
+    assert told["accuracy"] == told["pass@1"] == 0.75 and told["pass@2"] == 1
 
 
 def test_nothing_to_evaluate_is_one_line():

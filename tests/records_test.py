@@ -1,6 +1,7 @@
 """Files of records, of every format and spelling that is read."""
 
 import gzip
+import hashlib
 import json
 import os
 import sys
@@ -32,7 +33,8 @@ def test_a_pipe_is_read_like_a_file(tmp_path):
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=(TEXTS["x.jsonl"],))
     writer.start()
-    assert records.records(str(pipe)) == ROWS
+    sha256 = hashlib.sha256(TEXTS["x.jsonl"].encode()).hexdigest()
+    assert records.hashed(str(pipe)) == (ROWS, sha256)
     writer.join()
 
 

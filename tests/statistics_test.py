@@ -110,10 +110,19 @@ def test_a_quotient_of_sums_is_not_the_mean_of_quotients():
     assert statistics.ratio([0.0, 0.0], [0.0, 0.0]).value == 0
 
 
-def test_a_run_compared_with_itself_gives_zero_and_no_width():
+@pytest.mark.parametrize("n", [1, 3, 50])
+def test_differences_that_are_all_alike_have_no_interval(n):
+    value_n = np.random.default_rng(1).random(n)
+    assert statistics.paired(value_n, value_n)[:3] == (0, None, None)
+    value, low, high, _ = statistics.paired(value_n, value_n + 1)
+    assert value == pytest.approx(1) and low is None and high is None
+
+
+def test_differences_are_bootstrapped_in_pairs():
     value_n = np.random.default_rng(1).random(50)
-    assert statistics.paired(value_n, value_n)[:3] == (0, 0, 0)
-    assert statistics.paired(value_n, value_n + 1)[:3] == pytest.approx((1, 1, 1))
+    other_n = value_n + np.arange(50) / 50
+    got = statistics.paired(value_n, other_n)
+    assert got == statistics.mean(other_n - value_n) and got.low < got.value < got.high
 
 
 def test_which_interval_a_share_gets():

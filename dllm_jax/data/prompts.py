@@ -6,11 +6,12 @@ Text is rendered by the checkpoint's own chat template and tokenised once.
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import os
 import re
 import warnings
 
-from dllm_jax import checks, limits
+from dllm_jax import checks, limits, processes
 from dllm_jax.data import plain, sets
 from dllm_jax.exits import warn
 from dllm_jax.records import records
@@ -312,7 +313,8 @@ class Looker:
         self.root = cfg.image_root or os.path.dirname(path) or "."
         if reader is not None and not os.path.isdir(self.root):
             raise ValueError(f"data.image_root={self.root!r} is no folder")
-        self.skipped, self.count, self.found = [], 0, False
+        self.skipped, self.count, self.found = {}, 0, False
+        self.seen = hashlib.sha256()  # of the images' marks
 
     def rows(self, given: list[dict] | None = None):
         """Yields (a record's number, the record, its images) of those that can be shown.
@@ -328,16 +330,32 @@ class Looker:
                         shown = self.reader.shown(row, self.cfg.image, self.root)
                     self.found |= shown is not None and not shown.blind
             except Unreadable as error:
-                self.skipped.append(f"record {number}: {error}")
+                self.skipped[number] = f"record {number}: {error}"
                 continue
+            marks = [picture.mark for picture in getattr(shown, "pictures", ())]
+            self.seen.update(repr(marks).encode())
             yield number, row, shown
         self.report()
+
+    def agree(self):
+        """Raises ValueError, in every process, where they cannot show the same images."""
+        name = f"dataset {os.path.basename(self.path)!r}"
+        numbers = ", ".join(map(str, self.skipped)) or "none"
+        processes.agree(
+            {
+                f"records of {name} without a readable image": numbers[:200],
+                f"what the images of {name} show": self.seen.hexdigest()[:12],
+            }
+        )
 
     def report(self):
         """Says which records were left out, and whether no record has an image.
 
-        Raises ValueError where all were left out.
+        Raises ValueError where all were left out, and as `agree` does: processes with other
+        problems would fill batches with what belongs to none.
         """
+        if self.reader is not None:
+            self.agree()
         if not self.skipped:
             if self.reader is not None and self.count and not self.found:
                 warn(
@@ -346,9 +364,10 @@ class Looker:
                 )
             return
         more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
+        first = "; ".join(list(self.skipped.values())[:8])
         line = (
             f"dataset {self.path!r}: {len(self.skipped)} of {self.count} records are "
-            f"skipped, as an image cannot be read: {'; '.join(self.skipped[:8])}{more}"
+            f"skipped, as an image cannot be read: {first}{more}"
         )
         if len(self.skipped) == self.count:
             raise ValueError(line)
@@ -369,20 +388,23 @@ def check_known(ids, vocab: int) -> list[int]:
     return ids
 
 
-def problems(path: str, tok, cfg: DataConfig, grader, reader=None) -> list[Problem]:
+def problems(
+    path: str, tok, cfg: DataConfig, grader, reader=None, given=None
+) -> list[Problem]:
     """Returns the file's problems; raises ValueError naming a missing or bad field.
 
     grader: the Grader that they are for (rl.rewards); it refuses problems that it cannot
     judge by. None is graded here: a run may begin with thousands of problems. reader: see
-    Looker.
+    Looker; given: see its `rows`.
     """
     out = []
     sets.check(path)
-    for number, row, shown in Looker(reader, path, cfg).rows():
+    for number, row, shown in Looker(reader, path, cfg).rows(given):
         with of_record(path, number):
             question = text(row, cfg.question, "data.question")
             answer = text(row, cfg.answer, "data.answer") if grader.gold else ""
-            begun = text(row, "prefix") if "{prefix}" in cfg.template else ""
+            prefix = "Prefix" if "prefix" not in row and "Prefix" in row else "prefix"
+            begun = text(row, prefix) if "{prefix}" in cfg.template else ""
             prompt = ask(tok, cfg, question, begun, shown)
             problem = Problem(prompt, question, answer, row, begun=begun)
             try:

@@ -9,24 +9,38 @@ import shutil
 
 from dllm_jax.exits import room
 
+# What is known before the first evaluation.
+NOTHING = {"value": None, "step": 0, "stale": 0}
+
 
 class Best:
     """The highest value of a metric so far; ties go to the earlier step."""
 
-    def __init__(self, name: str, patience: int, memory: dict | None = None):
+    def __init__(self, name: str, patience: int, memory: dict | None = None, say=print):
         """name: of the metric, "": none is watched; patience: see RunConfig.
 
-        memory: what another's `memory` was; None, or {}: nothing was evaluated yet.
+        memory: what another's `memory` was; None, or {}: nothing was evaluated yet. That of
+        another metric counts for nothing, which is said.
         """
         self.name, self.patience = name, patience
-        memory = memory or {"value": None, "step": 0, "stale": 0}
+        memory = memory or NOTHING
+        before = memory.get("name", name)  # older checkpoints do not tell it
+        if before != name:
+            memory = NOTHING
+            if before and name:
+                say(f"run.keep_best={name!r} was {before!r}: the best begins anew")
         self.value, self.step = memory["value"], int(memory["step"])
         self.stale = int(memory["stale"])  # evaluations since
 
     @property
     def memory(self) -> dict:
         """All that it knows, as JSON has it."""
-        return {"value": self.value, "step": self.step, "stale": self.stale}
+        known = {"value": self.value, "step": self.step, "stale": self.stale}
+        return known | {"name": self.name}
+
+    def before(self, step: int) -> bool:
+        """Returns whether the best is that of an evaluation before a step."""
+        return bool(self.name) and self.value is not None and self.step < step
 
     @property
     def done(self) -> bool:

@@ -34,15 +34,26 @@ class Rollouts:
     text: list  # decoded once, for graders and people: texts, or pictures [h, w, 3]
     reward_n: np.ndarray
     late_n: np.ndarray  # whether it says 0 since nobody found out what it is worth
-    # What several graders said, by name, before weights; the first says what is right.
+    # What several graders said, by name, before weights; the first says what is right. NaN:
+    # that grader could not tell, be it of no weight and the reward known all the same.
     parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     reward_nT: np.ndarray | None = None  # of tokens by position, as graders give them
     chunks: Chunks | None = None  # what a judge says of pieces of answers
 
     @property
+    def first_n(self) -> np.ndarray:
+        """What the first grader said, which says what is right."""
+        return next(iter(self.parts.values()), self.reward_n)
+
+    @property
     def solved_n(self) -> np.ndarray:
         """Which answers are right."""
-        return next(iter(self.parts.values()), self.reward_n) >= 1
+        return self.first_n >= 1
+
+    @property
+    def judged_n(self) -> np.ndarray:
+        """Of which answers somebody found out whether they are right."""
+        return ~self.late_n & ~np.isnan(self.first_n)
 
 
 def graded(
@@ -88,7 +99,7 @@ def settled(
         reward_nT = earned(grades.reward_nT)
         late_n |= np.isnan(reward_nT).any(axis=1)
         reward_nT = np.nan_to_num(reward_nT)
-    parts = {name: np.nan_to_num(earned(x_n)) for name, x_n in grades.parts.items()}
+    parts = {name: earned(x_n) for name, x_n in grades.parts.items()}
     return Rollouts(
         trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts, reward_nT
     )
@@ -104,10 +115,12 @@ def of_all(own, count: int) -> np.ndarray:
 def split(rollouts: Rollouts, problems, grader: Grader, keep_n) -> Rollouts:
     """Returns Rollouts with what the grader says of the chunks of those that are kept.
 
-    Each process asks of its share of the answers. The same where no grader splits them.
+    Each process asks of its share of the answers. The same where no grader splits them. Of
+    an answer that may be right or not nobody is asked: chunks are judged by the outcome.
     """
     if grader.steps is None:
         return rollouts
+    keep_n = keep_n & rollouts.judged_n
     own = np.arange(len(keep_n))[sharding.dealt()]
     asked = own[keep_n[own]]
     said = grader.steps(
@@ -137,6 +150,9 @@ def joined(first: Rollouts | None, second: Rollouts) -> Rollouts:
         one, other = getattr(first, name), getattr(second, name)
         if isinstance(one, list):
             return one + other
+        if name == "parts":
+            # jax.tree.map would sort them, and the first says what is right.
+            return {key: np.concatenate([x, other[key]]) for key, x in one.items()}
         return jax.tree.map(lambda x, y: np.concatenate([x, y]), one, other)
 
     names = [field.name for field in dataclasses.fields(Rollouts)]
@@ -228,7 +244,7 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns the metrics of a step's rollouts: means over its answers.
 
     reward and accuracy are those of the answers that were judged; where there are several
-    graders, reward/NAME is what each says.
+    graders, reward/NAME is what each says of those that it could judge.
 
     tokens_per_forward counts the forwards that a row was denoised in. On the engine
     there are no others: the keys of blocks and prompts are computed beside these.
@@ -236,20 +252,23 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     trace = rollouts.trace
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
-    judged_n = ~rollouts.late_n
+    known_n, judged_n = ~rollouts.late_n, rollouts.judged_n
 
-    def judged(value_n) -> float:
-        return float(value_n[judged_n].mean()) if judged_n.any() else 0.0
+    def mean(value_n, of_n) -> float:
+        return float(value_n[of_n].mean()) if of_n.any() else 0.0
 
     return {
-        "reward": judged(rollouts.reward_n),
-        "accuracy": judged(rollouts.solved_n),
-        "graded_timeouts": int(rollouts.late_n.sum()),
+        "reward": mean(rollouts.reward_n, known_n),
+        "accuracy": mean(rollouts.solved_n, judged_n),
+        "graded_timeouts": int((~judged_n).sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float(cut_B.mean()),
         "nan_answers": int(trace.bad_B.sum()),
-        **{f"reward/{name}": judged(x_n) for name, x_n in rollouts.parts.items()},
+        **{
+            f"reward/{name}": mean(x_n, known_n & ~np.isnan(x_n))
+            for name, x_n in rollouts.parts.items()
+        },
     }
 
 
@@ -328,9 +347,10 @@ def drawn(rollouts: Rollouts, i: int) -> dict[str, str]:
     return {"picture": images.embedded(rollouts.text[i])}
 
 
-def parts_of(rollouts: Rollouts, i: int) -> dict[str, float]:
-    """Returns what each of several graders said of an answer."""
-    return {name: float(x_n[i]) for name, x_n in rollouts.parts.items()}
+def parts_of(rollouts: Rollouts, i: int) -> dict[str, float | None]:
+    """Returns what each of several graders said of an answer; None: it could not tell."""
+    said = {name: float(x_n[i]) for name, x_n in rollouts.parts.items()}
+    return {name: None if np.isnan(x) else x for name, x in said.items()}
 
 
 def of_records(records: list[dict]) -> Rollouts:
@@ -353,7 +373,7 @@ def of_records(records: list[dict]) -> Rollouts:
         text=[record["text"] for record in records],
         reward_n=np.array([record["reward"] for record in records], np.float32),
         late_n=np.array([not record.get("graded", True) for record in records]),
-        parts={
+        parts={  # as an array None is NaN
             name: np.array([record["rewards"][name] for record in records], np.float32)
             for name in (records[0].get("rewards", {}) if records else {})
         },

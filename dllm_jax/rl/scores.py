@@ -7,10 +7,12 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from typing import NamedTuple
 
 import numpy as np
 
 from dllm_jax import data, folder, statistics
+from dllm_jax.records import right
 from dllm_jax.rl import rollout
 from dllm_jax.statistics import Score
 
@@ -32,22 +34,18 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     """Returns the scores of all answers, `each` of them to a problem, by name.
 
     vote: of a Grader; without it there is no maj@k. Answers that nobody could judge count
-    in no accuracy; in pass@k and maj@k they are wrong.
+    in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong.
     """
-    rollouts = rollout.of_records(records)
-    right_ns = by_problem(rollouts.solved_n, each)
-    judged_ns = by_problem(~rollouts.late_n, each)
-    trace = rollouts.trace
+    trace = rollout.of_records(records).trace
+    right_ns = right_of(records, each)
     tokens_n = by_problem(trace.len_B, each).sum(axis=1)
     forwards_n = by_problem(trace.forwards_B, each).sum(axis=1)
     given_ns = by_problem(trace.len_B > 0, each)
     cut_ns = given_ns & ~by_problem(trace.stopped_B, each)
-    if judged_ns.all():
-        found = {"accuracy": statistics.share(right_ns.mean(axis=1), each)}
-    else:
-        sums = (right_ns & judged_ns).sum(axis=1), judged_ns.sum(axis=1)
-        found = {"accuracy": statistics.ratio(*sums)}
-    found |= of_sets(right_ns, classes_of(records, each, vote) if vote else None)
+    class_ns = classes_of(records, each, vote) if vote else None
+    accuracy = of_shares(shares(right_ns), each)
+    found = {"accuracy": accuracy, "pass@1": accuracy}
+    found |= of_sets(right_ns == 1, class_ns)
     return found | {
         "truncated": statistics.share(cut_ns.mean(axis=1), each),
         "response_length": statistics.ratio(tokens_n, given_ns.sum(axis=1)),
@@ -61,19 +59,37 @@ def by_problem(x_n, each: int):
     return np.asarray(x_n).reshape(-1, each)
 
 
+def right_of(records: list[dict], each: int):
+    """Returns 1 for a right answer, 0 for a wrong one, nan where nobody judged it: [n, s]."""
+    return by_problem(np.array([right(record) for record in records], float), each)
+
+
+def shares(right_ns):
+    """Returns the share of right answers among each problem's judged ones; nan: of none."""
+    with np.errstate(invalid="ignore"):
+        return (right_ns == 1).sum(axis=1) / (~np.isnan(right_ns)).sum(axis=1)
+
+
+def of_shares(share_n, each: int) -> Score:
+    """Returns the accuracy over the problems that have a share; where none has, it is 0."""
+    known_n = share_n[~np.isnan(share_n)]
+    if not len(known_n):
+        return Score(0.0, None, None, "none was judged")
+    return statistics.share(known_n, each)
+
+
 def of_sets(right_ns, class_ns) -> dict[str, Score]:
-    """Returns pass@k for k = 1, 2, 4 ... and s, and maj@k from three answers on.
+    """Returns pass@k for k = 2, 4 ... and s, and maj@k from three answers on.
 
     class_ns: what the answers say (statistics.majority_at), or None.
     """
     each = right_ns.shape[1]
     found = {}
-    for k in rollout.sizes(each):
+    for k in rollout.sizes(each)[1:]:
         value_n = statistics.pass_at(right_ns, k)
-        if k in (1, each):  # a share: of all answers, or of the problems
-            found[f"pass@{k}"] = statistics.share(value_n, each if k == 1 else 1)
-        else:
-            found[f"pass@{k}"] = statistics.mean_share(value_n)
+        # That of all answers is a share of the problems.
+        score = statistics.share(value_n, 1) if k == each else None
+        found[f"pass@{k}"] = score or statistics.mean_share(value_n)
     for k in rollout.sizes(each) if class_ns is not None else ():
         if k > 2:
             voted_n = statistics.majority_at(class_ns, right_ns, k)
@@ -91,20 +107,27 @@ def classes_of(records: list[dict], each: int, vote):
 # ---- A card, and a row -------------------------------------------------------------------
 
 
-def card(cfg, records: list[dict], asked: list, scores: dict, marks: dict) -> dict:
+class Asked(NamedTuple):
+    """What an evaluation asks."""
+
+    problems: list[data.Problem]  # of each answer
+    sha256: str  # of the file that they were read from
+
+
+def card(cfg, records: list[dict], asked: Asked, scores: dict, marks: dict) -> dict:
     """Returns what an evaluation found, and all that its numbers depend on; JSON-able.
 
-    cfg: the configuration, completed. asked: the data.Problem of each record. scores: of
+    cfg: the configuration, completed. asked: the problem of each record. scores: of
     `of_records`. marks: hf.marks of the checkpoint's files.
     """
-    each = cfg.eval.answers
+    each, by = cfg.eval.answers, cfg.eval.by
     fields = dataclasses.asdict(cfg.sampler)
     told = {name: x for name, x in fields.items() if name not in IDLE}
     return {
         "checkpoint": {"path": cfg.model.path, "hash": digest(marks)},
         "data": {
             "path": cfg.data.heldout,
-            "sha256": sha256(pathlib.Path(cfg.data.heldout)),
+            "sha256": asked.sha256,
             "template": cfg.data.template,
         },
         "problems": len(records) // each,
@@ -115,8 +138,8 @@ def card(cfg, records: list[dict], asked: list, scores: dict, marks: dict) -> di
         "reward": cfg.rl.reward,
         "dtype": cfg.model.dtype,
         "scores": {name: x._asdict() for name, x in scores.items()},
-        "by": cfg.eval.by,
-        "groups": groups(records, asked, each, cfg.eval.by) if cfg.eval.by else {},
+        "by": by,
+        "groups": groups(records, asked.problems, each, by) if by else {},
         "versions": folder.versions(),
         "commit": folder.commit(),
     }
@@ -149,12 +172,6 @@ def table_of_groups(made: dict) -> str:
 def digest(marks: dict) -> str:
     """Returns one number for a checkpoint: SHA-256 of its files' sizes and CRCs."""
     return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
-
-
-def sha256(path: pathlib.Path) -> str:
-    """Returns a file's SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def in_words(made: dict) -> str:
@@ -214,19 +231,19 @@ class Setting:
     """What a sweep's AUP asks of one of its settings."""
 
     value: float  # of the key that is swept
-    right_n: np.ndarray  # each problem's share of right answers
+    right_n: np.ndarray  # each problem's share of right answers; nan: none was judged
     tokens_n: np.ndarray
     forwards_n: np.ndarray
 
 
 def setting(value: float, records: list[dict], each: int) -> Setting:
     """Returns a Setting of the records of its answers."""
-    rollouts = rollout.of_records(records)
+    trace = rollout.of_records(records).trace
     return Setting(
         value,
-        by_problem(rollouts.solved_n, each).mean(axis=1),
-        by_problem(rollouts.trace.len_B, each).sum(axis=1),
-        by_problem(rollouts.trace.forwards_B, each).sum(axis=1),
+        shares(right_of(records, each)),
+        by_problem(trace.len_B, each).sum(axis=1),
+        by_problem(trace.forwards_B, each).sum(axis=1),
     )
 
 
@@ -236,12 +253,13 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
     best: the best accuracy of any method compared, in %; 0: of this sweep. AUP is None,
     and "why" says why, where it is refused (statistics.aup), and where nothing is right.
     """
-    x_nc = [x for s in settings for x in (s.right_n, s.tokens_n, s.forwards_n)]
-    x_nc = np.stack(x_nc, axis=1).astype(float)
+    x_nc = np.concatenate([columns(s) for s in settings], axis=1)
 
     def points(mean_c) -> list[tuple[float, float]]:
-        triples = mean_c.reshape(-1, 3).tolist()
-        return [(tokens / max(n, 1e-9), 100 * right) for right, tokens, n in triples]
+        return [
+            (tokens / max(n, 1e-9), 100 * solved / max(judged, 1e-9))
+            for solved, judged, tokens, n in mean_c.reshape(-1, 4).tolist()
+        ]
 
     def areas(mean_dc):
         sorted_d = (sorted(points(mean_c)) for mean_c in mean_dc)
@@ -264,6 +282,17 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
         return told | {"aup": None, "why": str(error)}
     low, high = statistics.bootstrap(areas, x_nc)
     return told | {"aup": {"value": value, "low": low, "high": high}}
+
+
+def columns(setting: Setting):
+    """Returns what a sweep averages of a setting's problems: [n, 4].
+
+    Where none of a problem's answers was judged, it counts in no accuracy.
+    """
+    judged_n = ~np.isnan(setting.right_n)
+    solved_n = np.where(judged_n, setting.right_n, 0)
+    parts = solved_n, judged_n, setting.tokens_n, setting.forwards_n
+    return np.stack(parts, axis=1).astype(float)
 
 
 def top(points: list[tuple[float, float]]) -> float:

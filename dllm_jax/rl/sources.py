@@ -230,7 +230,7 @@ class RL:
             if more is None:
                 return None
             if self.curriculum:
-                judged_n = ~judged(more, rl).late_n  # the others say nothing
+                judged_n = judged(more, rl).judged_n  # the others say nothing
                 groups = np.split(np.arange(len(asked)), len(chosen))
                 for i, group_n in zip(chosen, groups, strict=True):
                     right_n = more.solved_n[group_n[judged_n[group_n]]]

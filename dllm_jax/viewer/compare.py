@@ -9,12 +9,12 @@ import collections
 
 import numpy as np
 
-from dllm_jax import statistics
+from dllm_jax import records, statistics
 
 # What is compared: its name, and its value in a record, None where it has none.
 MEASURES = {
-    "reward": lambda row: row.get("reward"),
-    "right": lambda row: None if row.get("reward") is None else row["reward"] >= 1,
+    "reward": records.reward,
+    "right": records.right,
     "tokens per forward": lambda row: (
         len(row["response_ids"]) / row["forwards"] if row.get("forwards") else None
     ),
@@ -52,30 +52,33 @@ def summary(first: list[dict], second: list[dict], shared) -> dict:
     """Returns what the second file's answers have ahead of the first's, problem by problem.
 
     shared: of `common`. measures: name, both means, difference, its 95 % interval (None
-    for a single problem); wins: problems that each has the higher reward on.
+    where it is not known); wins: problems that each has the higher reward on, and those
+    with the same.
     """
     measures, wins = [], None
     for name, measure in MEASURES.items():
         means_2n = means_of(measure, first, second, shared)
-        if means_2n is None:
+        if not means_2n.size:
             continue
         gain_n = means_2n[1] - means_2n[0]
         if name == "reward":
-            wins = [int((gain_n < 0).sum()), int((gain_n > 0).sum())]
+            wins = [int((np.sign(gain_n) == sign).sum()) for sign in (-1, 1, 0)]
         gain = statistics.paired(*means_2n)
-        a, b = means_2n.mean(axis=1).tolist()
-        measures.append([name, a, b, gain.value, gain.low, gain.high])
-    if len(measures) > 1 and measures[0][1:3] == measures[1][1:3]:
+        measures.append([name, *means_2n.mean(axis=1).tolist(), *gain[:3]])
+    if wins and measures[0][1:3] == measures[1][1:3]:
         del measures[0]  # rewards of 0 and 1: their mean is the share of right answers
     return {"problems": len(shared), "wins": wins, "measures": measures}
 
 
 def means_of(measure, first: list[dict], second: list[dict], shared):
-    """Returns each problem's mean in both files, [2, n]; None where one has no value."""
-    sides = []
-    for rows, numbers in ((first, 0), (second, 1)):
-        values = [[measure(rows[i]) for i in both[numbers]] for both in shared]
-        if any(x is None for row in values for x in row):
-            return None
-        sides.append([float(np.mean(row)) for row in values])
-    return np.array(sides)
+    """Returns each problem's mean in both files, [2, n].
+
+    Answers without a value are left out, and problems with none in one of the files.
+    """
+    means = []
+    for ours, theirs in shared:
+        sides = [measure(first[i]) for i in ours], [measure(second[i]) for i in theirs]
+        known = [[x for x in side if x is not None] for side in sides]
+        if all(known):
+            means.append([float(np.mean(side)) for side in known])
+    return np.array(means).T

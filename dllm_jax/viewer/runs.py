@@ -117,9 +117,9 @@ def evals(rows: list[dict], problems: int) -> list[list]:
 def heldout_size(cfg: dict) -> int:
     """Returns how many problems an evaluation had; 0 where nobody can tell any more."""
     limit = traces.whole(traces.group(cfg, "eval").get("problems"))
-    path = traces.group(cfg, "data").get("heldout")
-    try:
-        size = len(records.records(str(path)))
+    path = pathlib.Path(str(traces.group(cfg, "data").get("heldout")))
+    try:  # of a pipe nobody can tell: it was read by the run, and would be waited for
+        size = len(records.records(str(path))) if path.is_file() else limit
     except ValueError:
         return limit
     return min(limit or size, size)

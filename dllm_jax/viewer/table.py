@@ -4,6 +4,8 @@ import re
 import shutil
 import unicodedata
 
+from dllm_jax import records
+
 HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]+"
 )
@@ -30,12 +32,9 @@ def of_rows(rows: list[dict], width: int | None = None) -> str:
 
 def cells_of(row: dict) -> tuple[str, ...]:
     """Returns what a record has in each column of HEAD."""
-    count, reward, forwards = (
-        len(row["response_ids"]),
-        row.get("reward"),
-        row.get("forwards"),
-    )
-    sign = " " if reward is None else "✓" if reward >= 1 else "✗"
+    count, forwards = len(row["response_ids"]), row.get("forwards")
+    reward = records.reward(row)
+    sign = {None: " ", True: "✓", False: "✗"}[records.right(row)]
     prompt = row.get("question") or str(row.get("prompt_ids") or "")
     text = "[picture]" if row.get("picture") else row.get("text")
     return (

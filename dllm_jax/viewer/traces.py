@@ -14,6 +14,7 @@ import re
 
 from dllm_jax import data, records
 from dllm_jax.exits import warn
+from dllm_jax.folder import note_of
 from dllm_jax.viewer import album
 from dllm_jax.viewer.pieces import Pieces
 
@@ -105,8 +106,9 @@ def check(row: dict) -> None:
     for name in TEXTS:
         if type(row.get(name)) not in (str, type(None)):
             raise ValueError(f"{name} must be a text")
-    for name in NUMBERS:
-        if not (row.get(name) is None or number(row[name])):
+    numbers = {name: row.get(name) for name in NUMBERS} | group(row, "rewards")
+    for name, x in numbers.items():
+        if not (x is None or number(x)):
             raise ValueError(f"{name} must be a number")
     album.check(row)
 
@@ -121,7 +123,7 @@ def settings(file: pathlib.Path) -> tuple[str, int, tuple[str, ...]]:
 
     The first two are "" and 0 where it does not say.
     """
-    job = object_of(file.with_suffix(".job.json"))
+    job = object_of(note_of(file))
     named = {key.removeprefix("data."): x for key, x in job.items()}
     roots = album.roots_of(file, named)
     if job:
@@ -216,9 +218,10 @@ def packed_row(row: dict, pieces: Pieces, table: dict) -> dict:
         if row.get(name) is not None:
             scale = 10**decimals
             out[letter] = [None if x is None else round(scale * x) for x in row[name]]
-    known = {"g": "answer", "r": "reward", "f": "forwards", "e": "finished"}
-    out |= {key: row[name] for key, name in known.items() if row.get(name) is not None}
-    return out
+    known = {"g": "answer", "f": "forwards", "e": "finished"}
+    told = {key: row.get(name) for key, name in known.items()}
+    told |= {"r": records.reward(row), "o": records.right(row)}
+    return out | {key: x for key, x in told.items() if x is not None}
 
 
 def seen(row: dict, pictures: album.Album) -> dict:

@@ -19,6 +19,43 @@ def test_the_highest_is_kept_and_without_a_higher_one_the_run_ends():
     assert (found.step, found.value) == (4, 0.7)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("heldout_accuracy", ""),
+        ("", ""),
+        (
+            "heldout_pass@2",
+            "run.keep_best='heldout_pass@2' was 'heldout_accuracy': the best begins anew",
+        ),
+    ],
+)
+def test_the_best_of_another_metric_is_no_measure(name, said):
+    found, told = Best("heldout_accuracy", 3), []
+    found.note(4, {"heldout_accuracy": 0.9})
+    found.note(5, {"heldout_accuracy": 0.8})
+    assert not found.before(4) and found.before(5)
+    memory = json.loads(json.dumps(found.memory))
+    again = Best(name, 3, memory, told.append)
+    assert told == [said] * bool(said)
+    same = name == "heldout_accuracy"
+    assert (again.value, again.step, again.stale) == (
+        (0.9, 4, 1) if same else (None, 0, 0)
+    )
+    assert again.before(9) == same  # without one there is nothing to export
+    if said:
+        assert again.note(6, {name: 0.1})
+
+
+def test_a_memory_without_a_name_is_of_the_metric_that_is_watched():
+    """As older checkpoints have it."""
+    told = []
+    found = Best(
+        "heldout_accuracy", 0, {"value": 0.9, "step": 4, "stale": 1}, told.append
+    )
+    assert (found.value, told) == (0.9, [])
+
+
 def test_without_patience_it_never_ends():
     found = Best("heldout_accuracy", patience=0)
     for step in range(9):

@@ -55,8 +55,43 @@ def test_scores_of_answers_that_are_all_alike_have_an_interval(problems, right):
 def test_what_nobody_judged_counts_in_no_accuracy():
     rows = [record(), record(right=False, graded=False), record(), record(right=False)]
     got = scores.of_records(rows, 2)
-    assert got["accuracy"].value == pytest.approx(2 / 3)
+    assert got["accuracy"].value == 0.75 and got["pass@1"] == got["accuracy"]
     assert "maj@2" not in got and got["pass@2"].value == 1
+
+
+@pytest.mark.parametrize("problems", [3, 400])
+def test_an_unjudged_answer_costs_a_problem_no_more_than_itself(problems):
+    late = record(right=False, graded=False)
+    whole = [record(), record(right=False)] * problems
+    want = scores.of_records(whole, 2)["accuracy"]
+    got = scores.of_records([*whole, late, late], 2)[
+        "accuracy"
+    ]  # a problem without any
+    assert got == want
+    rows = [record(), record()] * problems
+    got = scores.of_records([*rows, record(), late], 2)["accuracy"]
+    assert got == scores.of_records([*rows, record(), record()], 2)["accuracy"]
+    assert got.low < 1 == got.value
+    got = scores.of_records([late, late], 2)
+    assert got["accuracy"][:3] == (0.0, None, None) and got["pass@2"].value == 0
+
+
+def test_the_first_of_several_graders_says_what_is_right_if_it_could():
+    said = {"reward": 0.5, "rewards": {"math": 1.0, "length": -0.5}}
+    lost = {"reward": 1.0, "rewards": {"math": None, "length": 1.0}}
+    wrong = {"reward": 0.0, "rewards": {"math": 0.0, "length": 0.0}}
+    rows = [record(**x) for x in (said, wrong, lost, wrong)]
+    got = scores.of_records(rows, 2)
+    assert got["accuracy"].value == 0.25 and got["pass@2"].value == 0.5
+
+
+def test_a_sweep_counts_an_unjudged_answer_in_no_accuracy():
+    late = record(right=False, graded=False, tokens=8)
+    rows = [record(), late, record(right=False), record(), late, late]
+    point = scores.setting(0.5, rows, 2)
+    (told,) = scores.sweep("sampler.threshold", [point], 0.0)["points"]
+    assert told["accuracy"] == 100 * scores.of_records(rows, 2)["accuracy"].value == 75
+    assert told["tokens_per_forward"] == pytest.approx(36 / 12)
 
 
 def test_votes_go_by_what_answers_mean():

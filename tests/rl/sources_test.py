@@ -336,12 +336,15 @@ def test_cut_answers_may_leave_their_groups(tmp_path):
     assert kept == {"graded": 16 * lent.ANSWER, "mask": 12 * lent.ANSWER}
 
 
-def test_what_is_not_judged_tells_nothing_of_a_problem(tmp_path):
+@pytest.mark.parametrize("of_no_weight", [False, True])
+def test_what_is_not_judged_tells_nothing_of_a_problem(tmp_path, of_no_weight):
     """Of a group's others alone is remembered how many were right, and of none nothing."""
 
     def grade(texts, problems, trace):
         right_n = np.ones(len(texts), np.float32)
         right_n[::2], right_n[:4] = np.nan, np.nan
+        if of_no_weight:
+            return Grades(np.ones(len(texts)), parts={"math": right_n})
         return Grades(right_n)
 
     source = rl_source(tmp_path, grade=grade, rest_after=1)

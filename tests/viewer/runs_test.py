@@ -1,6 +1,7 @@
 """What a run's folder tells, whole or damaged."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -66,6 +67,17 @@ def test_leaves_are_named_as_on_the_command_line():
         "a.b": '[1, "x"]',
         "c": "null",
     }
+
+
+def test_no_pipe_is_waited_for(tmp_path):
+    """The run has read it: nobody writes to it again."""
+    os.mkfifo(tmp_path / "pipe")
+    cfg = {"data": {"heldout": str(tmp_path / "pipe")}, "eval": {"problems": 7}}
+    assert runs.heldout_size(cfg) == 7
+    (tmp_path / "x.jsonl").write_text('{"question": "1"}\n' * 3)
+    cfg["data"]["heldout"] = str(tmp_path / "x.jsonl")
+    assert runs.heldout_size(cfg) == 3
+    assert runs.heldout_size({"eval": {"problems": 7}}) == 7
 
 
 def test_an_evaluation_is_told_with_its_intervals(tmp_path):

@@ -55,6 +55,7 @@ REFUSED = {
     "list": (answer() | {"confidence": 5}, "confidence has no list of numbers"),
     "number": (answer() | {"logprobs": ["a"] * 3}, "logprobs must be numbers"),
     "reward": (answer() | {"reward": "high"}, "reward must be a number"),
+    "parts": (answer() | {"rewards": {"math": "1"}}, "math must be a number"),
     "text": (answer() | {"question": 5}, "question must be a text"),
     "prompt": (answer() | {"prompt_ids": [-1]}, "prompt_ids must be"),
 }
@@ -108,16 +109,16 @@ def test_the_same_words_about_another_image_are_another_prompt():
     assert compare.common(shown, shown[1:]) == [([0, 2], [1]), ([1], [0])]
 
 
-def test_a_file_compared_with_itself_gives_zero_and_no_width():
+def test_a_file_compared_with_itself_gives_zero_and_no_interval():
     rows = [answer(prompt_ids=[i], reward=float(i % 2)) for i in range(20)]
     told = compare.summary(rows, rows, compare.common(rows, rows))
-    assert told["wins"] == [0, 0] and told["problems"] == 20
+    assert told["wins"] == [0, 0, 20] and told["problems"] == 20
     assert [row[0] for row in told["measures"]] == [
         "right",
         "tokens per forward",
         "tokens",
     ]
-    assert all(row[3:] == [0.0, 0.0, 0.0] for row in told["measures"])
+    assert all(row[3:] == [0.0, None, None] for row in told["measures"])
 
 
 def test_what_is_not_graded_is_compared_by_length_and_speed():
@@ -125,6 +126,45 @@ def test_what_is_not_graded_is_compared_by_length_and_speed():
     told = compare.summary(rows, rows, compare.common(rows, rows))
     assert told["wins"] is None
     assert [row[0] for row in told["measures"]] == ["tokens per forward", "tokens"]
+
+
+def test_what_nobody_judged_is_left_out_of_rewards_alone():
+    late = {"reward": 0.0, "graded": False}
+    first = [answer(prompt_ids=[i], reward=1.0) for i in (0, 0, 1, 2)]
+    second = [answer(prompt_ids=[i], reward=0.0) for i in (0, 1, 2)]
+    first[1] |= late  # of two answers one
+    second[2] |= late  # of a problem all
+    told = compare.summary(first, second, compare.common(first, second))
+    assert (told["problems"], told["wins"]) == (3, [2, 0, 0])
+    measures = {row[0]: row[1:] for row in told["measures"]}
+    assert measures["right"][:3] == [1, 0, -1] and measures["tokens"][:2] == [3, 3]
+
+
+# ---- Right, wrong, and not known -----------------------------------------------------
+
+JUDGED = {
+    "right": ({"reward": 1.0}, True),
+    "wrong": ({"reward": 0.5}, False),
+    "no grader": ({}, None),
+    "late": ({"reward": 0.0, "graded": False}, None),
+    "a weighed sum": ({"reward": 1.2, "rewards": {"math": 0.0, "form": 1.2}}, False),
+    "a penalty": ({"reward": 0.9, "rewards": {"math": 1.0, "length": -0.1}}, True),
+    "the first is late": ({"reward": 1.0, "rewards": {"math": None, "form": 1}}, None),
+    "another's field": ({"reward": 1.0, "rewards": [0.0]}, True),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_first_grader_says_what_is_right_everywhere(name, tmp_path):
+    fields, right = JUDGED[name]
+    row = answer(**fields)
+    assert compare.MEASURES["right"](row) is right
+    sign = {True: "✓", False: "✗", None: ""}[right]
+    assert table.cells_of(row)[0].strip() == sign
+    file = traces.read(str(write(tmp_path / "x.jsonl", [row])))
+    (told,) = traces.packed(file, None)["rows"]
+    assert told.get("o") is right
+    assert ("r" in told) == ("reward" in fields and name != "late")
 
 
 # ---- The file that comes out ---------------------------------------------------------

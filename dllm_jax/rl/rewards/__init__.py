@@ -164,10 +164,17 @@ def by_rules(name: str) -> Grader:
     )
 
 
-def shortness(texts, problems, trace) -> Grades:
-    """Returns the share of its room that each answer leaves free: 1 for no token at all."""
-    room_n = trace.tokens_BT.shape[1] - trace.prompt_len_B
-    return Grades((1 - trace.len_B / np.maximum(room_n, 1)).astype(np.float32))
+def by_room(room: int) -> Grader:
+    """Returns the Grader of the share of its room that each answer leaves free.
+
+    1 for no token at all. room: tokens that an answer may have; 0: what its canvas has.
+    """
+
+    def grade(texts, problems, trace) -> Grades:
+        room_n = room or trace.tokens_BT.shape[1] - trace.prompt_len_B
+        return Grades((1 - trace.len_B / np.maximum(room_n, 1)).astype(np.float32))
+
+    return Grader(grade, anything, gold=False, judges=("text", "image"))
 
 
 def form(texts, problems, trace) -> Grades:
@@ -246,28 +253,26 @@ def anything(problem: Problem) -> None:
 
 
 PICTURES = ("scene", "jpeg", "ocr")  # keys of GRADERS that judge images alone
-# name: the Grader that a RewardConfig, the policy's tokenizer and whether its problems may be
-# about images make of it.
-GRADERS: dict[str, Callable[[object, object, bool], Grader]] = {
-    "math": lambda cfg, tok, looks: by_gold(math),
-    "choice": lambda cfg, tok, looks: by_gold(choice),
-    "short": lambda cfg, tok, looks: by_gold(short),
-    "code": lambda cfg, tok, looks: by_tests(cfg),
-    "judge": lambda cfg, tok, looks: by_judge(cfg, looks=looks),
-    "reward_model": lambda cfg, tok, looks: by_model(cfg, tok),
-    "countdown": lambda cfg, tok, looks: by_rules("countdown"),
-    "sudoku": lambda cfg, tok, looks: by_rules("sudoku"),
-    "length": lambda cfg, tok, looks: Grader(
-        shortness, anything, gold=False, judges=("text", "image")
-    ),
-    "scene": lambda cfg, tok, looks: by_gold(scenes, judges=("image",)),
-    "ocr": lambda cfg, tok, looks: dataclasses.replace(
+# name: the Grader that a RewardConfig, the policy's tokenizer, whether its problems may be
+# about images, and how many tokens an answer may have make of it.
+GRADERS: dict[str, Callable[[object, object, bool, int], Grader]] = {
+    "math": lambda cfg, tok, looks, room: by_gold(math),
+    "choice": lambda cfg, tok, looks, room: by_gold(choice),
+    "short": lambda cfg, tok, looks, room: by_gold(short),
+    "code": lambda cfg, tok, looks, room: by_tests(cfg),
+    "judge": lambda cfg, tok, looks, room: by_judge(cfg, looks=looks),
+    "reward_model": lambda cfg, tok, looks, room: by_model(cfg, tok),
+    "countdown": lambda cfg, tok, looks, room: by_rules("countdown"),
+    "sudoku": lambda cfg, tok, looks, room: by_rules("sudoku"),
+    "length": lambda cfg, tok, looks, room: by_room(room),
+    "scene": lambda cfg, tok, looks, room: by_gold(scenes, judges=("image",)),
+    "ocr": lambda cfg, tok, looks, room: dataclasses.replace(
         by_gold(ocr, judges=("image",)), begin=ocr.begin
     ),
-    "jpeg": lambda cfg, tok, looks: Grader(
+    "jpeg": lambda cfg, tok, looks, room: Grader(
         compact, anything, gold=False, judges=("image",)
     ),
-    "format": lambda cfg, tok, looks: Grader(form, anything, gold=False),
+    "format": lambda cfg, tok, looks, room: Grader(form, anything, gold=False),
 }
 
 
@@ -312,16 +317,23 @@ def weight(entry: str, given: list[str]) -> float:
 
 
 def grader(
-    spec: str, cfg, tok=None, answers: str = "text", *, looks: bool = False
+    spec: str,
+    cfg,
+    tok=None,
+    answers: str = "text",
+    *,
+    looks: bool = False,
+    room: int = 0,
 ) -> Grader:
     """Returns the one Grader that `rl.reward` and `reward.split` say.
 
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
     split. answers: what they are, SamplerConfig.answers. looks: whether problems may be about
-    images. Raises ValueError for what `weights` refuses, for a function that is not there,
-    and for a judge of something else.
+    images. room: tokens that an answer may have, SamplerConfig.max_new; 0: what its canvas
+    has. Raises ValueError for what `weights` refuses, for a function that is not there, and
+    for a judge of something else.
     """
-    outcome = of_outcomes(spec, cfg, tok, answers, looks=looks)
+    outcome = of_outcomes(spec, cfg, tok, answers, looks=looks, room=room)
     if answers == "image":  # devices decode pictures: not in a thread beside sampling
         outcome = dataclasses.replace(outcome, aside=False)
     if cfg.split == "none" or tok is None:
@@ -339,11 +351,12 @@ def grader(
     )
 
 
-def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool) -> Grader:
+def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool, room: int) -> Grader:
     """Returns the Grader of whole answers that `rl.reward` says: see `grader`."""
     weighed = weights(spec)
     made = {
-        x: GRADERS[x](cfg, tok, looks) if x in GRADERS else loaded(x) for x in weighed
+        x: GRADERS[x](cfg, tok, looks, room) if x in GRADERS else loaded(x)
+        for x in weighed
     }
     for name, one in made.items():
         if answers not in one.judges:
@@ -391,8 +404,19 @@ def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
     earned = [(weighed[x], grades) for x, grades in every.items() if weighed[x]]
     reward_n = sum(share * grades.reward_n for share, grades in earned)
     tokens = [share * g.reward_nT for share, g in earned if g.reward_nT is not None]
-    parts = {x.split(":")[-1]: grades.reward_n for x, grades in every.items()}
+    names = part_names([*every])
+    parts = {names[x]: grades.reward_n for x, grades in every.items()}
     return Grades(reward_n, sum(tokens) if tokens else None, parts)
+
+
+def part_names(graders: list[str]) -> dict[str, str]:
+    """Returns what each grader's part is called: a function's name, without its module.
+
+    With it where another grader would be called the same.
+    """
+    short = {x: x.split(":")[-1] for x in graders}
+    taken = [*short.values()]
+    return {x: x if taken.count(name) > 1 else name for x, name in short.items()}
 
 
 def loaded(name: str) -> Grader:
@@ -412,6 +436,7 @@ def loaded(name: str) -> Grader:
                 f"rl.reward={name!r} returned rewards of tokens of shape "
                 f"{np.shape(grades.reward_nT)}; the canvases are {trace.tokens_BT.shape}"
             )
+        check_finite(name, grades)
         return grades
 
     check, aside = getattr(own, "check", anything), getattr(own, "aside", False)
@@ -427,3 +452,16 @@ def array(name: str, given) -> np.ndarray:
         raise ValueError(
             f"rl.reward={name!r} returned what is no list of numbers"
         ) from None
+
+
+def check_finite(name: str, grades: Grades) -> None:
+    """Raises ValueError for a reward that is infinite; NaN is "nobody can tell"."""
+    given = [grades.reward_n, *grades.parts.values()]
+    given += [] if grades.reward_nT is None else [grades.reward_nT]
+    for rewards in given:
+        infinite = np.isinf(array(name, rewards))
+        if infinite.any():
+            raise ValueError(
+                f"rl.reward={name!r} returned {np.asarray(rewards)[infinite][0]}: a reward "
+                "is a finite number, or NaN where nobody can tell"
+            )

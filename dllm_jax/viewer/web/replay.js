@@ -27,7 +27,7 @@ class Answer {
       .map(([text]) => text)
       .join(file.pieces.some(([, kind]) => kind === UNKNOWN) ? " " : "");
     this.drawing = this.pieces.some(([, kind]) => kind === CODE); // which is a square
-    this.right = row.r === undefined ? null : row.r >= 1;
+    this.right = row.o ?? null;
     this.cut = row.e === "length";
     this.speed = row.f ? row.t.length / row.f : null;
   }

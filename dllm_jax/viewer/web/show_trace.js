@@ -2,8 +2,8 @@
 
 function describe(file, compared) {
   const { rows } = file, facts = [count(rows.length, "answer")];
-  const graded = rows.filter((row) => row.r !== undefined);
-  if (graded.length) facts.push(`${percent(mean(graded.map((row) => Number(row.r >= 1))))} right`);
+  const graded = rows.filter((row) => row.o !== undefined);
+  if (graded.length) facts.push(`${percent(mean(graded.map((row) => Number(row.o))))} right`);
   const told = rows.filter((row) => row.f);
   if (told.length && !compared) {
     const tokens = told.reduce((sum, row) => sum + row.t.length, 0);

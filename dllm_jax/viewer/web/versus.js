@@ -15,11 +15,12 @@ function versus(summary) {
         : `${form(name, low, signed)} to ${form(name, high, signed)}`));
   });
   const head = ["", badge(0), badge(1), "B \u2212 A", "95\u202f% interval"];
-  const same = wins ? problems - wins[0] - wins[1] : 0;
+  const ungraded = wins ? problems - wins[0] - wins[1] - wins[2] : 0;
   return el("section", { class: "versus" },
     el("table", {}, el("thead", {}, el("tr", {}, head.map((x) => el("th", { scope: "col" }, x)))),
       el("tbody", {}, rows)),
     el("p", { class: "quiet" }, `${count(problems, "prompt")} in both files. `,
-      wins ? `B is ahead on ${wins[1]}, A on ${wins[0]}, ${same} the same. ` : "",
+      wins ? `B is ahead on ${wins[1]}, A on ${wins[0]}, ${wins[2]} the same. ` : "",
+      ungraded ? `${ungraded} not graded in both. ` : "",
       "The interval is the paired bootstrap\u2019s over prompts."));
 }

@@ -1,11 +1,12 @@
 """Graders by name, several at once, and one's own from a file anywhere."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 
-from dllm_jax import data
+from dllm_jax import begin, config, data
 from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import RewardConfig, RLConfig
 from dllm_jax.rl.rewards import Grades, choice, math, sandbox, short
@@ -211,6 +212,28 @@ def test_length_and_format():
     assert grade("format", texts, [problem()] * 5).reward_n.tolist() == [1, 1, 1, 0, 0]
 
 
+def test_an_answers_room_is_its_limit_whatever_its_canvas_has():
+    grader = rewards.grader("length", CFG, room=8)
+    asked = [problem()] * 3
+    found = grader.grade(["", "", ""], asked, trace(0, 4, 8, room=30))
+    np.testing.assert_allclose(found.reward_n, [1.0, 0.5, 0.0])
+
+
+def test_a_run_tells_its_graders_the_limit_of_an_answer(monkeypatch):
+    seen = {}
+
+    def spied(*given, **how):
+        seen.update(how)
+        raise LookupError
+
+    monkeypatch.setattr(rewards, "grader", spied)
+    cfg, model = config.Config(), types.SimpleNamespace(looks=False)
+    here = types.SimpleNamespace(cfg=cfg, model=model, tok=None, samples=True)
+    with pytest.raises(LookupError):
+        begin.tools(here)
+    assert seen["room"] == cfg.sampler.max_new
+
+
 # ---- Several at once -----------------------------------------------------------------
 
 
@@ -270,6 +293,39 @@ def test_accuracy_is_the_firsts_and_every_part_is_a_metric():
     assert rollout.summary(rollout.of_records(records))["reward/length"] == 0.25
 
 
+def test_accuracy_leaves_out_what_its_grader_could_not_judge_and_rewards_do_not():
+    """With a weight of 0: the other grader says what is learned from."""
+
+    def grade(texts, problems, trace) -> Grades:
+        every = {
+            "math": Grades(np.array([1.0, 0.0, np.nan, np.nan])),
+            "x": Grades(np.array([0.5, 0.5, 0.5, np.nan])),
+        }
+        return rewards.added(every, {"math": 0.0, "x": 1.0})
+
+    grader = rewards.Grader(grade, rewards.anything)
+    got = graded(grader, [5] * 4, truncated_wrong=False)
+    np.testing.assert_array_equal(got.reward_n, np.float32([0.5, 0.5, 0.5, 0]))
+    assert got.late_n.tolist() == [False] * 3 + [True]
+    assert got.judged_n.tolist() == [True] * 2 + [False] * 2
+    told = rollout.summary(got)
+    assert (told["accuracy"], told["reward"], told["graded_timeouts"]) == (0.5, 0.5, 2)
+    assert (told["reward/math"], told["reward/x"]) == (0.5, 0.5)
+    records = rollout.as_records(got, [problem("0")] * 4)
+    text = json.dumps(records, allow_nan=False)
+    assert [x["rewards"]["math"] for x in records] == [1.0, 0.0, None, None]
+    assert [x.get("graded") for x in records] == [None] * 3 + [False]
+    assert rollout.summary(rollout.of_records(json.loads(text))) == told
+
+
+def test_the_first_grader_stays_the_first_where_a_step_asks_again():
+    grader = rewards.grader("math,length:0.5", CFG)
+    got = graded(grader, [5, 5], truncated_wrong=False)
+    both = rollout.joined(got, got)
+    assert [*both.parts] == ["math", "length"]
+    assert both.solved_n.tolist() == [True, False] * 2
+
+
 def test_what_was_not_judged_leaves_the_means(tmp_path):
     def own(texts, problems, trace):
         return [1.0, np.nan, 0.0]
@@ -299,6 +355,15 @@ def check(problem):
         raise ValueError("no field 'key'")
 
 keyed.check = check
+
+def math(texts, problems, trace):
+    return [0.25] * len(texts)
+
+def boundless(texts, problems, trace):
+    return [1.0, float("-inf")]
+
+def boundless_tokens(texts, problems, trace):
+    return Grades(np.ones(2), np.full(trace.tokens_BT.shape, np.inf))
 
 def short(texts, problems, trace):
     return [1.0]
@@ -335,6 +400,20 @@ def test_a_function_of_ones_own_grades(mine):
 
 
 @pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("math,OWN:math:0.5", {"math": 1.0, "OWN:math": 0.25}),
+        ("OWN:math:0,math,length", {"OWN:math": 0.25, "math": 1.0, "length": 0.5}),
+        ("OWN:math,length", {"math": 0.25, "length": 0.5}),
+    ],
+)
+def test_two_graders_of_one_name_are_told_apart(mine, spec, parts):
+    grades = grade(spec.replace("OWN", mine), [r"\boxed{1}"], [problem("1")])
+    told = {name.replace(mine, "OWN"): x.item() for name, x in grades.parts.items()}
+    assert [*told.items()] == [*parts.items()]
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("mine_nowhere:f", "No module named 'mine_nowhere'; its folder must be"),
@@ -352,6 +431,11 @@ def test_what_is_not_there_is_refused(mine, name, message):
     [
         ("short", "grades of shape \\(1,\\) for 2 answers"),
         ("words", "returned what is no list of numbers"),
+        (
+            "boundless",
+            "rl.reward='mine_outside:boundless' returned -inf: a reward is a",
+        ),
+        ("boundless_tokens", "returned inf: a reward is a finite number, or NaN"),
         ("tokens", "rewards of tokens of shape \\(2, 3\\); the canvases are \\(2, 12"),
     ],
 )

@@ -1,5 +1,6 @@
 """Process rewards: where answers are split, what bears a reward, and what it is worth."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -293,6 +294,19 @@ def test_only_what_is_learned_from_is_split():
     assert np.isnan(split.chunks.verdict_nT[[1, 3]]).all()
     assert split.chunks.chunk_nT[0].tolist() == [-1, -1, -1, 0, 1, -1]
     assert rollout.split(got, problems, rewards.Grader(None, None), None) is got
+
+
+def test_what_may_be_right_or_not_is_not_split():
+    """Its grader timed out, of no weight: an outcome is what its chunks are judged by."""
+
+    def steps(texts, problems, trace, right_n):
+        assert right_n.tolist() == [True]
+        return process.none_of(trace.tokens_BT.shape)
+
+    parts = {"math": np.array([1.0, NAN, 0.0, NAN])}
+    got = dataclasses.replace(graded([1, 1, 1, 1]), parts=parts)
+    grader = rewards.Grader(None, None, steps=steps)
+    rollout.split(got, [None] * 4, grader, np.array([True, True, False, False]))
 
 
 def late(reward_n, late_n, filter="varied", **rl) -> tuple[Rollouts, RLConfig]:
