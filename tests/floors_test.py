@@ -128,7 +128,7 @@ CORE, FILE = 17_620, 500
 # 10 for a judge that nobody serves; 20 for graders of one name, and infinite rewards.
 REWARDS = 3_700  # a jail, a judge, seven formats; formulas among short answers
 LOOKED_AT = 700
-VISION = 1_170  # what images become: a tower's features, and codes
+VISION = 1_190  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
 
