@@ -247,8 +247,7 @@ def asked_of(cfg: config.Config, model, tok, say, grader) -> scores.Asked:
 
 def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
     """Returns what all answers say, `each` of them to a problem; found: their Scores."""
-    rollouts = rollout.of_records(records)
-    told = rollout.summary(rollouts) | rollout.passed(rollouts, each)
+    told = rollout.summary(rollout.of_records(records))
     # The card's, which leave out what nobody judged.
     told |= {name: x.value for name, x in found.items()}
     return told | {"problems": len(records) // each, "answers": each}
