@@ -39,6 +39,7 @@ def written(name: str, folder: str) -> str:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": shape.tied,
     }
     (home / "config.json").write_text(json.dumps(config))
     model, rng, weights = hf.read_config(home), np.random.default_rng(0), {}

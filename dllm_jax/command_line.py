@@ -205,8 +205,11 @@ def facts(cfg: config.Config) -> dict[str, str]:
     for key in ("model.path", "rl.value_path", "reward.model"):
         checkpoint = pathlib.Path(leaves[key])
         if leaves[key] and (checkpoint / "config.json").is_file():
-            for name, (size, crc) in hf.marks(checkpoint).items():
-                out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
+            with contextlib.suppress(OSError):  # what is damaged is refused by name
+                for name, (size, crc) in hf.marks(checkpoint).items():
+                    out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
+        elif key in LOCAL:  # of the hub
+            out[key] = repr(leaves[key])
     out["the source of dllm_jax"] = processes.sources()
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}

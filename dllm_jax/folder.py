@@ -365,10 +365,13 @@ class Folder:
 def note_of(path) -> pathlib.Path:
     """Returns the file that says what a file of answers depends on.
 
-    NAME.job.json of NAME.jsonl; of another name all is kept, for a point may stand in it.
+    NAME.job.json of NAME.jsonl; of another name all is kept, for a point may stand in it,
+    unless an earlier version left a file without its last part, and none is there with it.
     """
     path = pathlib.Path(path)
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.job.json")
+    note = path.with_name(f"{path.name.removesuffix('.jsonl')}.job.json")
+    older = path.with_suffix(".job.json")
+    return older if older.is_file() and path.is_file() and not note.is_file() else note
 
 
 class Answers:

@@ -115,15 +115,15 @@ class Model:
     def unlike(self, wanted: list[dict]) -> list[str]:
         """Returns a warning for what tasks want of sampling, and the configuration does not."""
         lines, cfg = [], self.cfg
-        longest = max((x.get("max_gen_toks") or 0 for x in wanted), default=0)
+        longest = max((int(x.get("max_gen_toks") or 0) for x in wanted), default=0)
         if longest > cfg.sampler.max_new:
             lines.append(
                 f"warning: tasks ask for up to {longest} tokens; answers end at "
                 f"sampler.max_new={cfg.sampler.max_new}"
             )
-        warm = {
-            x.get("temperature", 1.0) if x.get("do_sample") else 0.0 for x in wanted
-        }
+        samples = [x for x in wanted if x.get("do_sample")]
+        warm = {0.0} if len(samples) < len(wanted) else set()
+        warm |= {float(x.get("temperature") or 1.0) for x in samples}
         if warm - {cfg.eval.temperature}:
             lines.append(
                 f"warning: tasks ask for temperature {', '.join(map(str, sorted(warm)))}; "

@@ -232,7 +232,7 @@ def test_a_step_of_random_weights_has_a_checkpoint(tmp_path):
     home = pathlib.Path(rl_step.written("tiny", str(tmp_path)))
     model, shape = hf.read_config(home), decode.SHAPES["tiny"]
     hf.check(home, model)
-    for name in ("d_model", "layers", "heads", "kv_heads", "head_dim", "ffw"):
+    for name in ("d_model", "layers", "heads", "kv_heads", "head_dim", "ffw", "tied"):
         assert getattr(model, name) == getattr(shape, name)
 
 

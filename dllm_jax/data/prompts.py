@@ -333,7 +333,8 @@ class Looker:
                 self.skipped[number] = f"record {number}: {error}"
                 continue
             marks = [picture.mark for picture in getattr(shown, "pictures", ())]
-            self.seen.update(repr(marks).encode())
+            marks += getattr(shown, "answer", ())  # or the codes of one to be drawn
+            self.seen.update(repr((number, marks)).encode())
             yield number, row, shown
         self.report()
 

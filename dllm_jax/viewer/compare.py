@@ -55,7 +55,7 @@ def summary(first: list[dict], second: list[dict], shared) -> dict:
     where it is not known); wins: problems that each has the higher reward on, and those
     with the same.
     """
-    measures, wins = [], None
+    measures, wins = {}, None
     for name, measure in MEASURES.items():
         means_2n = means_of(measure, first, second, shared)
         if not means_2n.size:
@@ -64,10 +64,10 @@ def summary(first: list[dict], second: list[dict], shared) -> dict:
         if name == "reward":
             wins = [int((np.sign(gain_n) == sign).sum()) for sign in (-1, 1, 0)]
         gain = statistics.paired(*means_2n)
-        measures.append([name, *means_2n.mean(axis=1).tolist(), *gain[:3]])
-    if wins and measures[0][1:3] == measures[1][1:3]:
-        del measures[0]  # rewards of 0 and 1: their mean is the share of right answers
-    return {"problems": len(shared), "wins": wins, "measures": measures}
+        measures[name] = [name, *means_2n.mean(axis=1).tolist(), *gain[:3]]
+    if wins and measures["reward"][1:3] == measures.get("right", [])[1:3]:
+        del measures["reward"]  # of 0 and 1: their mean is the share of right answers
+    return {"problems": len(shared), "wins": wins, "measures": list(measures.values())}
 
 
 def means_of(measure, first: list[dict], second: list[dict], shared):

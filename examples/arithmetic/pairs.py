@@ -14,12 +14,14 @@ import collections
 import json
 import pathlib
 
+from dllm_jax.records import right
+
 
 def pairs(records: list[dict]) -> list[dict]:
     """Returns a preference for each group of graded answers that has both."""
     groups = collections.defaultdict(dict)
-    for record in records:
-        groups[record["group"]].setdefault(record["reward"] >= 1, record)
+    for record in records:  # right or wrong; of neither nobody knows which
+        groups[record["group"]].setdefault(right(record), record)
     return [
         {
             "prompt": found[True]["question"],
@@ -27,7 +29,7 @@ def pairs(records: list[dict]) -> list[dict]:
             "rejected": found[False]["text"],
         }
         for found in groups.values()
-        if len(found) == 2 and found[False]["text"].strip()
+        if {True, False} <= found.keys() and found[False]["text"].strip()
     ]
 
 

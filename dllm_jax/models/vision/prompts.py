@@ -65,8 +65,8 @@ class Reader:
         `answers.record` puts them. root: the folder that files must not leave. Raises
         data.Unreadable for an image that cannot be read, or is no more what it was.
         """
-        sampled = row.get("images", []) if "response_ids" in row else []
-        if not all(
+        sampled = row.get("images") or [] if "response_ids" in row else []
+        if not isinstance(sampled, list) or not all(
             isinstance(x, dict) and {"file", "mark"} <= x.keys() for x in sampled
         ):
             raise ValueError("images must be a list of objects with a file and a mark")
