@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from dllm_jax import metrics
+from dllm_jax import metrics, records
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -201,7 +201,7 @@ def collect(folder: pathlib.Path):
     rows = [json.loads(line) for line in (told / "eval.jsonl").open()]
     right, pairs = [], {}
     for row in rows:
-        won = row["reward"] >= 1
+        won = records.right(row)
         if won:
             right.append(row)
         pairs.setdefault(row["question"], {})["chosen" if won else "rejected"] = row

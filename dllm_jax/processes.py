@@ -31,7 +31,8 @@ from dllm_jax import exits
 
 HEARTBEAT_S = 20  # a process that is not heard of for so long is lost
 JOIN_S = 300  # until the last process has started
-AGREE_S = 600  # until the slowest has read its files
+# Until the slowest has read its files, which may be many images; one that is lost is told.
+AGREE_S = 6 * 3600
 PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by then
 FOREVER_S = 7 * 24 * 3600
 # What the errors of JAX say where another process has gone, in small letters.

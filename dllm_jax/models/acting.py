@@ -11,8 +11,8 @@ computation, to where sampling wants them:
 *   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
     them. There a scan copies a layer's weights out of the stack before it multiplies by
     them. A TPU reads them where they are, and so does a GPU by `denoise.ON_GPU`.
-    The head is Transposed there (a tied one: it is the embedding), and what layers multiply
-    with is Tiled where `in_tiles` says so.
+    The head is Transposed there (a tied one: it is the embedding), and so is what layers
+    multiply with where `few` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
     `model` splits both alike, and so are those to queries, keys and values, by key heads:
     a layer has three products less, and the others are as wide as two and three.
@@ -34,7 +34,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
 from dllm_jax.models.vision import soft
 from dllm_jax.pallas_kernels import few_slots
-from dllm_jax.pallas_kernels.few_slots import Tiled, Transposed
+from dllm_jax.pallas_kernels.few_slots import Transposed
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
 # Platforms on which each layer's weights are arrays of their own.
@@ -42,7 +42,7 @@ APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
 JOINED_ON = ("gpu",)  # on which several are one
 HEAVY = 2**26  # bytes of a tower that no CPU's cache holds
-FEW = 16  # slots, see `in_tiles`
+FEW = 16  # slots, see `few`
 # What is one there, and what of.
 JOINED = {"w_gate_up": ("w_gate", "w_up"), "wqkv": ("wq", "wk", "wv")}
 JOINED |= {"bqkv": ("bq", "bk", "bv")}
@@ -107,11 +107,12 @@ def multiplied(tree: Params, of) -> Params:
     }
 
 
-def tiled(spec, model: ModelConfig):
-    """Returns a Spec of a stack as Tiled, or as it is where its columns are no whole tiles."""
-    inner = len(lora.contracted(spec.dims[1:]))
-    outer = transformer.shape(spec, model)[1 + inner :]
-    return spec if math.prod(outer) % few_slots.TILE else Tiled(spec, inner, outer)
+def transposed(spec) -> Transposed:
+    """Returns a Spec of a stack as Transposed."""
+    stack, dims = spec.dims[0], spec.dims[1:]
+    inner = lora.contracted(dims)
+    dims = stack + dims.removeprefix(inner) + inner
+    return Transposed(dataclasses.replace(spec, dims=dims), len(inner))
 
 
 def heavy(model: ModelConfig) -> bool:
@@ -121,12 +122,11 @@ def heavy(model: ModelConfig) -> bool:
     return numbers * jnp.dtype(model.dtype).itemsize >= HEAVY
 
 
-def in_tiles(model: ModelConfig, slots: float) -> bool:
-    """Returns whether a CPU has what layers multiply with Tiled.
+def few(model: ModelConfig, slots: float) -> bool:
+    """Returns whether a CPU has what layers multiply with Transposed: for few slots.
 
-    slots: how many of present blocks a forward has on a device. On two cores 1 and 2 rows of
-    30M are answered 1.3 and 1.2 times as fast then, 4 rows 1.1 times, 8 rows 0.94 times and
-    16 rows 0.9 times.
+    slots: how many of present blocks a forward has on a device. On two cores 1 row of 30M is
+    answered 1.7 times as fast then, 2 rows 1.3, 4 rows 1.1 times, and 8 rows 0.99 times.
     """
     return slots <= FEW and heavy(model)
 
@@ -167,7 +167,7 @@ def abstract(
 ) -> Params:
     """Returns the weights that sample on a mesh, as shapes with shardings.
 
-    in_int8: sampler.int8; slots: of a device's forward, see `in_tiles`. Raises ValueError
+    in_int8: sampler.int8; slots: of a device's forward, see `few`. Raises ValueError
     for a model that cannot be in int8.
     """
 
@@ -189,16 +189,15 @@ def abstract(
         tree = joined(tree, names, joined_spec)
     if platform in APART:
         tree["head"] = Transposed(transformer.Spec("VD"))
-        # Of heads that `model` splits a tile may hold those of two devices.
-        if in_tiles(model, slots) and mesh.shape["model"] == 1 and not in_int8:
-            tree = multiplied(tree, functools.partial(tiled, model=model))
+        if few(model, slots) and not in_int8:
+            tree = multiplied(tree, transposed)
     if platform in (APART_INT8 if in_int8 else APART):
         for name, letter in (("first", "Y"), ("layers", "L")):
             if name in tree:
                 layer = jax.tree.map(without_first, tree[name])
                 tree[name] = (layer,) * model.sizes[letter]
     of = functools.partial(struct, model=model, mesh=mesh, dtype=jnp.dtype(model.dtype))
-    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, (int8.Int8, Tiled)))
+    return jax.tree.map(of, tree, is_leaf=int8.is_int8)
 
 
 def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
@@ -208,10 +207,6 @@ def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
         return int8.Int8(
             of(spec.w, dtype=jnp.dtype("int8")), of(spec.scale, dtype=dtype)
         )
-    if isinstance(spec, Tiled):
-        whole = of(spec.w, dtype=dtype)
-        tiles = jax.eval_shape(lambda w: few_slots.tiles(w, spec.inner), whole)
-        return spec.replace(w=tiles.update(sharding=whole.sharding))
     shape = transformer.shape(spec, model)
     place = named(spec.dims, shape, ACT, mesh)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -256,7 +251,7 @@ def walked(params: Params, like: Params, get) -> Params:
     But for the rows of images, which are no weights.
 
     x: that of `params`, or a tuple of those that are to be one; number: which of the stack x
-    is meant, None for all of x. An Int8 is one leaf, and so are a Tiled and a Transposed.
+    is meant, None for all of x. An Int8 is one leaf, and so is a Transposed.
     """
     out, towers = {}, [x for x in like.values() if isinstance(x, dict)]
     names = [name for name in JOINED if any(name in tower for tower in towers)]
@@ -288,7 +283,7 @@ def walked(params: Params, like: Params, get) -> Params:
 
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if isinstance(x, tuple) or isinstance(place, (int8.Int8, Tiled, Transposed)):
+    if isinstance(x, tuple) or isinstance(place, (int8.Int8, Transposed)):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
@@ -303,28 +298,25 @@ def copied(x, number, place):
         return x
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
-    part, inner, to = jnp.asarray if number is None else operator.getitem, 0, place
+    part, behind, to = jnp.asarray if number is None else operator.getitem, 0, place
     if isinstance(x, tuple):
         part = as_one
     if isinstance(place, Transposed):
-        part, to = jnp.transpose, place.w
-    if isinstance(place, Tiled):
-        inner, to = place.inner, place.w
-    copy = copier(to.dtype, to.sharding, part, inner)
+        behind, to = place.contracted, place.w
+    copy = copier(to.dtype, to.sharding, part, behind)
     made = copy(x) if number is None else copy(x, number)
     return made if to is place else place.replace(w=made)
 
 
 @functools.cache
-def copier(dtype, place, part, inner):
+def copier(dtype, place, part, behind):
     """Returns a program that copies part(x, ...), such as one array of a stack.
 
-    As `tiles` where `inner` dimensions are contracted. What else `part` takes, a layer's
-    number, is data.
+    Its first dimensions, `behind` of them, come last. What else `part` takes, a layer's number,
+    is data.
     """
 
     def copy(x, *number):
-        made = part(x, *number).astype(dtype)
-        return few_slots.tiles(made, inner) if inner else made
+        return few_slots.transposed(part(x, *number).astype(dtype), behind)
 
     return jax.jit(copy, out_shardings=place)

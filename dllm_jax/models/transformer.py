@@ -31,7 +31,7 @@ from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
-from dllm_jax.pallas_kernels.few_slots import Tiled, Transposed, by_tiles, by_transpose
+from dllm_jax.pallas_kernels.few_slots import Transposed, by_transpose
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sharding import PARAM, constrain, named
 
@@ -668,8 +668,8 @@ def project(x, w, dims: str, bias=None):
     "DNH" takes [..., D] to [..., N, H] and "NHD" back. A lora.Adapted weight W acts as
     W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
     has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
-    have fast code. An Int8's scales multiply what comes out of the product. A Tiled
-    is read as it lies.
+    have fast code. An Int8's scales multiply what comes out of the product. A
+    Transposed is read as it lies.
     """
     inner = len(lora.contracted(dims))
     if isinstance(w, lora.Adapted):
@@ -682,8 +682,9 @@ def project(x, w, dims: str, bias=None):
         return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
     rows, size = x.shape[: x.ndim - inner], math.prod(x.shape[x.ndim - inner :])
     x_RD = x.reshape(-1, size)
-    if isinstance(w, Tiled):
-        y, outer = by_tiles(x_RD, w.w.astype(x.dtype)), w.outer
+    if isinstance(w, Transposed):
+        w = constrain(w.w.astype(x.dtype), dims[inner:] + dims[:inner])
+        y, outer = by_transpose(x_RD, w.reshape(-1, size)), w.shape[:-inner]
     else:
         w = constrain(w.astype(x.dtype), dims)
         y, outer = x_RD @ w.reshape(size, -1), w.shape[inner:]

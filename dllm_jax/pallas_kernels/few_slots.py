@@ -1,60 +1,32 @@
-"""Weights as a CPU multiplies few slots by them: in tiles of columns, or transposed.
+"""Weights as a CPU multiplies few slots by them: transposed.
 
-For a product x W, XLA on a CPU first copies all of W into tiles of its own. Of W in tiles of 64
-columns, [F / 64, R, 64], it copies one after the other, within the cache. Two cores that read
-25 GB/s at most read weights of 512 x 3,072 at 24 GB/s so, for products of 4 slots; as they lie
-at 14, and at 17 where the transpose is on the left of a product, which is not copied. Of 16
-slots it is 14, 9 and 12 GB/s, of 32 it is 9, 6 and 9, from 72 on all take as long. The slots are
-repeated for each tile: of 512 the weight put together again is multiplied faster.
+For a product x W, XLA on a CPU first copies all of W into tiles of its own. A transpose on the
+left of a product is not copied. Two cores that read 10 GB/s read weights of 512 x 3,072 so at 10
+GB/s, for products of 4 slots, and at 4.5 as they lie; of 16 slots it is 7 and 3.3, of 32 it is
+4.5 and 2.4, of 64 it is 2.6 and 2.4, from 128 on both take as long. Two others, which read 25,
+do it at 17 and 14, 12 and 9, 9 and 6.
 
 The head is a transpose, as a tied one is the embedding.
-
-Letters: i tiles, f columns of one.
 """
-
-import math
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-TILE = 64  # columns
-# Slots of which a product by tiles, and one by a transpose on the left, is the fastest.
-FEW, FEW_LEFT = 256, 128
-
-
-@flax.struct.dataclass
-class Tiled:
-    """A weight [*inner, *outer dimensions] in tiles [i, R, TILE] of its columns."""
-
-    w: jax.Array
-    # How many dimensions are contracted, and the sizes of those that are not.
-    inner: int = flax.struct.field(pytree_node=False)
-    outer: tuple[int, ...] = flax.struct.field(pytree_node=False)
+FEW_LEFT = 128  # slots of which a product by a transpose on the left is the fastest
 
 
 @flax.struct.dataclass
 class Transposed:
-    """A head [D, V] as its transpose."""
+    """A weight [*contracted, *other dimensions] with those that are contracted behind."""
 
     w: jax.Array
+    contracted: int = flax.struct.field(pytree_node=False, default=1)  # how many
 
 
-def tiles(w, inner: int):
-    """Returns `Tiled.w` of a weight; all columns are whole tiles."""
-    size = math.prod(w.shape[:inner])
-    return w.reshape(size, -1, TILE).swapaxes(0, 1)
-
-
-def by_tiles(x_RD, w_iDf):
-    """Returns x W [R, F], of W's tiles."""
-    tiles_of_w, D, _ = w_iDf.shape
-    R = len(x_RD)
-    if R > FEW:
-        return x_RD @ w_iDf.swapaxes(0, 1).reshape(D, -1)
-    x_RD = jax.lax.optimization_barrier(x_RD)  # or computed for each tile
-    x_iRD = jnp.broadcast_to(x_RD[None], (tiles_of_w, R, D))
-    return jnp.matmul(x_iRD, w_iDf).swapaxes(0, 1).reshape(R, -1)
+def transposed(w, contracted: int):
+    """Returns `Transposed.w` of a weight."""
+    return jnp.moveaxis(w, range(contracted), range(-contracted, 0))
 
 
 def by_transpose(x_RD, w_FD, dtype=None):

@@ -356,8 +356,15 @@ def parts_of(rollouts: Rollouts, i: int) -> dict[str, float | None]:
 def of_records(records: list[dict]) -> Rollouts:
     """Returns Rollouts of which `summary` and `passed` say what they say of the records'.
 
-    Their traces hold lengths alone.
+    Their traces hold lengths alone. Raises ValueError where graders of other names judged
+    some of them.
     """
+    graders = {tuple(record.get("rewards", ())) for record in records}
+    if len(graders) > 1:
+        told = " and ".join(sorted(", ".join(names) or "one" for names in graders))
+        raise ValueError(
+            f"some answers were graded by {told}: the graders have changed"
+        )
     rows = [
         state.no_answer(0)._replace(
             len=np.int32(len(record["response_ids"])),
@@ -375,6 +382,7 @@ def of_records(records: list[dict]) -> Rollouts:
         late_n=np.array([not record.get("graded", True) for record in records]),
         parts={  # as an array None is NaN
             name: np.array([record["rewards"][name] for record in records], np.float32)
-            for name in (records[0].get("rewards", {}) if records else {})
+            for names in graders
+            for name in names
         },
     )

@@ -166,8 +166,6 @@ def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:
     whole = policy.POLICIES[policy.name_of(cfg, model.attention)].canvas == "step"
     width = cfg.max_prompt + cfg.max_new if whole else cfg.window
     slots = per_shard(mesh, cfg.rows) * width
-    if cfg.max_prompt > 32 * cfg.max_new:  # few slots of an answer, many of its prompt
-        slots = math.inf
     return acting.abstract(model, mesh, in_int8=cfg.int8, slots=slots)
 
 

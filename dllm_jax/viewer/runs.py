@@ -14,7 +14,7 @@ LAST_EVENTS = 200
 SUMS = {  # metrics of steps whose sum over the run says what went wrong
     "updates_skipped": "updates of the policy skipped",
     "value_updates_skipped": "updates of the value network skipped",
-    "graded_timeouts": "answers that the grader could not judge in time",
+    "graded_timeouts": "answers that could not be judged",
     "nan_answers": "answers that met a number that is not finite",
 }
 

@@ -12,7 +12,7 @@ import io
 
 from PIL import Image, ImageDraw, ImageOps
 
-from dllm_jax.records import records
+from dllm_jax.records import records, right
 
 CAPTIONS, DRAWN = 8, 4
 SIDE, FRAME, GAP, TITLE = 64, 3, 6, 40  # pixels
@@ -32,7 +32,7 @@ def framed(row: dict) -> Image.Image:
     packed = base64.b64decode(row["picture"].partition(",")[2])
     picture = Image.open(io.BytesIO(packed)).convert("RGB")
     picture = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
-    return ImageOps.expand(picture, FRAME, RIGHT if row["reward"] >= 1 else WRONG)
+    return ImageOps.expand(picture, FRAME, RIGHT if right(row) else WRONG)
 
 
 def sheet(sides: list[dict[str, list[dict]]]) -> Image.Image:

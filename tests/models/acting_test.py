@@ -14,7 +14,7 @@ from dllm_jax.models import acting, lora, mask, transformer
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import Lora
 from dllm_jax.pallas_kernels import few_slots
-from dllm_jax.pallas_kernels.few_slots import Tiled
+from dllm_jax.pallas_kernels.few_slots import Transposed
 
 SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
 KINDS = {
@@ -86,8 +86,10 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     model, params = made(tiny, kind)
     like = acting.abstract(model, mesh_of(), slots=slots)
     last = like["layers"][-1]
-    assert isinstance(last["wk"], Tiled) == (slots == 1)
-    assert not isinstance(last["wo"], Tiled)  # 32 columns are no whole tile
+    assert isinstance(last["wk"], Transposed) == (slots == 1)
+    if slots == 1:
+        *contracted, width = params["layers"]["wo"].shape[1:]
+        assert last["wo"].w.shape == (width, *contracted)
     layers = acting.laid_out(params, like)
     for name in ("first", "layers"):
         assert (name in params) == (name in layers)
@@ -153,9 +155,7 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(
     stack = params["layers"]["wq"]
     stack = stack.w if kind == "adapters" else stack
     want = stack[-1].astype(jnp.bfloat16)
-    assert isinstance(last, Tiled) == (count == 1)  # a tile has columns of one device
-    if count == 1:
-        want, last = few_slots.tiles(want, 1), last.w
+    want, last = few_slots.transposed(want, 1), last.w
     np.testing.assert_array_equal(last, want)
     assert last.addressable_shards[0].data.size == part * last.size
     assert not split["embed"].is_deleted()
@@ -268,13 +268,15 @@ def test_logits_and_draws_are_those_of_the_head_that_learns(tiny, tied):
 
 
 @pytest.mark.parametrize(
-    ("layers", "slots", "tiles"),
+    ("layers", "slots", "few"),
     [(8, 4, True), (8, 16, True), (8, 17, False), (8, math.inf, False), (4, 4, False)],
 )
-def test_few_slots_of_heavy_weights_are_multiplied_by_tiles(tiny, layers, slots, tiles):
+def test_few_slots_are_multiplied_by_transposes_of_heavy_weights(
+    tiny, layers, slots, few
+):
     sizes = {"d_model": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffw": 1536}
     model = dataclasses.replace(tiny[0], layers=layers, **sizes)  # 12.6 MB a layer
-    assert acting.in_tiles(model, slots) == tiles
+    assert acting.few(model, slots) == few
 
 
 def test_a_mesh_is_folded_as_far_as_heads_and_widths_divide(tiny):

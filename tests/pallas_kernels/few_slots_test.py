@@ -6,31 +6,22 @@ import pytest
 
 from dllm_jax.pallas_kernels import few_slots
 
-FEW, FEW_LEFT, TILE = few_slots.FEW, few_slots.FEW_LEFT, few_slots.TILE
+FEW_LEFT = few_slots.FEW_LEFT
 
 
 def operands(slots: int):
-    """Returns slots [R, 24] and a weight of heads [24, 3, TILE]."""
+    """Returns slots [R, 24] and a weight of heads [24, 3, 8]."""
     keys = jax.random.split(jax.random.key(slots))
     x_RD = jax.random.normal(keys[0], (slots, 24))
-    return x_RD, jax.random.normal(keys[1], (24, 3, TILE))
+    return x_RD, jax.random.normal(keys[1], (24, 3, 8))
 
 
-@pytest.mark.parametrize("slots", [1, 4, FEW, FEW + 1])
-def test_tiles_are_the_weight_cut_by_columns(slots):
-    x_RD, w_DNH = operands(slots)
-    w_iDf = few_slots.tiles(w_DNH, 1)
-    np.testing.assert_array_equal(w_iDf[1], w_DNH[:, 1])
-    found = jax.jit(few_slots.by_tiles)(x_RD, w_iDf)
-    want = np.asarray(x_RD) @ np.asarray(w_DNH).reshape(24, -1)
-    np.testing.assert_allclose(found, want, atol=1e-5, rtol=1e-5)
-
-
-def test_of_what_is_contracted_all_dimensions_are_one():
-    w_NHD = operands(1)[1].reshape(8, 3, 3 * TILE)
-    w_iRf = few_slots.tiles(w_NHD, 2)
-    want = np.asarray(w_NHD).reshape(24, -1)[:, TILE : 2 * TILE]
-    np.testing.assert_array_equal(w_iRf[1], want)
+@pytest.mark.parametrize("contracted", [1, 2])
+def test_what_is_contracted_comes_last(contracted):
+    w_DNH = np.asarray(operands(1)[1])
+    rows = 24 * 3 ** (contracted - 1)
+    found = few_slots.transposed(w_DNH, contracted).reshape(-1, rows)
+    np.testing.assert_array_equal(found, w_DNH.reshape(rows, -1).T)
 
 
 @pytest.mark.parametrize("slots", [1, FEW_LEFT, FEW_LEFT + 1])

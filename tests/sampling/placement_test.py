@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting, transformer
-from dllm_jax.pallas_kernels.few_slots import Tiled
+from dllm_jax.pallas_kernels.few_slots import Transposed
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
@@ -70,21 +70,19 @@ def test_rows_that_devices_do_not_divide_are_told(tiny, shape):
         ({"rows": 4}, (1, 1, 1), True),
         ({"rows": 5}, (1, 1, 1), False),
         ({"rows": 5}, (2, 1, 1), True),
-        ({"rows": 2}, (1, 1, 2), False),  # `model` splits its heads
+        ({"rows": 2}, (1, 1, 2), True),
         ({"rows": 1, "cache": "none"}, (1, 1, 1), True),  # whole canvases of 16
         ({"rows": 2, "cache": "none"}, (1, 1, 1), False),
         ({"rows": 1, "int8": True}, (1, 1, 1), False),
-        ({"rows": 1, "max_prompt": 256}, (1, 1, 1), True),
-        ({"rows": 1, "max_prompt": 260}, (1, 1, 1), False),  # nearly all is prompt
     ],
 )
-def test_few_slots_on_a_device_are_multiplied_by_tiles(
+def test_few_slots_on_a_device_are_multiplied_by_transposes(
     tiny, monkeypatch, change, shape, few
 ):
     monkeypatch.setattr(acting, "HEAVY", 0)
     cfg = dataclasses.replace(CFG, block=4, **change)
     weights = placement.weights(tiny[0], cfg, mesh_of(*shape))
-    assert isinstance(weights["layers"][0]["wq"], Tiled) == few
+    assert isinstance(weights["layers"][0]["wq"], Transposed) == few
 
 
 @pytest.fixture(scope="module")

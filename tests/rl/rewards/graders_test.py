@@ -291,6 +291,9 @@ def test_accuracy_is_the_firsts_and_every_part_is_a_metric():
     for record in records:
         record["finished"] = "stop"
     assert rollout.summary(rollout.of_records(records))["reward/length"] == 0.25
+    records[1]["rewards"] = {"mine": 1.0}
+    with pytest.raises(ValueError, match="graded by math, length and mine"):
+        rollout.of_records(records)
 
 
 def test_accuracy_leaves_out_what_its_grader_could_not_judge_and_rewards_do_not():
