@@ -107,7 +107,7 @@ class Model:
         texts = []
         for request, tokens in zip(requests, answered, strict=True):
             wanted = request.args[1]
-            most = wanted.get("max_gen_toks") or len(tokens)
+            most = int(wanted.get("max_gen_toks") or len(tokens))
             text = self.tok.decode(tokens[:most], skip_special_tokens=True)
             texts.append(until(text, wanted.get("until") or []))
         return texts
@@ -121,9 +121,8 @@ class Model:
                 f"warning: tasks ask for up to {longest} tokens; answers end at "
                 f"sampler.max_new={cfg.sampler.max_new}"
             )
-        samples = [x for x in wanted if x.get("do_sample")]
-        warm = {0.0} if len(samples) < len(wanted) else set()
-        warm |= {float(x.get("temperature") or 1.0) for x in samples}
+        given = (x.get("temperature") if x.get("do_sample") else 0 for x in wanted)
+        warm = {1.0 if x is None else float(x) for x in given}
         if warm - {cfg.eval.temperature}:
             lines.append(
                 f"warning: tasks ask for temperature {', '.join(map(str, sorted(warm)))}; "

@@ -64,6 +64,8 @@ def test_what_tasks_want_and_do_not_get_is_told(model):
     told = model.unlike([greedy, warm, long])
     assert "up to 9 tokens; answers end at sampler.max_new=8" in told[0]
     assert "temperature 0.0, 0.7; sampled is with eval.temperature=0" in told[1]
+    assert not model.unlike([{"do_sample": True, "temperature": 0}])
+    assert "temperature 1.0;" in model.unlike([{"do_sample": True}])[0]
 
 
 def test_requests_are_answered_in_order(model):

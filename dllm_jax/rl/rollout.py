@@ -363,7 +363,8 @@ def of_records(records: list[dict]) -> Rollouts:
     if len(graders) > 1:
         told = " and ".join(sorted(", ".join(names) or "one" for names in graders))
         raise ValueError(
-            f"some answers were graded by {told}: the graders have changed"
+            f"some answers were graded by {told}: the graders have changed, and "
+            "--overwrite asks and grades all anew"
         )
     rows = [
         state.no_answer(0)._replace(
