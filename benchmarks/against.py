@@ -13,9 +13,11 @@ A --patch is applied to the other checkout first, for shapes that its benchmarks
 `first` is no module: `generate` with the bundled model, from the start of the process to its
 end, with an empty cache of compiled programs and again with that full.
 A first round that compiles is as good as the others: benchmarks leave compilation out.
+Ratios belong to a machine, of which `machine` tells what its cores read and multiply.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -27,6 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+
+import jax
+import numpy as np
 
 from benchmarks import report
 
@@ -141,6 +146,15 @@ def spread(values) -> str:
     return " / ".join(f"{x:.4g}" for x in numbers)
 
 
+def machine() -> str:
+    """Returns what all cores together read of memory, and multiply in f32, just now."""
+    parts = [np.ones(2**26, np.float32) for _ in range(os.cpu_count())]
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        lasted = report.seconds(lambda parts: list(pool.map(np.sum, parts)), parts)
+    read = sum(part.nbytes for part in parts) / lasted
+    return f"{read / 1e9:.0f} GB/s, {report.flops() / 1e9:.0f} GFLOP/s"
+
+
 def main():
     """Runs both in turns and tells each row."""
     parser = argparse.ArgumentParser(
@@ -163,8 +177,9 @@ def main():
             rounds.append((lines_of(ROOT, args.command), lines_of(other, args.command)))
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     rows = compared(rounds)
+    found = {"machine": machine()} if jax.default_backend() == "cpu" else {}
     for row in rows:
-        report.tell("against", against=args.commit, **row)
+        report.tell("against", against=args.commit, **row | found)
 
 
 if __name__ == "__main__":

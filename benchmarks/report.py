@@ -29,9 +29,9 @@ forced. On CPU (two cores) only ratios, whose sides took turns in one run, mean 
 Tables of `against` have another commit's checkout beside this one, the same flags in turns, on
 two cores with nothing else to do, bytecode written on both sides: minimum / median / maximum
 of the rounds, and the median of their ratios; `asked` is the goal, and written beside them.
-Such ratios belong to a machine. Of those beside a77af13 the one with one row of 30M is of two
-cores that read memory slowly, as is 1.4 with 32 rows there (729bf73, two rounds); the others are
-of two that read faster, where one row was 1.78 times as fast before weights were transposed.
+Such ratios belong to a machine, of which `machine` says what its two cores read and multiply.
+From 729bf73 on few slots are multiplied by transposed weights: of those with one row the ones
+that read 25 GB/s are of weights in tiles, as they lay before.
 Rows of a GPU that name no commit are of 59e1659. Those of 27d85a3 are of programs with XLA's
 kernel for norms, which sampling is without since (`denoise.ON_GPU`); from c03e924 on a
 forward's layers are one CUDA graph there.

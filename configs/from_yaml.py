@@ -15,7 +15,8 @@ import textwrap
 
 import yaml
 
-from configs.dllm_rl import KINDS, START, Row, attends_fully, whole
+from configs.dllm_rl import KINDS, START
+from configs.dllm_rl_rows import Row, attends_fully, whole
 from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
 

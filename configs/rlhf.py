@@ -27,7 +27,7 @@ what the reward model takes for right (docs/rewards.md). The presets of released
 """
 
 from configs import released, tracerl
-from configs.dllm_rl import THINK
+from configs.dllm_rl_rows import THINK
 from dllm_jax import config
 
 

@@ -202,7 +202,7 @@ def facts(cfg: config.Config) -> dict[str, str]:
     model = pathlib.Path(cfg.model.path)
     for name in MODEL_FILES if model.is_dir() else ():
         out[f"model.path's {name}"] = processes.content(model / name)
-    for key in ("model.path", "rl.value_path", "reward.model"):
+    for key in ("model.path", "model.vq", "rl.value_path", "reward.model"):
         checkpoint = pathlib.Path(leaves[key])
         if leaves[key] and (checkpoint / "config.json").is_file():
             with contextlib.suppress(OSError):  # what is damaged is refused by name

@@ -232,7 +232,7 @@ def test_of_many_files_contents_and_weights_must_be_alike(tmp_path):
     one, same, other = (
         checkpoint(tmp_path, name, x) for name, x in {"x": 1, "y": 1, "z": 2}.items()
     )
-    for key in ("model__path", "rl__value_path", "reward__model"):
+    for key in ("model__path", "model__vq", "rl__value_path", "reward__model"):
         assert facts(**{key: one}) == facts(**{key: same}) != facts(**{key: other})
 
 

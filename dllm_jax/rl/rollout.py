@@ -227,12 +227,20 @@ def sizes(samples: int) -> list[int]:
 
 
 def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """Returns pass@k of n problems with `samples` answers each, which follow each other."""
+    """Returns pass@k of n problems with `samples` answers each, which follow each other.
+
+    What nobody judged counts as `scores.of_records` counts it: not in pass@1.
+    """
     solved_ns = rollouts.solved_n.reshape(-1, samples)
-    return {
+    return {"pass@1": mean(rollouts.solved_n, rollouts.judged_n)} | {
         f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
-        for k in sizes(samples)
+        for k in sizes(samples)[1:]
     }
+
+
+def mean(value_n, of_n) -> float:
+    """Returns the mean of some values; 0 of none."""
+    return float(value_n[of_n].mean()) if of_n.any() else 0.0
 
 
 def speed(trace: Trace) -> np.ndarray:
@@ -253,10 +261,6 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
     known_n, judged_n = ~rollouts.late_n, rollouts.judged_n
-
-    def mean(value_n, of_n) -> float:
-        return float(value_n[of_n].mean()) if of_n.any() else 0.0
-
     return {
         "reward": mean(rollouts.reward_n, known_n),
         "accuracy": mean(rollouts.solved_n, judged_n),

@@ -314,6 +314,8 @@ def test_accuracy_leaves_out_what_its_grader_could_not_judge_and_rewards_do_not(
     told = rollout.summary(got)
     assert (told["accuracy"], told["reward"], told["graded_timeouts"]) == (0.5, 0.5, 2)
     assert (told["reward/math"], told["reward/x"]) == (0.5, 0.5)
+    # As a card tells it: pass@1 is the accuracy, and beyond it what nobody judged is wrong.
+    assert rollout.passed(got, 2) == {"pass@1": 0.5, "pass@2": 0.5}
     records = rollout.as_records(got, [problem("0")] * 4)
     text = json.dumps(records, allow_nan=False)
     assert [x["rewards"]["math"] for x in records] == [1.0, 0.0, None, None]
