@@ -394,6 +394,13 @@ def strategy(value, key, raw) -> Row:
     return Row(leaves=leaves, why=why, same=not why)
 
 
+def top_p(value, key, raw) -> Row:
+    """Returns the row of top_p, which their Dream applies before top_k."""
+    both = value not in (None, 1) and raw.get("rollout.top_k")
+    first = {"sampler.top_p_first": True} if both and base_of(raw) == "dream" else {}
+    return Row(ours=("sampler.top_p",), leaves=first)
+
+
 def pad_penalty(value, key, raw) -> Row:
     """Returns the penalty; theirs is off where it is empty."""
     return Row(leaves={"sampler.pad_penalty": value or 1.0})

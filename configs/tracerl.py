@@ -301,6 +301,7 @@ def dream(c):
         temperature=0.8,
         top_k=50,
         top_p=0.9,
+        top_p_first=True,
         max_prompt=512,
         max_new=1024,
         rows=64,
@@ -314,9 +315,8 @@ def dream(c):
 def llada(c):
     """Its settings for LLaDA and MMaDA: canvases of 512 tokens, nothing cut off."""
     dream(c)
-    c.sampler.update(
-        max_new=512, horizon=128, top_k=0, top_p=1.0, untempered_ranks=True
-    )
+    c.sampler.update(max_new=512, horizon=128, untempered_ranks=True)
+    c.sampler.update(top_k=0, top_p=1.0, top_p_first=False)
 
 
 def images(c):

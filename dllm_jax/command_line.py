@@ -183,6 +183,11 @@ def from_command_line(argv: list[str], example: str) -> config.Config:
         raise ValueError(f"--config=FILE is required, such as {example}")
     if distributed.value or coordinator.value:
         processes.join(coordinator.value, count.value, index.value, seconds.value)
+    elif idle := [f"--{flag.name}" for flag in (count, index, seconds) if flag.present]:
+        raise ValueError(
+            f"{' and '.join(idle)}: no other process is joined by that alone; add "
+            "--coordinator=HOST:PORT of process 0, or --distributed, which finds it out"
+        )
     cfg = config.freeze(tree)
     if processes.group is not None:
         processes.agree(facts(cfg))

@@ -278,15 +278,22 @@ def check_levers(cfg):
 def check_idle(cfg):
     """Raises ValueError for keys of RL that nothing reads as others are set."""
     rl, learns = cfg.rl, cfg.method == "rl"
+    free = cfg.objective.loss == "stable" if learns else cfg.method != "dpo"
     why = {
         "objective.nll_weight": not learns and "only method='rl' adds it; set it to 0",
         "objective.entropy_bonus": not learns
         and "only method='rl' adds it; set it to 0",
+        "objective.reference_beta": free
+        and f"no reference pulls with method={cfg.method!r} and objective.loss="
+        f"{cfg.objective.loss!r}; set it to 0",
         "objective.value_clip": not (learns and rl.value in NETWORKS)
         and f"no value network learns with rl.value={rl.value!r}; leave it at -1",
         "noise.pick": not cfg.noise.rounds and "no rounds are picked; set noise.rounds",
         "rl.target_kl": rl.most_updates * rl.epochs == 1
         and "no update follows a step's first; raise rl.epochs, or set it to 0",
+        "rl.value_all": cfg.reward.split != "none"
+        and "no judge is asked about what rl.filter drops; set it to False, or "
+        "reward.split='none'",
         "rl.truncated_tail": rl.truncated_tail > cfg.sampler.max_new
         and f"at most sampler.max_new={cfg.sampler.max_new}, an answer's tokens",
     }

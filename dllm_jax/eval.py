@@ -408,6 +408,7 @@ def main():
     with Folder(
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
+        processes.see(run.path / "lock")
         evaluate(cfg, run, overwrite.value)
 
 

@@ -244,7 +244,8 @@ class Folder:
         self.lines, self.log, self.attempts, self.kept = [], None, [], {}
         self.streams, self.start, complaint = (sys.stdout, sys.stderr), now(), None
         whole = self.path.absolute()
-        places = (whole / "checkpoints", whole, *whole.parents)
+        places = (whole / "checkpoints", whole, *whole.parents) if writes else ()
+        # By the writer alone: NFS lets others find for a while that what it made is missing.
         self.made = [place for place in places if not os.path.exists(place)]
         try:
             if writes:

@@ -125,7 +125,9 @@ def spelled_out(argv: list[str]) -> list[str]:
             return words + argv[i:]
         name, equals, value = arg.partition("=")
         name = name.removeprefix("--") if arg.startswith("--") else ""
-        if name in SHORT:
+        if name == "image-out":  # absl's names have no dash
+            arg = f"--image_out{equals}{value}"
+        elif name in SHORT:
             arg = f"--config.{SHORT[name][0]}{equals}{value}"
         elif name in MOVED:
             raise ValueError(f"--{name} is now --config.{MOVED[name]}")
@@ -157,8 +159,9 @@ def parsed(argv: list[str]):
     flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
     flags.DEFINE_string("image_out", None, DRAWN, flag_values=values)
     tree = command_line.of_file(file) if file else defaults()
-    words = [word.replace("--image-out", "--image_out", 1) for word in words]
-    if not file and any(word.startswith("--image_out") for word in words):
+    # Behind "--" stands a prompt, whatever it looks like.
+    named = words[: words.index("--")] if "--" in words else words
+    if not file and any(re.match(r"--image_out(=|$)", word) for word in named):
         tree.sampler.update(DRAWING)
     _, prompts = command_line.parse(words, tree, values, arguments=1)
     report_idle(words)

@@ -91,12 +91,20 @@ class Model:
         return str(self.tok.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
-        """Returns a conversation as text."""
-        return self.tok.apply_chat_template(
-            data.conversation(chat_history),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
+        """Returns a conversation as text, which ends where the assistant is to go on.
+
+        add_generation_prompt: False where the last message is how its answer begins, as
+        tasks with a gen_prefix have it.
+        """
+        messages, begun = data.conversation(chat_history), ""
+        if not add_generation_prompt and messages[-1]["role"] == "assistant":
+            # By the template its turn would end behind what has begun.
+            begun = messages.pop()["content"]
+            add_generation_prompt = True
+        text = self.tok.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        return text + begun
 
     def generate_until(self, requests) -> list[str]:
         """Returns an answer to each request, cut before the first of its stop strings."""
@@ -133,15 +141,15 @@ class Model:
     def loglikelihood(self, requests) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy sampling says it."""
         pairs = [self.pair_of(*request.args) for request in requests]
-        known = list(dict.fromkeys(tuple(prompt) for prompt, _ in pairs))
-        greedy = self.sampled([list(prompt) for prompt in known], 0.0)
-        said = dict(zip(known, greedy, strict=True))
+        # What is sampled behind a continuation's end would tell nothing of it.
+        asked = [(tuple(prompt), self.length_of(answer)) for prompt, answer in pairs]
+        distinct = list(dict.fromkeys(asked))
+        prompts = [list(prompt) for prompt, _ in distinct]
+        greedy = self.sampled(prompts, 0.0, new=[length for _, length in distinct])
+        said = dict(zip(distinct, greedy, strict=True))
         return [
-            (
-                self.likelihood.of(prompt, answer),
-                said[tuple(prompt)][: len(answer)] == answer,
-            )
-            for prompt, answer in pairs
+            (self.likelihood.of(prompt, answer), said[key] == answer)
+            for key, (prompt, answer) in zip(asked, pairs, strict=True)
         ]
 
     def loglikelihood_rolling(self, requests) -> list[float]:
@@ -180,9 +188,15 @@ class Model:
         prompt = whole[:first] or [self.first_token()]
         return prompt[-self.cfg.sampler.max_prompt :], whole[first:]
 
-    def sampled(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
-        """Returns the tokens of an answer to each prompt."""
-        stream = self.stream(prompts, temperature=temperature)
+    def length_of(self, answer: list[int]) -> int:
+        """Returns how many tokens are to be sampled to compare them with an answer."""
+        return min(max(len(answer), 1), self.cfg.sampler.max_new)
+
+    def sampled(
+        self, prompts: list[list[int]], temperature: float, new: list[int] | None = None
+    ) -> list[list[int]]:
+        """Returns the tokens of an answer to each prompt; new: see sampling/answers.py."""
+        stream = self.stream(prompts, temperature=temperature, new=new)
         found = dict(answers.checked(stream, len(prompts)))
         return [
             answer.tokens_T[answer.prompt_len : answer.prompt_len + answer.len].tolist()

@@ -57,8 +57,14 @@ def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
 
     args: config.ModelArgs; model: what the checkpoint becomes; tok: its tokenizer, or None.
     learns: captions come
-    with the image that is to be drawn. See models.vision.prompts.Reader.
+    with the image that is to be drawn. See models.vision.prompts.Reader. Raises ValueError
+    for a tokenizer of images beside a model that has none of its codes.
     """
+    if args.vq and not model.codebook:
+        raise ValueError(
+            f"model.vq={args.vq!r}: {args.path!r} has no codes of images, as its config.json "
+            "has no codebook_size"
+        )
     if model.soft:
         return prompts.Reader(model, keep_newline=args.keep_newline)
     if not model.codebook:

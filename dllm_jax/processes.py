@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ JOIN_S = 300  # until the last process has started
 # Until the slowest has read its files, which may be many images; one that is lost is told.
 AGREE_S = 6 * 3600
 PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by then
+SEE_S = 10.0  # until a network's file system shows what another process has written
 FOREVER_S = 7 * 24 * 3600
 # What the errors of JAX say where another process has gone, in small letters.
 BROKEN = ("gloo", "nccl", "connection", "socket", "unavailable", "deadline", "barrier")
@@ -87,6 +89,7 @@ class Group:
                 if not self.reachable():
                     self.end_without_coordinator()
                 time.sleep(1)
+        deaf()
         cause = json.loads(text)
         code, line = cause["code"], f"error: {cause['text']}"
         self.conclusion = code, line
@@ -150,6 +153,7 @@ class Group:
             code = exits.STOPPED
         elif not isinstance(error, SystemExit):
             traceback.print_exception(error)
+        deaf()
         self.tell("cause", f"{self.name(self.index)} ended: {self.error_text}", code)
         time.sleep(10)  # as above
         end(code)
@@ -157,9 +161,7 @@ class Group:
     def leave_together(self, code: int, line: str) -> None:
         """Ends this process once all others have come here, with the signal, if any."""
         self.client.wait_at_barrier("left", FOREVER_S * 1000)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # srun ends a job's last tasks by a signal as soon as the first has ended.
-            signal.signal(number, signal.SIG_IGN)
+        deaf()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             line = json.loads(self.client.key_value_try_get("signal"))["text"]
         self.conclusion = code, line
@@ -189,27 +191,12 @@ def join(
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = number_of("JAX_NUM_PROCESSES") if count is None else count
     index = number_of("JAX_PROCESS_ID") if index is None else index
-    given = None not in (coordinator, count, index)
-    state = distributed.global_state
-    jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
-    at_abort(lambda: end(exits.STOPPED, nobody_came(state, seconds)))
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            index,
-            cluster_detection_method="deactivate" if given else None,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            initialization_timeout=seconds,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        end(exits.STOPPED, f"{nobody_came(state, seconds)} ({one_line(error)})")
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
         raise ValueError(
-            f"--distributed: {one_line(error)} Give --coordinator=HOST:PORT of process "
-            "0, --processes=N and --process=I"
-        ) from None
+            f"coordinator {coordinator!r}: it must be HOST:PORT of process 0"
+        )
+    connect(coordinator, count, index, seconds)
+    state = distributed.global_state
     group = Group(
         state.client, state.coordinator_address, state.process_id, state.num_processes
     )
@@ -217,6 +204,49 @@ def join(
     for act in (group.listen, group.look):
         threading.Thread(target=act, daemon=True).start()
     group.hosts = group.shared("host", group.hosts[group.index])
+
+
+def connect(coordinator, count, index, seconds: int) -> None:
+    """Lets JAX join processes; see `join`, which has completed what the environment says.
+
+    Ends this process where the others do not come in time, or the coordinator cannot be.
+    """
+    state = distributed.global_state
+    given = None not in (coordinator, count, index)
+
+    def give_up():
+        end(exits.STOPPED, nobody_came(state, seconds))
+
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+    at_abort(give_up)
+    alarm = threading.Timer(seconds, give_up)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            cluster_detection_method="deactivate" if given else None,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            # JAX would tell of it by a stack trace: the alarm is to be earlier.
+            initialization_timeout=seconds + 60,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        end(
+            exits.STOPPED,
+            f"error: process {state.process_id} finds no way to the coordinator, "
+            f"{state.coordinator_address}: {one_line(error)}; is it the address of process "
+            "0, and its port free?",
+        )
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise ValueError(
+            f"--distributed: {one_line(error)} Give --coordinator=HOST:PORT of process "
+            "0, --processes=N and --process=I"
+        ) from None
+    finally:
+        alarm.cancel()
 
 
 def number_of(variable: str) -> int | None:
@@ -229,6 +259,12 @@ def number_of(variable: str) -> int | None:
 
 def nobody_came(state, seconds: int) -> str:
     """Returns the last line of a process that waited for others in vain."""
+    if state.coordinator_address is None:
+        return (
+            f"error: --distributed: nothing told within {seconds} seconds who the "
+            "coordinator is; give --coordinator=HOST:PORT of process 0, --processes=N and "
+            "--process=I"
+        )
     return (
         f"error: process {state.process_id} waited {seconds} seconds at the coordinator, "
         f"{state.coordinator_address}, and not all processes came; is it the address of "
@@ -275,9 +311,24 @@ def at_abort(act) -> None:
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: act())
     abort_handlers.append(handler)
+    handle(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+
+def deaf() -> None:
+    """Lets no signal to stop change any more how this process ends.
+
+    Launchers end a run's last processes by a signal as soon as the first has ended, such as
+    srun: where nobody listens yet, the signal's own exit code would be the run's.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handle(number, ctypes.c_void_p(signal.SIG_IGN.value))
+
+
+def handle(number: int, handler: ctypes.c_void_p) -> None:
+    """Sets what a signal does, as C has it: Python lets the main thread alone do so."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    libc.signal(number, handler)
 
 
 def one_line(error: BaseException) -> str:
@@ -371,6 +422,46 @@ def difference(name: str, everyone: dict[int, dict[str, str]]) -> str:
         for value, indices in holders.items()
     ]
     return f"{name} is {' and '.join(parts)}"
+
+
+def see(file: pathlib.Path) -> None:
+    """Raises ValueError, in every process, where one does not see a file of process 0.
+
+    file: in run.folder; process 0 has written it, as no other process or run would.
+    """
+    if group is None:
+        return
+    whole = file.absolute()
+    mark = group.shared("mark", whole.read_text() if group.index == 0 else "")[0]
+    seen = group.shared("seen", str(int(shows(whole, mark))))
+    folders = group.shared("folder", str(whole.parent))
+    parts = [
+        f"{folders[index]} of {group.name(index)}"
+        for index in sorted(folders)
+        if seen[index] == "0"
+    ]
+    if parts:
+        more = f" (and {len(parts) - 3} more)" if len(parts) > 3 else ""
+        raise ValueError(
+            f"run.folder={file.parent}: {' and '.join(parts[:3])}{more} is another folder "
+            f"than {folders[0]} of {group.name(0)}: name one that all processes share, by "
+            "its absolute path"
+        )
+
+
+def shows(file: pathlib.Path, text: str) -> bool:
+    """Returns whether a file holds a text, or comes to within SEE_S."""
+    end_of_it = time.monotonic() + SEE_S
+    while True:
+        for folder in reversed(file.parents):  # what is opened, NFS asks its server for
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no UTF-8
+            if file.read_text() == text:
+                return True
+        if time.monotonic() > end_of_it:
+            return False
+        time.sleep(0.1)
 
 
 def sources() -> str:

@@ -22,6 +22,7 @@ from dllm_jax import (
     curves,
     exits,
     metrics,
+    processes,
     sharding,
     trackers,
 )
@@ -126,8 +127,13 @@ class Training:
                 tools=self.tools,
             )
         if answered is not None and self.champion.note(step, answered):
-            with self.here.timer("best"):
+            here = self.here
+            with here.timer("best"):
+                if here.main:
+                    best.mark(here.folder, None)
                 self.export("best", self.progress.states["policy"])
+                if here.main:
+                    best.mark(here.folder, step)
         return answered
 
     def has_the_best(self) -> bool:
@@ -266,7 +272,17 @@ class Training:
     def export_policy(self):
         """Exports the best policy that was kept, or else the last."""
         here, champion = self.here, self.champion
-        if champion.before(self.progress.step):
+        earlier = champion.before(self.progress.step)
+        lost = earlier and sharding.anywhere(
+            here.main and not best.holds(here.folder, champion.step)
+        )
+        if lost:
+            here.say(
+                f"warning: {champion.name} was highest, {champion.value:.4g}, after step "
+                f"{champion.step}, whose weights a later step has replaced that was then "
+                "taken anew: the last weights are exported"
+            )
+        if earlier and not lost:
             if here.main:
                 best.publish(here.folder)
             here.say(
@@ -292,6 +308,7 @@ def main():
     with Folder(
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
+        processes.see(run.path / "lock")
         train(cfg, run, resume.value)
 
 

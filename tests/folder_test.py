@@ -189,6 +189,7 @@ def test_all_processes_refuse_together(tmp_path):
         folder.Folder(tmp_path / "run", writes=False, agreed=lambda fact: True)
     with folder.Folder(tmp_path / "none", writes=False) as run:
         run.begin({}, {}, sharding.make_mesh())
+        assert not run.made  # nor has it asked for any: NFS would keep the answer
     assert not (tmp_path / "none").exists()
 
 

@@ -332,6 +332,7 @@ def test_every_flag_reaches_the_sampler(ask, every_device, monkeypatch):
         "--config.sampler.untempered_ranks": ("untempered_ranks", True),
         "--config.sampler.top_k=9": ("top_k", 9),
         "--config.sampler.top_p=0.8": ("top_p", 0.8),
+        "--config.sampler.top_p_first": ("top_p_first", True),
         "--config.sampler.stop_ids=3,4": ("stop_ids", (106, 3, 4)),
         "--config.model.kernels=platform": ("kernels", "platform"),
         "--config.mesh.model=2": ("mesh", {"data": 4, "fsdp": 1, "model": 2}),

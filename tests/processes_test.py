@@ -1,9 +1,15 @@
 """Runs of several processes: as one process does, resumed by others, ended together."""
 
+import contextlib
 import json
+import os
 import pathlib
 import shutil
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 
 import jax
@@ -11,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import yaml
+from jax._src import distributed
 
 from dllm_jax import command_line, config, exits, metrics, processes
 from tests import served
@@ -84,6 +91,13 @@ def until(runs: list[served.Run], path: pathlib.Path):
         time.sleep(0.01)
 
 
+def wait_for(run: served.Run):
+    """Waits for a process to end."""
+    until = time.monotonic() + PATIENCE_S
+    while run.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def rows(folder) -> list[dict]:
     """Returns the metrics, without those that a clock decides."""
     clock = ("seconds/", "tokens_per_second/")
@@ -142,8 +156,7 @@ def test_a_signal_to_one_of_four_stops_all_and_fewer_go_on(command, alone, tmp_p
     runs = command(folder, 4, "run.samples=16")
     until(runs, folder / "samples" / "step_000002.jsonl")
     runs[1].send_signal(signal.SIGTERM)
-    while runs[1].poll() is None:
-        time.sleep(0.01)
+    wait_for(runs[1])
     runs[0].send_signal(signal.SIGTERM)  # as srun does
     for told in end(runs, exits.STOPPED):
         assert "Traceback" not in told
@@ -193,10 +206,80 @@ def test_an_error_in_one_is_the_last_line_of_both(command, tmp_path):
 )
 def test_processes_that_differ_are_refused(command, tmp_path, override, difference):
     runs = command(tmp_path / "run", 2, own={1: [override]})
+    wait_for(runs[1])
+    runs[0].send_signal(signal.SIGTERM)  # as srun does while process 0 leaves
     for told in end(runs, exits.REFUSED):
         assert last(told).startswith(f"error: the processes differ: {difference}")
         assert "Traceback" not in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("entry", ["train", "eval"])
+def test_a_folder_that_is_another_on_each_host_is_refused(tmp_path, entry):
+    runs, port = [], served.free_port()
+    for index in (0, 1):
+        home = tmp_path / f"host_{index}"
+        home.mkdir()
+        (home / "examples").symlink_to(served.ROOT / "examples")
+        command = [
+            *(sys.executable, "-m", f"dllm_jax.{entry}"),
+            f"--config={served.ROOT / 'configs' / 'smoke.py'}",
+            "--config.run.folder=run",
+            f"--coordinator=localhost:{port}",
+            *("--processes=2", f"--process={index}"),
+        ]
+        runs.append(
+            subprocess.Popen(
+                command,
+                cwd=home,
+                env=os.environ | served.split(1) | {"PYTHONPATH": str(served.ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for told in end(runs, exits.REFUSED):
+        assert last(told).startswith(
+            f"error: run.folder=run: {tmp_path}/host_1/run of process 1 on "
+        )
+        assert f" is another folder than {tmp_path}/host_0/run of process 0" in told
+    for index in (0, 1):
+        left = [path.name for path in (tmp_path / f"host_{index}").iterdir()]
+        assert left == ["examples"]
+
+
+class Told:
+    """A Group of process 1 of two, whose process 0 has told these texts, by kind."""
+
+    index = 1
+
+    def __init__(self, **texts):
+        self.texts = texts
+
+    def name(self, index: int) -> str:
+        """Returns as Group.name does."""
+        return f"process {index} on host{index}"
+
+    def shared(self, kind: str, text: str) -> dict[int, str]:
+        """Returns as Group.shared does."""
+        return {0: self.texts[kind], 1: text}
+
+
+@pytest.mark.parametrize("text", ["mark", "of another run", None])
+def test_a_file_that_a_network_shows_late_is_waited_for(monkeypatch, tmp_path, text):
+    said = {"mark": "mark", "seen": "1", "folder": "/there"}
+    monkeypatch.setattr(processes, "group", Told(**said))
+    monkeypatch.setattr(processes, "SEE_S", 60.0 if text == "mark" else 0.3)
+    late = threading.Timer(0.2, (tmp_path / "lock").write_text, [text])
+    if text:
+        late.start()
+    if text == "mark":
+        processes.see(tmp_path / "lock")
+        return
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} of process 1 on host1 is another"
+    ):
+        processes.see(tmp_path / "lock")
 
 
 def checkpoint(folder, name: str, number: float) -> str:
@@ -278,7 +361,50 @@ def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
     arguments = ["--config=configs/smoke.py", "--join_within=1"]
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
     (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
-    assert "waited 1 seconds at the coordinator, localhost:1" in last(told)
+    assert last(told).startswith("error: process 1 waited 1 seconds at the coordinator")
+    assert "localhost:1, and not all processes came" in last(told)
+    assert "stack trace" not in told
+
+
+def test_who_is_told_to_end_while_it_waits_ends_by_the_signal():
+    port = served.free_port()
+    arguments = ["--config=configs/smoke.py", f"--coordinator=localhost:{port}"]
+    run = served.start("dllm_jax.train", [*arguments, "--processes=2", "--process=0"])
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("localhost", port), 2).close()
+            break
+        time.sleep(0.01)
+    run.send_signal(signal.SIGTERM)
+    end([run], -signal.SIGTERM)
+
+
+def test_a_port_that_is_taken_is_told(tmp_path):
+    with socket.create_server(
+        ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
+    ) as a:
+        arguments = [f"--coordinator=localhost:{a.getsockname()[1]}", "--processes=2"]
+        arguments += ["--config=configs/smoke.py", "--process=0"]
+        (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
+    assert last(told).startswith("error: process 0 finds no way to the coordinator, ")
+    assert last(told).endswith("and its port free?")
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (["--processes=2", "--process=0"], "--processes and --process"),
+        (["--join_within=300"], "--join_within"),
+    ],
+)
+def test_flags_that_join_nothing_alone_are_refused(given, named):
+    done = served.run("dllm_jax.train", ["--config=configs/smoke.py", *given])
+    assert done.returncode == exits.REFUSED
+    assert last(done.stderr) == (
+        f"error: {named}: no other process is joined by that alone; add "
+        "--coordinator=HOST:PORT of process 0, or --distributed, which finds it out"
+    )
 
 
 def test_where_nothing_moves_is_told(capfd):
@@ -323,6 +449,45 @@ def test_a_job_of_kubernetes_goes_on_after_the_codes_that_say_so():
     assert container["command"][1:] == ["-m", "dllm_jax.train", "--distributed"]
 
 
+COMMAND = """#!/bin/bash
+echo "${0##*/}" "$@" >> "$CALLS"
+if [[ ${0##*/} == srun ]]; then exit "$CODE"; fi
+"""
+
+
+@pytest.mark.parametrize(
+    "code, restarts, again",
+    [
+        *((0, 0, False), (1, 0, False), (exits.REFUSED, 0, False)),
+        *((exits.STUCK, 0, False), (exits.STOPPED, 99, True), (137, 99, True)),
+        *((143, 2, True), (143, 3, False)),
+    ],
+)
+def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
+    tmp_path, code, restarts, again
+):
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(COMMAND)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "CODE": str(code),
+        "SLURM_JOB_ID": "17",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+    script = served.ROOT / "launch" / "slurm.sbatch"
+    done = subprocess.run(["bash", str(script), "--resume=must"], env=env, check=False)
+    assert done.returncode == code
+    srun, *others = calls.read_text().splitlines()
+    assert srun.endswith("--distributed --config=configs/tracerl.py --resume=must")
+    # What one has refused the others have time to say, too.
+    assert " --kill-on-bad-exit=0 --wait=60 " in srun
+    assert others == ["scontrol requeue 17"] * again
+
+
 def test_the_difference_names_who_has_what():
     everyone = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1"}}
     assert processes.difference("a", everyone) == ""
@@ -334,3 +499,14 @@ def test_a_number_of_the_environment_is_one(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "one")
     with pytest.raises(ValueError, match="JAX_PROCESS_ID=one: a number is needed"):
         processes.join("localhost:1", 2, None)
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", "localhost:http"])
+def test_a_coordinator_is_a_host_and_a_port(address):
+    with pytest.raises(ValueError, match=f"'{address}': it must be HOST:PORT"):
+        processes.join(address, 2, 0)
+
+
+def test_where_nothing_tells_the_coordinator_its_flag_is_named():
+    line = processes.nobody_came(distributed.State(), 7)
+    assert "nothing told within 7 seconds" in line and "--coordinator=" in line

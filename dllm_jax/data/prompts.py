@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import json
 import os
+import pathlib
 import re
 import warnings
 
@@ -21,6 +23,14 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 BOXED = (
     "You need to put your final answer in \\boxed{}. This is the problem:\n{question}"
+)
+# How MMaDA's own code writes conversations: its tokenizer brings no template.
+MMADA_CHAT = (
+    "{% for message in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n' }}{% endif %}"
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
@@ -119,12 +129,30 @@ def text(row: dict, name: str, key: str = "") -> str:
 
 
 def tokenizer(path: str):
-    """Returns the checkpoint's tokenizer.
+    """Returns the checkpoint's tokenizer; MMaDA's has a chat template in any case.
 
     Raises ValueError when the folder holds none.
     """
     if (tok := plain.read(path)) is not None:
         return tok
+    tok = by_transformers(path)
+    if not tok.chat_template and has_codes(path):
+        tok.chat_template = MMADA_CHAT
+    return tok
+
+
+def has_codes(path: str) -> bool:
+    """Returns whether a checkpoint's folder says that it has codes of images, as MMaDA's."""
+    file = pathlib.Path(path) / "config.json"
+    try:
+        said = json.loads(file.read_text("utf-8"))
+        return bool(said.get("codebook_size")) or said.get("model_type") == "mmada"
+    except (OSError, ValueError, AttributeError):  # whoever reads the model says it
+        return False
+
+
+def by_transformers(path: str):
+    """Returns a tokenizer as transformers reads it; raises ValueError where it cannot."""
     # Imported here: it takes a quarter of the start, and not all need it.
     # Its notice that torch is missing is no news.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -304,7 +332,7 @@ def placed(shown, text: str) -> str:
 class Looker:
     """Shows the images of one dataset's records, and leaves out those that it cannot.
 
-    Without a reader nothing is shown, and what records say of images is nobody's affair.
+    Without a reader nothing is shown, and who names images in vain is told so.
     """
 
     def __init__(self, reader, path: str, cfg: DataConfig):
@@ -325,7 +353,9 @@ class Looker:
             self.count = number
             shown = None
             try:
-                if self.reader is not None:
+                if self.reader is None:
+                    self.found |= bool(row.get(self.cfg.image))
+                else:
                     with of_record(self.path, number):
                         shown = self.reader.shown(row, self.cfg.image, self.root)
                     self.found |= shown is not None and not shown.blind
@@ -350,13 +380,18 @@ class Looker:
         )
 
     def report(self):
-        """Says which records were left out, and whether no record has an image.
+        """Says which records were left out, and whether images are missing, or not seen.
 
         Raises ValueError where all were left out, and as `agree` does: processes with other
         problems would fill batches with what belongs to none.
         """
         if self.reader is not None:
             self.agree()
+        elif self.found:
+            warn(
+                f"dataset {self.path!r}: records have images in data.image="
+                f"{self.cfg.image!r}, and this model looks at none; it is asked without them"
+            )
         if not self.skipped:
             if self.reader is not None and self.count and not self.found:
                 warn(

@@ -53,6 +53,7 @@ class ModelConfig:
     shift: int = 0  # the hidden state at position i - shift answers for position i
     positions: int = 0  # that training has shown it, prompt and answer; 0: not told
     rotary: float = 1.0  # the share of a head's dimensions, the first ones, that rotate
+    rope_f32: bool = False  # they rotate in f32, whatever is computed in
     experts: int = 0  # of a layer; 0: one dense feed-forward
     experts_per_token: int = 0
     expert_ffw: int = 0  # an expert's inner width

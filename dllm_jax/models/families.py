@@ -178,6 +178,8 @@ LLADA_FIELDS = DIFFUSION_FIELDS | {
     "norm_eps": "rms_norm_eps",
     "tied": "weight_tying",
     "positions": "max_sequence_length",
+    "codebook": "codebook_size",  # MMaDA's, whose released checkpoints say "llada"
+    "rope_f32": "rope_full_precision",
 }
 # Without these, where a family's table has them, no checkpoint can be read.
 NEEDED = {
@@ -242,7 +244,7 @@ class Family:
 
 
 LLADA = Family(
-    assumed={"attention": "full", "block": 32, "qk_norm": False},
+    assumed={"attention": "full", "block": 32, "qk_norm": False, "rope_f32": True},
     names=LLADA_NAMES,
     fields=LLADA_FIELDS,
     plain=LLADA_PLAIN,
@@ -274,11 +276,7 @@ FAMILIES = {
         names=QWEN_MOE_NAMES, fields=SDAR_MOE_FIELDS, plain=QWEN_MOE_PLAIN
     ),
     "llada": LLADA,
-    "mmada": dataclasses.replace(
-        LLADA,
-        assumed=LLADA.assumed | {"codebook": 8192},
-        fields=LLADA_FIELDS | {"codebook": "codebook_size"},
-    ),
+    "mmada": dataclasses.replace(LLADA, assumed=LLADA.assumed | {"codebook": 8192}),
     "llava_llada": Family(  # LLaDA-V
         assumed={
             "attention": "full",
@@ -394,7 +392,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     fields = model_fields(raw, family, file)
     fields["mask_id"] = find_mask_id(folder, raw, fields)
     pad_id = token_id(raw, "pad_token_id", None)
-    eos_id = token_id(raw, "eos_token_id", pad_id or 0)
+    eos_id = find_eos_id(folder, raw)
     keys = family.fields | {"mask_id": "mask_token_id", "eos_id": "eos_token_id"}
     keys |= {"pad_id": "pad_token_id", "rope_llama3": "rope_scaling"}
     try:
@@ -525,15 +523,8 @@ def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
     """
     if raw.get("mask_token_id") is not None:
         return raw["mask_token_id"]
-    try:
-        id_of, named = added_tokens(folder)
-        for token in (named, *MASK_TOKENS):
-            if token in id_of:
-                return int(id_of[token])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder}: its tokenizer files are damaged: {error}"
-        ) from None
+    if (token := tokenizers_id(folder, "mask_token", *MASK_TOKENS)) is not None:
+        return token
     if "mask_id" in fields:
         return fields["mask_id"]
     if fields.get("attention") == "causal":
@@ -544,8 +535,52 @@ def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
     )
 
 
-def added_tokens(folder: pathlib.Path) -> tuple[dict, str | None]:
-    """Returns ({an added token: its id}, the mask token's name) of a tokenizer's files."""
+def find_eos_id(folder: pathlib.Path, raw: dict) -> int:
+    """Returns the id of the token that ends a text.
+
+    config.json, generation_config.json and the tokenizer's files are asked in this order;
+    where none has one it is the pad token, as the two are often the same. Raises ValueError
+    where that is not told either: no token is to end answers without a word.
+    """
+    if (token := token_id(raw, "eos_token_id", None)) is not None:
+        return token
+    file = folder / "generation_config.json"
+    if file.is_file():
+        token = token_id(read_json(file), "eos_token_id", None)
+    if token is None:
+        token = tokenizers_id(folder, "eos_token")
+    if token is None:
+        token = token_id(raw, "pad_token_id", None)
+    if token is None:
+        raise ValueError(
+            f"{folder}: nothing tells which token ends a text; config.json needs "
+            "eos_token_id, or the tokenizer an eos_token"
+        )
+    return token
+
+
+def tokenizers_id(folder: pathlib.Path, kind: str, *others: str) -> int | None:
+    """Returns the id of a tokenizer's token, None where its files have none.
+
+    kind: "mask_token", for example; others: what such a token may be called where
+    tokenizer_config.json does not name it.
+    """
+    try:
+        id_of, settings = added_tokens(folder)
+        named = settings.get(kind)
+        named = named["content"] if isinstance(named, dict) else named
+        for token in (named, *others):
+            if token in id_of:
+                return int(id_of[token])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: its tokenizer files are damaged: {error}"
+        ) from None
+    return None
+
+
+def added_tokens(folder: pathlib.Path) -> tuple[dict, dict]:
+    """Returns ({an added token: its id}, tokenizer_config.json) of a tokenizer's files."""
     id_of, settings = {}, {}
     if (file := folder / "added_tokens.json").is_file():
         id_of = read_json(file)
@@ -556,8 +591,7 @@ def added_tokens(folder: pathlib.Path) -> tuple[dict, str | None]:
         settings = read_json(file)
     for number, token in settings.get("added_tokens_decoder", {}).items():
         id_of[token["content"]] = int(number)
-    named = settings.get("mask_token")
-    return id_of, named["content"] if isinstance(named, dict) else named
+    return id_of, settings
 
 
 def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfig:

@@ -68,10 +68,10 @@ def find(path) -> pathlib.Path:
         )
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(str(path)))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except Exception as error:  # noqa: BLE001 (its HTTP client has errors of its own)
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{str(path)!r} is not a folder, and the hub did not give it: "
-            + " ".join(str(error).split())
+            f"{str(path)!r} is not a folder, and the hub did not give it: {reason}"
         ) from None
 
 
@@ -110,6 +110,7 @@ class Tensors:
         else:
             raise ValueError(
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
+                + pickled(folder)
             )
         self.handle_of, self.file_of = {}, {}  # by file, by tensor name
         for file in files:
@@ -135,6 +136,17 @@ class Tensors:
                 f"{self.file_of[name]}: tensor {name!r}: dtype {kind} is not supported"
             )
         return jnp.dtype(DTYPES[kind])
+
+
+def pickled(folder: pathlib.Path) -> str:
+    """Returns what is to be said of a folder's weights in .bin files; "": it has none."""
+    files = sorted(file.name for file in folder.glob("*.bin"))
+    if not files:
+        return ""
+    return (
+        f"; {files[0]} is not read, as a .bin file is a program: write the model anew with "
+        "transformers' save_pretrained, which makes safetensors"
+    )
 
 
 def files_of(index: pathlib.Path) -> list[str]:

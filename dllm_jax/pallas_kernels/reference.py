@@ -148,6 +148,7 @@ class Rule:
     temperature: float = 1.0
     top_k: int = 0  # as in `keep`
     top_p: float = 1.0
+    top_p_first: bool = False
     threshold: float = math.inf  # what is surer is taken; inf: no sureness is enough
     tempered: bool = False
     pad_id: int = -1
@@ -180,9 +181,13 @@ def selection(x_RD, head_DV, token_R, border_R, rule: Rule, forbidden: int):
     """
     logits_RV = jnp.einsum("RD,DV->RV", x_RD, head_DV).astype(jnp.float32)
     logits_RV = logits_RV.at[:, forbidden].set(NEVER)
-    kept_RV = jax.nn.log_softmax(
-        keep(logits_RV / rule.temperature, top_k=rule.top_k, top_p=rule.top_p), axis=-1
+    kept_RV = keep(
+        logits_RV / rule.temperature,
+        top_k=rule.top_k,
+        top_p=rule.top_p,
+        top_p_first=rule.top_p_first,
     )
+    kept_RV = jax.nn.log_softmax(kept_RV, axis=-1)
     own_RV = kept_RV if rule.tempered else jax.nn.log_softmax(logits_RV, axis=-1)
     is_pad_1V = (jnp.arange(logits_RV.shape[1]) == rule.pad_id)[None]
     lower_1V = jnp.where(is_pad_1V, math.log(rule.pad_penalty), 0.0)
@@ -201,14 +206,17 @@ def selection(x_RD, head_DV, token_R, border_R, rule: Rule, forbidden: int):
     return logp_R, -jnp.sum(prob_RV * held_RV, axis=-1), ahead_R.astype(jnp.float32)
 
 
-def keep(logits_V, *, top_k: int, top_p: float):
+def keep(logits_V, *, top_k: int, top_p: float, top_p_first: bool = False):
     """Returns logits, in their last dimension, with all but the kept tokens at -inf.
 
     top_k keeps the k largest (0: all); top_p then keeps the fewest most probable tokens
-    whose renormalised probabilities reach p (1: all). Tokens that tie with the k-th
-    stay in; of those that tie at the border of p, the fewest do, from the left.
+    whose renormalised probabilities reach p (1: all). With top_p_first their probabilities
+    among all tokens are to reach p, and of these the k largest are kept. Tokens that tie
+    with the k-th stay in; of those that tie at the border of p, the fewest do, from the
+    left.
     """
-    best_k, share_k = jax.lax.stop_gradient(logits_V), 1.0  # where no k is set, of all
+    every_V = jax.lax.stop_gradient(logits_V)
+    best_k, share_k = every_V, 1.0  # where no k is set, of all
     if top_k:
         best_k, _ = jax.lax.top_k(best_k, min(top_k, logits_V.shape[-1]))
         kth_1 = best_k[..., -1:]
@@ -222,7 +230,9 @@ def keep(logits_V, *, top_k: int, top_p: float):
     if top_p < 1:
         largest_1 = jnp.max(best_k, axis=-1, keepdims=True)
         mass_k = share_k * jnp.exp(best_k - largest_1)
-        enough_1 = top_p * jnp.sum(mass_k, axis=-1, keepdims=True)
+        # Where top_p comes first, all that top_k leaves may not be enough: then all stay.
+        whole_V = jnp.exp(every_V - largest_1) if top_p_first else mass_k
+        enough_1 = top_p * jnp.sum(whole_V, axis=-1, keepdims=True)
         least_1 = least(best_k, mass_k, enough_1)
         above_V, tied_V = logits_V > least_1, logits_V == least_1
         # A token stays while the mass before it has not reached p: never none.

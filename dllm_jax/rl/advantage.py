@@ -87,39 +87,38 @@ def overlong(len_n, longest: int, tail: int):
 # ---- Which groups are kept -----------------------------------------------------------
 
 
-def solvable(reward_n, speed_n, low, high) -> bool:
+def solvable(reward_n, right_n, speed_n, low, high) -> bool:
     """The solve rate lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
-    return low <= (reward_n >= 1).mean() <= high
+    return low <= right_n.mean() <= high
 
 
-def varied(reward_n, speed_n, low, high) -> bool:
+def varied(reward_n, right_n, speed_n, low, high) -> bool:
     """The rewards are not all equal: DAPO (arXiv 2503.14476, section 3.2)."""
     return reward_n.min() < reward_n.max()
 
 
-def paced(reward_n, speed_n, low, high) -> bool:
+def paced(reward_n, right_n, speed_n, low, high) -> bool:
     """One is right, and they differ in speed: LightningRL (arXiv 2603.13319).
 
     The least difference, 0.01 tokens per forward, is its published configuration's.
     """
-    return bool((reward_n >= 1).any() and np.ptp(speed_n) >= 0.01)
+    return bool(right_n.any() and np.ptp(speed_n) >= 0.01)
 
 
-# (rewards, speeds, low, high) of one group -> whether it is kept.
+# (rewards, which are right, speeds, low, high) of one group -> whether it is kept.
 FILTERS = {"solvable": solvable, "varied": varied, "paced": paced}
 
 
-def kept(reward_n, speed_n, group_n, rule: str, low: float, high: float):
+def kept(reward_n, right_n, speed_n, group_n, rule: str, low: float, high: float):
     """Returns which rollouts [n] are of a group that passes the rule, a key of FILTERS.
 
-    speed_n: tokens per forward; low, high: bounds of a group's solve rate.
+    right_n: which are right, whatever a sum of several graders' rewards is; speed_n: tokens per forward; low, high: bounds of a group's solve rate.
     """
     keep_n = np.zeros(len(reward_n), bool)
     for group in np.unique(group_n):
         inside_n = group_n == group
-        keep_n[inside_n] = FILTERS[rule](
-            reward_n[inside_n], speed_n[inside_n], low, high
-        )
+        of_group = (x_n[inside_n] for x_n in (reward_n, right_n, speed_n))
+        keep_n[inside_n] = FILTERS[rule](*of_group, low, high)
     return keep_n
 
 

@@ -84,6 +84,8 @@ def of_rollouts(
     how = {"rl": rl, "params": params, "score": score, "mesh": mesh}
     pack = functools.partial(deal, trace, noised, group_n, pack)
     deals, scores = packed_and_scored(pack, rows, noised.step_nT.shape, **how)
+    # What rl.answers_per_update leaves over was neither scored nor learned from.
+    keep_n = np.isin(np.arange(len(keep_n)), trajectory_n[np.concatenate(rows)])
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
     scores = judged_by(critic, scores, trace, noised)
@@ -167,6 +169,7 @@ def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
     keep_n = np.zeros(len(judged_n), bool)
     keep_n[judged_n] = advantage.kept(
         rollouts.reward_n[judged_n],
+        rollouts.solved_n[judged_n],
         rollout.speed(rollouts.trace)[judged_n],
         rollouts.group_n[judged_n],
         rl.filter,

@@ -4,11 +4,15 @@ What is known goes into checkpoints, so that a resumed run keeps and ends as if 
 stopped. The same in every process.
 """
 
+import json
 import pathlib
 import shutil
 
+from dllm_jax import folder as folders
 from dllm_jax.exits import room
+from dllm_jax.models import hf
 
+MARK = "best.json"  # in the run's folder
 # What is known before the first evaluation.
 NOTHING = {"value": None, "step": 0, "stale": 0}
 
@@ -69,9 +73,24 @@ class Best:
         return True
 
 
+def mark(folder: pathlib.Path, step: int | None) -> None:
+    """Writes of which step best/ is, None: of none that is whole; of process 0 alone."""
+    folders.write(folder / MARK, f"{json.dumps({'step': step})}\n")
+
+
+def holds(folder: pathlib.Path, step: int) -> bool:
+    """Returns whether best/ is of a step, as far as is known.
+
+    It may be a later one's: of a run that was killed then, and went on from before.
+    """
+    file = folder / MARK
+    return not file.is_file() or json.loads(file.read_text())["step"] == step
+
+
 def publish(folder: pathlib.Path) -> None:
     """Makes best/ the run's export/; of process 0 alone."""
-    target = folder / "export"
+    partial = folder / ".export.partial"
     with room(folder):
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(folder / "best", target)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(folder / "best", partial)
+        hf.swap(partial, folder / "export")

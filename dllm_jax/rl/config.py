@@ -392,6 +392,14 @@ class RLConfig:
         return self.prompts * self.group // self.answers_per_update
 
     @property
+    def most_dropped(self) -> int:
+        """The most updates of a step's answers that rl.filter drops: see value_all."""
+        if not self.value_all:
+            return 0
+        asked = max(self.max_prompts, self.prompts) * self.group
+        return -(-asked // self.largest_update)
+
+    @property
     def largest_update(self) -> int:
         """The most answers of an update."""
         return self.answers_per_update or -(-self.prompts * self.group // self.updates)

@@ -26,10 +26,7 @@ WINDOW, ENOUGH = 64, 8  # norms that a median is of: the last ones, and at least
 
 
 class Guard:
-    """Watches the updates of a run.
-
-    streak: how many were skipped one after the other; no step is saved meanwhile.
-    """
+    """Watches the updates of a run."""
 
     def __init__(
         self,
@@ -42,13 +39,22 @@ class Guard:
     ):
         """start: the last step that is done; norms: what `norms` was after it, or {}."""
         self.plans, self.checkpoints, self.folder = plans, checkpoints, folder
-        self.max_skips, self.streak, self.reason = max_skips, 0, ""
+        self.max_skips, self.reason = max_skips, ""
+        self.streaks = dict.fromkeys(plans, 0)
         # The last step whose weights have shown themselves good, in a step of their own.
         self.good, self.trained = start - 1, start > 0
         self.seen = {
             name: collections.deque(norms.get(name, ()), maxlen=WINDOW)
             for name in plans
         }
+
+    @property
+    def streak(self) -> int:
+        """How many updates of a network were skipped one after the other, at most.
+
+        No step is saved meanwhile. An update of another network alone does not end it.
+        """
+        return max(self.streaks.values())
 
     @property
     def norms(self) -> dict[str, list[float]]:
@@ -84,13 +90,14 @@ class Guard:
                 counts[own[0]] += float(metrics[own[0]])
                 if metrics[own[0]]:
                     skipped += 1
+                    self.streaks[name] += 1
                 else:
+                    self.streaks[name] = 0
                     seen.append(float(metrics[own[1]]))
-            self.streak = self.streak + 1 if skipped else 0
             self.trained = self.trained or skipped < len(self.seen)
             if number == 0 and not skipped:  # an update of the weights from before
                 self.good = step - 1
-            if self.streak == 1:
+            if skipped and self.streak == 1:
                 self.reason = f"step {step}: {complaint(metrics)}"
                 self.write(step, batch)
         return dict(counts)
@@ -100,10 +107,11 @@ class Guard:
         arrays = sharding.fetch(batch)
         if jax.process_index() == 0:
             path = self.folder / "skipped" / f"step_{step:06d}.npz"
-            path.parent.mkdir(exist_ok=True)
             fields = (field.name for field in dataclasses.fields(arrays))
             kept = {name: getattr(arrays, name) for name in fields}
-            np.savez(path, **{k: x for k, x in kept.items() if x is not None})
+            with exits.room(self.folder):
+                path.parent.mkdir(exist_ok=True)
+                np.savez(path, **{k: x for k, x in kept.items() if x is not None})
 
     def check(self):
         """Raises exits.CannotGoOn after too many updates that were skipped in a row."""

@@ -84,19 +84,28 @@ def settled(
     """Returns Rollouts with the rewards that every process found for its share.
 
     grades: of this process's. Rows without an answer (their prompt was too long), and with
-    `truncated_wrong` those that were cut at their limit, earn 0.
+    `truncated_wrong` those that were cut at their limit, earn 0, or what the worst of their
+    group does where that is less: no answer gains by having no end.
     """
     earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 
     def earned(own):
-        rewards = of_all(own, len(texts))
-        rewards[~earns_n] = 0
-        return rewards
+        rewards_n = of_all(own, len(texts))
+        rewards_n[~earns_n] = 0
+        for group in np.unique(group_n[~earns_n]):
+            inside_n = group_n == group
+            least = np.nanmin(rewards_n[inside_n])
+            rewards_n[inside_n & ~earns_n] = least
+        return rewards_n
 
     reward_n = earned(grades.reward_n)
     late_n, reward_nT = np.isnan(reward_n), None
-    if grades.reward_nT is not None:
-        reward_nT = earned(grades.reward_nT)
+    if sharding.anywhere(grades.reward_nT is not None):
+        own_nT = grades.reward_nT
+        if own_nT is None:  # this process's answers earn nothing by token
+            own_nT = np.zeros((len(grades.reward_n), trace.tokens_BT.shape[1]))
+        reward_nT = of_all(own_nT, len(texts))
+        reward_nT[~earns_n] = 0
         late_n |= np.isnan(reward_nT).any(axis=1)
         reward_nT = np.nan_to_num(reward_nT)
     parts = {name: earned(x_n) for name, x_n in grades.parts.items()}

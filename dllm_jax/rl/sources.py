@@ -81,10 +81,11 @@ class RL:
             updates=(rl.steps - rl.value_warmup) * updates,
         )
         if "value" in plans:
-            updates *= rl.steps * rl.value_epochs
-            updates *= 1 + rl.value_all  # at most
+            most = rl.steps * (rl.most_updates + rl.most_dropped)
             plans["value"] = dataclasses.replace(
-                plans["value"], updates=updates, record=rl.value_record
+                plans["value"],
+                updates=most * rl.value_epochs * rl.epochs,
+                record=rl.value_record,
             )
         if exact := settings.layout.selection:
             plans["policy"] = dataclasses.replace(plans["policy"], rule=exact.rule)
@@ -94,7 +95,7 @@ class RL:
         rl, sampler = settings.rl, settings.sampler
         self.settings, self.tools = settings, tools
         self.steps, self.taken_per_step = rl.steps, rl.prompts
-        self.updates = rl.most_updates
+        self.updates = rl.most_updates + rl.most_dropped
         self.objective = settings.objective
         self.reference = bool(settings.objective.reference_beta)
         if rl.value_path:
@@ -162,8 +163,10 @@ class RL:
             metrics["prompts_asked"] = len(problems) // settings.rl.group
         if tools.grader.steps is not None:
             with tools.timer("reward"):
-                keep_n = batches.teaching(rollouts, settings.rl)
-                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
+                counted = judged(rollouts, settings.rl)
+                keep_n = batches.teaching(counted, settings.rl)
+                chunks = rollout.split(counted, problems, tools.grader, keep_n).chunks
+                rollouts = dataclasses.replace(rollouts, chunks=chunks)
             metrics |= process.summary(rollouts.chunks)
         dropped = []
         table = tools.look([x.prompt_ids for x in problems])

@@ -67,8 +67,9 @@ class Settings:
     def as_sampled(self) -> bool:
         """Whether tokens are scored in the context, and by the guidance, they had."""
         shown = self.layout
+        traced = self.noise.kind, self.noise.shrink, self.noise.grid
         return (
-            self.noise.kind == "trace"
+            traced == ("trace", 1, "absolute")
             and shown.guidance == self.sampler.guidance
             and self.noise.block in (0, self.sampler.block)
         )

@@ -4,10 +4,11 @@ An *answerer* is what answers the prompts of a run: `Engine` (continuous batchin
 `Batches` where an answer is guided or something stands behind it, as in drawings. Every
 answerer has these two methods, and its callers know no others:
 
-    stream(params, prompts, key, *, temperature, watch=None, stop=None)
+    stream(params, prompts, key, *, temperature, new=None, watch=None, stop=None)
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
-        caller reports it. watch: called with (i, first position of its present block,
+        caller reports it. new: of each prompt, the most tokens of its answer, a text, 1 to
+        `cfg.max_new`; None: that for all. watch: called with (i, first position of its present block,
         its Answer so far) after every forward, for those who show an answer as it
         grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
         and equally often in every process; once it says so no more answers come, and
@@ -63,9 +64,11 @@ class Batches:
         programs = denoise.advance, denoise.advance_on_gpu
         self.loop = denoise.loop_on(mesh.devices.flat[0].platform, cfg, *programs)
 
-    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
+    def stream(
+        self, params, prompts, key, *, temperature, new=None, watch=None, stop=None
+    ):
         """Yields (i, Answer i), batch by batch: see the module."""
-        n = len(prompts)
+        n, new_n = len(prompts), self.lengths(new, len(prompts))
         tokens_nT = np.zeros((n, self.cfg.max_prompt), np.int32)
         len_n = np.zeros(n, np.int32)
         for i, prompt in enumerate(prompts):
@@ -78,7 +81,7 @@ class Batches:
                 for row in range(first, first + count):
                     yield row, state.no_answer(self.cfg.slots)
                 continue
-            arrays = self.batch(tokens_nT, len_n, first, key, temperature)
+            arrays = self.batch(tokens_nT, len_n, new_n, first, key, temperature)
             for live_B, start_B, s in self.turns(params, arrays, bool(watch)):
                 if watch:
                     trace = self.trace(s)
@@ -97,10 +100,22 @@ class Batches:
     def release(self):
         """Drops what is kept between calls: nothing."""
 
+    def lengths(self, new: list[int] | None, count: int) -> np.ndarray:
+        """Returns the most tokens of each of `count` answers: see the module.
+
+        Raises ValueError for what is none.
+        """
+        most = self.cfg.max_new
+        new_n = np.array([most] * count if new is None else new, np.int32)
+        if ((new_n < 1) | (new_n > most)).any():
+            raise ValueError(f"new={new}: of each prompt 1..{most} tokens of answer")
+        return new_n
+
     def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)
-        arrays = self.rows(one_1T, one_1T[0, :1], 0, temperature=0.0)
+        one_1 = one_1T[0, :1]
+        arrays = self.rows(one_1T, one_1, one_1, 0, temperature=0.0)
         # Nothing is laid out, so that the devices need not be here.
         arrays = sharding.shapes_of_rows(arrays, self.mesh)
         key = jax.eval_shape(jax.random.key, 0)
@@ -139,14 +154,14 @@ class Batches:
         return sharding.fetch(traces(s, self.cfg.stop_ids, whole=whole))
 
     @sharding.on_own_mesh
-    def batch(self, tokens_nT, len_n, first: int, key, temperature) -> dict:
+    def batch(self, tokens_nT, len_n, new_n, first: int, key, temperature) -> dict:
         """Returns the arguments of `denoise.start` for prompts from `first` on."""
-        arrays = self.rows(tokens_nT, len_n, first, temperature)
+        arrays = self.rows(tokens_nT, len_n, new_n, first, temperature)
         arrays = sharding.place_rows(arrays, self.mesh)
         key = sharding.key_on(self.mesh, key)
         return arrays | {"key_B": row_keys(key, arrays.pop("index_B"))}
 
-    def rows(self, tokens_nT, len_n, first: int, temperature) -> dict:
+    def rows(self, tokens_nT, len_n, new_n, first: int, temperature) -> dict:
         """Returns them on the host; index_B: their prompts' numbers, of which keys are made."""
         n, rows = len(len_n), np.arange(first, first + self.cfg.rows)
 
@@ -158,7 +173,7 @@ class Batches:
         return {
             "prompt_BT": tokens_nT[index],
             "prompt_len_B": real,
-            "limit_B": real + self.cfg.max_new,
+            "limit_B": real + new_n[index],
             "temperature_B": each(temperature),
             "threshold_B": each(self.cfg.threshold),
             "entropy_bound_B": each(self.cfg.entropy_bound),

@@ -80,6 +80,9 @@ class SamplerConfig:
     temperature: float = 1.0  # 0 takes the arg-max
     top_k: int = 0  # the most probable tokens that are kept; 0: off, all are
     top_p: float = 1.0  # then the fewest whose probabilities reach it; 1: off
+    # top_p is of all tokens, and top_k of what it leaves: so does Dream. False: top_p is of
+    # what top_k leaves, as in block models.
+    top_p_first: bool = False
     # Classifier-free: logits move by so many times what they are beyond those behind `blank`.
     # 0: off.
     guidance: float = 0.0
@@ -109,21 +112,7 @@ class SamplerConfig:
             schedules.masked(self.unmasking)
         except ValueError as error:
             raise checks.Refused("unmasking", str(error)) from None
-        if self.rank_cooling and not self.rank_temperature:
-            raise ValueError(
-                "sampler.rank_cooling=True cools sampler.rank_temperature, which is 0: set it, "
-                "to 1.0 for example"
-            )
-        if self.guidance and not self.blank and self.answers == "text":
-            raise ValueError(
-                f"sampler.guidance={self.guidance} leads away from what sampler.blank, the "
-                "prompt that asks for nothing, gives: set it, or sampler.answers='image'"
-            )
-        if self.horizon and self.cache != "prefix":
-            raise ValueError(
-                f"sampler.horizon={self.horizon}: positions that only "
-                "sampler.cache='prefix' re-runs"
-            )
+        self.refuse_idle()
         if self.block > 0 and self.steps_per_block > self.block:
             raise ValueError(
                 f"sampler.steps_per_block={self.steps_per_block} cannot share out a "
@@ -137,6 +126,30 @@ class SamplerConfig:
                 f"sampler.threshold={self.threshold} says nothing about target="
                 f"{self.target!r}: {self.target} needs one below 0 (nats), random needs "
                 "strategy='static'"
+            )
+
+    def refuse_idle(self):
+        """Raises ValueError for a field that says something of what another has off."""
+        if self.rank_cooling and not self.rank_temperature:
+            raise ValueError(
+                "sampler.rank_cooling=True cools sampler.rank_temperature, which is 0: set it, "
+                "to 1.0 for example"
+            )
+        if self.guidance and not self.blank and self.answers == "text":
+            raise ValueError(
+                f"sampler.guidance={self.guidance} leads away from what sampler.blank, the "
+                "prompt that asks for nothing, gives: set it, or sampler.answers='image'"
+            )
+        if self.top_p_first and not (self.top_k and self.top_p < 1):
+            raise ValueError(
+                f"sampler.top_p_first=True says which of sampler.top_k={self.top_k} and "
+                f"sampler.top_p={self.top_p} comes first, and one of them is off: set it to "
+                "False"
+            )
+        if self.horizon and self.cache != "prefix":
+            raise ValueError(
+                f"sampler.horizon={self.horizon}: positions that only "
+                "sampler.cache='prefix' re-runs"
             )
 
     @property
@@ -300,7 +313,7 @@ def untraced(cfg: SamplerConfig) -> SamplerConfig:
 VARIED = ("block", "steps_per_block", "unmasking", "strategy", "threshold")
 VARIED += ("tempered_threshold", "untempered_ranks", "target")
 VARIED += ("rank_temperature", "rank_cooling", "entropy_bound", "before_stop")
-VARIED += ("cache", "horizon", "top_k", "top_p")
+VARIED += ("cache", "horizon", "top_k", "top_p", "top_p_first")
 
 
 def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:

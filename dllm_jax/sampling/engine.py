@@ -109,7 +109,9 @@ class Engine:
             self.scheduler.cancel_all()
             self.params = None
 
-    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
+    def stream(
+        self, params, prompts, key, *, temperature, new=None, watch=None, stop=None
+    ):
         """Yields (i, Answer i) as answers end: see `answers`."""
         fits = [0 < len(prompt) <= self.cfg.max_prompt for prompt in prompts]
         # First, while no request waits: the caller may leave at any answer.
@@ -118,8 +120,8 @@ class Engine:
                 yield i, state.no_answer(self.cfg.slots)
         for i, prompt in enumerate(prompts):
             if fits[i]:
-                new = self.cfg.max_new
-                self.submit(prompt, index=i, temperature=temperature, new=new)
+                most = self.cfg.max_new if new is None else new[i]
+                self.submit(prompt, index=i, temperature=temperature, new=most)
 
         def show(request, answer):
             watch(request.index, request.start, answer)

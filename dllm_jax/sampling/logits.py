@@ -91,9 +91,13 @@ def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:
     logp_BWV = jax.nn.log_softmax(logits_BWV, axis=-1)
     greedy_B11 = (temperature_B == 0)[:, None, None]
     scale_B11 = jnp.where(greedy_B11, 1.0, temperature_B[:, None, None])
-    kept_BWV = jax.nn.log_softmax(
-        keep(logits_BWV / scale_B11, top_k=cfg.top_k, top_p=cfg.top_p), axis=-1
+    kept_BWV = keep(
+        logits_BWV / scale_B11,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        top_p_first=cfg.top_p_first,
     )
+    kept_BWV = jax.nn.log_softmax(kept_BWV, axis=-1)
     gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits_BWV.shape[1:]))
     noise_BWV = jnp.where(greedy_B11, 0.0, gumbel(key_B))  # the arg-max is a draw now
     token_BW = jnp.argmax(kept_BWV + noise_BWV, axis=-1)

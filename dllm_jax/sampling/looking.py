@@ -25,7 +25,9 @@ class Looking:
         self.answerer, self.eyes, self.mesh = answerer, eyes, answerer.mesh
         self.place = acting.abstract(eyes.model, self.mesh)["soft"]
 
-    def stream(self, params, prompts, key, *, temperature, watch=None, stop=None):
+    def stream(
+        self, params, prompts, key, *, temperature, new=None, watch=None, stop=None
+    ):
         """Yields (i, Answer i), table by table: see sampling/answers.py."""
         params = dict(params)
         made_of, vocab = params.pop(LOOK), self.eyes.model.vocab
@@ -38,7 +40,13 @@ class Looking:
             for i in chunk:
                 placed[i] = table.placed(prompts[i], vocab)
             answered = self.answerer.stream(
-                shown, placed, key, temperature=temperature, watch=watch, stop=stop
+                shown,
+                placed,
+                key,
+                temperature=temperature,
+                new=new,
+                watch=watch,
+                stop=stop,
             )
             mine = set(chunk)
             yield from ((i, answer) for i, answer in answered if i in mine)

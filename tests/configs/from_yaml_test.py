@@ -336,6 +336,7 @@ def test_rl_on_a_full_attention_model(tmp_path):
     s = cfg.sampler
     assert (s.block, s.steps_per_block, s.max_new, s.rows) == (32, 32, 1024, 2)
     assert (s.strategy, s.top_k, s.top_p, s.temperature) == ("static", 50, 0.9, 0.8)
+    assert s.top_p_first
     assert (s.cache, s.horizon) == ("prefix", 32)
     assert (cfg.noise.kind, cfg.noise.shrink, cfg.noise.draws) == ("trace", 8, 1)
     assert cfg.objective.aggregate == "step"
@@ -652,6 +653,31 @@ def test_ranks_of_llada_are_of_the_model(base, own, tmp_path):
     content = but(FILES["rl_dream"], f"model.model_base: {base}")
     cfg = frozen(from_yaml.ported(written(tmp_path, "x", content)))
     assert cfg.sampler.untempered_ranks == own
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "first"),
+    [
+        ("dream", "", True),
+        ("dream", "rollout.top_k: 0", False),  # one filter has no order
+        ("dream", "rollout.top_p: 1", False),
+        ("dream", "rollout.top_p: null", False),
+        ("llada", "", False),
+    ],
+)
+def test_dream_applies_top_p_before_top_k(base, change, first, tmp_path):
+    content = but(FILES["rl_dream"], f"model.model_base: {base}\n{change}")
+    cfg = frozen(from_yaml.ported(written(tmp_path, "x", content)))
+    assert cfg.sampler.top_p_first == first
+
+
+@pytest.mark.parametrize("recipes", [tracerl, evaluations])
+def test_presets_of_dream_apply_top_p_before_top_k(recipes):
+    for name in ("dream-7b", "diffucoder-7b"):
+        sampler = config.freeze(recipes.get_config(name)).sampler
+        assert sampler.top_p_first and sampler.top_k and sampler.top_p < 1
+    for name in ("llada-8b", "sdar-4b"):
+        assert not config.freeze(recipes.get_config(name)).sampler.top_p_first
 
 
 def test_steps_that_blocks_cannot_share_are_named(tmp_path):

@@ -68,7 +68,8 @@ def test_speed_is_normalised_on_its_own():
 def solvable(correct_n, group_n):
     """Returns what the default filter keeps of binary rewards."""
     none_n = np.zeros(len(correct_n))
-    return advantage.kept(correct_n, none_n, group_n, "solvable", 0.2, 0.8)
+    right_n = correct_n >= 1
+    return advantage.kept(correct_n, right_n, none_n, group_n, "solvable", 0.2, 0.8)
 
 
 def test_wd1_weighs_by_two_softmaxes():
@@ -91,9 +92,9 @@ def test_speed_counts_as_much_as_its_weight():
 
 def test_one_right_answer_and_a_hundredth_of_speed_are_enough():
     mixed, wrong = np.array([0, 1.0]), np.zeros(2)
-    assert advantage.paced(mixed, np.array([0, 0.01]), 0, 1)
-    assert not advantage.paced(mixed, np.array([0, 0.009]), 0, 1)
-    assert not advantage.paced(wrong, np.array([0, 1.0]), 0, 1)
+    assert advantage.paced(mixed, mixed >= 1, np.array([0, 0.01]), 0, 1)
+    assert not advantage.paced(mixed, mixed >= 1, np.array([0, 0.009]), 0, 1)
+    assert not advantage.paced(wrong, wrong >= 1, np.array([0, 1.0]), 0, 1)
 
 
 def test_filters():
@@ -105,8 +106,11 @@ def test_filters():
         ("varied", [0, 1, 0, 1, 1]),
         ("paced", [0, 0, 1, 0, 0]),
     ):
-        keep = advantage.kept(reward_n, speed_n, np.repeat(groups, 2), rule, 0.2, 0.8)
-        np.testing.assert_array_equal(keep, np.repeat(wanted, 2), err_msg=rule)
+        # A sum of rewards may be below 1 where an answer is right.
+        for weight in (1, 0.5):
+            given = weight * reward_n, reward_n >= 1, speed_n, np.repeat(groups, 2)
+            keep = advantage.kept(*given, rule, 0.2, 0.8)
+            np.testing.assert_array_equal(keep, np.repeat(wanted, 2), err_msg=rule)
 
 
 @pytest.mark.parametrize("kind", [bool, np.float32])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dllm_jax.rl.best import Best, publish
+from dllm_jax.rl.best import Best, holds, mark, publish
 
 
 def test_the_highest_is_kept_and_without_a_higher_one_the_run_ends():
@@ -84,3 +84,11 @@ def test_what_is_published_takes_the_place_of_another_export(tmp_path):
     publish(tmp_path)
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["best"]
     assert (tmp_path / "best" / "best").exists()
+
+
+def test_of_which_step_the_best_weights_are_is_known_beside_them(tmp_path):
+    assert holds(tmp_path, 3)  # of a run of before: nothing says otherwise
+    mark(tmp_path, None)  # while they are written
+    assert not holds(tmp_path, 3)
+    mark(tmp_path, 5)
+    assert holds(tmp_path, 5) and not holds(tmp_path, 3)

@@ -1,5 +1,6 @@
 """What keeps a run from training on garbage: limits, skips, and how a run ends."""
 
+import errno
 import pathlib
 
 import flax.struct
@@ -81,8 +82,9 @@ def test_skips_are_counted_and_only_a_row_of_them_ends_a_run(tmp_path):
     assert counts == {"updates_skipped": 1.0, "value_updates_skipped": 0.0}
     watch.note(7, [], [])  # nothing was learned: neither one nor the other
     watch.check()
-    counts = watch.note(8, [bad, update(value_skipped=1.0)], [BATCH, BATCH])
-    assert counts == {"updates_skipped": 1.0, "value_updates_skipped": 1.0}
+    worse = bad | {"value_updates_skipped": 1.0}
+    counts = watch.note(8, [bad, worse], [BATCH, BATCH])
+    assert counts == {"updates_skipped": 2.0, "value_updates_skipped": 1.0}
     with pytest.raises(exits.CannotGoOn) as stuck:
         watch.check()
     assert str(stuck.value) == (
@@ -96,6 +98,31 @@ def test_skips_are_counted_and_only_a_row_of_them_ends_a_run(tmp_path):
         np.testing.assert_array_equal(arrays["tokens_BT"], BATCH.tokens_BT)
     watch.note(9, [update()], [BATCH])
     watch.check()
+
+
+def test_updates_of_a_value_network_alone_do_not_end_a_policys_row(tmp_path):
+    watch = made(tmp_path)
+    bad = update(norm=np.inf, skipped=1.0)
+    alone = {name: x for name, x in update().items() if name.startswith("value_")}
+    for step in (1, 2):
+        watch.note(step, [bad, alone], [BATCH, BATCH])
+        assert watch.save(step, {"policy": {"w": jnp.ones(2)}}, {}) is None
+        watch.check()
+    watch.note(3, [bad, alone], [BATCH, BATCH])
+    with pytest.raises(exits.CannotGoOn, match="3 updates in a row were skipped"):
+        watch.check()
+    assert len([*(tmp_path / "skipped").iterdir()]) == 1
+    watch.note(4, [update()], [BATCH])
+    assert watch.save(4, {"policy": {"w": jnp.ones(2)}}, {}) == 4
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch):
+    def full(*args, **arrays):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(exits.CannotGoOn, match="no room"):
+        made(tmp_path).note(1, [update(skipped=1.0)], [BATCH])
 
 
 def test_a_norm_that_is_too_large_is_the_reason(tmp_path):

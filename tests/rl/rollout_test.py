@@ -1,6 +1,7 @@
 """Rollouts: prompts of any number and length through a fixed batch, and their rewards."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -181,6 +182,25 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
     assert told["truncated"] == pytest.approx((~LONG & ~even).mean())
 
 
+def test_no_answer_gains_by_having_no_end(mesh):
+    """Scores of a reward model have no zero: 0 would be the best of these."""
+    given = [-1.2, -0.9, -2.0, -0.5, 0.5, 2.0]
+    trace = sample(Fake(mesh))
+    trace = trace.replace(
+        len_B=np.full(6, 3), stopped_B=np.array([1, 1, 0, 0, 1, 1], bool)
+    )
+    got = rollout.graded(
+        trace,
+        list("abcdef"),
+        list("ABCDEF"),
+        np.array([0, 0, 0, 1, 1, 1]),
+        grader(lambda texts, golds: given),
+        truncated_wrong=True,
+    )
+    wanted = [-1.2, -0.9, -1.2, 0, 0.5, 2]  # the worst of those that ended, or 0
+    np.testing.assert_allclose(got.reward_n, np.float32(wanted))
+
+
 def test_a_stream_that_is_stopped_is_no_rollout(mesh):
     fake, asked = Fake(mesh), []
 
@@ -237,7 +257,7 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
         trace,
         ["", ""],
         ["", ""],
-        [0, 0],
+        np.zeros(2, int),
         grader(lambda *_: grades),
         truncated_wrong=False,
     )
@@ -254,16 +274,18 @@ def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
         asked.append(texts)
         return [grades[text] for text in texts]
 
-    def all_have(own_n):
-        sent[jax.process_index()] = own_n
-        return np.stack([sent.get(i, own_n) for i in range(2)])
+    def all_have(own_n):  # by the place of the call
+        index, number = jax.process_index(), next(calls)
+        sent[index, number] = own_n
+        return np.stack([sent.get((i, number), own_n) for i in range(2)])
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(sharding.multihost_utils, "process_allgather", all_have)
     for index in (0, 1, 0):  # the first again, once the second has sent its share
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        calls = itertools.count()
         got = rollout.graded(
-            trace, texts, texts, [0, 0, 0], grader(grade), truncated_wrong=False
+            trace, texts, texts, np.zeros(3, int), grader(grade), truncated_wrong=False
         )
     assert asked == [["a", "c"], ["b"], ["a", "c"]]
     assert got.reward_n.tolist() == [1.0, 0.0, 0.5]

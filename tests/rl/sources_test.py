@@ -17,7 +17,7 @@ from dllm_jax.rl.config import (
     ObjectiveConfig,
     RLConfig,
 )
-from dllm_jax.rl.rewards import Grades
+from dllm_jax.rl.rewards import Grades, process
 from tests.rl import lent
 
 ELBO = ObjectiveConfig(aggregate="elbo", reference_beta=0.2)
@@ -487,6 +487,67 @@ def test_a_fixed_size_of_updates(tmp_path):
     assert len(made.batches) == 5  # of 16 answers; one is left over
     for batch in fetched(made):
         assert (batch.weight_BU > 0).sum() == 3 * lent.ANSWER
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_what_is_left_over_is_in_no_number_of_an_update(tmp_path, size):
+    """Of 16 answers 9 are dealt: the others have no value, and no part in a mean."""
+    how = {"value": "own", "whiten": True, "updates": 1, "answers_per_update": size}
+    source = rl_source(tmp_path, **how)
+    made = source.batches(1, 0, lent.Weights(), lent.score)
+    (batch,) = fetched(made)
+    adv = np.asarray(batch.adv_BU)[np.asarray(batch.weight_BU) > 0]
+    assert adv.size == (size or 16) * lent.ANSWER
+    np.testing.assert_allclose([adv.mean(), adv.std()], [0, 1], atol=1e-5)
+    assert made.metrics["explained_variance"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_context_that_was_another_tells_nothing_of_the_sampler(tmp_path):
+    for noise, same in (
+        ({}, True),
+        ({"shrink": 2}, False),
+        ({"grid": "response"}, False),
+        ({"kind": "bernoulli"}, False),
+    ):
+        chosen = settings("rl", tmp_path)
+        chosen = dataclasses.replace(chosen, noise=NoiseConfig(**noise))
+        assert chosen.as_sampled == same, noise
+
+
+def test_cut_answers_that_count_for_nothing_are_shown_to_no_judge(tmp_path):
+    chosen = settings("rl", tmp_path)
+    chosen = dataclasses.replace(
+        chosen, rl=dataclasses.replace(chosen.rl, truncated="mask")
+    )
+    asked = []
+
+    def steps(texts, problems, trace, right_n):
+        asked.append(trace.stopped_B.copy())
+        return process.none_of(trace.tokens_BT.shape)
+
+    tools = lent.tools(chosen, tmp_path)
+    tools.grader = dataclasses.replace(tools.grader, steps=steps)
+    answered = tools.answered
+
+    def some_cut(*args, **how):
+        found = answered(*args, **how)
+        stopped_B = np.arange(len(found.late_n)) % 4 > 0
+        return dataclasses.replace(
+            found, trace=found.trace.replace(stopped_B=stopped_B)
+        )
+
+    tools.answered = some_cut
+    source = sources.RL(chosen, tools)
+    assert source.batches(1, 0, lent.Weights(), lent.score).batches
+    assert asked and all(stopped_B.all() for stopped_B in asked)
+
+
+def test_a_value_network_that_learns_from_all_has_room_and_a_schedule_for_it(tmp_path):
+    few = rl_source(tmp_path, value="own")
+    more = rl_source(tmp_path, value="own", value_all=True, max_prompts=12)
+    assert more.updates > 2 * few.updates
+    planned = sources.RL.plans(more.settings)["value"].updates
+    assert planned == more.updates * more.settings.rl.steps
 
 
 def test_the_anchor_to_the_reference_follows_a_line(tmp_path):

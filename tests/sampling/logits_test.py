@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sampling import logits
 from dllm_jax.sampling.config import SamplerConfig
@@ -12,9 +13,11 @@ from dllm_jax.sampling.strategy import STRATEGIES, Strategy
 from tests.goldens import reader
 
 draw = jax.jit(logits.draw, static_argnames="cfg")
-keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p"))
+keep = jax.jit(logits.keep, static_argnames=("top_k", "top_p", "top_p_first"))
 FREE = SamplerConfig()
 FILTERED = SamplerConfig(top_k=4, top_p=0.8)
+TOP_P_FIRST = SamplerConfig(top_k=3, top_p=0.9, top_p_first=True)
+SAMPLERS = {"free": FREE, "filtered": FILTERED, "top_p_first": TOP_P_FIRST}
 
 B, W, V = 6, 3, 9
 MANY = 4096
@@ -29,16 +32,17 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def distribution(x_V, temperature, top_k, top_p):
+def distribution(x_V, temperature, cfg):
     """Returns the probabilities drawn from, token by token, in f64."""
     p_V = softmax(np.asarray(x_V, np.float64) / temperature)
     order = sorted(range(len(p_V)), key=lambda i: (-p_V[i], i))
-    order = order[: top_k or None]
+    order = order if cfg.top_p_first else order[: cfg.top_k or None]
     kept, total = [], sum(p_V[order])
     for i in order:
-        if sum(p_V[kept]) / total >= top_p:
+        if sum(p_V[kept]) / total >= cfg.top_p:
             break
         kept.append(i)
+    kept = kept[: cfg.top_k or None]
     out_V = np.zeros_like(p_V)
     out_V[kept] = p_V[kept] / sum(p_V[kept])
     return out_V
@@ -75,6 +79,24 @@ def test_filters_by_hand(top_k, top_p, expected):
     assert "".join("01"[int(x)] for x in got_V) == expected
 
 
+@pytest.mark.parametrize(
+    "top_k, top_p, expected",
+    [
+        (3, 0.75, "111000"),  # of all: 0.5, 0.2, 0.2; renormalised two would be enough
+        (1, 0.75, "100000"),
+        (2, 0.75, "111000"),  # the tie with the second stays
+        (2, 0.6, "110000"),  # if top_p has left it
+        (5, 0.6, "110000"),  # fewer than k are left
+        (2, 0.99, "111000"),  # what k leaves does not reach p
+    ],
+)
+def test_top_p_first_by_hand(top_k, top_p, expected):
+    x_V = jnp.log(jnp.asarray([0.5, 0.2, 0.2, 0.06, 0.04 - 1e-6, 1e-6]))
+    how = {"top_k": top_k, "top_p": top_p, "top_p_first": True}
+    got_V = np.isfinite(logits.keep(x_V[None], **how)[0])
+    assert "".join("01"[int(x)] for x in got_V) == expected
+
+
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("top_p", [0.05, 0.62, 0.987])
 def test_filters_of_many_tokens(top_k, top_p):
@@ -91,13 +113,48 @@ def test_filters_of_many_tokens(top_k, top_p):
         assert set(np.flatnonzero(got_V)) == set(order_V[before_V < top_p])
 
 
-@pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
+@pytest.mark.parametrize("top_k", [1, 7, 60])
+@pytest.mark.parametrize("top_p", [0.05, 0.62, 0.987])
+def test_top_p_of_many_tokens_before_top_k(top_k, top_p):
+    """As Dream's own code: those that top_p leaves of all, and of these the k largest."""
+    x_RV = RNG.normal(size=(40, 301), scale=3).astype(np.float32)
+    x_RV[::2] = x_RV[::2].round()  # ties
+    x_RV[:, :9] = -np.inf
+    got_RV = np.isfinite(keep(x_RV, top_k=top_k, top_p=top_p, top_p_first=True))
+    for x_V, got_V in zip(x_RV, got_RV, strict=True):
+        p_V = softmax(x_V.astype(np.float64))
+        order_V = np.argsort(-p_V, kind="stable")
+        before_V = np.cumsum(p_V[order_V]) - p_V[order_V]
+        left_V = order_V[before_V < top_p]
+        least = np.sort(x_V[left_V])[-min(top_k, len(left_V))]
+        assert set(np.flatnonzero(got_V)) == set(left_V[x_V[left_V] >= least])
+
+
+def test_a_rule_of_training_filters_as_the_sampler_does():
+    x_RV = LOGITS_BWV.reshape(-1, V)
+    x_RV = np.where(np.arange(V) == V - 1, NEVER, x_RV)  # the forbidden column
+    token_R = x_RV.argmax(axis=-1)
+    taken_R = np.full(len(x_RV), np.inf, np.float32)
+    for first in (False, True):
+        filters = {"top_k": 3, "top_p": 0.6, "top_p_first": first}
+        logp_R, *_ = reference.selection(
+            x_RV, np.eye(V), token_R, taken_R, reference.Rule(**filters), V - 1
+        )
+        cfg = SamplerConfig(**filters)
+        want_R = [
+            np.log(distribution(x_V, 1, cfg)[token])
+            for x_V, token in zip(x_RV, token_R, strict=True)
+        ]
+        np.testing.assert_allclose(logp_R, want_R, atol=1e-5)
+
+
+@pytest.mark.parametrize("cfg", SAMPLERS.values(), ids=SAMPLERS)
 def test_what_is_recorded(cfg):
     drawn = jax.device_get(draw(KEY_B, LOGITS_BWV, TEMPERATURE_B, cfg))
     for b in range(B):
         for w in range(W):
             token, x_V = drawn.token_BW[b, w], LOGITS_BWV[b, w]
-            p_V = distribution(x_V, TEMPERATURE_B[b] or 1, cfg.top_k, cfg.top_p)
+            p_V = distribution(x_V, TEMPERATURE_B[b] or 1, cfg)
             if TEMPERATURE_B[b] == 0:
                 assert token == x_V.argmax()
             own = np.log(softmax(x_V))[token]  # whatever the filters and temperature
@@ -116,7 +173,7 @@ def test_one_token_left_is_certain():
     assert (drawn.logp_BW < 0).all()
 
 
-@pytest.mark.parametrize("cfg", [FREE, FILTERED], ids=["free", "filtered"])
+@pytest.mark.parametrize("cfg", SAMPLERS.values(), ids=SAMPLERS)
 def test_frequencies_are_the_probabilities(cfg):
     temperature = np.resize(np.array([0.5, 1.0, 1.7], np.float32), MANY)
     x_BWV = np.broadcast_to(LOGITS_BWV[0], (MANY, W, V))
@@ -124,7 +181,7 @@ def test_frequencies_are_the_probabilities(cfg):
     for t in np.unique(temperature):
         for w in range(W):
             tokens = np.asarray(drawn.token_BW)[temperature == t, w]
-            p_V = distribution(LOGITS_BWV[0, w], t, cfg.top_k, cfg.top_p)
+            p_V = distribution(LOGITS_BWV[0, w], t, cfg)
             seen_V = np.bincount(tokens, minlength=V)
             assert (seen_V[p_V == 0] == 0).all()
             # Five standard deviations, and one draw for what is rarer than that.

@@ -228,6 +228,7 @@ def test_schedules_of_the_reference():
         ("top_k", -1, "top_k"),
         ("top_p", 0.0, "top_p"),
         ("top_p", 1.5, "top_p"),
+        ("top_p_first", True, "top_p_first=True .*top_k=0 and .*top_p=1.0"),
         ("rows", 0, "rows"),
         ("max_new", 0, "max_new"),
         ("max_prompt", 0, "max_prompt"),

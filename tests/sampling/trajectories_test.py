@@ -17,7 +17,6 @@ from tests.goldens import reader
 from tests.sampling.common import padded
 
 DIFFERENT = {  # and why
-    ("dream", "top_p_dynamic"): "it applies top_p before top_k",
     ("llada", "neg_entropy"): "its sign is wrong: it prefers what it is least sure of",
     ("llada", "neg_entropy_dynamic"): "its sign is wrong",
     ("llada", "static_uneven_steps"): "its first block has a step more than the others",
@@ -140,6 +139,7 @@ def config_of(case, shape: Shape, dream: bool) -> SamplerConfig:
         strategy="static",
         top_k=a.get("top_k") or 0,
         top_p=a.get("top_p") or 1.0,
+        top_p_first=dream and bool(a.get("top_k") and a.get("top_p")),
         tempered_threshold=dream,
         pad_penalty=a.get("pad_target_penalty", 1.0),
         max_prompt=shape.width,

@@ -16,7 +16,7 @@ RESERVED = [f"<|reserved_token_{i}|>" for i in range(7)]
 BITS, SIDE = 5, 8  # of a code; pixels of an image, 2 x 2 of which are one code
 LENGTH = len(SPECIAL) + len(RESERVED) + len(CHARS)
 CONFIG = {
-    "model_type": "mmada",
+    "model_type": "llada",  # as MMaDA-8B-Base and -MixCoT say
     "embedding_size": LENGTH + 2**BITS + 3,
     "codebook_size": 2**BITS,
     "d_model": 32,
