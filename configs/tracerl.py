@@ -16,7 +16,8 @@ Presets: arithmetic (default), full, sudoku, sums, countdown, process, code, pic
 sdar-4b, sdar-8b, trado-4b, trado-8b, and with full attention dream-7b, diffucoder-7b, llada-8b, llada-1.5-8b,
 mmada-8b, and on questions about images llada-v-8b and mmada-8b-images (docs/multimodal.md).
 configs/coupled.py and configs/random_masking.py take the same ones. Those with full
-attention sample with stale keys, as published; the gap to training is logged, and
+attention sample with stale keys, as published; with --config.noise.shrink=1 the gap to training
+is logged, and
 
     --config.sampler.cache=none --config.sampler.horizon=0
 

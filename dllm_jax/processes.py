@@ -13,6 +13,7 @@ coordinator, of which the abort is the news.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -191,7 +192,8 @@ def join(
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = number_of("JAX_NUM_PROCESSES") if count is None else count
     index = number_of("JAX_PROCESS_ID") if index is None else index
-    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+    named = re.fullmatch(r".+:(\d+)", coordinator or "")
+    if coordinator and not (named and 0 < int(named[1]) < 2**16):
         raise ValueError(
             f"coordinator {coordinator!r}: it must be HOST:PORT of process 0"
         )
@@ -217,6 +219,8 @@ def connect(coordinator, count, index, seconds: int) -> None:
     def give_up():
         end(exits.STOPPED, nobody_came(state, seconds))
 
+    if given and index == 0 and taken(coordinator):
+        end(exits.STOPPED, no_way(coordinator, "another program has the port here"))
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
     at_abort(give_up)
@@ -234,12 +238,7 @@ def connect(coordinator, count, index, seconds: int) -> None:
             initialization_timeout=seconds + 60,
         )
     except jax.errors.JaxRuntimeError as error:
-        end(
-            exits.STOPPED,
-            f"error: process {state.process_id} finds no way to the coordinator, "
-            f"{state.coordinator_address}: {one_line(error)}; is it the address of process "
-            "0, and its port free?",
-        )
+        end(exits.STOPPED, no_way(state.coordinator_address, one_line(error)))
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise ValueError(
             f"--distributed: {one_line(error)} Give --coordinator=HOST:PORT of process "
@@ -247,6 +246,24 @@ def connect(coordinator, count, index, seconds: int) -> None:
         ) from None
     finally:
         alarm.cancel()
+
+
+def taken(address: str) -> bool:
+    """Returns whether a program listens at a port of this host: JAX may crash there."""
+    port = int(address.rsplit(":", 1)[1])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def no_way(coordinator: str, reason: str) -> str:
+    """Returns the last line of a process that cannot join for another reason than time."""
+    return (
+        f"error: no way to the coordinator, {coordinator}: {reason}; is it the address of "
+        "process 0, and its port free?"
+    )
 
 
 def number_of(variable: str) -> int | None:

@@ -1,9 +1,11 @@
 """Configurations: every file freezes, and what is wrong is named."""
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import json
+import operator
 import os
 import pathlib
 import queue
@@ -705,6 +707,12 @@ PAIRS = {
     "objective.aggregate": "elbo",
     "objective.reference_beta": 0.2,
 }
+STABLE = {
+    "rl.value": "none",
+    "objective.loss": "stable",
+    "noise.kind": "subset",
+    "objective.aggregate": "elbo_answer",
+}
 
 
 @pytest.mark.parametrize(
@@ -785,6 +793,23 @@ PAIRS = {
             "noise.guided=False scores another distribution",
         ),
         (
+            {"method": "sft", "objective.reference_beta": 0.1},
+            "objective.reference_beta=0.1: no reference pulls with method='sft'",
+        ),
+        (
+            {**STABLE, "objective.reference_beta": 0.1},
+            "no reference pulls with method='rl' and objective.loss='stable'",
+        ),
+        (
+            {
+                "rl.value": "own",
+                "rl.value_all": True,
+                "reward.split": "tokens",
+                "reward.judge.at": "http://x/v1",
+            },
+            "rl.value_all=True: no judge is asked",
+        ),
+        (
             {**PAIRS, "objective.nll_weight": 0.1},
             "objective.nll_weight=0.1: only method='rl' adds it",
         ),
@@ -811,8 +836,8 @@ PAIRS = {
 def test_levers_that_go_ill_together(tree, says):
     node = config.default()
     for name, value in tree.items():
-        *group, leaf = name.split(".")
-        (node[group[0]] if group else node)[leaf] = value
+        *groups, leaf = name.split(".")
+        functools.reduce(operator.getitem, groups, node)[leaf] = value
     with pytest.raises(ValueError, match=re.escape(says)):
         config.freeze(node)
 

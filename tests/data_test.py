@@ -188,6 +188,20 @@ def test_problems_fill_the_template(tmp_path, tok):
     assert (problem.text, problem.answer) == ("1+2", "3")
 
 
+def test_images_that_the_model_does_not_look_at_are_told(tmp_path, tok, capsys):
+    rows = [{"question": "1", "answer": "1"}, {"question": "2", "answer": "2"}]
+    seen = write(tmp_path / "seen.jsonl", rows[0], rows[1] | {"picture": "a.png"})
+    cfg = dataclasses.replace(CFG, image="picture")
+    assert len(data.problems(seen, tok, cfg, MATH)) == 2
+    told = capsys.readouterr().err
+    assert "seen.jsonl" in told and "data.image='picture'" in told
+    assert "looks at none" in told and told.count("\n") == 1
+    data.problems(seen, tok, CFG, MATH)  # of another field
+    empty = write(tmp_path / "empty.jsonl", rows[0] | {"picture": []})
+    data.problems(empty, tok, cfg, MATH)
+    assert capsys.readouterr().err == ""
+
+
 def test_stop_ids_begin_with_the_end_of_the_turn(tok):
     turn = tok.convert_tokens_to_ids("<|im_end|>")
     end = tok.eos_token_id

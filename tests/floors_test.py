@@ -120,7 +120,9 @@ def test_no_test_imports_another():
 # 30 for raw prompts about images, ranks of the model's own distribution, counted codes.
 # 160 for what many hosts must share, locks of containers, evaluations that are gone on with,
 # what nobody judged, and what the harness's tasks want.
-CORE, FILE = 17_620, 500
+# 260 for answers of given lengths, which filter comes first, end tokens that only a tokenizer
+# tells, folders that hosts do not share, and of which step the best weights are.
+CORE, FILE = 17_880, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near

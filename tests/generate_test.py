@@ -364,6 +364,18 @@ def test_a_config_file_may_be_named_anywhere_and_keys_go_behind_it():
     assert (options.config.sampler.rows, options.config.sampler.max_new) == (3, 32)
 
 
+def test_a_prompt_may_name_the_flag_of_images():
+    name, text = "--model=DIR", "--image-out=a.png, says --image-out"
+    for words in ([name, "--", text], ["what is --image-out?", name]):
+        prompt, values = generate.parsed(words)
+        assert prompt == (text if words[-1] == text else words[0])
+        assert values.image_out is None and values.config.sampler.answers == "text"
+    for words in (["--image-out=x.png"], ["--image-out", "x.png"]):
+        prompt, values = generate.parsed([name, *words, "--", "--image_out"])
+        assert (prompt, values.image_out) == ("--image_out", "x.png")
+        assert values.config.sampler.answers == "image"
+
+
 @pytest.mark.parametrize(
     ("flag", "key"),
     [pair for pair in generate.MOVED.items() if pair[0] not in generate.SHORT],

@@ -92,6 +92,47 @@ def test_requests_are_answered_in_order(model):
     assert rolled < 0
 
 
+def test_an_assistants_turn_that_has_begun_stays_open(model):
+    """As the harness asks where a task says how its answers begin (gen_prefix)."""
+    ask = [{"role": "user", "content": "1+2"}]
+    begun = [*ask, {"role": "assistant", "content": "=3"}]
+    written = model.apply_chat_template(ask)
+    text = model.apply_chat_template(begun, add_generation_prompt=False)
+    assert text == written + "=3"
+    # A turn that has ended is no such turn.
+    examples = [*begun, *ask]
+    closed = model.apply_chat_template(examples)
+    assert closed.startswith(text) and closed != text
+    assert closed.count("=3") == 1 and closed.endswith("assistant\n")
+    assert [message["content"] for message in begun] == ["1+2", "=3"]  # as it was
+
+
+def test_no_more_is_sampled_than_what_is_compared(model):
+    """Of each prompt and length once; the same tokens as of a whole answer."""
+    context = model.apply_chat_template([{"role": "user", "content": "11+22"}])
+    prompt, stream, asked = model.prompt_of(context), model.stream, []
+    (whole,) = model.sampled([prompt], 0.0)
+
+    def noted(prompts, *, temperature, new):
+        asked.append((prompts, new))
+        return stream(prompts, temperature=temperature, new=new)
+
+    one, two = (model.tok.decode(whole[:n]) for n in (1, 2))
+    wrong = "~" * 2
+    model.__dict__["stream"] = noted
+    try:
+        found = model.loglikelihood(
+            [request(context, text) for text in (two, wrong, one, two)]
+        )
+    finally:
+        model.__dict__["stream"] = stream
+    assert [greedy for _, greedy in found] == [True, False, True, True]
+    assert asked == [([prompt, prompt], [2, 1])]
+    assert model.length_of([]) == 1 and model.length_of([1] * 9) == 8
+    short = model.sampled([prompt, prompt], 0.0, new=[2, 1])
+    assert short == [whole[:2], whole[:1]]  # of a model that fills blocks
+
+
 def test_without_the_harness_the_command_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     with pytest.raises(ValueError, match="pip install 'dllm-jax\\[lm-eval\\]'"):

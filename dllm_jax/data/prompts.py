@@ -147,7 +147,8 @@ def has_codes(path: str) -> bool:
     try:
         said = json.loads(file.read_text("utf-8"))
         return bool(said.get("codebook_size")) or said.get("model_type") == "mmada"
-    except (OSError, ValueError, AttributeError):  # whoever reads the model says it
+    # Whoever reads the model says what is wrong with it.
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -8,9 +8,9 @@ in config.json) and plain keys (a key of config.json -> the one value that we co
 import dataclasses
 import pathlib
 
-from dllm_jax import records
 from dllm_jax.checks import Refused, one_of, shown, suits
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.special import find_eos_id, find_mask_id, read_json, token_id
 from dllm_jax.models.vision import config as vision
 
 # ---- Names: our parameter -> the checkpoint's tensor -----------------------------------
@@ -354,19 +354,6 @@ LLAMA3_ROPE = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# What tokenizers call their mask token, where tokenizer_config.json does not name it.
-MASK_TOKENS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")
-
-
-def read_json(file: pathlib.Path) -> dict:
-    """Returns the object that a JSON file holds; raises ValueError naming a bad file."""
-    try:
-        tree = records.of_json(records.text(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    if type(tree) is not dict:
-        raise ValueError(f"{file}: cannot be read: it holds no JSON object")
-    return tree
 
 
 def read_config(folder: pathlib.Path) -> ModelConfig:
@@ -506,92 +493,6 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
             f"{file.parent}: mask token {cfg.mask_id} is outside the vocabulary of "
             f"{cfg.vocab}"
         )
-
-
-def token_id(raw: dict, key: str, default):
-    """Returns an id that config.json may give as a list, or not at all."""
-    value = raw.get(key)
-    value = value[0] if isinstance(value, list) and value else value
-    return default if value is None or value == [] else value
-
-
-def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
-    """Returns the mask token's id, from config.json or the tokenizer's files.
-
-    Where neither has one it is the family's, or for a causal model the id behind the
-    vocabulary, which is no token. Raises ValueError for any other model.
-    """
-    if raw.get("mask_token_id") is not None:
-        return raw["mask_token_id"]
-    if (token := tokenizers_id(folder, "mask_token", *MASK_TOKENS)) is not None:
-        return token
-    if "mask_id" in fields:
-        return fields["mask_id"]
-    if fields.get("attention") == "causal":
-        return fields["vocab"]
-    raise ValueError(
-        f"{folder}: tokenizer without mask token; config.json needs mask_token_id, or the "
-        "tokenizer a mask_token"
-    )
-
-
-def find_eos_id(folder: pathlib.Path, raw: dict) -> int:
-    """Returns the id of the token that ends a text.
-
-    config.json, generation_config.json and the tokenizer's files are asked in this order;
-    where none has one it is the pad token, as the two are often the same. Raises ValueError
-    where that is not told either: no token is to end answers without a word.
-    """
-    if (token := token_id(raw, "eos_token_id", None)) is not None:
-        return token
-    file = folder / "generation_config.json"
-    if file.is_file():
-        token = token_id(read_json(file), "eos_token_id", None)
-    if token is None:
-        token = tokenizers_id(folder, "eos_token")
-    if token is None:
-        token = token_id(raw, "pad_token_id", None)
-    if token is None:
-        raise ValueError(
-            f"{folder}: nothing tells which token ends a text; config.json needs "
-            "eos_token_id, or the tokenizer an eos_token"
-        )
-    return token
-
-
-def tokenizers_id(folder: pathlib.Path, kind: str, *others: str) -> int | None:
-    """Returns the id of a tokenizer's token, None where its files have none.
-
-    kind: "mask_token", for example; others: what such a token may be called where
-    tokenizer_config.json does not name it.
-    """
-    try:
-        id_of, settings = added_tokens(folder)
-        named = settings.get(kind)
-        named = named["content"] if isinstance(named, dict) else named
-        for token in (named, *others):
-            if token in id_of:
-                return int(id_of[token])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder}: its tokenizer files are damaged: {error}"
-        ) from None
-    return None
-
-
-def added_tokens(folder: pathlib.Path) -> tuple[dict, dict]:
-    """Returns ({an added token: its id}, tokenizer_config.json) of a tokenizer's files."""
-    id_of, settings = {}, {}
-    if (file := folder / "added_tokens.json").is_file():
-        id_of = read_json(file)
-    if (file := folder / "tokenizer.json").is_file():
-        for token in read_json(file).get("added_tokens", []):
-            id_of[token["content"]] = token["id"]
-    if (file := folder / "tokenizer_config.json").is_file():
-        settings = read_json(file)
-    for number, token in settings.get("added_tokens_decoder", {}).items():
-        id_of[token["content"]] = int(number)
-    return id_of, settings
 
 
 def adapt(cfg: ModelConfig, *, attention="", shift=-1, mask_id=-1) -> ModelConfig:

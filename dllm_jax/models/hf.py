@@ -30,7 +30,8 @@ from flax import traverse_util
 from dllm_jax import exits, sharding
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.families import changes, family_of, read_config, read_json
+from dllm_jax.models.families import changes, family_of, read_config
+from dllm_jax.models.special import read_json
 from dllm_jax.models.vision import magvit, siglip
 
 HEADS = ("lm", "value", "record", "vision")  # all that a checkpoint may have

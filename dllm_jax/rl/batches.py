@@ -57,9 +57,8 @@ def of_rollouts(
     """Returns (metrics, one complete TrainBatch on the mesh per update, Notes) of an RL step.
 
     rng: shuffles the rollouts; noised: noise.noised of all of them.
-    as_sampled: the noise is the trace itself. Only then are tokens scored in the
-    context in which they were sampled, and the metrics tell how far the sampler was
-    off.
+    as_sampled: the noise is the trace itself, step by step. Only then are tokens scored in
+    the context in which they were sampled, and the metrics tell how far the sampler was off.
     params: of the networks by name: "policy", and as configured "value", "reference".
     pack: views.pack, bound but for trace, noise and group_n.
     score: learner.score, bound but for params and batch.
@@ -78,9 +77,8 @@ def of_rollouts(
     copies = len(noised.step_nT) // len(keep_n)
     trajectory_n = np.repeat(np.arange(len(keep_n)), copies)
     trace, group_n = take((rollouts.trace, rollouts.group_n), trajectory_n)
-    rows = dealt_rows(
-        keep_n, rng, updates=rl.updates, copies=copies, size=rl.answers_per_update
-    )
+    how = {"updates": rl.updates, "size": rl.answers_per_update}
+    rows = dealt_rows(keep_n, rng, copies=copies, **how)
     how = {"rl": rl, "params": params, "score": score, "mesh": mesh}
     pack = functools.partial(deal, trace, noised, group_n, pack)
     deals, scores = packed_and_scored(pack, rows, noised.step_nT.shape, **how)

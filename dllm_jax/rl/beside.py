@@ -1,7 +1,7 @@
 """Grading beside sampling: groups of answers are graded as they end, in a thread.
 
-What it finds is what grading at the end would: a grader judges each answer for itself, and
-sees whole groups. Each process grades its share of the answers, those of sharding.dealt.
+What it finds is what grading at the end would: a grader judges each answer for itself. Each
+process grades its share of the answers, those of sharding.dealt.
 """
 
 import collections

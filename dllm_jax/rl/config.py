@@ -255,7 +255,9 @@ class RLConfig:
     # How much a problem's last solve rate p decides whether it is asked when it comes up:
     # with chance 1 - curriculum x (1 - 4 p (1 - p)). 0: not at all.
     curriculum: float = 0.0
-    truncated: str = "wrong"  # an answer cut at its limit: a key of TRUNCATED
+    # An answer cut at its limit. wrong: it earns 0, or what the worst of its group does. graded:
+    # as its grader says. soft: that, less for its last tokens. mask: it counts for nothing.
+    truncated: str = "wrong"
     # soft: the last tokens of sampler.max_new, which cost more and more; 0: a fifth of it.
     truncated_tail: int = 0
     # Advantages to mean 0 and standard deviation 1 over a step's tokens, after GAE.

@@ -55,6 +55,7 @@ def of(sampler: SamplerConfig, model: ModelConfig) -> Selection:
         temperature=sampler.temperature,
         top_k=sampler.top_k,
         top_p=sampler.top_p,
+        top_p_first=sampler.top_p_first,
         pad_id=model.pad_id if sampler.pad_penalty > 1 else -1,
         pad_penalty=sampler.pad_penalty,
     )

@@ -163,10 +163,8 @@ class RL:
             metrics["prompts_asked"] = len(problems) // settings.rl.group
         if tools.grader.steps is not None:
             with tools.timer("reward"):
-                counted = judged(rollouts, settings.rl)
-                keep_n = batches.teaching(counted, settings.rl)
-                chunks = rollout.split(counted, problems, tools.grader, keep_n).chunks
-                rollouts = dataclasses.replace(rollouts, chunks=chunks)
+                keep_n = batches.teaching(judged(rollouts, settings.rl), settings.rl)
+                rollouts = rollout.split(rollouts, problems, tools.grader, keep_n)
             metrics |= process.summary(rollouts.chunks)
         dropped = []
         table = tools.look([x.prompt_ids for x in problems])

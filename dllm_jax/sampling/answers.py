@@ -68,7 +68,8 @@ class Batches:
         self, params, prompts, key, *, temperature, new=None, watch=None, stop=None
     ):
         """Yields (i, Answer i), batch by batch: see the module."""
-        n, new_n = len(prompts), self.lengths(new, len(prompts))
+        n = len(prompts)
+        new_n = np.array(self.cfg.lengths(new, n), np.int32)
         tokens_nT = np.zeros((n, self.cfg.max_prompt), np.int32)
         len_n = np.zeros(n, np.int32)
         for i, prompt in enumerate(prompts):
@@ -99,17 +100,6 @@ class Batches:
     @sharding.on_own_mesh
     def release(self):
         """Drops what is kept between calls: nothing."""
-
-    def lengths(self, new: list[int] | None, count: int) -> np.ndarray:
-        """Returns the most tokens of each of `count` answers: see the module.
-
-        Raises ValueError for what is none.
-        """
-        most = self.cfg.max_new
-        new_n = np.array([most] * count if new is None else new, np.int32)
-        if ((new_n < 1) | (new_n > most)).any():
-            raise ValueError(f"new={new}: of each prompt 1..{most} tokens of answer")
-        return new_n
 
     def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows as shapes)."""

@@ -152,6 +152,19 @@ class SamplerConfig:
                 "sampler.cache='prefix' re-runs"
             )
 
+    def lengths(self, new: list[int] | None, count: int) -> list[int]:
+        """Returns the most tokens of each of `count` answers; None: of all `max_new`.
+
+        Raises ValueError for what no answer can have.
+        """
+        new = [self.max_new] * count if new is None else new
+        if len(new) != count or not all(1 <= most <= self.max_new for most in new):
+            raise ValueError(
+                f"new={checks.shown(new)}: needs a number in 1..{self.max_new} for each of "
+                f"{count} answers"
+            )
+        return new
+
     @property
     def static(self):
         """The same for programs: nothing in it tells what is TRACED."""

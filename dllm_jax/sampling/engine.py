@@ -113,6 +113,7 @@ class Engine:
         self, params, prompts, key, *, temperature, new=None, watch=None, stop=None
     ):
         """Yields (i, Answer i) as answers end: see `answers`."""
+        new = self.cfg.lengths(new, len(prompts))
         fits = [0 < len(prompt) <= self.cfg.max_prompt for prompt in prompts]
         # First, while no request waits: the caller may leave at any answer.
         for i, prompt in enumerate(prompts):
@@ -120,8 +121,7 @@ class Engine:
                 yield i, state.no_answer(self.cfg.slots)
         for i, prompt in enumerate(prompts):
             if fits[i]:
-                most = self.cfg.max_new if new is None else new[i]
-                self.submit(prompt, index=i, temperature=temperature, new=most)
+                self.submit(prompt, index=i, temperature=temperature, new=new[i])
 
         def show(request, answer):
             watch(request.index, request.start, answer)

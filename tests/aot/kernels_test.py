@@ -55,7 +55,10 @@ def test_attention_and_its_gradient(topology, implementation, heads, kv_heads, s
     compiled(topology, gradient, q, k, k, Mask(*arrays(jnp.int32, *[(B, T)] * 5)), q)
 
 
-@pytest.mark.parametrize("topology, implementation", CHIPS)
+# compile_test's update and rollout have a v5p's.
+@pytest.mark.parametrize(
+    "topology, implementation", [chip for chip in CHIPS if chip[0] != "v5p:2x2x1"]
+)
 def test_the_head(topology, implementation):
     B, U, D, V = 2, 4096, 4096, 151936
     logprob, draw = (

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from huggingface_hub import errors
 
 from dllm_jax import exits, sharding
 from dllm_jax.models import families, hf, transformer
@@ -617,7 +618,8 @@ FOUR_HEADS = {"num_attention_heads": 4}
         ({}, ["block_size"], {"block": 4}),
         ({"block_size": 16}, [], {"block": 16}),
         ({"pad_token_id": 7, "eos_token_id": [5, 6]}, [], {"pad_id": 7, "eos_id": 5}),
-        ({"eos_token_id": None}, [], {"eos_id": 0, "pad_id": 0}),
+        # The token that ends a text is said to be the pad, or another file's affair.
+        ({"eos_token_id": None, "pad_token_id": 7}, [], {"eos_id": 7, "pad_id": 7}),
         (
             {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
             ["rope_theta", "rope_scaling"],
@@ -648,6 +650,56 @@ def test_fields(tmp_path, config, drop, wanted):
     folder = variant(tmp_path / "model", config=config, drop=drop)
     cfg = hf.read_config(folder)
     assert {name: getattr(cfg, name) for name in wanted} == wanted
+
+
+def test_the_end_of_a_text_is_asked_of_one_file_after_the_other(tmp_path):
+    """Token 0, which it was without a word, is a token like any other."""
+    folder = variant(tmp_path / "model", drop=["eos_token_id", "pad_token_id"])
+    for name in ("generation_config", "tokenizer_config", "tokenizer"):
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="nothing tells which token ends a text; .* n"):
+        hf.read_config(folder)
+    known = [{"content": "<end>", "id": 11}, {"content": "<other>", "id": 12}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": known}))
+    settings = folder / "tokenizer_config.json"
+    for named in ("<end>", {"content": "<end>"}):
+        settings.write_text(json.dumps({"eos_token": named}))
+        cfg = hf.read_config(folder)
+        assert (cfg.eos_id, cfg.pad_id) == (11, 11)
+    settings.write_text(json.dumps({"eos_token": "<unknown>"}))
+    with pytest.raises(ValueError, match="needs eos_token_id, or the tokenizer an eos"):
+        hf.read_config(folder)
+    said = folder / "generation_config.json"
+    for value, eos_id in (([9, 8], 9), (9, 9)):
+        said.write_text(json.dumps({"eos_token_id": value}))
+        assert hf.read_config(folder).eos_id == eos_id
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"pad_token_id": 7}))
+    cfg = hf.read_config(folder)
+    assert (cfg.eos_id, cfg.pad_id) == (9, 7)
+    (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 5}))
+    assert hf.read_config(folder).eos_id == 5
+
+
+@pytest.mark.parametrize("family", ORIGINS)
+def test_positions_turn_in_f32_where_the_original_does(family, tmp_path):
+    """LLaDA and MMaDA, unless their config.json says otherwise; an export says the same."""
+    cfg = hf.read_config(ORIGINS[family])
+    says = TOLD[family].get("rope_full_precision", family in ("llada", "mmada"))
+    assert cfg.rope_f32 == says
+    if family in ("llada", "mmada"):
+        for said in (False, True):
+            changed = {"rope_full_precision": said}
+            origin = tmp_path / f"origin_{said}"
+            variant(origin, origin=ORIGINS[family], config=changed)
+            cfg, params = hf.load(origin)
+            assert cfg.rope_f32 == said
+            hf.save(tmp_path / f"out_{said}", cfg, params, like=origin)
+            assert files(tmp_path / f"out_{said}") == files(origin)
+        plain = variant(
+            tmp_path / "plain", origin=ORIGINS[family], drop=["rope_full_precision"]
+        )
+        assert hf.read_config(plain).rope_f32
 
 
 @pytest.mark.parametrize("config, block", [({"bd_size": 8}, 8), ({}, 32)])
@@ -971,3 +1023,39 @@ def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(monkeypatch)
     with pytest.raises(ValueError, match="nor a hub repository"):
         hf.find("models")
     assert asked == ["org/model", "org/other"]
+
+
+def test_what_the_hubs_client_fails_with_is_one_line(monkeypatch):
+    """Whichever HTTP client that is: its errors are neither OSError nor ValueError."""
+
+    class ProxyError(Exception):
+        pass
+
+    def fail(error):
+        def fetch(_):
+            raise error
+
+        monkeypatch.setattr(hf.huggingface_hub, "snapshot_download", fetch)
+        with pytest.raises(ValueError, match="the hub did not give it: ") as refused:
+            hf.find("org/model")
+        return str(refused.value)
+
+    assert fail(ProxyError("403\n Forbidden")).endswith(
+        "did not give it: 403 Forbidden"
+    )
+    assert fail(ProxyError()).endswith("did not give it: ProxyError")
+    client = sys.modules[errors.HTTPError.__module__]
+    for name in ("ConnectError", "ReadTimeout", "RemoteProtocolError"):
+        assert fail(getattr(client, name)("gone")).endswith("did not give it: gone")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-1-of-2.bin"])
+def test_weights_in_bin_files_are_not_read_and_there_is_a_way(tmp_path, name):
+    (tmp_path / "config.json").write_bytes((TIED / "config.json").read_bytes())
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{name} is not read.*save_pretrained"):
+        hf.load(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError) as refused:
+        hf.load(tmp_path)
+    assert "save_pretrained" not in str(refused.value)

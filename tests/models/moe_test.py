@@ -299,6 +299,7 @@ def qwen_moe(folder, step: int, layers: int) -> dict[str, np.ndarray]:
     sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     told = {"model_type": "sdar_moe", "num_hidden_layers": layers, "mask_token_id": 36}
     told |= {"decoder_sparse_step": step, "block_size": 4, "rms_norm_eps": 1e-6}
+    told |= {"eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(sizes | told))
     shapes = {"model.embed_tokens": (37, 16), "lm_head": (37, 16), "model.norm": (16,)}
     for i in range(layers):

@@ -387,6 +387,27 @@ def test_halves_that_change_places_are_what_is_turned(tiny, rotary):
     assert (np.asarray(found) != np.asarray(x_BTNH)).any()
 
 
+@pytest.mark.parametrize("rotary", [1.0, 0.5])
+def test_rope_in_f32_rounds_once(tiny, rotary):
+    cfg = dataclasses.replace(tiny[0], rotary=rotary, dtype="bfloat16")
+    exact = dataclasses.replace(cfg, rope_f32=True)
+    x_BTNH = jax.random.normal(jax.random.key(0), (2, 3, 4, cfg.head_dim), "bfloat16")
+    pos_BT = positions(2, 3) + 1000
+    angle_BTh = np.asarray(pos_BT)[..., None] * np.asarray(transformer.frequencies(cfg))
+    cos, sin = (f(angle_BTh.astype(np.float32))[:, :, None] for f in (np.cos, np.sin))
+    h = cos.shape[-1]
+    a, b, still = np.split(np.asarray(x_BTNH, np.float32), (h, 2 * h), axis=-1)
+    want = np.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
+    for rope in (transformer.rope, transformer.rope_swapping):
+        found = rope(x_BTNH, transformer.turns(pos_BT, exact))
+        rounded = rope(x_BTNH, transformer.turns(pos_BT, cfg))
+        assert found.dtype == rounded.dtype == jnp.bfloat16
+        # Half a unit in the last place of eight bits, or where f32 itself is not exact more.
+        far = abs(np.asarray(found, np.float32) - want)
+        assert (far <= abs(want) * 2**-8 + 1e-6).all()
+        assert (abs(np.asarray(rounded, np.float32) - want) > far).any()
+
+
 def test_a_norm_of_what_is_too_large_says_so():
     """Its own gradient, too, is that of the formula."""
     x_TD = jnp.array([[3.0, 4.0], [2e38, 1.0], [1e-3, 0.0]])

@@ -1,9 +1,11 @@
 """The best evaluation: ties go to the earlier, what is stale ends a run."""
 
 import json
+import types
 
 import pytest
 
+from dllm_jax import train
 from dllm_jax.rl.best import Best, holds, mark, publish
 
 
@@ -92,3 +94,25 @@ def test_of_which_step_the_best_weights_are_is_known_beside_them(tmp_path):
     assert not holds(tmp_path, 3)
     mark(tmp_path, 5)
     assert holds(tmp_path, 5) and not holds(tmp_path, 3)
+
+
+@pytest.mark.parametrize("held, exported", [(3, "best"), (5, "last")])
+def test_weights_that_are_not_the_best_ones_are_not_exported_as_such(
+    tmp_path, held, exported
+):
+    """Killed after step 5, which was better, and run again from 4 with other settings."""
+    champion, said, last = Best("heldout_accuracy", 0), [], []
+    champion.note(3, {"heldout_accuracy": 0.5})
+    (tmp_path / "best").mkdir()
+    mark(tmp_path, held)
+    here = types.SimpleNamespace(folder=tmp_path, main=True, say=said.append)
+    run = types.SimpleNamespace(
+        here=here,
+        champion=champion,
+        progress=types.SimpleNamespace(step=9, states={"policy": "weights"}),
+        export=lambda *args: last.append(args),
+    )
+    train.Training.export_policy(run)
+    assert (tmp_path / "export").exists() == (exported == "best")
+    assert last == ([] if exported == "best" else [("export", "weights")])
+    assert ("the last weights are exported" in said[0]) == (exported == "last")

@@ -33,7 +33,12 @@ scored = jax.jit(reference.selection, static_argnames=("rule", "forbidden"))
 def every_draw(logits_QV, cfg: SamplerConfig):
     """Returns (tokens [n, Q], their probabilities [n], the Draw of each [n, Q])."""
     temper = jax.nn.log_softmax(
-        logits.keep(logits_QV / cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+        logits.keep(
+            logits_QV / cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            top_p_first=cfg.top_p_first,
+        )
     )
     own = jax.nn.log_softmax(logits_QV)
     compared = temper if cfg.tempered_threshold else own
@@ -138,6 +143,12 @@ RULES = {
     "top_k": {"threshold": 0.35, "top_k": 3},
     "top_p": {"threshold": 0.35, "top_p": 0.7, "temperature": 0.8},
     "both": {"strategy": "static", "top_k": 4, "top_p": 0.8},
+    "top_p first": {
+        "strategy": "static",
+        "top_k": 3,
+        "top_p": 0.8,
+        "top_p_first": True,
+    },
     "pads": {"threshold": 0.3, "pad_penalty": 3.0},
     "static_pads": {"strategy": "static", "pad_penalty": 2.0, "temperature": 0.7},
 }

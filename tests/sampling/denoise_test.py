@@ -670,6 +670,28 @@ def test_rows_that_never_end_are_stopped_within_a_turn(
 
 
 @pytest.mark.parametrize("kind", ["batches", "engine"])
+def test_each_prompt_may_have_an_answer_of_its_own_length(tiny, one_width, kind):
+    made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
+    stream = functools.partial(made[kind].stream, params, PROMPTS[:3], temperature=1.0)
+    most = made[kind].cfg.max_new
+    want = dict(stream(jax.random.key(0)))
+    same = dict(stream(jax.random.key(0), new=[most] * 3))
+    for i, answer in want.items():
+        jax.tree.map(np.testing.assert_array_equal, same[i], answer)
+    short = dict(stream(jax.random.key(0), new=[1, 3, most]))
+    for i, new in enumerate([1, 3, most]):
+        length = min(new, int(want[i].len))
+        assert short[i].len == length
+        first = int(short[i].prompt_len)
+        span = slice(first, first + length)
+        np.testing.assert_array_equal(short[i].tokens_T[span], want[i].tokens_T[span])
+    assert short[0].forwards < want[0].forwards
+    for new in ([0, 1, 1], [1, 1, most + 1], [1]):
+        with pytest.raises(ValueError, match=f"in 1..{most} for each of 3 answers"):
+            list(stream(jax.random.key(0), new=new))
+
+
+@pytest.mark.parametrize("kind", ["batches", "engine"])
 def test_a_row_that_meets_nan_ends_at_once_and_alone(tiny, one_width, kind):
     made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
     bad = {**params, "embed": params["embed"].at[41].set(np.nan)}

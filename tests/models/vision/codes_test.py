@@ -1,5 +1,6 @@
 """Images as tokens: ids, layouts and preparation; the commands that read and draw them."""
 
+import dataclasses
 import json
 
 import jax
@@ -41,6 +42,61 @@ def made(model):
     cfg = hf.read_config(model)
     made = pictures.format_of(config.ModelArgs(path=str(model)), model, cfg, tok)
     return made, codes.Codec(made)
+
+
+def test_codes_are_of_who_says_so_whatever_its_model_type(tmp_path):
+    """MMaDA's released checkpoints say that they are LLaDA."""
+    for kind, codes_told, count in (
+        ("llada", 32, 32),
+        ("mmada", 32, 32),
+        ("llada", None, 0),
+        ("mmada", None, 8192),
+    ):
+        told = {"model_type": kind, "codebook_size": codes_told}
+        (tmp_path / "config.json").write_text(json.dumps(drawers.CONFIG | told))
+        cfg = hf.read_config(tmp_path)
+        assert cfg.codebook == count and cfg.looks == bool(count)
+
+
+def test_a_tokenizer_of_images_needs_a_model_with_codes(model):
+    cfg, tok = hf.read_config(model), drawers.tokenizer()
+    args = config.ModelArgs(path=str(model), vq=str(model / "vq"))
+    assert isinstance(pictures.reader(args, SamplerConfig(), cfg, tok), codes.Reader)
+    plain = dataclasses.replace(cfg, codebook=0)
+    with pytest.raises(ValueError, match=r"model\.vq=.*has no codebook_size"):
+        pictures.reader(args, SamplerConfig(), plain, tok)
+    without = dataclasses.replace(args, vq="")
+    assert pictures.reader(without, SamplerConfig(), plain, tok) is None
+
+
+def header(role: str) -> str:
+    """Returns how a turn begins in MMaDA's own code."""
+    return f"<|start_header_id|>{role}<|end_header_id|>\n"
+
+
+def test_without_a_chat_template_a_conversation_is_as_mmadas_code_writes_it(tmp_path):
+    bare = drawers.tokenizer()
+    bare.chat_template = None
+    told = [{"role": "system", "content": " a\n"}, {"role": "user", "content": "b c"}]
+    turns = f"{header('system')}a<|eot_id|>{header('user')}b c<|eot_id|>"
+    written = bare.bos_token + turns + header("assistant")
+    place = drawers.folder(tmp_path / "model", vq=False, tok=bare)
+    tok = data.tokenizer(str(place))
+    assert data.render(tok, told) == data.ids_of(tok, written)
+    how = {"tokenize": False, "add_generation_prompt": False}
+    assert tok.apply_chat_template(told, **how) == bare.bos_token + turns
+    tok.bos_token = None  # then nothing begins it
+    assert tok.apply_chat_template(told, **how) == turns
+    # Its own comes first, and other models have none.
+    (place / "chat_template.jinja").write_text("its own")
+    assert data.tokenizer(str(place)).chat_template == "its own"
+    (place / "chat_template.jinja").unlink()
+    for raw, written in (
+        (drawers.CONFIG | {"model_type": "mmada", "codebook_size": None}, True),
+        (drawers.CONFIG | {"codebook_size": None}, False),
+    ):
+        (place / "config.json").write_text(json.dumps(raw))
+        assert bool(data.tokenizer(str(place)).chat_template) == written
 
 
 def test_ids_follow_from_the_tokenizers_length(made):

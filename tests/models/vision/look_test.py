@@ -273,8 +273,8 @@ def test_pages_bear_the_images_names():
     assert one == pages.page_names(ids, 8, ("a",))
 
 
-def answered(loaded, asked_for, tiles):
-    """Returns the answers to these prompts, with tables of so many tiles."""
+def answered(loaded, asked_for, tiles, **how):
+    """Returns the answers to these prompts, with tables of so many tiles; how: of `stream`."""
     cfg, params, _ = loaded
     cfg = dataclasses.replace(cfg, tiles=tiles)
     mesh = one_device()
@@ -289,7 +289,8 @@ def answered(loaded, asked_for, tiles):
     eyes = look.Eyes(params["vision"], cfg, mesh)
     outer = looking.Looking(inner, eyes)
     shown = params | {looking.LOOK: looking.parts(params)}
-    stream = outer.stream(shown, asked_for, jax.random.key(0), temperature=1.0)
+    key = jax.random.key(0)
+    stream = outer.stream(shown, asked_for, key, temperature=1.0, **how)
     found = dict(stream)
     return [answers.record(found[i], asked_for[i]) for i in range(len(asked_for))], eyes
 
@@ -312,6 +313,17 @@ def test_tables_of_any_size_give_the_same_answers(loaded, place):
     assert (
         len({tuple(x["response_ids"]) for x in whole}) == 5
     )  # the images are looked at
+
+
+def test_an_answer_has_its_own_length_whatever_its_table(loaded, place):
+    some = [asked(loaded, place, "A?", f"{i}.png") for i in (0, 1, 3)]
+    new = [1, 5, 16]
+    found, eyes = answered(loaded, some, 10, new=new)
+    assert len(eyes.chunks(some)) > 1
+    for line, most in zip(found, new, strict=True):
+        assert 0 < len(line["response_ids"]) <= most
+        ended = line["finished"] == "stop" or len(line["response_ids"]) == most
+        assert ended
 
 
 STALE = {"prefix": {"horizon": 8}, "dual": {}, "none": {}}
