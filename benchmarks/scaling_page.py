@@ -110,7 +110,9 @@ def rollouts(cells: dict) -> str:
         "\n## Rollout: a forward of blocks\n\nOn `h200:1` with 1, 64 and 128 rows: as "
         "`eval` and `generate` run, with nothing trained beside it. int8:\n"
         "with `sampler.int8=True`, whose ideal reads a byte of a layer's weight. Where not all "
-        "pages fit that rows could fill, their share\nis told: rows get theirs as they go.\n\n"
+        "pages fit that rows could fill, their share\nis told: rows get theirs as they go. "
+        "A TPU's compiler keeps arrays of `tiny` on the chip, where nothing is read from its "
+        "memory:\non a v6e nearly all, so that it is beyond an ideal that reads them.\n\n"
         + table(head, rows)
     )
 
