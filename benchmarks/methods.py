@@ -32,6 +32,7 @@ MARKS = [  # of the first table, and of that of --newer
     [f"<!-- benchmarks.methods{which}: {end} -->" for end in ("begin", "end")]
     for which in ("", " --newer")
 ]
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by how many runs
 ANSWERS = 4  # to each held-out problem, whenever a run evaluates
 
 NONE, STEP = "rl.value=none", "objective.aggregate=step"
@@ -242,6 +243,24 @@ def mean(values, digits: int = 3) -> str:
     return told if spread is None else f"{told} ± {spread:.{digits}f}"
 
 
+def beside(runs: dict, base: dict) -> str:
+    """Returns by how many points runs end above those of another method, seed by seed.
+
+    The mean with its 95 % interval (t); runs, base: by seed.
+    """
+    gains = [
+        100 * (run["accuracy"][-1] - base[seed]["accuracy"][-1])
+        for seed, run in runs.items()
+        if seed in base
+    ]
+    told = f"{statistics.mean(gains):+.1f}"
+    if len(gains) not in STUDENT:
+        return told
+    half = STUDENT[len(gains)] * statistics.stdev(gains) / len(gains) ** 0.5
+    low, high = statistics.mean(gains) - half, statistics.mean(gains) + half
+    return f"{told} [{low:.1f}, {high:.1f}]"
+
+
 def report(folder: pathlib.Path, seeds: list[int], newer: bool):
     """Writes results.json, a table and, of the first one, a picture of what has ended."""
     results = {}
@@ -251,16 +270,19 @@ def report(folder: pathlib.Path, seeds: list[int], newer: bool):
             results[name] = {seed: run for seed, run in runs.items() if run}
     file = "newer.json" if newer else "results.json"
     (folder / file).write_text(json.dumps(results, indent=1) + "\n")
-    lines = [
-        "| method | runs | accuracy before | after | tokens per forward | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, runs in results.items():
-        runs = list(runs.values())
+    head = ["method", "runs", "accuracy before", "after", "tokens per forward"]
+    head += ["seconds", *["beside TraceRL, points"] * newer]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, by_seed in results.items():
+        runs = list(by_seed.values())
         before, after = (mean(r["accuracy"][at] for r in runs) for at in (0, -1))
         speed = mean([r["tokens_per_forward"][-1] for r in runs], 2)
         seconds = statistics.median(r["seconds"] for r in runs)
-        cells = (name, len(runs), before, after, speed, f"{seconds:.0f}")
+        cells = [name, len(runs), before, after, speed, f"{seconds:.0f}"]
+        base = f"{name.partition(': ')[0]}: TraceRL"
+        if newer:
+            own = name == base or base not in results
+            cells.append("" if own else beside(by_seed, results[base]))
         lines.append(f"| {' | '.join(map(str, cells))} |")
     page, (begin, end) = DOCS / "methods.md", MARKS[newer]
     head, _, rest = page.read_text().partition(begin)

@@ -358,6 +358,16 @@ def test_a_mutant_that_a_grader_let_pass_is_the_graders_fault():
     assert (kind, why["tests_differ"], why["accepted"]) == ("missed", 1, False)
 
 
+def test_methods_are_compared_seed_by_seed():
+    base, runs = (
+        {seed: {"accuracy": [0.1, x]} for seed, x in enumerate(ends)}
+        for ends in ([0.5, 0.6, 0.7], [0.52, 0.61, 0.73])
+    )
+    # Differences of 2, 1 and 3 points: 2 +- 4.303 / sqrt(3).
+    assert methods.beside(runs, base) == "+2.0 [-0.5, 4.5]"
+    assert methods.beside({7: runs[2], 1: runs[1]}, base) == "+1.0"
+
+
 def test_methods_that_have_ended_are_drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(methods, "DOCS", tmp_path)
     picture = tmp_path / "images" / "methods.png"
