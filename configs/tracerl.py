@@ -26,8 +26,8 @@ closes it at the price of a forward of the whole canvas at every step.
 process runs on the bundled model, too, with a judge of the sums' steps (docs/rewards.md). code
 runs on a bundled model that writes functions, whose programs are tested in the sandbox.
 
-Result to expect. process: 0.764 ± 0.047 after 24 steps of 16 problems, and without its judge
-0.759 ± 0.022 (three seeds): no difference. code: held-out problems solved go from 36 to 48 % to
+Result to expect. process: 0.766 ± 0.048 after 24 steps of 16 problems, and without its judge
+0.773 ± 0.035 (three seeds): no difference. code: held-out problems solved go from 36 to 48 % to
 80 to 81 % in 40 steps (128 problems, three seeds; little more than a minute of a core).
 arithmetic: held-out accuracy at temperature 1 goes from 54 to 61 % to 84 to 89 %, tokens per
 forward from 2.3 to 2.9 (256 problems, three seeds; about two minutes on two CPU cores).

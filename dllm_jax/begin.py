@@ -17,6 +17,7 @@ import jax
 
 from dllm_jax import (
     config,
+    data,
     exits,
     memory,
     metrics,
@@ -424,6 +425,7 @@ def begin_or_resume(here: Scene, restored):
     """
     cfg, model, mesh = here.cfg, here.model, here.mesh
     base, value = networks.frozen(cfg.model.path, model, mesh)
+    content = processes.contents(data.mixture(cfg.data.train))
     if restored is None:
         states = networks.initial(
             cfg.model.path,
@@ -435,9 +437,15 @@ def begin_or_resume(here: Scene, restored):
             jax.random.key(cfg.seed),
             value_path=cfg.rl.value_path,
         )
-        return states, base, 0, {"taken": 0}
+        return states, base, 0, {"taken": 0, "data": content}
     states, meta, start = restored
     here.say(f"resuming {pathlib.Path(cfg.run.folder)} after step {start}")
     for change in config.changes(meta["config"], cfg):
         here.say(f"  {change}")
-    return states, base, start, meta
+    if meta.get("data", content) != content:  # older checkpoints do not tell it
+        here.say(
+            f"warning: data.train={cfg.data.train!r} holds other records than until step "
+            f"{start}: the run goes on at the same place of their order, so that some may "
+            "come twice, and others not at all"
+        )
+    return states, base, start, meta | {"data": content}

@@ -199,9 +199,7 @@ def facts(cfg: config.Config) -> dict[str, str]:
     leaves = config.flat(dataclasses.asdict(cfg))
     out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
     train = data.mixture(cfg.data.train) if cfg.data.train else {}
-    out["data.train's content"] = " ".join(
-        f"{processes.content(path)}:{weight:g}" for path, weight in train.items()
-    )
+    out["data.train's content"] = processes.contents(train)
     heldout = filter(None, map(str.strip, cfg.data.heldout.split(",")))
     out["data.heldout's content"] = " ".join(map(processes.content, heldout))
     model = pathlib.Path(cfg.model.path)

@@ -490,6 +490,11 @@ def sources() -> str:
     return total.hexdigest()[:12]
 
 
+def contents(weights: dict[str, float]) -> str:
+    """Returns what identifies the contents of a mixture's files, with their weights."""
+    return " ".join(f"{content(path)}:{weight:g}" for path, weight in weights.items())
+
+
 def content(path) -> str:
     """Returns what identifies a file's content, whatever its path."""
     if os.path.exists(path) and not os.path.isfile(path):

@@ -230,6 +230,7 @@ class Training:
         self.progress.step = step
         self.progress.meta = {
             "taken": self.progress.meta["taken"] + used,
+            "data": self.progress.meta["data"],
             "config": self.resolved,
             "row": row,
             "norms": self.watch.norms,

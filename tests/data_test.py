@@ -347,6 +347,31 @@ def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
     )
 
 
+@pytest.mark.parametrize(("full", "pads"), [(False, 2), (True, 1)])
+def test_pads_go_to_the_end_of_the_samplers_block(tmp_path, tok, full, pads):
+    """With full attention blocks are counted from the answer's start, of 3 tokens here."""
+    path = write(tmp_path / "x.jsonl", {"prompt": "1+1", "response": "12"})
+    got, _ = data.examples(path, tok, CFG, full=full, **FORM)
+    assert int(got.len_B[0]) == 3 + pads
+    # No pad is beyond the canvas.
+    got, _ = data.examples(path, tok, CFG, full=True, **FORM | {"slots": 6})
+    assert int(got.len_B[0]) == 3
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_blank_answers_teach_nothing(tmp_path, tok, blank):
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": blank}]
+    path = write(
+        tmp_path / "x.jsonl",
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": "1+1", "response": blank},
+        {"question": "1+1", "response": blank},
+        {"messages": turns},
+    )
+    got, dropped = data.examples(path, tok, CFG, **FORM)
+    assert (len(got.len_B), dropped) == (1, 3)
+
+
 def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
     line = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "step_map": [3, 1, 2]}
     rebased = line | {"step_map": [2, 0, 1]}  # dLLM-RL counts from 0

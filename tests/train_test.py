@@ -692,8 +692,12 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     assert f"resuming {folder} after step 1" in told
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert np.isfinite(rows(folder)[-1]["grad_norm"])
-    assert "steps are done" not in told
+    assert "steps are done" not in told and "holds other records" not in told
     assert "all 2 steps are done" in end(command(folder, *OLD_KEYS))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "1+1", "answer": "2"}\n' * 4)
+    told = end(command(folder, *OLD_KEYS, "rl.steps=3", f"data.train={other}"))
+    assert f"data.train='{other}' holds other records than until step 2" in told
 
 
 def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(

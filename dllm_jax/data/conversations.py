@@ -58,7 +58,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         *before, last = conversation(row["messages"])
         if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
-        return render(tok, before, shown), [last["content"]]
+        return render(tok, before, shown), said(last["content"])
     if "prompt" not in row or cfg.question in row:
         prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)
     elif shown is None:
@@ -69,7 +69,12 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         if not shown.answer:
             raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
         return prompt, [list(shown.answer)]
-    return prompt, [text(row, cfg.response, "data.response")]
+    return prompt, said(text(row, cfg.response, "data.response"))
+
+
+def said(answer: str) -> list[str]:
+    """Returns an answer as a list of answers: a blank one is none, nothing to learn."""
+    return [answer] if answer.strip() else []
 
 
 def ids(row: dict, name: str, most: int = STEPS) -> list[int]:
@@ -144,6 +149,7 @@ def examples(
     vocab: int,
     block: int,
     slots: int,
+    full: bool = False,
     mask: int = -1,
     pairs: bool = False,
     traced: bool = False,
@@ -156,7 +162,7 @@ def examples(
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
 
     end, pad, mask: the tokens; no answer has the mask. vocab: the model's ids are below it.
-    block: positions of a block,
+    block: positions of a block, with `full` attention counted from the answer's start;
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
     reader: see Looker. drawn: of images, which are whole blocks, the first id and that behind
@@ -176,9 +182,11 @@ def examples(
                 if drawn:
                     refuse_undrawn(example, drawn, block)
                 else:
-                    count = pads_after(
-                        example, cfg.post_num, block, free, traced=traced
-                    )
+                    first = len(example.prompt) if full else 0
+                    count = cfg.post_num
+                    if count < 0:  # up to the end of its block
+                        count = 0 if traced else (first - length(example)) % block
+                    count = max(min(count, free), 0)
                     example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
@@ -204,15 +212,6 @@ def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Exa
             answer.append(end)
     steps = steps_of(row, answer) if traced else [1] * len(answer)
     return Example(prompt, answer, steps)
-
-
-def pads_after(
-    example: Example, post_num: int, block: int, free: int, *, traced
-) -> int:
-    """Returns how many pads are learned after an answer: see DataConfig.post_num."""
-    if post_num >= 0:
-        return max(min(post_num, free), 0)
-    return 0 if traced else -length(example) % block
 
 
 def padded(example: Example, count: int, *, pad: int, traced: bool) -> Example:

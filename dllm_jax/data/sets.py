@@ -280,8 +280,9 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     unknown set, a wrong checksum, a download that fails, and a record that is none.
     """
     known = known_set(name)
-    stem = re.sub(r"[^\w.-]+", "_", name.removeprefix("hub:").removesuffix(".gz"))
-    kept = place(name if name in SETS else pathlib.Path(stem).stem)
+    told = re.sub(r"[^\w.-]+", "_", name.removeprefix("hub:").removesuffix(".gz"))
+    stem, kind = os.path.splitext(told.removesuffix(".jsonl"))
+    kept = place(name if name in SETS else stem + kind.replace(".", "_"))
     raw = cache() / "downloaded" / kept.stem / pathlib.PurePosixPath(known.url).name
     note = raw.with_name(f"{raw.name}.sha256")
     noted = note.read_text() if note.exists() else ""

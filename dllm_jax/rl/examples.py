@@ -183,6 +183,7 @@ def read_examples(settings: Settings, tools: Tools, *, each: int):
             mask=settings.model.mask_id,
             block=settings.sampler.block,
             slots=settings.sampler.slots,
+            full=settings.model.attention == "full",
             pairs=each == 2,
             traced=settings.noise.kind == "trace",
             reader=tools.reader,

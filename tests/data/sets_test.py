@@ -169,6 +169,13 @@ def test_files_of_the_hub_packed_or_parquet(mirror):
     assert records.records(str(kept)) == rows
 
 
+def test_files_of_the_hub_that_differ_in_their_kind_alone_are_two(mirror):
+    for kind, text in (("jsonl", '{"a": 1}'), ("json", '[{"a": 2}]'), ("csv", "a\n3")):
+        mirror(sets.HUB.format("mine/v1.0", f"d.{kind}"), text.encode())
+    found = {sets.get(f"hub:mine/v1.0/d.{x}")[0] for x in ("jsonl", "json", "csv")}
+    assert {str(records.records(str(file))[0]["a"]) for file in found} == set("123")
+
+
 @pytest.mark.parametrize("name", ["MATH", "hub:owner", "hub:owner/name", "hub:a//b"])
 def test_an_unknown_name_lists_what_there_is(name):
     with pytest.raises(ValueError, match="choose from math500, math_train, gsm8k"):
