@@ -5,6 +5,7 @@ of each phase of a step. A metric of every step is drawn faintly, with its runni
 it; a metric that repeats another of its panel point by point is left out.
 """
 
+import itertools
 import math
 import pathlib
 
@@ -27,7 +28,9 @@ PANELS = {  # title -> the metrics drawn in it
 LOG = ("logprob_gap_max", "logprob_gap_mean")  # drawn on a logarithmic scale
 PHASES = ("rollout", "reward", "score", "update", "checkpoint", "eval")
 COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a")
+DASHES = ("-", "--", ":", "-.")  # of as many lines each as there are colours
 STYLE = {
+    "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -138,8 +141,10 @@ def grid(plt, count: int):
 
 def draw_panel(axis, title: str, lines: dict, legend_size: int):
     """Draws the metrics of one panel."""
-    for color, (metric, points) in zip(COLORS, lines.items(), strict=False):
-        draw_line(axis, points, color, label_of(metric, lines))
+    looks = itertools.cycle(itertools.product(DASHES, COLORS))
+    for (dashes, color), (metric, points) in zip(looks, lines.items(), strict=False):
+        look = {"color": color, "linestyle": dashes}
+        draw_line(axis, points, look, label_of(metric, lines))
     if lines.keys() & set(LOG):
         axis.set_yscale("log")
     else:
@@ -165,17 +170,20 @@ def label_of(metric: str, lines: dict) -> str:
     return metric.replace("_", " ")
 
 
-def draw_line(axis, points, color: str, label: str):
-    """Draws one metric: few points as they are, many with their running mean."""
+def draw_line(axis, points, look: dict, label: str):
+    """Draws one metric: few points as they are, many with their running mean.
+
+    look: colour and dashes, as matplotlib calls them.
+    """
     steps, values = zip(*points, strict=True)
     if len(points) <= FEW:
-        axis.plot(steps, values, color=color, marker="o", ms=3.5, lw=1.6, label=label)
+        axis.plot(steps, values, **look, marker="o", ms=3.5, lw=1.6, label=label)
         return
     half = min(len(values) // 20 + 1, 8)
     windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     means = [sum(window) / len(window) for window in windows]
-    axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
-    axis.plot(steps, means, color=color, lw=1.8, label=label)
+    axis.plot(steps, values, **look, lw=0.8, alpha=0.35)
+    axis.plot(steps, means, **look, lw=1.8, label=label)
 
 
 def draw_seconds(axis, rows: list[dict]):

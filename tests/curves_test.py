@@ -68,6 +68,40 @@ def test_further_files_and_samplers_are_drawn_with_the_first():
     }
 
 
+@pytest.mark.parametrize("points", [3, 40])
+def test_every_line_is_drawn_and_looks_different(points):
+    names = ["heldout_accuracy", *(f"heldout_{x}_accuracy" for x in "abcdefghij")]
+    names += ["accuracy", "reward"]
+    rows = [
+        {"step": step} | {name: 0.05 * i for i, name in enumerate(names)}
+        for step in range(points)
+    ]
+    figure = curves.figure_of(plt, rows)
+    axis = figure.axes[0]
+    legend = [x.get_text() for x in axis.get_legend().get_texts()]
+    drawn = [x for x in axis.lines if x.get_label() in legend]
+    looks = {(x.get_color(), x.get_linestyle()) for x in drawn}
+    plt.close(figure)
+    assert len(legend) == len(drawn) == len(looks) == len(names)
+
+
+def test_no_axis_is_told_as_differences_from_a_number():
+    """Such as "1e-7 + 1.0000001" beside an axis, which people read as its values."""
+    rows = [
+        {"step": 10**6 + step, "advantage_std": 1 + 1e-7 * step, "reward": 1.0}
+        | {"logprob_gap_max": 1e-3 * (1 + 1e-6 * step), "seconds/rollout": 1000 + step}
+        for step in range(5)
+    ]
+    shown = []
+    with plt.rc_context(curves.STYLE):
+        figure = curves.figure_of(plt, rows)
+        figure.canvas.draw()
+        for axis in figure.axes:
+            shown += [x.get_offset_text().get_text() for x in (axis.xaxis, axis.yaxis)]
+    plt.close(figure)
+    assert len(shown) == 8 and not any("+" in x for x in shown)
+
+
 @pytest.mark.parametrize("count", range(1, 16))
 def test_the_grid_is_full(count):
     """Every cell belongs to one panel; the second row's are all there or none below it."""

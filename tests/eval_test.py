@@ -178,7 +178,11 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
 
     other = tmp_path / "other.jsonl"
     lines = (alone / "eval.jsonl").read_text().splitlines()
-    other.write_text(json.dumps(json.loads(lines[0]) | {"prompt_ids": [1]}) + "\n")
+    rows = [json.loads(line) | {"prompt_ids": [1]} for line in lines]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("compare", str(alone), str(other))  # as of another tokenizer
+    assert done.stdout.endswith("4 problems in common; better on 0 of them, and on 0\n")
+    other.write_text(json.dumps(rows[0] | {"problem": "0" * 16}) + "\n")
     refusals = {
         (str(alone), str(other)): "no problem in common: nothing to compare",
         (str(alone),): "compare needs two evaluations, and not 1",

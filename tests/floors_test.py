@@ -127,9 +127,11 @@ CORE, FILE = 17_880, 500
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
 # those of tests, and what solutions say of them; 30 for several judges of hard math at once;
-# 10 for a judge that nobody serves; 20 for graders of one name, and infinite rewards.
-REWARDS = 3_700  # a jail, a judge, seven formats; formulas among short answers
-LOOKED_AT = 700
+# 10 for a judge that nobody serves; 20 for graders of one name, and infinite rewards; 90 for
+# calculations left undone within brackets, rates and money among units, and complex numbers.
+REWARDS = 3_790  # a jail, a judge, seven formats; formulas among short answers
+# 40 for problems paired whatever their prompts' ids, and blocks as full attention has them.
+LOOKED_AT = 740
 VISION = 1_190  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same

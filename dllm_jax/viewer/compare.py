@@ -1,4 +1,4 @@
-"""Two checkpoints on the same prompts: which answers belong together, and who won.
+"""Two checkpoints on the same problems: which answers belong together, and who won.
 
 A difference's interval is the paired bootstrap's: problems are drawn with replacement, and
 of each its difference, the mean over its answers (arXiv 2411.00640 calls this paired and
@@ -6,6 +6,7 @@ clustered).
 """
 
 import collections
+import re
 
 import numpy as np
 
@@ -20,31 +21,59 @@ MEASURES = {
     ),
     "tokens": lambda row: len(row["response_ids"]),
 }
+# `problem` as eval writes it; a data set's own field of this name may be any text.
+HASH = re.compile(r"[0-9a-f]{16}")
 
 
-def key_of(row: dict):
-    """Returns what two answers to one prompt have in common: its ids, and its images'."""
-    ids, shown = row.get("prompt_ids"), row.get("images") or ()
-    marks = tuple(str(x.get("mark")) for x in shown if isinstance(x, dict))
-    return (tuple(ids), marks) if ids else (row.get("id"), row.get("question"))
+def marks_of(row: dict) -> tuple[str, ...]:
+    """Returns what tells the images of a prompt from others."""
+    shown = row.get("images") or ()
+    return tuple(str(x.get("mark")) for x in shown if isinstance(x, dict))
 
 
-def groups(rows: list[dict]) -> dict:
-    """Returns the numbers of the answers to each prompt, by what they have in common."""
+def by_record(row: dict):
+    """Returns the hash of the record that was asked; None where the line has none."""
+    told = row.get("problem")
+    return told if type(told) is str and HASH.fullmatch(told) else None
+
+
+def by_question(row: dict):
+    """Returns the question, its gold answer and its images; None where it is not told."""
+    told = row.get("question")
+    return (told, row.get("answer"), marks_of(row)) if told else None
+
+
+def by_ids(row: dict):
+    """Returns the prompt's ids and its images, or else its number; None: it has neither."""
+    if ids := row.get("prompt_ids"):
+        return tuple(ids), marks_of(row)
+    named = row.get("id"), row.get("question")
+    return None if named == (None, None) else named
+
+
+def groups(rows: list[dict], key_of) -> dict:
+    """Returns the numbers of the answers to each problem, by what `key_of` says of them."""
     numbers = collections.defaultdict(list)
     for i, row in enumerate(rows):
         numbers[key_of(row)].append(i)
-    return {key: ids for key, ids in numbers.items() if key != (None, None)}
+    return {key: ids for key, ids in numbers.items() if key is not None}
 
 
 def common(first: list[dict], second: list[dict]) -> list[tuple[list, list]]:
-    """Returns the numbers of the answers to each prompt that both files have."""
-    there = groups(second)
-    return [(ids, there[key]) for key, ids in groups(first).items() if key in there]
+    """Returns the numbers of the answers to each problem that both files have.
+
+    Ids are compared where nothing better is told: another tokenizer, or chat template, has
+    others for the same problem.
+    """
+    told = (key for key in (by_record, by_question) if all(map(key, first + second)))
+    key_of = next(told, by_ids)
+    there = groups(second, key_of)
+    ours = groups(first, key_of)
+    return [(ids, there[key]) for key, ids in ours.items() if key in there]
 
 
 def pairs(shared: list[tuple[list, list]]) -> list[tuple[int, int]]:
-    """Returns pairs of answers: the k-th to a prompt in one file, and in the other."""
+    """Returns pairs of answers: the k-th to a problem in one file, and in the other."""
     return [pair for both in shared for pair in zip(*both, strict=False)]
 
 

@@ -115,9 +115,13 @@ def evals(rows: list[dict], problems: int) -> list[list]:
 
 
 def heldout_size(cfg: dict) -> int:
-    """Returns how many problems an evaluation had; 0 where nobody can tell any more."""
+    """Returns how many problems an evaluation had; 0 where nobody can tell any more.
+
+    Of several files it is the first, as heldout_accuracy is.
+    """
     limit = traces.whole(traces.group(cfg, "eval").get("problems"))
-    path = pathlib.Path(str(traces.group(cfg, "data").get("heldout")))
+    files = str(traces.group(cfg, "data").get("heldout")).split(",")
+    path = pathlib.Path(files[0].strip())
     try:  # of a pipe nobody can tell: it was read by the run, and would be waited for
         size = len(records.records(str(path))) if path.is_file() else limit
     except ValueError:

@@ -30,6 +30,9 @@ NUMBERS = ("reward", "forwards")
 STEP = re.compile(r"step_(\d+)\.jsonl")
 MOST = 2000  # answers on a page; of more, some are taken
 LONG_PROMPT = 20_000  # characters of a prompt that are shown
+# Values of model_type with full attention where config.json has no attention_pattern: as
+# models.families has them, which lies above this floor.
+FULL = ("Dream", "llada", "llava_llada", "mmada")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ class File:
     model: str  # the checkpoint's folder or hub name; "": not known
     block: int  # positions that are denoised together; 0: not known
     roots: tuple[str, ...] = (".",)  # the folders in which images may lie
+    attention: str = ""  # what the command made of the model; "": the checkpoint's
 
     @property
     def name(self) -> str:
@@ -64,8 +68,8 @@ def read(path: str, images: str = "") -> File:
             check(row)
         except ValueError as error:
             raise ValueError(f"{file}: answer {number}: {error}") from None
-    model, block, roots = settings(file)
-    return File(file, rows, model, block, (images,) if images else roots)
+    told = settings(file, rows)
+    return dataclasses.replace(told, roots=(images,)) if images else told
 
 
 def found(path: pathlib.Path) -> pathlib.Path:
@@ -118,22 +122,25 @@ def number(x) -> bool:
     return type(x) in (int, float) and abs(x) < math.inf
 
 
-def settings(file: pathlib.Path) -> tuple[str, int, tuple[str, ...]]:
-    """Returns (model.path, sampler.block, File.roots) of the command that wrote a file.
-
-    The first two are "" and 0 where it does not say.
-    """
+def settings(file: pathlib.Path, rows: list[dict]) -> File:
+    """Returns a File with what the command that wrote it says, in a note or its run's."""
     job = object_of(note_of(file))
-    named = {key.removeprefix("data."): x for key, x in job.items()}
-    roots = album.roots_of(file, named)
-    if job:
-        return str(job.get("model.path", "")), whole(job.get("sampler.block")), roots
-    for folder in (file.parent, file.parent.parent):
-        if cfg := object_of(folder / "config.json"):
-            model, sampler = group(cfg, "model"), group(cfg, "sampler")
-            roots = album.roots_of(file, group(cfg, "data"))
-            return str(model.get("path", "")), whole(sampler.get("block")), roots
-    return "", 0, roots
+    model, sampler, dataset = (
+        {key.removeprefix(front): x for key, x in job.items() if key.startswith(front)}
+        for front in ("model.", "sampler.", "data.")
+    )
+    beside = () if job else (file.parent, file.parent.parent)
+    cfg = next(filter(None, (object_of(x / "config.json") for x in beside)), None)
+    if cfg is not None:
+        model, sampler, dataset = (group(cfg, x) for x in ("model", "sampler", "data"))
+    return File(
+        file,
+        rows,
+        model=str(model.get("path", "")),
+        block=whole(sampler.get("block")),
+        roots=album.roots_of(file, dataset),
+        attention=str(model.get("attention") or ""),
+    )
 
 
 def group(tree: dict, name: str) -> dict:
@@ -171,6 +178,19 @@ def tokenizer(model: str):
     return None
 
 
+def full(file: File, tok) -> bool:
+    """Returns whether the model that wrote a file has full attention; False: or not known.
+
+    What the command made of the model comes first. Else the checkpoint says it, which lies
+    where the tokenizer was read: --model and a hub's snapshot are not where model.path is.
+    """
+    folders = filter(None, (getattr(tok, "name_or_path", ""), file.model))
+    found = (object_of(pathlib.Path(x) / "config.json") for x in folders)
+    raw = next(filter(None, found), {})
+    told = file.attention or raw.get("attention_pattern")
+    return told == "full" if told else raw.get("model_type") in FULL
+
+
 # ---- In the page -------------------------------------------------------------------------
 
 
@@ -186,6 +206,8 @@ def packed(file: File, tok, *, block: int = 0, name: str = "") -> dict:
         "name": name or file.name,
         "model": file.model,
         "block": file.block or block,
+        # Where blocks are counted from: see policy.first_block.
+        "full": full(file, tok),
         "notice": notice,
         "pieces": [list(piece) for piece in table],
         "pictures": pictures.pictures,

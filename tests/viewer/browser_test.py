@@ -13,7 +13,7 @@ from PIL import Image
 from dllm_jax import data, images, report, trace
 from dllm_jax.rl.rewards import scenes
 from dllm_jax.viewer import page, traces
-from tests.viewer.common import MODEL, answer, write
+from tests.viewer.common import FULL, MODEL, answer, write
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
@@ -189,6 +189,31 @@ def test_playing_ends_at_the_last_step(opened):
         assert view.js(name) == "Play"
 
 
+@pytest.mark.parametrize(
+    ("model", "edges", "sizes"), [(FULL, [4], [4, 4]), (MODEL, [1, 5], [1, 4, 3])]
+)
+def test_blocks_lie_where_the_model_denoised_them(
+    opened, tmp_path, model, edges, sizes
+):
+    """Behind a prompt of 3 tokens: with full attention they begin with the answer."""
+    told = {"model": {"path": str(model)}, "sampler": {"block": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    rows = [answer([8, 31, 25, 32, 102, 30, 30, 2])]
+    file = traces.read(str(write(tmp_path / "x.jsonl", rows)))
+    made = traces.packed(file, data.tokenizer(model))
+    content = {"files": [made], "pairs": None, "summary": None}
+    with opened(page.TRACE, content) as view:
+        found = "[...document.querySelectorAll('.canvas .token')]"
+        drawn = f"return {found}.flatMap((x, i) => x.matches('.edge') ? [i] : [])"
+        assert view.js(drawn) == edges
+        view.js(f"{found}[4].click()")
+        facts = view.js("return document.querySelector('.facts').textContent")
+        assert "block 2" in facts
+        bars = "return [...document.querySelectorAll('.band')].map(x => x.textContent)"
+        told = [text.split(", ")[1] for text in view.js(bars)]
+        assert told == [f"{size} token{'s' * (size > 1)}" for size in sizes]
+
+
 def test_two_files_side_by_side(opened, tmp_path):
     ids = [8, 31, 25]
     first = [answer(ids, prompt_ids=[i], reward=0.0) for i in range(3)]
@@ -355,6 +380,32 @@ def test_what_there_is_nothing_of_has_no_heading(opened, tmp_path):
             "What happened",
             "Keys that differ from their defaults",
         ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_no_two_lines_of_a_chart_look_the_same(opened, run, runs, theme):
+    names = ["heldout_accuracy", "accuracy", "reward"]
+    if runs == 1:
+        names += [f"heldout_{x}_accuracy" for x in "abcdef"]
+    rows = [
+        {"step": step} | {name: (i + step) / 20 for i, name in enumerate(names)}
+        for step in range(4)
+    ]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)] * runs)) as view:
+        media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        view.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        looks = view.js(
+            "return [...document.querySelectorAll('.line path')].map(getComputedStyle)"
+            ".map(x => `${x.stroke} ${x.strokeDasharray}`)"
+        )
+        keys = view.js(
+            "return [...document.querySelectorAll('.chart .key')].map(getComputedStyle)"
+            ".map(x => `${x.color} ${x.boxShadow} ${x.borderRadius}`)"
+        )
+        view.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        assert len(looks) == len({*looks}) == len({*keys}) == runs * len(names)
 
 
 def test_a_curve_of_zeros_has_no_axis_below_zero(opened, run):

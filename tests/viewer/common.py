@@ -5,6 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "arithmetic" / "model"
+FULL = ROOT / "examples" / "arithmetic" / "full"  # with full attention
 
 
 def answer(ids=(5, 6, 7), **fields) -> dict:

@@ -80,6 +80,18 @@ def test_no_pipe_is_waited_for(tmp_path):
     assert runs.heldout_size({"eval": {"problems": 7}}) == 7
 
 
+def test_of_several_held_out_files_the_first_is_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "1"}\n' * 256)
+    cfg = {"data": {"heldout": f" {tmp_path}/a.jsonl , {tmp_path}/b.jsonl"}}
+    for problems, size in ((2000, 256), (0, 256), (100, 100)):
+        cfg["eval"] = {"problems": problems}
+        assert runs.heldout_size(cfg) == size
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "heldout_accuracy": 0.5}])
+    (tmp_path / "config.json").write_text(json.dumps(cfg | {"eval": {"problems": 0}}))
+    ((_, _, low, high, *_),) = runs.told(str(tmp_path))["evals"]
+    assert [round(low, 3), round(high, 3)] == [0.439, 0.561]
+
+
 def test_an_evaluation_is_told_with_its_intervals(tmp_path):
     """As far as a card has them: a damaged one costs no more than they."""
     told = {"accuracy": 0.5, "problems": 4, "odd": "x"}

@@ -2,13 +2,16 @@
 
 import json
 import re
+import types
 
 import numpy as np
 import pytest
 
+from dllm_jax import data
+from dllm_jax.models import families
 from dllm_jax.viewer import compare, leave, page, table, traces
 from tests import served
-from tests.viewer.common import MODEL, answer, write
+from tests.viewer.common import FULL, MODEL, answer, write
 
 
 def test_numbers_arrive_in_the_page_as_they_were(tmp_path):
@@ -37,6 +40,44 @@ def test_the_settings_are_those_of_the_command_that_wrote_the_file(tmp_path):
     loose = write(tmp_path / "x.jsonl", [answer()])
     (tmp_path / "x.job.json").write_text('{"model.path": "b", "sampler.block": 0}')
     assert (traces.read(str(loose)).model, traces.read(str(loose)).block) == ("b", 0)
+
+
+ATTENTIONS = {
+    "its checkpoint's": ("", FULL, None, True),
+    "a checkpoint with blocks": ("", MODEL, None, False),
+    "what a run makes of it": ("full", MODEL, None, True),
+    "what a run unmakes": ("block", FULL, None, False),
+    "where the tokenizer lies": ("", "org/name", FULL, True),
+    "a hub's, and no tokenizer": ("", "org/name", None, False),
+    "nobody's": ("", "", None, False),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_page_knows_whether_attention_was_full(name, noted, tmp_path):
+    attention, model, of_tokenizer, full = ATTENTIONS[name]
+    told = {"path": str(model), "attention": attention}
+    file = write(tmp_path / "x.jsonl", [answer()])
+    if noted:
+        flat = {f"model.{key}": x for key, x in told.items()}
+        (tmp_path / "x.job.json").write_text(json.dumps(flat))
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"model": told}))
+    tok = data.tokenizer(of_tokenizer) if of_tokenizer else None
+    assert traces.packed(traces.read(str(file)), tok)["full"] is full
+
+
+@pytest.mark.parametrize("kind", families.FAMILIES)
+def test_families_without_a_word_attend_as_models_do(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    file = traces.File(tmp_path, [], str(tmp_path), 4)
+    attention = families.FAMILIES[kind].assumed.get("attention", "block")
+    assert traces.full(file, None) == (attention == "full")
+    lone = types.SimpleNamespace(name_or_path=str(tmp_path / "none"))
+    assert traces.full(file, lone) == traces.full(file, None)
+    (tmp_path / "config.json").write_text("{")  # damaged: nobody can tell
+    assert traces.full(file, None) is False
 
 
 def test_of_very_many_answers_some_are_shown_and_that_is_said():
@@ -102,6 +143,38 @@ def test_answers_are_paired_by_prompt_and_in_order():
     shared = compare.common(first, second)
     assert shared == [([0, 1], [1, 3, 4]), ([3], [0])]
     assert compare.pairs(shared) == [(0, 1), (1, 3), (3, 0)]
+
+
+def test_answers_are_paired_by_the_record_that_was_asked():
+    """Another tokenizer has other ids for it, and another template other words, too."""
+    first = [answer(prompt_ids=[p], problem=f"{p:016x}") for p in (1, 1, 2)]
+    second = [
+        answer(prompt_ids=[p + 50], problem=f"{p:016x}", question="?")
+        for p in (2, 1, 1)
+    ]
+    assert compare.common(first, second) == [([0, 1], [1, 2]), ([2], [0])]
+    same_ids = [x | {"problem": "f" * 16} for x in first]
+    assert compare.common(first, same_ids) == []
+
+
+def test_where_a_line_lacks_the_record_questions_are_compared():
+    first = [
+        answer(prompt_ids=[i], question=q, answer=gold, problem=f"{i:016x}")
+        for i, (q, gold) in enumerate((("a", "1"), ("b", "2"), ("b", "3"), ("a", "1")))
+    ]
+    older = [{**x, "prompt_ids": [9, *x["prompt_ids"]]} for x in first]
+    for row in older:
+        del row["problem"]
+    pairs = [([0, 3], [0, 3]), ([1], [1]), ([2], [2])]
+    assert compare.common(first, older) == pairs
+    assert compare.common(first, [first[0], *older[1:]]) == pairs
+    named = [x | {"problem": "What is 1 + 1?"} for x in first]  # the data's own field
+    assert compare.common(first, named) == pairs
+    seen = [x | {"images": [{"mark": "a"}]} for x in older]
+    assert compare.common(first, seen) == []
+    for row in older:
+        row |= {"question": ""}  # of captions, say: then ids are all that is told
+    assert compare.common(first, older) == []
 
 
 def test_the_same_words_about_another_image_are_another_prompt():

@@ -2,6 +2,7 @@
 
 const WIDE = 330, HIGH = 150, LEFT = 42, BOTTOM = 18, TOP = 6, RIGHT = 6;
 const FEW = 30; // points that are drawn one by one
+const HUES = 6; // .line0 to .line5; further lines are dashed, and then dotted
 
 // About so many round numbers between two.
 function ticks(low, high, about) {
@@ -50,9 +51,10 @@ class Chart {
   }
 
   classOf(line, i, runs) {
-    if (runs < 2) return `line line${i}`;
+    const drawn = ["", " dashed", " dotted"], most = drawn.length - 1;
+    if (runs < 2) return `line line${i % HUES}${drawn[Math.min(Math.floor(i / HUES), most)]}`;
     const first = this.lines.findIndex((other) => other.run === line.run);
-    return `line run${line.run}${i > first ? " dashed" : ""}`;
+    return `line run${line.run}${drawn[Math.min(i - first, most)]}`;
   }
 
   scaled(y) {

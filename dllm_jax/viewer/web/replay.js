@@ -63,11 +63,13 @@ class Answer {
     return this.order.starts[step + 1] - this.order.starts[step];
   }
 
-  // The block of a token, from 0, on the grid on which the model denoises; -1: not known.
+  // The block of a token, from 0, as the model denoises them; -1: not known. With full
+  // attention they begin with the answer, else they lie on a grid from the prompt's start.
   block(i) {
     const size = this.file.block;
     if (!size || this.drawing) return -1;
-    return Math.floor((this.row.n + i) / size) - Math.floor(this.row.n / size);
+    const before = this.file.full ? 0 : this.row.n % size;
+    return Math.floor((before + i) / size);
   }
 
   // [first step, last step, tokens] of each block; [] where blocks are not known.
