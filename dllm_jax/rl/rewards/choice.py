@@ -4,15 +4,15 @@ import re
 
 from dllm_jax.rl.rewards import math
 
+FONT = r"\\(?:text|math)(?:rm|bf|sf|it)?\s*\{"
 # A letter alone, in brackets, or before the option's own words: "C", "(c)", "C. Paris".
-LETTER = re.compile(
-    r"(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?\s*\(?\s*([A-Za-z])\s*(?:[).:}](?:.|\n)*)?"
-)
+LETTER = re.compile(rf"(?:{FONT})?\s*\(?\s*([A-Za-z])\s*(?:[).:}}](?:.|\n)*)?")
+MARKS = re.compile(r"[*_`$]")  # of Markdown and mathematics, as in **B.** and $B$
 
 
 def letter(text: str) -> str | None:
     """Returns the letter of an option in capitals; None where a text names none."""
-    match = LETTER.fullmatch(text.strip())
+    match = LETTER.fullmatch(MARKS.sub("", text).strip())
     return match[1].upper() if match else None
 
 

@@ -170,7 +170,7 @@ class Endpoint:
             wait_s = seconds_of(response.getheader("Retry-After"))
             raise Failed(f"HTTP {response.status}", busy, wait_s)
         try:
-            return json.loads(content)["choices"][0]["message"]["content"] or ""
+            return said(json.loads(content)["choices"][0]["message"]["content"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise Failed("what is no chat completion", again=False) from None
 
@@ -207,6 +207,15 @@ class Endpoint:
         if time.monotonic() >= end:
             raise Failed("too late")
         return response, content
+
+
+def said(content: str | list[dict] | None) -> str:
+    """Returns the text of a message, also of one in parts; raises TypeError for no text."""
+    if isinstance(content, list):
+        content = "".join([x["text"] for x in content if x["type"] == "text"])
+    if not isinstance(content, str | None):
+        raise TypeError("content is no text")
+    return content or ""
 
 
 def showing(messages: list[dict], files: tuple) -> list[dict]:

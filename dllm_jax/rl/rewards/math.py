@@ -55,6 +55,7 @@ UNICODE = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "²": "^2"}
     | {"∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "∪": r"\cup ", "³": "^3"}
     | {"°": r"^\circ ", "∅": r"\emptyset ", "±": r"\pm ", "，": ","}
+    | {"⋅": r"\cdot ", "∗": "*"}
 )
 TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|[mh]box|operatorname)\s*"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -86,9 +87,13 @@ UNIT = re.compile(
     rf"(?: ?(?:{TEXT}\{{[^{{}}0-9]*\}}{POWER}[ /]*)+"
     r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
     r"| ?(?:[ck]?m|mi|ft) ?/ ?(?:s|h|hr|min)(?![A-Za-z])"
-    r"|(?: (?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|per|of|a)){1,4}"
+    r"|(?: (?:(?:per|of|a) ){0,2}"
+    r"(?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph)){1,4}"
     rf"){POWER}$"
 )
+# With a power, and mg after a fraction, these are products: \frac13 mL^2, \frac12 mg.
+LETTERS = re.compile(r" ?m(?:g|[glL] ?(\^).*)")
+FRACTIONAL = re.compile(r"(?<![0-9])(?<![0-9] )\\frac")  # 1\frac12 mg is no product
 NOT_UNIT = re.compile(  # words that change the number before them
     r"(?<!\\)\b(?:hundred|thousand|[mb]illion|trillion|dozen|percent|and|or|not|less|more"
     r"|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring|base|mod"
@@ -148,7 +153,12 @@ def without_unit(text: str) -> str:
 def drop_unit(text: str) -> str:
     """Returns `text` without the unit of measure that ends it."""
     unit = UNIT.search(text)
-    return text[: unit.start()] if unit and not NOT_UNIT.search(unit[0]) else text
+    if unit is None or NOT_UNIT.search(unit[0]):
+        return text
+    value = text[: unit.start()]
+    letters = LETTERS.fullmatch(unit[0])
+    is_product = letters and (letters[1] or FRACTIONAL.search(value))
+    return text if is_product else value
 
 
 # unit: (what it measures, how many of the least it is)
@@ -177,38 +187,76 @@ UNITS = {
     )
     for name, size in table.items()
 }
+OPEN = rf"(?:{TEXT}\{{ *)?"
 MEASURED = re.compile(
-    rf"(?:(?P<money>\\?\$)?)(?P<value>.*?[0-9}}\)])(?:\\[,; ]|~| )*(?:{TEXT}\{{ *)?"
-    r"(?P<unit>(?:square |cubic )?[A-Za-z]+) *\}?(?: ?\^ ?\{?(?P<power>[23])\}?)?[.$ ]*"
+    r"(?P<money>\\?\$)?(?P<value>.*?(?:[0-9}\)]|\\pi))(?:\\[,; ]|~| )*"
+    rf"(?:{OPEN}(?P<unit>(?:square |cubic )?[A-Za-z]+) *\}}?)?"
+    rf"(?: *(?:/|per ) *{OPEN}(?P<over>[A-Za-z]+) *\}}?)?"
+    r"(?(unit)(?: ?\^ ?\{?(?P<power>[23])\}?)?)[.$ ]*"
 )
+RATES = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
+RATE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(RATES)})(?![A-Za-z])")
 
 
-def measured(text: str) -> tuple[str, int, int, int] | None:
-    """Returns (value, what is measured, its power, the size of its unit).
+def measured(text: str) -> tuple[str, tuple[int, ...], Fraction] | None:
+    """Returns (value, what is measured and its powers, the size of its unit).
 
-    None where no unit of UNITS is named.
+    None where no unit of UNITS is named. Of a rate two things are measured.
     """
-    match = MEASURED.fullmatch(text.strip().strip("$"))
+    text = RATE.sub(lambda rate: RATES[rate[0]], " ".join(text.split()))
+    # What has one dollar sign is money, what stands between two mathematics.
+    text = text if text.count("$") == 1 else text.strip("$")
+    match = MEASURED.fullmatch(text)
     if match is None:
         return None
-    *shape, name = match["unit"].split(" ")
-    power = int(match["power"] or {"square": 2, "cubic": 3}.get("".join(shape), 1))
-    known = UNITS.get(name) or UNITS.get(name.removesuffix("s"))
-    return known and (match["value"], known[0], power, known[1] ** power)
+    *shape, name = (match["unit"] or (match["money"] and "dollar") or "").split(" ")
+    first, over = of_unit(name), match["over"]
+    if first is None:
+        return None
+    power = int(match["power"] or 1)
+    shaped = {"square": 2, "cubic": 3}.get("".join(shape), 1)
+    if over is None:
+        power = power if match["power"] else shaped
+        return match["value"], (first[0], power), Fraction(first[1] ** power)
+    second = of_unit(over)
+    return second and (
+        match["value"],
+        (first[0], shaped, second[0], power),
+        Fraction(first[1] ** shaped, second[1] ** power),
+    )
+
+
+def of_unit(name: str) -> tuple[int, int] | None:
+    """Returns (what a unit measures, its size), None for one that UNITS has not."""
+    return UNITS.get(name) or UNITS.get(name.removesuffix("s"))
 
 
 def by_units(answer: str, gold: str) -> bool | None:
     """Whether quantities with different units are equal; None where these say nothing.
 
-    A unit that only one of them names is the question's own.
+    A unit that only one of them names is the question's own, and so is the `per hour` of
+    a rate.
     """
     a, g = measured(answer), measured(gold)
-    if a is None or g is None or a[1:] == g[1:]:
+    if a is None or g is None or a[1:] == g[1:] or len(a[1]) != len(g[1]):
         return None
     values = number(clean(a[0])), number(clean(g[0]))
-    if a[1:3] != g[1:3] or None in values:
+    if a[1] != g[1] or None in values:
         return False
-    return values[0][0] * a[3] == values[1][0] * g[3]
+    return values[0][0] * a[2] == values[1][0] * g[2]
+
+
+SUM = re.compile(r"[-+,;=<>]|(?<![\\A-Za-z])[A-Za-z]|\\(?:pm|[lg]eq?)(?![A-Za-z])")
+
+
+def unitless(answer: str, gold: str) -> tuple[str, str]:
+    """Returns both without the unit that both name, however each writes it."""
+    a, g = measured(answer), measured(gold)
+    if a is None or g is None or a[1:] != g[1:]:
+        return answer, gold
+    # In 2 + 3 m the unit may be a variable, and is not of the 2.
+    terms = all(number(clean(x[0])) or not SUM.search(x[0]) for x in (a, g))
+    return (a[0], g[0]) if terms else (answer, gold)
 
 
 def spelling(text: str) -> str:
@@ -296,6 +344,7 @@ NAME = re.compile(
     r"^(?:[A-Za-z]{1,2}|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?: ?\([A-Za-z]\))?"
     r" ?(?:=|\\in(?![A-Za-z])) ?"
 )
+BINOMIAL = re.compile(rf"\\binom ?{ARGUMENT} ?{ARGUMENT}")
 RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
@@ -378,34 +427,102 @@ def same(answer: str, gold: str) -> bool:
     return True
 
 
-def symbolic(answer: str, gold: str) -> bool:
-    """Whether math-verify finds two single expressions, equations or sets equal."""
+def parsed(text: str) -> list:
+    """Returns what math-verify reads in a text, in a list; [] if that is nothing."""
     import math_verify
-    import sympy
 
     config = math_verify.LatexExtractionConfig(boxed_match_priority=-1)
     # 3m is not 3.
     normal = dataclasses.replace(config.normalization_config, units=False)
     config = dataclasses.replace(config, normalization_config=normal)
-    pair = []
-    for text in (answer, gold):
-        text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9])", r"\1{\2}", text)
-        if MISREAD.search(text):
-            return False
-        text = re.sub(r"(?<=[0-9]) ?\(", r" \\cdot (", text)  # 2(3) is not 2 + 3
-        pair += math_verify.parse(
-            f"${text}$", [config], "no_fallback", "first_match", parsing_timeout=None
-        )
+    text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9])", r"\1{\2}", text)
+    if MISREAD.search(text):
+        return []
+    text = re.sub(r"(?<=[0-9]) ?\(", r" \\cdot (", text)  # 2(3) is not 2 + 3
+    return math_verify.parse(
+        f"${text}$", [config], "no_fallback", "first_match", parsing_timeout=None
+    )
+
+
+def symbolic(answer: str, gold: str) -> bool:
+    """Whether math-verify finds two single expressions, equations or sets equal."""
+    import math_verify
+    import sympy
+
+    pair = parsed(answer) + parsed(gold)
     if len(pair) != 2:
         return False
     a, g = pair
     if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
         # Not by their solutions: then all equations without one would be equal.
-        ratio = sympy.simplify((a.lhs - a.rhs) / (g.lhs - g.rhs))
+        a, g = a.lhs - a.rhs, g.lhs - g.rhs
+        # i = 3 is about an index.
+        others = [{x.name for x in side.free_symbols} - {"i"} for side in (a, g)]
+        a, g = alike(a, g, imaginary=all(others))
+        ratio = sympy.simplify(a / g)
         return bool(ratio.is_number and ratio.is_finite and ratio != 0)
-    return math_verify.verify(  # to 12 decimals: 3.14159 is not pi
+    is_number = number(gold) is not None
+    if not is_number and all(
+        isinstance(x, sympy.Basic | sympy.MatrixBase) for x in pair
+    ):
+        # An inequality of what is not real is an error.
+        related = any(x.has(sympy.Rel, sympy.Contains) for x in pair)
+        a, g = alike(a, g, imaginary=not related)
+    found = math_verify.verify(  # to 12 decimals: 3.14159 is not pi
         g, a, 12, allow_set_relation_comp=True, timeout_seconds=None
     )
+    # Parsed, a binomial is its value.
+    return found and not (is_number and undone(parsed(BINOMIAL.sub("(e!)", answer))))
+
+
+def alike(a, g, *, imaginary: bool) -> tuple:
+    """Returns two expressions whose symbols are all real; imaginary: and `i` is no symbol.
+
+    math-verify takes the symbols of a text for real ones or others by whether `i` stands
+    alone in it.
+    """
+    import sympy
+
+    found = a.atoms(sympy.Symbol) | g.atoms(sympy.Symbol)
+    changed = {x: sympy.Symbol(x.name, real=True) for x in found if x.is_real is False}
+    own = {x for x in found if x.name == "i"}
+    if imaginary and own <= a.free_symbols | g.free_symbols:  # no sum counts by it
+        changed |= dict.fromkeys(own, sympy.I)
+    return (a.xreplace(changed), g.xreplace(changed)) if changed else (a, g)
+
+
+def undone(pair: list) -> bool:
+    """Whether what was parsed holds a sum or a product of numbers, left to be computed."""
+    import sympy
+
+    for part in sympy.preorder_traversal(pair):
+        terms = []
+        if isinstance(part, sympy.Add):
+            terms = [x for x in part.args if is_plain(x) and x.doit() != 0]
+        elif isinstance(part, sympy.Mul):
+            terms = [x for x in factors(part) if is_plain(x) and abs(x.doit()) != 1]
+        if len(terms) > 1:
+            return True
+    return False
+
+
+def factors(product):
+    """Yields a product's factors but those that it is divided by, and powers of ten."""
+    for part in product.args:
+        if part.is_Mul:
+            yield from factors(part)
+        elif not (part.is_Pow and (part.exp.is_negative or part.base == 10)):
+            yield part
+
+
+def is_plain(term) -> bool:
+    """Whether a term is a rational number, written without a function or a root."""
+    import sympy
+
+    worked = term.atoms(sympy.Function, sympy.UnevaluatedExpr)
+    worked -= term.atoms(sympy.Abs, sympy.floor, sympy.ceiling)
+    roots = [x for x in term.atoms(sympy.Pow) if not x.exp.is_integer]
+    return not worked and not roots and bool(term.doit().is_Rational)
 
 
 def warm_up() -> None:
@@ -475,9 +592,10 @@ def equal(answer: str, gold: str) -> bool | None:
     target = reference(gold)
     if not answer or len(answer) > MAX_CHARS + len(target):
         return False
-    if (verdict := by_units(answer, gold.rsplit("####")[-1])) is not None:
+    asked = gold.rsplit("####")[-1]
+    if (verdict := by_units(answer, asked)) is not None:
         return verdict
-    answer, target = unname(clean(answer), target)
+    answer, target = unname(*map(clean, unitless(answer, asked)))
     verdict = exact(answer, target)
     try:
         return ask(answer, target) if verdict is None else verdict

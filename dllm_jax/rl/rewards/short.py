@@ -15,7 +15,7 @@ import unicodedata
 from dllm_jax.rl.rewards import choice, math
 
 LONGEST = 200  # characters of what is short
-TEX = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+TEX = re.compile(choice.FONT + r"([^{}]*)\}")
 ARTICLES = {"a", "an", "the"}
 NUMBERS = {word: str(number) for number, word in enumerate(math.WORDS)}
 VERDICTS = "yes", "no"
@@ -79,7 +79,7 @@ def verdict(text: str) -> str | None:
 def equal(answer: str, gold: str) -> bool | None:
     """Returns whether an answer says what the gold answer does, None if that took too long."""
     if choice.letter(gold) and (len(gold.strip()) == 1 or not words(gold)):  # (A)
-        return choice.letter(answer) == choice.letter(gold)
+        return choice.letter(answer.strip(AROUND)) == choice.letter(gold)
     if words(gold) in ([x] for x in VERDICTS):
         return verdict(answer) == words(gold)[0]
     formulas = formula(answer), formula(gold)

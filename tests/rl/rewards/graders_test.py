@@ -57,20 +57,37 @@ def test_math_and_choice_compare_with_the_gold():
         r"\boxed{\text{B}}",
         r"\boxed{C}",
     ]
-    texts += [r"\boxed{B or C}", r"\boxed{AB}", "B", ""]
-    grades = grade("choice", texts, [problem("(B)")] * 8)
-    assert grades.reward_n.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    texts += [r"\boxed{B or C}", r"\boxed{$B$ or **C**}", r"\boxed{AB}", "B", ""]
+    grades = grade("choice", texts, [problem("(B)")] * 9)
+    assert grades.reward_n.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$B$",
+        "**B**",
+        "**B.** Paris",
+        "`b`",
+        r"\textrm{B}",
+        r"\mathsf{(B)}",
+        r"$\mathit{B}$",
+    ],
+)
+def test_a_choice_is_a_letter_in_whatever_font(text):
+    assert choice.grade([rf"\boxed{{{text}}}"] * 2, ["B", "C"]) == [1.0, 0.0]
 
 
 SHORT = {  # gold: what is right, and what is wrong
     "A": (["A", "a.", "(A)", "A. cat", "A: cat"], ["B", "A cat", "A or B", "the"]),
     "B": (
-        ["B", "b.", "(B)", "B. Paris", r"\boxed{B}", "<think>A or C</think>B"],
-        ["C"],
+        ["B", "b.", "(B)", "B. Paris", r"\boxed{B}", "<think>A or C</think>B"]
+        + ["**B**", "**B.**", "**B**. Paris", "`B`", "$B$", '"B"', r"\mathsf{B}"],
+        ["C", "**C**", "**B** or C", "$AB$", "B*C"],
     ),
     "(A)": (["A", "a. cat"], ["B", "the"]),
     "yes": (
-        ["Yes.", "YES, it is", r"\boxed{\text{yes}}"],
+        ["Yes.", "YES, it is", r"\boxed{\text{yes}}", r"\boxed{\textsf{yes}}"],
         ["no", "yes or no", "y", "It is yes"],
     ),
     "no": (["No", "no, it isn't."], ["yes", "none", "I do not know"]),

@@ -149,6 +149,14 @@ def test_a_busy_endpoint_is_asked_again():
         (lambda asked, _: asked.say(200, b"[" * 10**5), "what is no chat completion"),
         (lambda asked, _: asked.say(200, b'{"choices": []}'), "what is no chat"),
         (lambda asked, _: asked.say(200, b"\xff\xfe"), "what is no chat completion"),
+        (lambda asked, _: asked.complete(1), "what is no chat completion"),
+        (lambda asked, _: asked.complete(0), "what is no chat completion"),
+        (lambda asked, _: asked.complete({"text": "1"}), "what is no chat completion"),
+        (lambda asked, _: asked.complete([1]), "what is no chat completion"),
+        (
+            lambda asked, _: asked.complete([{"type": "text", "text": 1}]),
+            "what is no chat completion",
+        ),
         (lambda asked, _: asked.wfile.write(b"SSH-2.0-none\r\n"), "BadStatusLine"),
         (lambda asked, _: asked.connection.close(), ""),
     ],
@@ -171,6 +179,13 @@ def test_what_is_wrong_is_counted_and_said_in_a_line(
 def test_an_answer_without_text_is_a_vote_for_nothing():
     with server(lambda asked, _: asked.complete(None)) as (url, _):
         assert votes(url) == [[0.0]]
+
+
+def test_an_answer_in_parts_is_the_text_of_them():
+    parts = [{"type": "text", "text": r"So \box"}, {"type": "image_url"}]
+    parts.append({"type": "text", "text": "ed{1}"})
+    with server(lambda asked, _: asked.complete(parts)) as (url, _):
+        assert votes(url) == [[1.0]]
 
 
 def drip(asked, _):
