@@ -37,6 +37,11 @@ from dllm_jax.sampling.config import variants
 # ---- Where it runs -------------------------------------------------------------------
 
 
+# Keys, or the begin of some, that say what is learned, and how.
+LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
+LEARNING += ("value_optim.", "rl.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Scene:
     """Where a run runs, and what it trains; the same in every process but for `main`.
@@ -172,14 +177,56 @@ def check_fit(here: Scene) -> None:
     Before anything is compiled. Of one that cannot be read `progress` tells, when it takes
     the one before it.
     """
+    meta = {}
     try:
         for step in here.checkpoints.steps()[-1:]:
+            meta = here.checkpoints.meta(step)
             here.checkpoints.check_fit(step, here.saved)
     except Misfit as error:
         lines = [str(error), *config.changes(error.meta.get("config", {}), here.cfg)]
         raise ValueError("\n  ".join(lines)) from None
     except Exception:  # noqa: BLE001  (Orbax has another for each way of being damaged)
         return
+    check_same(here.cfg, meta)
+
+
+def check_same(cfg: config.Config, meta: dict) -> None:
+    """Raises ValueError where a folder's run is of another method, or began elsewhere.
+
+    It would go on from its own weights, and nothing of the new ones would be read.
+    """
+    method = meta.get("config", {}).get("method", cfg.method)
+    reason = ""
+    if method != cfg.method:
+        reason = f"method was {method!r}, is now {cfg.method!r}"
+    elif (
+        meta.get("model", weights := origin(cfg)) != weights
+    ):  # older ones do not tell it
+        reason = f"model.path={cfg.model.path!r} has other weights than it began with"
+    if reason:
+        raise ValueError(
+            f"run.folder={cfg.run.folder} holds another run: {reason}; name another "
+            "run.folder"
+        )
+
+
+def origin(cfg: config.Config) -> dict:
+    """Returns what tells the weights that a run begins with from others, as JSON has it."""
+    return hf.marks(hf.find(cfg.model.path))
+
+
+def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
+    """Raises ValueError where a run whose steps are done is asked for with other keys.
+
+    There is nothing left that they could change, and its folder would tell them of it.
+    """
+    for change in config.changes(meta["config"], cfg):
+        key = change.removeprefix("config.").split()[0]
+        if key.startswith(LEARNING) and key not in ("rl.steps", "rl.trusted_gap"):
+            raise ValueError(
+                f"run.folder={cfg.run.folder}: all {steps} steps of its run are done, and "
+                f"{change}; name another run.folder"
+            )
 
 
 def kernels_found_wrong(cfg: config.Config, model: ModelConfig) -> dict[str, None]:
@@ -399,6 +446,8 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
         here.say(line)
     restored = here.checkpoints.restore(here.saved)
     states, base, start, meta = begin_or_resume(here, restored)
+    if start and start >= source.steps:
+        check_unfinished(cfg, meta, source.steps)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())
     here.run.begin(dataclasses.asdict(cfg), defaults, mesh)
@@ -437,7 +486,7 @@ def begin_or_resume(here: Scene, restored):
             jax.random.key(cfg.seed),
             value_path=cfg.rl.value_path,
         )
-        return states, base, 0, {"taken": 0, "data": content}
+        return states, base, 0, {"taken": 0, "data": content, "model": origin(cfg)}
     states, meta, start = restored
     here.say(f"resuming {pathlib.Path(cfg.run.folder)} after step {start}")
     for change in config.changes(meta["config"], cfg):
@@ -448,4 +497,4 @@ def begin_or_resume(here: Scene, restored):
             f"{start}: the run goes on at the same place of their order, so that some may "
             "come twice, and others not at all"
         )
-    return states, base, start, meta | {"data": content}
+    return states, base, start, meta | {"data": content, "model": origin(cfg)}

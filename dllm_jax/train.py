@@ -230,7 +230,7 @@ class Training:
         self.progress.step = step
         self.progress.meta = {
             "taken": self.progress.meta["taken"] + used,
-            "data": self.progress.meta["data"],
+            **{name: self.progress.meta[name] for name in ("data", "model")},
             "config": self.resolved,
             "row": row,
             "norms": self.watch.norms,

@@ -1,5 +1,6 @@
 """Whole runs of the command: killed, stopped, damaged and resumed, bit for bit."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import convert, exits, metrics, sharding
+from configs import tracerl
+from dllm_jax import begin, config, convert, exits, metrics, sharding
 from dllm_jax.checkpoint import Checkpoints
 from tests import served
 
@@ -694,10 +696,30 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     assert np.isfinite(rows(folder)[-1]["grad_norm"])
     assert "steps are done" not in told and "holds other records" not in told
     assert "all 2 steps are done" in end(command(folder, *OLD_KEYS))
+    told = end(command(folder, *OLD_KEYS, "seed=1"), 2)
+    assert "all 2 steps of its run are done, and config.seed was 0, is now 1" in told
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "1+1", "answer": "2"}\n' * 4)
     told = end(command(folder, *OLD_KEYS, "rl.steps=3", f"data.train={other}"))
     assert f"data.train='{other}' holds other records than until step 2" in told
+
+
+@pytest.mark.parametrize(
+    "meta, says",
+    [
+        ({"config": {"method": "sft"}}, "method was 'sft', is now 'rl'"),
+        ({"model": {"model.safetensors": [1, 2]}}, "has other weights than it began with"),
+        ({}, ""),  # of an older version
+    ],
+)
+def test_a_folder_of_another_run_is_refused(meta, says):
+    tree = tracerl.get_config()
+    tree.model.path = str(MODEL)
+    cfg = config.freeze(tree)
+    begin.check_same(cfg, {"model": begin.origin(cfg)})
+    refused = pytest.raises(ValueError, match=f"holds another run: .*{says}; name ano")
+    with refused if says else contextlib.nullcontext():
+        begin.check_same(cfg, meta)
 
 
 def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(

@@ -110,6 +110,7 @@ def evaluate(
     summary = rollout.summary(rollouts)
     names = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
     metrics = {f"heldout_{name}": summary[name] for name in names}
+    metrics["heldout_problems"] = len(problems)
     if settings.heldout_answers > 1:
         passed = rollout.passed(rollouts, settings.heldout_answers)
         metrics |= {f"heldout_{name}": share for name, share in passed.items()}

@@ -99,15 +99,16 @@ def phases(rows: list[dict]) -> dict:
 def evals(rows: list[dict], problems: int) -> list[list]:
     """Returns (step, accuracy, its interval's ends, tokens per forward, length).
 
-    problems: of each evaluation; 0: not known, and then the ends are None.
+    problems: of each evaluation that does not tell it; 0: not known, and then the ends are
+    None.
     """
     out = []
     for row in rows:
         share = row.get("heldout_accuracy")
         if share is not None:
             low, high = None, None
-            if problems:
-                low, high = statistics.wilson(share, problems)
+            if count := row.get("heldout_problems") or problems:
+                low, high = statistics.wilson(share, count)
             names = ("tokens_per_forward", "response_length")
             more = [row.get(f"heldout_{name}") for name in names]
             out.append([row["step"], share, low, high, *more])

@@ -36,6 +36,7 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         "heldout_tokens_per_forward": 1.0,
         "heldout_response_length": lent.ANSWER,
         "heldout_nan_answers": 0,
+        "heldout_problems": 3,
     }
     assert tools.timer.pop().keys() == {"seconds/eval"}
 
