@@ -60,6 +60,13 @@ PROMPTS = {"math": 784, "function": 1024, "stdio": 2048, "": 512}  # tokens, at 
 IMAGES = {"seedbench": ("data/SEEDBench_IMG_32.json", "data/images")}
 
 
+ASKED = (*BENCHMARKS, *IMAGES)
+CHOICES = (
+    f"choose from models: {', '.join(x for x in PRESETS if x not in ASKED)}; "
+    f"benchmarks: {', '.join(ASKED)}, as MODEL/BENCHMARK"
+)
+
+
 def about_images(c, model: str, name: str):
     """Sets a benchmark of images for a model that looks, both by name."""
     heldout, root = IMAGES[name]
@@ -94,8 +101,8 @@ def get_config(preset: str = "arithmetic"):
         model, name = "trado-4b", model
     if model in IMAGES and not name:
         model, name = "llada-v-8b", model
-    if preset == model:
-        checks.one_of("preset", model, (*PRESETS, *BENCHMARKS, *IMAGES))
+    if model not in PRESETS:
+        raise checks.Refused("preset", f"={checks.shown(preset)}: {CHOICES}")
     c = config.preset(PRESETS, model)
     c.eval.update(problems=0, answers=1 if model == "trado-8b-thinking" else 3)
     c.rl.truncated = "graded"
