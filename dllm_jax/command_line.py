@@ -24,6 +24,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+import dllm_jax
 from dllm_jax import checks, config, data, exits, folder, processes, sharding
 from dllm_jax.models import hf
 
@@ -39,9 +40,15 @@ OPTIONS = {  # of a command that runs a config file: what --help says of them
 LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
 MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json")  # beside hf.marks
 MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
+HELP = {"--help", "-h", "--helpshort"}
+OF_FILE = (
+    "Every key of the configuration and its value in the file of --config. What a key means\n"
+    "stands where it is declared: behind # are the class and its file."
+)
 EVERY_KEY = (
-    "Every key of the configuration and its default (a config file may set others). What a\n"
-    "key means stands where it is declared: behind # are the class and its file."
+    "Every key of the configuration and its default (a config file may set others: name one\n"
+    "beside --help). What a key means stands where it is declared: behind # are the class and\n"
+    "its file."
 )
 NO_MEMORY = (
     "no memory left ({}): lower sampler.rows, sampler.max_prompt or sampler.max_new, in "
@@ -55,19 +62,26 @@ NO_DEVICE = (
 KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
+def end_of_imports() -> None:
+    """Takes back what `dllm_jax` sets while a command imports."""
+    # What was imported stays: to look through it again and again, while it grew and since,
+    # took a fifth of the time to a first answer.
+    gc.freeze()
+    gc.enable()
+    if signal.getsignal(signal.SIGINT) is dllm_jax.stop_importing:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @processes.together()
 def entry(main, help_text: str = "") -> None:
     """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
 
     help_text: what --help prints; "" where `main` has a help of its own.
     """
-    # What was imported stays: to look through it again and again, while it grew and since,
-    # took a fifth of the time to a first answer.
-    gc.freeze()
-    gc.enable()
+    end_of_imports()
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
-    if help_text and {"--help", "-h", "--helpshort"} & set(sys.argv[1:]):
+    if help_text and HELP & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
         print(help_text)
         return
@@ -146,10 +160,27 @@ def usage(
     """Returns what --help prints: a command's docstring, its flags, and its keys.
 
     options: each flag as it is written, and what is said of it. leaves: the keys that are
-    listed below the heading, with their defaults; None for all of Config's.
+    listed below the heading, with their defaults; None for all of Config's, with the values
+    of the --config file beside --help where one is named.
     """
+    if leaves is None and (cfg := of_help()) is not None:
+        heading, leaves = OF_FILE, config.flat(dataclasses.asdict(cfg))
     lines = "\n".join(f"  {flag:<27} {text}" for flag, text in options.items())
     return f"{summary}\nFlags:\n{lines}\n\n{heading}\n{describe(leaves)}\n"
+
+
+def of_help() -> config.Config | None:
+    """Returns what the --config file beside --help makes; None where there is none.
+
+    Ends the program with one line where the file is refused.
+    """
+    words, file = without_file([at_home(arg) for arg in sys.argv[1:]])
+    if not (file and HELP & set(words)):
+        return None
+    try:
+        return config.freeze(of_file(file))
+    except ValueError as error:
+        fail(error)
 
 
 def describe(leaves: dict | None = None) -> str:

@@ -17,6 +17,7 @@ AUP.
 `compare` tells how far the second of two evaluations is ahead on their common problems.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -181,10 +182,14 @@ def streams_of(cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader
 
 
 def answered(setting: Setting, stream, asked, grade, timer, stop, run: Folder):
-    """Returns the records of all answers of a setting: see `missing` and `grown`."""
+    """Returns the records of all answers of a setting: see `missing` and `grown`.
+
+    The file is closed behind the last.
+    """
     each, done = setting.cfg.eval.answers, len(setting.sink.lines)
     groups = missing(stream, asked, done, each, stop)
-    return grown(groups, setting.sink, asked, each, grade, timer, writes=run.writes)
+    with setting.sink.file or contextlib.nullcontext():
+        return grown(groups, setting.sink, asked, each, grade, timer, writes=run.writes)
 
 
 def leave(told: dict[str, float], card: dict, setting: Setting):
@@ -218,7 +223,7 @@ def leave_sweep(
         text = f"{scores.table(cards)}\n\n{scores.sentence(told)}"
         write(run.path / "sweep.json", json.dumps(told, indent=2) + "\n")
         write(run.path / "sweep.md", text + "\n")
-        scores.picture(told, run.path / "sweep.png")
+        scores.picture(told, cards, run.path / "sweep.png")
         print("\n" + text)
     return told
 
@@ -387,6 +392,8 @@ def versus(paths: list[str]) -> str:
 def evaluated(path: str) -> pathlib.Path:
     """Returns the answers of an evaluation: a file, or that of a folder."""
     folder = pathlib.Path(path)
+    if not folder.exists():
+        raise ValueError(f"{path}: there is no such folder or file of an evaluation")
     file = folder / "eval.jsonl"
     if folder.is_dir() and not file.is_file():
         raise ValueError(f"{path}: no evaluation's folder: it has no eval.jsonl")
@@ -409,7 +416,17 @@ def main():
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
         processes.see(run.path / "lock")
+        if (
+            run.path / "metrics.jsonl"
+        ).exists():  # its config.json says how it was trained
+            raise ValueError(
+                f"run.folder={cfg.run.folder} is a training run's: name another folder for "
+                "its evaluation"
+            )
         evaluate(cfg, run, overwrite.value)
+        if run.writes:
+            drawn = f"; its picture is {run.path / 'sweep.png'}"
+            print(f"\nwritten to {run.path}{drawn if cfg.eval.sweep else ''}")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from dllm_jax.exits import (
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
 RUNNING = "running"
+OTHER = "name another file (--out) or folder (--config.run.folder), or add --overwrite"
 
 
 def now() -> str:
@@ -408,14 +409,14 @@ class Answers:
         if known is None:
             raise ValueError(
                 f"{self.path} is there, and no {self.note.name} that says what its answers "
-                "depend on; name another, or add --overwrite"
+                f"depend on; {OTHER}"
             )
         for key in sorted(known.keys() | self.job.keys()):
             before, after = known.get(key), self.job.get(key)
             if before != after:
                 raise ValueError(
                     f"{self.path} holds the answers of another job: {key} was {before!r}, "
-                    f"is now {after!r}; name another, or add --overwrite"
+                    f"is now {after!r}; {OTHER}"
                 )
 
     def foreign(self, number: int, reason: str) -> ValueError:

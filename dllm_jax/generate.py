@@ -11,8 +11,8 @@ turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is n
 for a model that looks `image`, a path below the file's folder, or several; the
 line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
 each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
-"length", or "nan" where the model met a number that is not finite), text, and where the
-answers are images picture, a small one for people.
+"length", or "nan" where the model met a number that is not finite), text, the text
+that was asked as question, and where the answers are images picture, a small one for people.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from dllm_jax import (
     pictures,
     sharding,
 )
+from dllm_jax.data.prompts import NO_TOKENIZER
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -91,13 +92,14 @@ def defaults() -> ml_collections.ConfigDict:
 
 def help_text() -> str:
     """Returns what --help prints."""
-    leaves = config.flat(dataclasses.asdict(config.freeze(defaults())))
+    named = command_line.of_help()
+    leaves = config.flat(dataclasses.asdict(named or config.freeze(defaults())))
     options = {
         "PROMPT": "one prompt, on a terminal shown as it is unmasked",
         "-- -PROMPT": "... one that begins with a dash",
     }
     for name, (key, text) in SHORT.items():
-        default = "DIR" if name == "model" else leaves[key]
+        default = leaves[key] or "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
     options |= {"--image=FILE": IMAGE, "--image-out=FILE.png": DRAWN}
     options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
@@ -107,7 +109,8 @@ def help_text() -> str:
         for key, value in leaves.items()
         if key.startswith(USED) and not key.startswith(UNUSED)
     }
-    heading = "Every key that has an effect here, and its default:"
+    value = "its value in the file of --config" if named else "its default"
+    heading = f"Every key that has an effect here, and {value}:"
     return command_line.usage(__doc__, options, heading, used)
 
 
@@ -221,11 +224,19 @@ def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
         return data.check_known(data.render(tok, row["messages"], shown), vocab)
-    if asked := {"prompt", "question"} & row.keys():
-        return data.check_known(turn(tok, data.text(row, min(asked)), shown), vocab)
+    if (question := question_of(row)) is not None:
+        return data.check_known(turn(tok, question, shown), vocab)
     raise ValueError(
         f"needs prompt, question, messages or prompt_ids, it has {sorted(row)}"
     )
+
+
+def question_of(row: dict) -> str | None:
+    """Returns the text that a line asks as the user's turn; None where it has none."""
+    asked = {"prompt", "question"} & row.keys()
+    if not asked or {"prompt_ids", "messages"} & row.keys():
+        return None
+    return data.text(row, min(asked))
 
 
 def turn(tok, text: str, shown=None) -> list[int]:
@@ -395,6 +406,9 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
         line = answers.record(answer, prompts[i]) | said(answer)
         if "id" in rows[i]:
             line["id"] = rows[i]["id"]
+        # Of what was skipped nobody has looked whether it is a text.
+        if prompts[i] and (question := question_of(rows[i])) is not None:
+            line["question"] = question
         sink.add(line)
         done = i + 1
     if done < len(prompts) and stop():
@@ -402,6 +416,9 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
             f"stopped by a signal after {done} of {len(prompts)} answers, which are in "
             f"{sink.path}; with --out=FILE the same command goes on behind them"
         )
+    if sink.file is not sys.stdout:
+        sink.file.close()
+        print(f"{done} answers in {sink.path}", file=sys.stderr)
 
 
 def rounded(longest: int, block: int) -> int:
@@ -476,7 +493,7 @@ def asked(prompt: str | None, options, given, path, model: ModelConfig, tok):
     if prompt is None:
         return read(options.prompts, tok, model.vocab, reader)
     if tok is None:
-        raise ValueError(f"{str(path)!r} has no tokenizer; use --prompts with ids")
+        raise ValueError(f"{str(path)!r} {NO_TOKENIZER}, or use --prompts with ids")
     ids = turn(tok, prompt, reader and reader.of_files(options.image, None))
     return [data.check_known(ids, model.vocab)], []
 

@@ -10,6 +10,7 @@ import pathlib
 import re
 import zlib
 
+ENDINGS = (".jsonl", ".json", ".parquet", "")  # "": read as .jsonl
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
 
 
@@ -31,17 +32,20 @@ def hashed(path: str) -> tuple[list[dict], str]:
         raise ValueError(f"dataset {path!r}: a folder; name a file in it")
     if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
         raise ValueError(f"dataset {path!r}: no such file")
+    kind, hint = pathlib.Path(file.name.removesuffix(".gz")).suffix, ""
+    if kind not in ENDINGS and file.is_file():
+        hint = f"; .jsonl, .json and .parquet are read: convert this {kind} to one"
     try:
-        kind = pathlib.Path(file.name.removesuffix(".gz")).suffix
         read = {".json": of_list, ".parquet": of_parquet}.get(kind, of_lines)
         data = content(file)
         rows = read(data)
     except ValueError as error:
         comma = "," if str(error).startswith(("line", "record")) else ":"
-        raise ValueError(f"dataset {path!r}{comma} {error}") from None
+        raise ValueError(f"dataset {path!r}{comma} {error}{hint}") from None
     for number, row in enumerate(rows, 1):
         if type(row) is not dict:
-            raise ValueError(f"dataset {path!r}: record {number} is not a JSON object")
+            reason = f"record {number} is not a JSON object{hint}"
+            raise ValueError(f"dataset {path!r}: {reason}")
     if not rows:
         raise ValueError(f"dataset {path!r}: it is empty")
     return rows, hashlib.sha256(data).hexdigest()

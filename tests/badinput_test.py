@@ -754,7 +754,7 @@ def test_a_template_that_cannot_be_rendered(refused, tmp_path, name):
         ({"config__json": "[]"}, "config.json: cannot be read: it holds no JSON obj"),
         ({"config__json": b"\xff\xfe{}"}, "config.json: cannot be read: line 1"),
         ({"config__json": "[" * 100_000}, "config.json: cannot be read"),
-        ({"chat_template__jinja": None}, "has no chat template"),
+        ({"chat_template__jinja": None}, "template; add chat_template.jinja to it, or"),
         ({"tokenizer__json": "{}"}, "holds no usable tokenizer"),
         ({"tokenizer__json": "not JSON"}, "holds no usable tokenizer"),
         ({"tokenizer__json": b"\xff\x00"}, "holds no usable tokenizer"),

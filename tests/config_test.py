@@ -18,6 +18,7 @@ import threading
 import jax
 import pytest
 
+from configs import eval as evaluations
 from dllm_jax import (
     begin,
     checks,
@@ -451,6 +452,27 @@ def test_help_runs(command):
     assert "\n  --config.sampler.steps_per_block=0\n" in told
 
 
+def test_help_beside_a_file_lists_its_values(monkeypatch, capsys):
+    named = ["--config", "configs/eval.py:llada-8b", "--help"]
+    monkeypatch.setattr(sys, "argv", ["eval", *named])
+    told = command_line.usage("", command_line.OPTIONS)
+    assert "\n  --config.sampler.max_new=1024\n" in told and "value in the file" in told
+    told = generate.help_text()
+    assert "\n  --max-new-tokens=1024 " in told and "value in the file" in told
+    monkeypatch.setattr(sys, "argv", ["eval", "--config=none.py", "--help"])
+    with pytest.raises(SystemExit):
+        command_line.usage("", command_line.OPTIONS)
+    assert capsys.readouterr().err.endswith("none.py: there is no such file\n")
+
+
+def test_presets_of_an_evaluation_are_told_as_models_and_benchmarks():
+    for preset in ("none", "math500/math500"):
+        says = f"preset='{preset}': choose from models: ari.*; benchmarks: math500,"
+        with pytest.raises(ValueError, match=says) as told:
+            evaluations.get_config(preset)
+        assert str(told.value).count("countdown") == 1
+
+
 def test_a_run_keeps_the_defaults_that_it_began_with():
     begun = json.loads(json.dumps(dataclasses.asdict(config.Config())))
     assert config.keeping(config.Config(), begun) == (config.Config(), [])
@@ -525,6 +547,28 @@ def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="75"):
         command_line.entry(main)
     assert capsys.readouterr().err == "stopped by a signal\n"
+
+
+STOPPED = 75, "", "stopped by a signal\n"
+LISTENS = """
+from dllm_jax import command_line
+command_line.entry(lambda: print(signal.getsignal(2) is signal.default_int_handler))
+"""
+
+
+@pytest.mark.parametrize(
+    "code, ends",
+    [("os.kill(os.getpid(), 2)", STOPPED), (LISTENS, (0, "True\n", ""))],
+)
+def test_a_command_that_imports_is_stopped_in_a_line(code, ends):
+    begun = "import os, signal, sys\nsys.argv = ['-m']\nimport dllm_jax\n"
+    told = subprocess.run(
+        [sys.executable, "-c", begun + code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (told.returncode, told.stdout, told.stderr) == ends
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError])

@@ -211,8 +211,11 @@ def test_stop_ids_begin_with_the_end_of_the_turn(tok):
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
-    whole = "no usable tokenizer: .* convert a slow tokenizer to a fast one"
-    with pytest.raises(ValueError, match=whole):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no tokenizer: copy tokenizer.*json of"):
+        data.tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.model").write_text("")
+    with pytest.raises(ValueError, match="no usable tokenizer: .* install tiktoken"):
         data.tokenizer(str(tmp_path))
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -73,6 +74,8 @@ def test_the_bundled_model(tmp_path):
     for name, score in card["scores"].items():
         assert score["value"] == pytest.approx(told[name])
         assert score["low"] <= score["value"] <= score["high"], name
+    assert done.stdout.endswith(f"\nwritten to {tmp_path}\n")
+    assert (tmp_path / "run.log").read_text().endswith(f" written to {tmp_path}\n")
     row = (tmp_path / "card.md").read_text().splitlines()[-1]
     assert row in done.stdout and f"{100 * told['accuracy']:.1f} % [" in row
 
@@ -120,6 +123,10 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert other.returncode == 2
     assert f"{idle}: answers are drawn at eval.temperature=0.5" in other.stderr
     assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
+    (tmp_path / "metrics.jsonl").touch()
+    trained = evaluated(tmp_path)
+    assert trained.returncode == 2
+    assert f"{tmp_path} is a training run's: name another folder" in trained.stderr
     assert len(file.read_bytes().splitlines()) == 8
     lacking = evaluated(tmp_path, "--overwrite", "--config.eval.by=level")
     assert lacking.returncode == 2
@@ -151,6 +158,9 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
     told = json.loads((folder / "sweep.json").read_text())
     assert [x["value"] for x in told["points"]] == [0.99, 0.3]
     assert told["best"] == 95.5 and (folder / "sweep.png").stat().st_size
+    assert done.stdout.endswith(
+        f"written to {folder}; its picture is {folder}/sweep.png\n"
+    )
     slow, fast = (x["tokens_per_forward"] for x in told["points"])
     assert slow < fast
     for point in told["points"]:
@@ -186,6 +196,7 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
     refusals = {
         (str(alone), str(other)): "no problem in common: nothing to compare",
         (str(alone),): "compare needs two evaluations, and not 1",
+        (str(alone), "no/run"): "no/run: there is no such folder or file of an eval",
         (str(alone), str(tmp_path)): "no evaluation's folder: it has no eval.jsonl",
     }
     for arguments, says in refusals.items():
@@ -372,6 +383,15 @@ def test_scores_leave_out_what_nobody_judged_as_the_card_does():
     ]
     told = evaluation.told_of(rows, 2, scores_of.of_records(rows, 2))
     assert told["accuracy"] == told["pass@1"] == 0.75 and told["pass@2"] == 1
+
+
+def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
+    sink = folder.Answers(tmp_path / "eval.jsonl", {}, overwrite=False)
+    sink.begin(0)
+    setting = evaluation.Setting("", config.Config(), tmp_path, sink)
+    run = types.SimpleNamespace(writes=True)
+    assert evaluation.answered(setting, None, [], None, None, None, run) == []
+    assert sink.file.closed
 
 
 def test_nothing_to_evaluate_is_one_line():

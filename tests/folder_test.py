@@ -333,7 +333,9 @@ def test_another_job_is_refused_with_the_difference(tmp_path):
     path = tmp_path / "out.jsonl"
     grown(path, {"seed": 1, "stop": (1, 2)}, {"n": 1})
     grown(path, {"seed": 1, "stop": (1, 2)})
-    with pytest.raises(ValueError, match="another job: seed was 1, is now 2; .*--over"):
+    with pytest.raises(
+        ValueError, match="seed was 1, is now 2; .*--out.*run.folder.*--over"
+    ):
         folder.Answers(path, {"seed": 2, "stop": (1, 2)}, overwrite=False)
     assert path.read_text() == '{"n": 1}\n'
 

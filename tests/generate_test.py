@@ -473,6 +473,8 @@ def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
     text = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
     assert make.tokenizer().decode(lines[1]["prompt_ids"]) == text
     assert isinstance(lines[1]["text"], str)
+    assert [line.get("question") for line in lines] == ["!!", None]
+    assert f"2 answers in {tmp_path / 'out.jsonl'}\n" in capsys.readouterr().err
     generate.main([*flags, *TEN, "1+2"])
     told = capsys.readouterr()
     assert told.out.strip() == lines[1]["text"].strip()
@@ -502,7 +504,7 @@ def test_bad_flags_are_named(ask, model, tmp_path):
         ask("and a prompt")
     with pytest.raises(ValueError, match="--out=FILE goes with --prompts=FILE"):
         generate.main([f"--model={model}", "hello", "--out=x.jsonl"])
-    with pytest.raises(ValueError, match="has no tokenizer; use --prompts"):
+    with pytest.raises(ValueError, match="has no tokenizer: copy .*, or use --prompts"):
         generate.main([f"--model={model}", "hello"])
     with pytest.raises(ValueError, match="steps_per_block=5"):
         ask("--steps-per-block=5")

@@ -77,6 +77,13 @@ def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch
         ("x.json", "[]", "it is empty"),
         ("x.json", '{"a": 1}', "must hold a list of records"),
         ("x.json", '[{"a": 1}', r"x.json': not JSON"),
+        (
+            "x.csv",
+            "a,b\n1,2\n",
+            "line 1: not JSON .*; .jsonl, .json and .*this .csv to",
+        ),
+        ("x.csv.gz", "1\n2\n", "record 1 is not .*; .jsonl, .json and .*this .csv to"),
+        ("x", "a,b\n", r"line 1: not JSON \(.*\)$"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, text, message):

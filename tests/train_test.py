@@ -708,7 +708,10 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     "meta, says",
     [
         ({"config": {"method": "sft"}}, "method was 'sft', is now 'rl'"),
-        ({"model": {"model.safetensors": [1, 2]}}, "has other weights than it began with"),
+        (
+            {"model": {"model.safetensors": [1, 2]}},
+            "has other weights than it began with",
+        ),
         ({}, ""),  # of an older version
     ],
 )

@@ -34,6 +34,11 @@ MMADA_CHAT = (
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
+# Files of a folder that has a tokenizer, or code that makes one.
+HOLDERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tokenization*.py")
+NO_TOKENIZER = (
+    "has no tokenizer: copy tokenizer*.json of the model it was made from into it"
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -169,6 +174,9 @@ def by_transformers(path: str):
             load = transformers.AutoTokenizer.from_pretrained
             return load(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 (a damaged file raises anything)
+        folder = pathlib.Path(path)
+        if folder.is_dir() and not any(any(folder.glob(x)) for x in HOLDERS):
+            raise ValueError(f"{str(path)!r} {NO_TOKENIZER}") from None
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{str(path)!r} holds no usable tokenizer: {reason[:600]}"
@@ -252,7 +260,10 @@ def by_template(tok, messages: list[dict]) -> str:
     """Returns a conversation as the tokenizer's chat template writes it; see `render`."""
     name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
-        raise ValueError(f"{name} has no chat template")
+        raise ValueError(
+            f"{name} has no chat template; add chat_template.jinja to it, or, to train or "
+            "evaluate, set data.raw=True with data.template"
+        )
     try:
         with limits.bounded():
             written = tok.apply_chat_template(

@@ -312,20 +312,36 @@ def sentence(told: dict) -> str:
     )
 
 
-def picture(told: dict, file: pathlib.Path) -> None:
-    """Draws a sweep's accuracy over tokens per forward."""
+def arms(made: dict) -> tuple[float, float]:
+    """Returns how far a card's accuracy may be lower and higher, in %; 0: not known."""
+    value, low, high = (made["scores"]["accuracy"][x] for x in ("value", "low", "high"))
+    if low is None:
+        return 0.0, 0.0
+    return 100 * max(value - low, 0), 100 * max(high - value, 0)
+
+
+def picture(told: dict, cards: list[dict], file: pathlib.Path) -> None:
+    """Draws a sweep's accuracy over tokens per forward, with its 95 % intervals.
+
+    cards: of the points, in their order.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = sorted(told["points"], key=lambda row: row["tokens_per_forward"])
+    pairs = zip(told["points"], cards, strict=True)
+    rows = [
+        (point["tokens_per_forward"], point["accuracy"], *arms(card), point["value"])
+        for point, card in pairs
+    ]
+    rho, y, below, above, values = zip(*sorted(rows), strict=True)
     figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    rho, y = ([row[x] for row in rows] for x in ("tokens_per_forward", "accuracy"))
-    axis.plot(rho, y, marker="o")
-    for row in rows:
-        place = row["tokens_per_forward"], row["accuracy"]
-        axis.annotate(f"{row['value']:g}", place)
+    axis.errorbar(rho, y, yerr=(below, above), marker="o", capsize=3)
+    axis.margins(x=0.15, y=0.15)  # else a label leaves the frame
+    for x, height, value in zip(rho, y, values, strict=True):
+        near = {"xytext": (5, 5), "textcoords": "offset points"}
+        axis.annotate(f"{value:g}", (x, height), **near)
     axis.set(xlabel="tokens per forward", ylabel="accuracy, %", title=told["key"])
     figure.savefig(file, dpi=120)
     plt.close(figure)

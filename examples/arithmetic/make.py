@@ -14,12 +14,16 @@ problems, all of them worked out, to another folder.
 
 import argparse
 import json
+import os
 import pathlib
 
 import ml_dtypes  # noqa: F401  (teaches numpy about bfloat16)
 import numpy as np
 import safetensors.numpy
 import tokenizers
+
+# Its notice that torch is missing is no news.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 HERE = pathlib.Path(__file__).parent

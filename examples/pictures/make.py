@@ -25,6 +25,7 @@ easy-VQA (Victor Zhou, MIT) has 5,000 pictures of 64 x 64 pixels, one shape on e
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -33,6 +34,9 @@ import sys
 import numpy as np
 import safetensors.numpy
 import tokenizers
+
+# Its notice that torch is missing is no news.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 from dllm_jax.models import families, hf

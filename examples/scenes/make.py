@@ -15,11 +15,15 @@ all different pictures, asked.jsonl about the others.
 
 import argparse
 import json
+import os
 import pathlib
 
 import numpy as np
 import safetensors.numpy
 import tokenizers
+
+# Its notice that torch is missing is no news.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 from dllm_jax.models import families, hf

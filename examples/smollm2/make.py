@@ -19,6 +19,7 @@ them into a diffusion model, `configs/tracerl.py:smollm2` goes on from there.
 import argparse
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,6 +29,9 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 import tokenizers
+
+# Its notice that torch is missing is no news.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 try:

@@ -1,7 +1,10 @@
 """The bundled model that adds: its problems and its shape are what the command makes."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -21,6 +24,13 @@ def test_the_bundled_sums_are_what_their_command_makes():
     assert (len(heldout), made) == (256, heldout + train)
     asked = {row["question"] for row in train}
     assert sum(row["question"] in asked for row in heldout) == 0
+
+
+def test_its_command_says_nothing_of_pytorch():
+    env = {x: y for x, y in os.environ.items() if x != "TRANSFORMERS_VERBOSITY"}
+    command = [sys.executable, arithmetic.__file__, "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

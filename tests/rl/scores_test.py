@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -131,6 +132,24 @@ def test_the_aup_of_a_sweep_and_its_interval():
     got = scores.sweep("sampler.threshold", [worse], 0.0)
     assert got["best"] == 0 and got["aup"] is None
     assert scores.sentence(got) == "AUP: nothing is right, by any setting"
+
+
+def test_the_picture_of_a_sweep_has_intervals_and_whole_labels(tmp_path, monkeypatch):
+    drawn, close = [], plt.close
+    monkeypatch.setattr(plt, "close", drawn.append)
+    rows = ((0.75, 3.0, 40.0), (0.9, 1.0, 60.0))
+    names = ("value", "tokens_per_forward", "accuracy")
+    told = {"key": "x", "points": [dict(zip(names, row, strict=True)) for row in rows]}
+    known = {"value": 0.4, "low": 0.3, "high": 0.55}, {"value": 0.6, "low": None}
+    cards = [{"scores": {"accuracy": {"high": None} | x}} for x in known]
+    scores.picture(told, cards, tmp_path / "sweep.png")
+    (axis,) = drawn[0].axes
+    ends = [x[:, 1].tolist() for x in axis.containers[0].lines[2][0].get_segments()]
+    assert ends == [[60, 60], pytest.approx([30, 55])]
+    for label in axis.texts:
+        box = label.get_window_extent()
+        assert axis.bbox.contains(*box.p0) and axis.bbox.contains(*box.p1)
+    close(drawn[0])
 
 
 def test_the_accuracy_of_groups():
