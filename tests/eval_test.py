@@ -125,6 +125,7 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert "another job: eval.temperature was 1.0, is now 0.5; name " in other.stderr
     (tmp_path / "metrics.jsonl").touch()
     trained = evaluated(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
     assert trained.returncode == 2
     assert f"{tmp_path} is a training run's: name another folder" in trained.stderr
     assert len(file.read_bytes().splitlines()) == 8
