@@ -508,10 +508,14 @@ def undone(pair: list) -> bool:
 
 def factors(product):
     """Yields a product's factors but those that it is divided by, and powers of ten."""
+    import sympy
+
     for part in product.args:
-        if part.is_Mul:
+        if isinstance(part, sympy.Mul):
             yield from factors(part)
-        elif not (part.is_Pow and (part.exp.is_negative or part.base == 10)):
+        elif not (
+            isinstance(part, sympy.Pow) and (part.exp.is_negative or part.base == 10)
+        ):
             yield part
 
 
@@ -522,7 +526,7 @@ def is_plain(term) -> bool:
     worked = term.atoms(sympy.Function, sympy.UnevaluatedExpr)
     worked -= term.atoms(sympy.Abs, sympy.floor, sympy.ceiling)
     roots = [x for x in term.atoms(sympy.Pow) if not x.exp.is_integer]
-    return not worked and not roots and bool(term.doit().is_Rational)
+    return not worked and not roots and isinstance(term.doit(), sympy.Rational)
 
 
 def warm_up() -> None:
