@@ -20,10 +20,14 @@ questions a guess that knows the question alone is right.
 import argparse
 import collections
 import json
+import os
 import pathlib
 import sys
 
 import numpy as np
+
+# Its notice that torch is missing is no news.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 from dllm_jax.models.vision import codes
