@@ -180,11 +180,10 @@ def check_fit(here: Scene) -> None:
     meta = {}
     try:
         for step in here.checkpoints.steps()[-1:]:
-            meta = here.checkpoints.meta(step)
-            here.checkpoints.check_fit(step, here.saved)
+            meta = here.checkpoints.check_fit(step, here.saved)
     except Misfit as error:
-        lines = [str(error), *config.changes(error.meta.get("config", {}), here.cfg)]
-        raise ValueError("\n  ".join(lines)) from None
+        changed = config.changes(error.meta.get("config", {}), here.cfg)
+        raise ValueError("\n  ".join([str(error), *changed.values()])) from None
     except Exception:  # noqa: BLE001  (Orbax has another for each way of being damaged)
         return
     check_same(here.cfg, meta)
@@ -196,12 +195,10 @@ def check_same(cfg: config.Config, meta: dict) -> None:
     It would go on from its own weights, and nothing of the new ones would be read.
     """
     method = meta.get("config", {}).get("method", cfg.method)
-    reason = ""
+    weights, reason = origin(cfg.model.path), ""
     if method != cfg.method:
         reason = f"method was {method!r}, is now {cfg.method!r}"
-    elif (
-        meta.get("model", weights := origin(cfg)) != weights
-    ):  # older ones do not tell it
+    elif meta.get("model", weights) != weights:  # older checkpoints do not tell it
         reason = f"model.path={cfg.model.path!r} has other weights than it began with"
     if reason:
         raise ValueError(
@@ -210,9 +207,10 @@ def check_same(cfg: config.Config, meta: dict) -> None:
         )
 
 
-def origin(cfg: config.Config) -> dict:
+@functools.cache
+def origin(path: str) -> dict:
     """Returns what tells the weights that a run begins with from others, as JSON has it."""
-    return hf.marks(hf.find(cfg.model.path))
+    return hf.marks(hf.find(path))
 
 
 def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
@@ -220,8 +218,7 @@ def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
 
     There is nothing left that they could change, and its folder would tell them of it.
     """
-    for change in config.changes(meta["config"], cfg):
-        key = change.removeprefix("config.").split()[0]
+    for key, change in config.changes(meta["config"], cfg).items():
         if key.startswith(LEARNING) and key not in ("rl.steps", "rl.trusted_gap"):
             raise ValueError(
                 f"run.folder={cfg.run.folder}: all {steps} steps of its run are done, and "
@@ -486,10 +483,15 @@ def begin_or_resume(here: Scene, restored):
             jax.random.key(cfg.seed),
             value_path=cfg.rl.value_path,
         )
-        return states, base, 0, {"taken": 0, "data": content, "model": origin(cfg)}
+        return (
+            states,
+            base,
+            0,
+            {"taken": 0, "data": content, "model": origin(cfg.model.path)},
+        )
     states, meta, start = restored
     here.say(f"resuming {pathlib.Path(cfg.run.folder)} after step {start}")
-    for change in config.changes(meta["config"], cfg):
+    for change in config.changes(meta["config"], cfg).values():
         here.say(f"  {change}")
     if meta.get("data", content) != content:  # older checkpoints do not tell it
         here.say(
@@ -497,4 +499,9 @@ def begin_or_resume(here: Scene, restored):
             f"{start}: the run goes on at the same place of their order, so that some may "
             "come twice, and others not at all"
         )
-    return states, base, start, meta | {"data": content, "model": origin(cfg)}
+    return (
+        states,
+        base,
+        start,
+        meta | {"data": content, "model": origin(cfg.model.path)},
+    )

@@ -227,8 +227,11 @@ class Checkpoints:
             )
         return None
 
-    def check_fit(self, step: int, target) -> None:
-        """Raises Misfit when a step's tree does not have the target's structure and shapes."""
+    def check_fit(self, step: int, target) -> dict:
+        """Returns a step's meta.
+
+        Raises Misfit when its tree does not have the target's structure and shapes.
+        """
         meta, stored = self.meta(step), self.manager.item_metadata(step).state
         if fault := misfit(stored, target):
             raise Misfit(
@@ -237,6 +240,7 @@ class Checkpoints:
                 "run.folder",
                 meta,
             )
+        return meta
 
     def meta(self, step: int) -> dict:
         """Returns a step's meta, as this version of the program writes it.

@@ -602,14 +602,14 @@ def leaves_of(cfg: Config) -> dict:
     return flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
 
 
-def changes(old: dict, cfg: Config) -> list[str]:
-    """Returns which keys differ from those of a run that began with `old`, a line each."""
+def changes(old: dict, cfg: Config) -> dict[str, str]:
+    """Returns a line of each key that differs from that of a run that began with `old`."""
     new, old = leaves_of(cfg), flat(old)
-    return [
-        f"config.{key} was {old.get(key)!r}, is now {value!r}"
+    return {
+        key: f"config.{key} was {old.get(key)!r}, is now {value!r}"
         for key, value in new.items()
         if old.get(key) != value
-    ]
+    }
 
 
 def flat(tree: dict, prefix: str = "") -> dict:

@@ -416,12 +416,7 @@ def main():
         cfg.run.folder, writes=jax.process_index() == 0, agreed=sharding.anywhere
     ) as run:
         processes.see(run.path / "lock")
-        # Its config.json says how it was trained, and would be replaced.
-        if (run.path / "metrics.jsonl").exists():
-            raise ValueError(
-                f"run.folder={cfg.run.folder} is a training run's: name another folder for "
-                "its evaluation"
-            )
+        run.refuse_trained()
         evaluate(cfg, run, overwrite.value)
         if run.writes:
             drawn = f"; its picture is {run.path / 'sweep.png'}"

@@ -294,6 +294,14 @@ class Folder:
         warn(f"{file} is damaged: it begins anew")
         return {}
 
+    def refuse_trained(self) -> None:
+        """Raises ValueError for a training run's, whose config.json `begin` would replace."""
+        if (self.path / "metrics.jsonl").exists():
+            raise ValueError(
+                f"run.folder={self.path} is a training run's: name another folder for its "
+                "evaluation"
+            )
+
     def begin(self, config: dict, defaults: dict, mesh) -> None:
         """Writes config.json and the attempt, and lets the log begin.
 

@@ -293,6 +293,7 @@ def main():
     if jax.process_count() > 1:
         raise ValueError("the harness asks one process: start it without --distributed")
     with Folder(cfg.run.folder) as run:
+        run.refuse_trained()
         sharding.keep_compiled(cfg.run.compile_cache)
         model = adapted(cfg, draws.value)
         defaults = dataclasses.asdict(config.Config())

@@ -390,3 +390,11 @@ def test_answers_that_find_no_room_are_one_line_and_what_was_whole_stays(tmp_pat
         sink.file = io.TextIOWrapper(file, write_through=True)
         sink.add({"n": 2})
     assert (tmp_path / "out.jsonl").read_text() == '{"n": 1}\n'
+
+
+def test_what_evaluates_stays_out_of_a_training_run(tmp_path):
+    with folder.Folder(tmp_path / "run") as run:
+        run.refuse_trained()
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        with pytest.raises(ValueError, match="is a training run's: name another"):
+            run.refuse_trained()

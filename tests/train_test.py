@@ -719,7 +719,7 @@ def test_a_folder_of_another_run_is_refused(meta, says):
     tree = tracerl.get_config()
     tree.model.path = str(MODEL)
     cfg = config.freeze(tree)
-    begin.check_same(cfg, {"model": begin.origin(cfg)})
+    begin.check_same(cfg, {"model": begin.origin(cfg.model.path)})
     refused = pytest.raises(ValueError, match=f"holds another run: .*{says}; name ano")
     with refused if says else contextlib.nullcontext():
         begin.check_same(cfg, meta)

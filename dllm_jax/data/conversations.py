@@ -183,9 +183,9 @@ def examples(
                     refuse_undrawn(example, drawn, block)
                 else:
                     first = len(example.prompt) if full else 0
-                    count = cfg.post_num
-                    if count < 0:  # up to the end of its block
-                        count = 0 if traced else (first - length(example)) % block
+                    count = pads_after(
+                        length(example) - first, cfg.post_num, block, traced=traced
+                    )
                     count = max(min(count, free), 0)
                     example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
@@ -212,6 +212,16 @@ def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Exa
             answer.append(end)
     steps = steps_of(row, answer) if traced else [1] * len(answer)
     return Example(prompt, answer, steps)
+
+
+def pads_after(place: int, post_num: int, block: int, *, traced: bool) -> int:
+    """Returns how many pads are learned after an answer: see DataConfig.post_num.
+
+    place: of its end, from where blocks are counted.
+    """
+    if post_num >= 0:
+        return post_num
+    return 0 if traced else -place % block
 
 
 def padded(example: Example, count: int, *, pad: int, traced: bool) -> Example:

@@ -112,7 +112,8 @@ FILTERS = {"solvable": solvable, "varied": varied, "paced": paced}
 def kept(reward_n, right_n, speed_n, group_n, rule: str, low: float, high: float):
     """Returns which rollouts [n] are of a group that passes the rule, a key of FILTERS.
 
-    right_n: which are right, whatever a sum of several graders' rewards is; speed_n: tokens per forward; low, high: bounds of a group's solve rate.
+    right_n: which are right, whatever a sum of several graders' rewards is; speed_n: tokens
+    per forward; low, high: bounds of a group's solve rate.
     """
     keep_n = np.zeros(len(reward_n), bool)
     for group in np.unique(group_n):

@@ -8,9 +8,9 @@ answerer has these two methods, and its callers know no others:
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
         caller reports it. new: of each prompt, the most tokens of its answer, a text, 1 to
-        `cfg.max_new`; None: that for all. watch: called with (i, first position of its present block,
-        its Answer so far) after every forward, for those who show an answer as it
-        grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
+        `cfg.max_new`; None: that for all. watch: called with (i, first position of its
+        present block, its Answer so far) after every forward, for those who show an
+        answer as it grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
         and equally often in every process; once it says so no more answers come, and
         the last to come are those that have ended.
     lower(params)
