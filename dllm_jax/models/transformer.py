@@ -328,8 +328,6 @@ def trunk(
     mask: Mask | Window,
     cfg: ModelConfig,
     cache: KVCache | PagedKVCache | None = None,
-    *,
-    unroll: bool = False,
 ):
     """Returns (normed hidden states x_BTD, keys and values, the experts' load).
 
@@ -343,8 +341,6 @@ def trunk(
                   step is undone.
     PagedKVCache  pages. The Window says what is kept, whether they are seen, and of which
                   windows x is returned; so is the whole pool.
-
-    unroll: the layers are compiled one after the other, and not as a loop.
 
     The load is the moe.Load of each layer with experts, stacked over them, or None.
     Tokens that see nothing are padding, and do not count.
@@ -379,7 +375,7 @@ def trunk(
     elif cfg.sparse_step > 1:
         carry, fresh, load = scan_groups(layer, carry, params, cfg.sparse_step)
     else:
-        carry, fresh, load = scan_stacks(layer, carry, params, unroll, whole=paged)
+        carry, fresh, load = scan_stacks(layer, carry, params, whole=paged)
     x_BTD, pages = carry
     if not isinstance(params["layers"], tuple):
         x_BTD = asked(x_BTD, asked_da)
@@ -397,6 +393,25 @@ def planned(mask: Mask | Window, cfg: ModelConfig):
         sizes = cfg.heads // cfg.kv_heads, cfg.head_dim
         return pallas_kernels.planned(mask, *sizes, implementation=cfg.kernels)
     return mask if mask.own is None else mask.replace(own=planned(mask.own, cfg))
+
+
+def separate(params: Params) -> Params:
+    """Returns parameters whose layers' weights are arrays of their own, in tuples of layers."""
+
+    def layers(stack: dict) -> tuple[dict, ...]:
+        leaves, tree = jax.tree.flatten(stack)
+        return tuple(tree.unflatten(layer) for layer in zip(*leaves, strict=True))
+
+    stacks = params.keys() & {"first", "layers"}
+    return params | {name: layers(params[name]) for name in stacks}
+
+
+def restacked(params: Params) -> Params:
+    """Returns the parameters of which these are `separate`; others are left as they are."""
+    tuples = [name for name, x in params.items() if isinstance(x, tuple)]
+    return params | {
+        name: jax.tree.map(lambda *x: jnp.stack(x), *params[name]) for name in tuples
+    }
 
 
 def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
@@ -427,7 +442,7 @@ def loop_layers(layer, carry, layers: list[Params], asked_da):
     return carry, stack(fresh), stack(loads)
 
 
-def scan_stacks(layer, carry, params: Params, unroll: bool, whole: bool):
+def scan_stacks(layer, carry, params: Params, whole: bool):
     """Returns (carry, keys and values of all layers, the load), one stack after the other.
 
     layer: a function of lax.scan, from (carry, (a layer's parameters, its number)) to
@@ -450,9 +465,7 @@ def scan_stacks(layer, carry, params: Params, unroll: bool, whole: bool):
                 return (carry, number + 1), out
 
             start = carry, jnp.int32(begin)
-            (carry, _), (fresh_of_stack, load) = jax.lax.scan(
-                of_stack, start, rest, unroll=unroll
-            )
+            (carry, _), (fresh_of_stack, load) = jax.lax.scan(of_stack, start, rest)
             fresh.append(fresh_of_stack)
     return carry, stacked(fresh), load
 

@@ -107,18 +107,22 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def tile(chunk: bool = False) -> int:
+def tile(head_dim: int, chunk: bool = False) -> int:
     """Returns how many keys a tile of `tiled_attention` has, and how many queries at most.
 
     chunk: of a prompt's chunk, over keys that are not its own. On CPU 64 is the fastest or
-    close to it of 32, 48, 64, 96 and 128 at rows of 288 to 2,048 packed slots, and 256 the
-    fastest of 64 to 512 for chunks: it takes 0.8 of the time of 128, half of that of 64.
+    close to it of 32, 48, 64, 96 and 128 at rows of 288 to 2,048 packed slots where heads
+    are of 32; where they are of 64, 96 takes 0.80 to 0.88 of its time with three heads for
+    a key and 0.85 to 1.07 with two; and 256 is the fastest of 64 to 512 for chunks: it
+    takes 0.8 of the time of 128, half of that of 64.
     Elsewhere a step of its loop costs several launches, so that tiles are large; that they
     are 1,024 is not measured.
     """
     if platform() != "cpu":
         return 1024
-    return CHUNK_TILE if chunk else 64
+    if chunk:
+        return CHUNK_TILE
+    return 96 if head_dim >= 64 else 64
 
 
 def module(op: str, name: str):
@@ -162,7 +166,7 @@ def kernel(
         # Rows of up to two tiles gain little from skipped ones. On CPU the gradient by
         # the specification takes 1 to 1.5 times as long with 192 to 384 packed slots, and
         # six times with 1,152.
-        few = slots is not None and slots <= 2 * tile()
+        few = slots is not None and slots <= 2 * tile(head_size)
         return None if few or (op, "any") not in KERNELS else module(op, "any")
     if (op, implementation) not in KERNELS:
         platforms = [name for name_of_op, name in KERNELS if name_of_op == op]

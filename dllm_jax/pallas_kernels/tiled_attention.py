@@ -50,9 +50,9 @@ def joined(x_iKfH, like_BTNH, t: int):
     return x_BTNH[:, :T].astype(like_BTNH.dtype)
 
 
-def plan(mask, *_):
+def plan(mask, _, head_dim: int):
     """Returns `tiles.schedule` of the mask: the tiles of keys that each of queries visits."""
-    t = choice.tile()
+    t = choice.tile(head_dim)
     return scheduled(*tiles.mask_arrays(mask, t, t), t, t)
 
 
@@ -67,7 +67,7 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     Each in its tiles: q_iKfH, mask_i3t, visit_iv (2·j, plus 1 where all of a tile is seen),
     count_i; k_jKsH, v_jKsH, mask_j2s.
     """
-    t = s = choice.tile(chunk=mask.tiles is None)
+    t = s = choice.tile(q_BTNH.shape[3], chunk=mask.tiles is None)
     if mask.tiles is None:  # a chunk, which may be narrower than what it sees
         t = tiles.fit(t, q_BTNH.shape[1], 64)
     K = k_BSKH.shape[2]

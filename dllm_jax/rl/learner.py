@@ -111,12 +111,8 @@ def outputs(
     x_BTD = transformer.embed(params, batch.tokens_BT, model)
     if "record" in heads:
         x_BTD = transformer.with_record(params, x_BTD, batch.record_BT)
-    # A loop over layers copies what its backward pass reads of each: on CPU a gradient of
-    # 3 layers of 128 took 1.1 times as long. Deep models would compile much longer.
-    unroll = choice.platform() == "cpu" and model.layers <= UNROLLED
-    x_BTD, _, load = transformer.trunk(
-        params, x_BTD, batch.pos_BT, seen, model, unroll=unroll
-    )
+    params = by_layer(params, model)
+    x_BTD, _, load = transformer.trunk(params, x_BTD, batch.pos_BT, seen, model)
     x_BUD = jnp.take_along_axis(x_BTD, batch.where_BU[..., None], axis=1)
     out = {} if load is None else {"load": load}
     if "value" in heads:
@@ -138,13 +134,28 @@ def outputs(
     return out
 
 
+def by_layer(params, model: ModelConfig):
+    """Returns parameters whose layers are compiled one by one, where that pays.
+
+    A loop over layers copies what its backward pass reads of each: on CPU a gradient of 3
+    layers of 128 took 1.1 times as long. Deep models would compile much longer. Outside of
+    the loop over microbatches it is called first: inside each would cut its own slices.
+    """
+    pays = choice.platform() == "cpu" and model.layers <= UNROLLED
+    if not pays or isinstance(params["layers"], tuple):
+        return params
+    return transformer.separate(params)
+
+
 def score(params: dict, batch: TrainBatch, *, model: ModelConfig, plans: dict):
     """Returns every network's outputs on the whole batch: name -> {output: [m, B, U]}.
 
     params: those of the networks that are asked, by name; plans: of these and others. The
     same function of the same arrays as in the loss, without gradient.
     """
-    params = {name: soft.attach(x, model) for name, x in params.items()}  # once
+    params = {  # once
+        name: by_layer(soft.attach(x, model), model) for name, x in params.items()
+    }
     zeros_mBU = jnp.zeros(batch.where_BU.shape, jnp.float32)
     asked = {name: plan for name, plan in plans.items() if name in params}
     blank = {
@@ -281,6 +292,9 @@ def gradients(
             joined = lora.join(base, rounded, model.lora) | shown
             batch, told = judged(row, joined, batch, model=model, plan=plan, cfg=cfg)
 
+    if not model.lora:  # whose adapters meet their weights in the loss
+        rounded = by_layer(rounded, model)
+
     def of_microbatch(i):
         (total, sums), grads = gradient(
             rounded, microbatch(batch, i), base, shown, model=model, plan=plan, cfg=cfg
@@ -294,6 +308,7 @@ def gradients(
         lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of_microbatch, 0)
     )
     sums, (grads, of_table) = jax.lax.fori_loop(0, batch.used, add, zeros)
+    grads = transformer.restacked(grads)
     if shown:
         of_table = jax.tree.map(lambda x, of: x.astype(of.dtype), of_table, shown)
         (more,) = behind(of_table)

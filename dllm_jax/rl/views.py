@@ -6,7 +6,7 @@ rounds are laid out as its model sees them (layout.py), and several trajectories
 row. Packing is done in stages, each a function:
 
     pieces_of   trajectories, cut where they would exceed a row
-    fit         which pieces share a row
+    fit         which pieces share a row, and which are cut again to fill the others' gaps
     lay         a piece's tokens and seats, written into its row
     AGGREGATES  what every supervised token weighs in the loss
 
@@ -180,7 +180,7 @@ def pieces_of(
 
 
 def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
-    """Returns the pieces in rows of such a size: first fit, longest first."""
+    """Returns the pieces in rows of such a size: first fit, longest first, then `poured`."""
     rows, free_slots, free_seats = [], [], []
     for piece in sorted(pieces, key=lambda piece: -piece.cost):
         cost, taken = piece.cost, piece.supervised
@@ -197,7 +197,52 @@ def fit(pieces: list[Piece], slots: int, seats: int) -> list[list[Piece]]:
         rows[b].append(piece)
         free_slots[b] -= cost
         free_seats[b] -= taken
+    return poured(rows, slots, seats)
+
+
+def poured(rows: list[list[Piece]], slots: int, seats: int) -> list[list[Piece]]:
+    """Returns rows of such a size, of which the emptiest were cut into the others' gaps.
+
+    All slots of a row are computed, so what is repeated of a clean copy costs nothing in
+    a gap, and a row less is a row's time. A row whose pieces do not all go in stays.
+    """
+    while len(rows) > 1:
+        *others, last = sorted(rows, key=lambda row: -sum(p.cost for p in row))
+        others = others[::-1]  # the widest gap first
+        free_slots = [slots - sum(p.cost for p in row) for row in others]
+        free_seats = [seats - sum(p.supervised for p in row) for row in others]
+        added = [[] for _ in others]
+        for rest in last:
+            for b, row in enumerate(added):
+                part, rest = split(rest, free_slots[b], free_seats[b])
+                if part is not None:
+                    row.append(part)
+                    free_slots[b] -= part.cost
+                    free_seats[b] -= part.supervised
+                if rest is None:
+                    break
+            else:
+                return rows
+        rows = [row + more for row, more in zip(others, added, strict=True)]
     return rows
+
+
+def split(piece: Piece, slots: int, seats: int) -> tuple[Piece | None, Piece | None]:
+    """Returns (what of a piece's first views fits into so many slots and seats, the rest).
+
+    None: nothing.
+    """
+    if piece.views[0].end + piece.beside > slots:
+        return None, piece
+    first_n, end_n = np.array([view[1:3] for view in piece.views]).T
+    seats_n = np.cumsum([view.seats for view in piece.views])
+    cost_n = first_n + np.cumsum(end_n - first_n) + piece.beside
+    count = int(((cost_n <= slots) & (seats_n <= seats)).sum())  # both only grow
+    part, rest = (
+        dataclasses.replace(piece, views=views) if views else None
+        for views in (piece.views[:count], piece.views[count:])
+    )
+    return part, rest
 
 
 @dataclasses.dataclass

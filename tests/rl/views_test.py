@@ -476,7 +476,7 @@ def test_pieces_are_put_where_they_fit_the_longest_first():
     """Rows of six slots and four seats; by hand."""
 
     def fill(*pieces):
-        made = [types.SimpleNamespace(cost=c, supervised=s) for c, s in pieces]
+        made = [layouts.Piece((layouts.View(0, 0, c, 1, s),)) for c, s in pieces]
         rows = views.fit(made, slots=6, seats=4)
         return [[(piece.cost, piece.supervised) for piece in row] for row in rows]
 
@@ -486,6 +486,48 @@ def test_pieces_are_put_where_they_fit_the_longest_first():
     assert fill((4, 3), (2, 1)) == [[(4, 3), (2, 1)]]
     assert fill((4, 3), (2, 2)) == [[(4, 3)], [(2, 2)]]
     assert fill((4, 1), (3, 1)) == [[(4, 1)], [(3, 1)]]
+
+
+def piece(*firsts):
+    """Returns a Piece of views of two positions and one seat that begin at these."""
+    made = tuple(layouts.View(0, first, first + 2, 1, 1) for first in firsts)
+    return layouts.Piece(made)
+
+
+def test_the_emptiest_row_is_cut_into_gaps_if_all_of_it_goes_in():
+    """By hand, in rows of ten slots: a view stands behind a clean copy."""
+    three = piece(0, 0, 0)  # six slots and three seats
+    rows = [[three], [three], [piece(2, 2)]]  # a gap holds one of the last views
+    assert views.poured(rows, slots=10, seats=4) == [[three, piece(2)]] * 2
+    # A seat, a slot or a gap too few.
+    assert views.poured(rows, slots=10, seats=3) == rows
+    assert views.poured(rows, slots=9, seats=4) == rows
+    assert views.poured(rows[1:], slots=10, seats=4) == rows[1:]
+    # The widest gap first.
+    rows = [[three], [piece(0, 0)], [piece(0)]]
+    assert views.poured(rows, slots=10, seats=9) == [[piece(0, 0), piece(0)], [three]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), max_size=12),
+    st.integers(0, 30),
+)
+def test_pouring_keeps_every_view_and_the_size_of_rows(firsts, spare):
+    pieces = [piece(*sorted(of_piece)) for of_piece in firsts]
+    slots = max((p.cost for p in pieces), default=0) + spare
+    seats = max((p.supervised for p in pieces), default=0) + spare // 4
+    before = [[p] for p in pieces]
+    after = views.poured(before, slots, seats)
+    assert len(after) <= len(before)
+    for row in after:
+        assert sum(p.cost for p in row) <= slots
+        assert sum(p.supervised for p in row) <= seats
+        assert all(list(p.views) == sorted(p.views) for p in row)
+
+    def held(rows):
+        return sorted(view for row in rows for p in row for view in p.views)
+
+    assert held(after) == held(before)
 
 
 def test_what_is_filling_is_nothing_and_what_nobody_asked_for_is_not_there():
@@ -713,11 +755,11 @@ def test_a_mask_and_its_complement_weigh_as_much_as_a_trace(aggregate):
 @pytest.mark.parametrize(
     ("n", "slots", "block", "tokens", "rows"),
     [
-        (6, 20, 1, 60, 6),  # each fills little more than half a row: one a row
+        (6, 20, 1, 60, 5),  # each fills little more than half a row; one is cut to fit
         (8, 8, 8, 32, 4),  # four fit by their slots, but only two by their targets
     ],
 )
-def test_the_bound_on_microbatches_holds_where_it_is_tight(
+def test_the_bound_on_microbatches_holds_where_rows_are_half_full(
     n, slots, block, tokens, rows
 ):
     step_nT = np.array([[GIVEN] + [1] * (slots - 1)] * n)
