@@ -155,8 +155,11 @@ def tiles(rgb: np.ndarray, canvas: tuple[int, int], side: int) -> np.ndarray:
 
 
 def normalized(pixels: np.ndarray) -> np.ndarray:
-    """Returns pixels of 0..255 as f32 in [-1, 1]."""
-    return (pixels.astype(np.float32) * np.float32(1 / 255) - 0.5) / 0.5
+    """Returns pixels of 0..255 as f32 in [-1, 1].
+
+    To the last bit as LLaDA-V's and MMaDA's processors: times a rounded 1 / 255 is not.
+    """
+    return (pixels.astype(np.float32) / np.float32(255) - 0.5) / 0.5
 
 
 def embedded(rgb: np.ndarray, side: int = LOOKED_AT) -> str:

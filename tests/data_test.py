@@ -165,6 +165,20 @@ def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
     assert "1+é2ñ" in line and "'<unk>'" in line
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_special_token_in_a_question_is_said_once(tok, capsys, raw):
+    fresh = copy.deepcopy(tok)
+    cfg = data.DataConfig(raw=raw, template="<|im_start|>{question}")
+    for question in ("1+2", "1<|im_end|>2", "<|MASK|>"):
+        ids = data.ask(fresh, cfg, question)
+    assert tok.convert_tokens_to_ids("<|MASK|>") in ids
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "warning: a question has '<|im_end|>' in its text, which the"
+    )
+    assert line.endswith("as that token: '1<|im_end|>2'")
+
+
 def test_a_text_that_is_too_long_is_not_the_templates_fault(tok, monkeypatch):
     monkeypatch.setattr(data.prompts.limits, "CHARACTERS", 100)
     with pytest.raises(ValueError, match="its text has 99 characters: .* at most 100 "):
@@ -309,6 +323,26 @@ def test_preferences_are_pairs(tmp_path, tok):
     for wrong in (asked, [], 3):
         path = write(tmp_path / "x.jsonl", {**long, "rejected": wrong})
         with pytest.raises(ValueError, match="record 1: 'rejected'.* messages"):
+            data.examples(path, tok, CFG, **given)
+
+
+def test_a_pairs_conversation_is_the_prompt_again(tmp_path, tok):
+    """Nothing that stands before an answer is left out unsaid."""
+    asked = [{"role": "user", "content": "1+2"}]
+    turns = [*asked, {"role": "assistant", "content": "3"}]
+    longer = [*turns, {"role": "user", "content": "2+2"}]
+    right = [{"role": "assistant", "content": "4"}]
+    given = FORM | {"slots": 60, "pairs": True}
+    row = {"prompt": "1+2 ", "chosen": turns, "rejected": "5"}
+    got, _ = data.examples(write(tmp_path / "x.jsonl", row), tok, CFG, **given)
+    assert len(got.len_B) == 2
+    row = {"prompt": longer, "chosen": longer + right, "rejected": "5"}
+    data.examples(write(tmp_path / "x.jsonl", row), tok, CFG, **given)
+    system = [{"role": "system", "content": "Add."}]
+    for prompt, chosen in (("1+2", longer + right), (asked, system + turns)):
+        row = {"prompt": prompt, "chosen": chosen, "rejected": "5"}
+        path = write(tmp_path / "x.jsonl", row)
+        with pytest.raises(ValueError, match="record 1: 'chosen' has messages before"):
             data.examples(path, tok, CFG, **given)
 
 

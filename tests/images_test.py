@@ -123,3 +123,12 @@ def test_the_mark_tells_pixels_and_shapes_apart():
     assert images.mark(RGB) == images.mark(RGB.copy())
     marks = {images.mark(x) for x in (RGB, RGB.swapaxes(0, 1), RGB[:, ::-1], RGB + 1)}
     assert len(marks) == 4
+
+
+def test_pixels_are_normalized_to_the_last_bit_as_the_originals():
+    """LLaDA-V's processor multiplies in f64 and rounds, MMaDA's divides in f32."""
+    pixels = np.arange(256, dtype=np.uint8)
+    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+    half = np.float32(0.5)
+    np.testing.assert_array_equal(scaled, pixels / np.float32(255))
+    np.testing.assert_array_equal(images.normalized(pixels), (scaled - half) / half)

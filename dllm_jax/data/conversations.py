@@ -115,17 +115,23 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
     """Returns (prompt ids, [the better answer, the worse one]) of a preference record.
 
     `prompt`, `chosen` and `rejected` are texts or lists of messages, of which an answer is
-    the last.
+    the last; what stands before it is the prompt again.
     """
     prompt = field(row, "prompt")
-    answers = []
+    user = [{"role": "user", "content": str(prompt)}]
+    answers, asked = [], prompt if isinstance(prompt, list) else user
     for name in ("chosen", "rejected"):
         given = field(row, name)
         if isinstance(given, list):
             try:
-                last = conversation(given)[-1]
+                *before, last = conversation(given)
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
+            if before and turns(before) != turns(conversation(asked)):
+                raise ValueError(
+                    f"{name!r} has messages before its answer that are not those of "
+                    "'prompt', which is all that is shown; make 'prompt' the list of them"
+                )
             given = last["content"] if last["role"] == "assistant" else None
         if type(given) is not str or not given.strip():
             raise ValueError(
@@ -137,6 +143,11 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
     if isinstance(prompt, list):
         return render(tok, prompt, shown), answers
     return ask(tok, cfg, text(row, "prompt"), shown=shown), answers
+
+
+def turns(messages: list[dict]) -> list[tuple[str, str]]:
+    """Returns who says what in a conversation, whatever blanks stand around it."""
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 def examples(

@@ -16,6 +16,7 @@ import warnings
 from dllm_jax import checks, limits, processes
 from dllm_jax.data import plain, sets
 from dllm_jax.exits import warn
+from dllm_jax.images import paths_of
 from dllm_jax.records import records
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>")  # of an assistant
@@ -123,7 +124,7 @@ def field(row: dict, name: str, key: str = ""):
 
 
 def text(row: dict, name: str, key: str = "") -> str:
-    """Returns a record's text, a number as it is written; raises ValueError for others.
+    """Returns a record's text, a number as Python writes it; raises ValueError for others.
 
     key: see `field`.
     """
@@ -301,6 +302,26 @@ def warn_unknown(tok, text: str) -> None:
     )
 
 
+def warn_special(tok, question: str, mark: str = "") -> None:
+    """Says, once for a tokenizer, which question has a special token by its name.
+
+    It becomes that token, as everywhere: whoever asks may end the turn. mark: the text that
+    stands for an image, which may have such a name.
+    """
+    if not hasattr(tok, "special_names"):
+        added = getattr(tok, "backend_tokenizer", None)
+        added = added.get_added_tokens_decoder() if added is not None else {}
+        names = [token.content for token in added.values() if token.special]
+        tok.special_names = names
+    found = [name for name in tok.special_names if name != mark and name in question]
+    if found:
+        tok.special_names = []
+        warn(
+            f"a question has {found[0]!r} in its text, which the model reads as that token: "
+            f"{question[:200]!r}"
+        )
+
+
 def ids_of(tok, text: str) -> list[int]:
     """Returns a text's token ids; raises ValueError for what is no text."""
     if not checks.encodes(text):
@@ -318,6 +339,7 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> li
     drawn = shown is not None and shown.plain  # guidance leads away from no caption
     if not question.strip() and not drawn:
         raise ValueError("the question is empty")
+    warn_special(tok, question, getattr(shown, "mark", ""))
     if cfg.raw:
         if shown is None:
             return ids_of(tok, filled(cfg.template, question, prefix))
@@ -366,7 +388,7 @@ class Looker:
             shown = None
             try:
                 if self.reader is None:
-                    self.found |= bool(row.get(self.cfg.image))
+                    self.found |= bool(paths_of(row, self.cfg.image))
                 else:
                     with of_record(self.path, number):
                         shown = self.reader.shown(row, self.cfg.image, self.root)

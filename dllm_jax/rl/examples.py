@@ -212,11 +212,12 @@ def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
     some = batches.take(examples, row_n).replace(pictures=())
     if table is None or not examples.pictures:
         return some
-    tokens_BT = some.tokens_BT.copy()
-    for i, (row, count) in enumerate(zip(row_n, some.prompt_len_B, strict=True)):
-        prompt = Prompt(tokens_BT[i, :count].tolist(), examples.pictures[row])
-        tokens_BT[i, :count] = table.placed(prompt, vocab)
-    return some.replace(tokens_BT=tokens_BT)
+    rows = zip(some.tokens_BT, some.prompt_len_B, row_n, strict=True)
+    prompts = [
+        Prompt(tokens_T[:count].tolist(), examples.pictures[row])
+        for tokens_T, count, row in rows
+    ]
+    return some.replace(tokens_BT=table.canvases(some.tokens_BT, prompts, vocab))
 
 
 def most_steps(examples: data.Examples, settings: Settings) -> int:

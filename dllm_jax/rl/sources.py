@@ -35,6 +35,7 @@ import jax
 import numpy as np
 
 from dllm_jax import data, sharding
+from dllm_jax.models.vision.look import Table
 from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.rl import (
     batches,
@@ -168,6 +169,7 @@ class RL:
             metrics |= process.summary(rollouts.chunks)
         dropped = []
         table = tools.look([x.prompt_ids for x in problems])
+        rollouts = placed(rollouts, problems, table, settings.model.vocab)
         with tools.timer("score"):
             how = {
                 "rl": settings.rl,
@@ -343,6 +345,22 @@ def cost_of_critic(settings: Settings) -> str:
     if value != "own":
         line += f"; 'own' would take {share:.0%} of an update's FLOPs"
     return f"rl.value={value!r}: {line}"
+
+
+def placed(rollouts: Rollouts, problems, table: Table | None, vocab: int) -> Rollouts:
+    """Returns rollouts whose prompts have their images as rows of the step's table.
+
+    Where a step asks several times (rl.max_prompts), each time had a table of its own.
+    """
+    if table is None:
+        return rollouts
+    trace = rollouts.trace
+    prompts = [  # one that was too long is in no canvas
+        problem.prompt_ids if count else []
+        for problem, count in zip(problems, trace.prompt_len_B, strict=True)
+    ]
+    tokens_BT = table.canvases(trace.tokens_BT, prompts, vocab)
+    return dataclasses.replace(rollouts, trace=trace.replace(tokens_BT=tokens_BT))
 
 
 def judged(rollouts: Rollouts, rl: RLConfig) -> Rollouts:

@@ -142,6 +142,10 @@ def main():
     p.add_argument("--read", metavar="FILE", help="countdown: d1's problems instead")
     args = p.parse_args()
     if args.read:
+        if args.task != "countdown":
+            p.error("--read is of countdown alone")
+        if not pathlib.Path(args.read).is_file():
+            p.error(f"--read={args.read}: no such file")
         folder = pathlib.Path("runs/countdown")
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row) + "\n" for row in read_d1(args.read)]

@@ -20,10 +20,13 @@ RIGHT, WRONG = "#2f7d3b", "#b3302a"
 
 
 def drawings(path: str) -> dict[str, list[dict]]:
-    """Returns an evaluation's answers by their caption."""
+    """Returns an evaluation's drawings by their caption; raises ValueError for none."""
     found = {}
     for row in records(path):
-        found.setdefault(row["question"], []).append(row)
+        if row.get("picture"):  # an answer that was skipped has none
+            found.setdefault(row["question"], []).append(row)
+    if not found:
+        raise ValueError(f"{path}: no answer in it is a picture")
     return found
 
 
@@ -47,7 +50,7 @@ def sheet(sides: list[dict[str, list[dict]]]) -> Image.Image:
         pen.multiline_text((x, 2), "\n".join(lines), "black", spacing=1)
         for number, side in enumerate(sides):
             y = TITLE + number * (DRAWN * cell + 2 * GAP)
-            for row in side[caption][:DRAWN]:
+            for row in side.get(caption, [])[:DRAWN]:
                 out.paste(framed(row), (x, y))
                 y += cell
     return out
@@ -62,7 +65,11 @@ def main():
     p.add_argument("after", help="another's, of the same captions")
     p.add_argument("out", help="the PNG")
     args = p.parse_args()
-    sheet([drawings(args.before), drawings(args.after)]).save(args.out)
+    try:
+        sides = [drawings(args.before), drawings(args.after)]
+    except ValueError as error:
+        p.error(str(error))
+    sheet(sides).save(args.out)
 
 
 if __name__ == "__main__":

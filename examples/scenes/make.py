@@ -150,6 +150,8 @@ def main():
     p.add_argument("--pictures", type=int, default=32, help="of each caption")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
+    if args.pictures < 1:
+        p.error("--pictures must be positive: without any there is nothing to learn")
     out, rng = pathlib.Path(args.out), np.random.default_rng(args.seed)
     (out / "pictures").mkdir(parents=True, exist_ok=True)
 

@@ -59,6 +59,54 @@ def test_countdowns_of_d1_are_asked_as_the_model_is(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("$90+30-93$", 1),
+        (r"\(90 + 30 - 93\)", 1),
+        (r"\left(90+30\right)-93 = 27", 1),
+        ("90+30\u201393", 1),
+        ("-93+90+30", 1),
+        (r"(30-93)\cdot\frac{90}{1}", 0),  # a number of its own
+        ("0x5A+30-93", 0),
+        ("9_0+30-93", 0),
+        ("90+30-93 # or so", 0),
+        ("90.0+30-93", 0),
+        ("90+30-93 or 1", 0),
+        ("9**9**9", 0),
+        ("1or 2", 0),
+    ],
+)
+def test_a_countdown_is_numbers_signs_and_brackets_however_they_are_written(
+    text, right, recwarn
+):
+    asked = [data.Problem([1], "", "", puzzles.countdown_record([30, 90, 93], 27))]
+    grader = rewards.grader("countdown", RewardConfig())
+    assert grader.grade([f"\\boxed{{{text}}}"], asked, None).reward_n == [right]
+    assert not recwarn.list  # of Python's parser
+
+
+def test_a_countdown_may_be_a_fraction():
+    record = puzzles.countdown_record([90, 30, 12], 15)
+    grader = rewards.grader("countdown", RewardConfig())
+    asked = [data.Problem([1], "", "", record)]
+    text = r"\boxed{\frac{90}{30} + 12}"
+    assert grader.grade([text], asked, None).reward_n == [1]
+
+
+def test_only_countdowns_are_read(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for given, said in (
+        (["sums", "--read", "x.jsonl"], "--read is of countdown"),
+        (["countdown", "--read", "x.jsonl"], "--read=x.jsonl: no such file"),
+    ):
+        monkeypatch.setattr("sys.argv", ["make", *given])
+        with pytest.raises(SystemExit):
+            puzzles.main()
+        assert said in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
     ("task", "most"), [("sudoku", 1e6), ("sums", 3e6), ("countdown", 3e6)]
 )
 def test_what_is_bundled_is_what_its_command_makes(task, most):

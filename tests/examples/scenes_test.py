@@ -87,3 +87,22 @@ def test_a_gallery_names_the_files_that_it_wants(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gallery", str(answers), str(answers), str(out)])
     gallery.main()
     assert Image.open(out).width == gallery.SIDE + 2 * (gallery.FRAME + gallery.GAP)
+    answers.write_text(json.dumps(row) + "\n" + json.dumps(row | {"picture": None}))
+    gallery.main()  # one that was skipped is left out
+    answers.write_text(json.dumps({"question": "a red square", "text": "1"}) + "\n")
+    for files, message in (
+        ([str(answers), str(answers)], "eval.jsonl: no answer in it is a picture"),
+        ([str(tmp_path / "no.jsonl"), str(answers)], "no such file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gallery", *files, str(out)])
+        with pytest.raises(SystemExit):
+            gallery.main()
+        assert message in capsys.readouterr().err
+
+
+def test_a_maker_without_pictures_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make", f"--out={tmp_path}", "--pictures=0"])
+    with pytest.raises(SystemExit):
+        make.main()
+    assert "--pictures must be positive" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.look import Table
+from dllm_jax.models.vision.prompts import Picture, Prompt, pictures_of
 from dllm_jax.rl import networks, sources
 from dllm_jax.rl.config import (
     VALUES,
@@ -314,6 +317,49 @@ def test_a_refill_asks_other_problems_with_other_draws(tmp_path):
     asked.clear()
     source.batches(2, made.taken, lent.Weights(), lent.score)
     assert asked[0][0] not in (first, second)
+
+
+def test_a_refill_is_learned_from_with_its_own_images(tmp_path):
+    """Each time that a step asks has a table; the batches see one of all its images."""
+    vocab, tables, packed = lent.MODEL.vocab, [], []
+
+    def look(prompts):
+        found = dict.fromkeys(x.mark for p in prompts for x in pictures_of(p))
+        tables.append(Table(None, {mark: 2 * i for i, mark in enumerate(found)}))
+        return tables[-1]
+
+    class Looks(lent.Answerer):
+        def stream(self, params, prompts, key, **how):
+            table = look(prompts)
+            shown = [table.placed(prompt, vocab) for prompt in prompts]
+            yield from super().stream(params, shown, key, **how)
+
+    class Weights(lent.Weights):
+        def seeing(self, seen):
+            return self
+
+    sampler = lent.settings().sampler
+    lend = {"answerer": Looks(sampler.slots, sampler.max_prompt)}
+    lend["eyes"] = types.SimpleNamespace(look=look)
+    how = {"min_solved": 0.2, "max_solved": 0.9, "max_prompts": 99}
+    source = rl_source(tmp_path, lend, pass_every_third, **how)
+    for i, problem in enumerate(source.problems):
+        picture = Picture("", str(i), (1, 1), rows=2)
+        ids = Prompt([5 + i // 9, 5 + i % 9, vocab, vocab + 1], (picture,))
+        source.problems[i] = dataclasses.replace(problem, prompt_ids=ids)
+    pack = source.pack
+    source.pack = lambda trace, *given, **named: (
+        packed.append(trace) or pack(trace, *given, **named)
+    )
+    assert source.batches(1, 0, Weights(), lent.score).metrics["prompts_asked"] == 8
+    assert len(tables) == 3
+    seen = set()
+    for tokens_T in (row for trace in packed for row in trace.tokens_BT):
+        high, low, *rows = tokens_T[:4].tolist()
+        first = vocab + tables[-1].first_of[str(9 * (high - 5) + low - 5)]
+        assert rows == [first, first + 1]
+        seen.add(first)
+    assert len(seen) == 4 and max(seen) >= vocab + 2 * 4  # of both times that it asked
 
 
 def test_cut_answers_may_leave_their_groups(tmp_path):

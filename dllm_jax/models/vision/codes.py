@@ -42,6 +42,8 @@ TOGETHER = 8  # images that are decoded by one program
 # first, and cut off first.
 WIDEST, LONGEST = 2**13, 64
 FITS = ("pad", "crop")  # an image into a square: white around it, or its middle
+# Fields in which a MARK is a text like any other.
+ANSWERS = ("answer", "response", "chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,16 +320,18 @@ class Reader:
                 )
             return Shown(format.tokens, (codes,))
         paths = images.paths_of(row, field)
-        if not paths and any(MARK in x for x in row.values() if isinstance(x, str)):
+        if not paths and "response_ids" in row:  # the ids of its prompt hold the image
+            return self.of_files([], root)
+        if not paths and asks_to_show(row):
             raise ValueError(f"it has {MARK} in its text, and no image in {field!r}")
-        return self.of_files(paths, root)
+        return self.of_files(paths, root) if paths else None
 
-    def of_files(self, paths: list, root) -> "Shown | None":
+    def of_files(self, paths: list, root) -> "Shown":
         """Returns what `data.render` takes to show these image files: see `shown`."""
         if len(paths) > 1:
             raise ValueError(f"it has {len(paths)} images, and the model reads one")
         if not paths:
-            return None
+            return Shown(None, ())
         tokens = self.codec().format.tokens
         picture, ids = self.read(paths[0], root)
         return Shown(tokens, (tokens.codes(ids),), (picture,))
@@ -348,16 +352,35 @@ class Reader:
         return self.known[file]
 
 
+def asks_to_show(row: dict) -> bool:
+    """Returns whether a record without an image has a MARK where it asks.
+
+    In an answer it is a text like any other.
+    """
+    texts = [x for name, x in row.items() if name not in ANSWERS and isinstance(x, str)]
+    for name in ("messages", "prompt"):
+        turns = row[name] if isinstance(row.get(name), list) else []
+        said = [
+            x for x in turns if isinstance(x, dict) and x.get("role") != "assistant"
+        ]
+        texts += [str(x.get("content")) for x in said]
+    return any(MARK in text for text in texts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The image of one conversation, and how it gets into it."""
+    """The image of one conversation, if it has one, and how it gets into it."""
 
-    tokens: ImageTokens
+    tokens: ImageTokens | None  # None where there is no image
     codes: tuple[list[int], ...]
     pictures: tuple[Picture, ...] = ()  # of images that files name
     plain = False  # a chat template writes the conversation
     mark = MARK
-    blind = False
+
+    @property
+    def blind(self) -> bool:
+        """Whether there is no image, where one may be shown."""
+        return not self.codes
 
     def messages(self, messages: list[dict]) -> list[dict]:
         """Returns a conversation without marks; raises ValueError where there are too many."""
@@ -376,6 +399,8 @@ class Shown:
     def ids(self, tok, written: str) -> Prompt:
         """Returns the ids of a written conversation."""
         conversation = list(data.ids_of(tok, written))
+        if not self.codes:
+            return Prompt(conversation)
         return Prompt(self.tokens.looking(self.codes[0], conversation), self.pictures)
 
     def sampled(self, ids: list[int]) -> Prompt:

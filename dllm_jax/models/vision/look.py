@@ -39,6 +39,13 @@ class Table:
         ids = (rows[i - vocab] if i >= vocab else i for i in prompt)
         return Prompt(ids, pictures_of(prompt))
 
+    def canvases(self, tokens_BT: np.ndarray, prompts: list, vocab: int) -> np.ndarray:
+        """Returns canvases with these prompts, whose images are rows of this table."""
+        out_BT = tokens_BT.copy()
+        for out_T, prompt in zip(out_BT, prompts, strict=True):
+            out_T[: len(prompt)] = self.placed(prompt, vocab)
+        return out_BT
+
 
 class Eyes:
     """What looks at pictures for one model. The same in every process."""

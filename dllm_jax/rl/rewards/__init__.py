@@ -26,6 +26,7 @@ import numpy as np
 
 from dllm_jax import memory
 from dllm_jax.data import BadGold, Problem
+from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.rl.rewards import (
     choice,
     code,
@@ -178,7 +179,7 @@ def by_room(room: int) -> Grader:
 
 
 def form(texts, problems, trace) -> Grades:
-    r"""Returns 1 where an answer ends in a closed `\boxed{}`, `<answer>` or code block."""
+    r"""Returns 1 where an answer's last `\boxed{}` or `<answer>`, or code block, is closed."""
     found = (math.extract(x) is not None or code.extract(x) is not None for x in texts)
     return Grades(np.array([*found], np.float32))
 
@@ -208,7 +209,10 @@ def by_judge(cfg, *, looks: bool) -> Grader:
             judge.Question(p.text, p.answer, text, images=judge.images_of(p))
             for text, p in pairs
         ]
-        every = [[x for x in votes if x] for votes in asked.votes(questions)]
+        every = [
+            [x for x in votes if x or (x == 0 and not asked.boxed)]
+            for votes in asked.votes(questions)
+        ]
         shares = [np.mean([x > 0 for x in v]) if v else np.nan for v in every]
         return Grades(np.array(shares, np.float32))
 
@@ -238,9 +242,16 @@ def by_model(cfg, tok) -> Grader:
     def grade(texts, problems, trace) -> Grades:
         return Grades(ranker.grade(trace))
 
+    def check(problem: Problem) -> None:
+        if any(picture.rows for picture in pictures_of(problem.prompt_ids)):
+            raise ValueError(
+                f"reward.model={cfg.model!r} is shown no images, and a problem has one that "
+                "the policy looks at; a judge can see it (rl.reward=judge)"
+            )
+
     return Grader(
         grade,
-        anything,
+        check,
         gold=False,
         begin=ranker.begin,
         claim=ranker.claim,

@@ -4,16 +4,28 @@ import re
 
 from dllm_jax.rl.rewards import math
 
-FONT = r"\\(?:text|math)(?:rm|bf|sf|it)?\s*\{"
+FONT = r"\\(?:text|math)(?:rm|bf|sf|it|tt|normal|bb|cal)?\s*\{"
 # A letter alone, in brackets, or before the option's own words: "C", "(c)", "C. Paris".
-LETTER = re.compile(rf"(?:{FONT})?\s*\(?\s*([A-Za-z])\s*(?:[).:}}](?:.|\n)*)?")
-MARKS = re.compile(r"[*_`$]")  # of Markdown and mathematics, as in **B.** and $B$
+LETTER = re.compile(
+    rf"(?:{FONT}\s*)*(?:(?:option|choice)\s+)?(?:{FONT}\s*)*[(\[]?\s*([A-Za-z])"
+    r"\s*(?:(?:[]).:}]|\s[-–—]\s)((?:.|\n)*))?",
+    re.IGNORECASE,
+)
+# Other options behind it, and no words of its own: "(B) or (C)", "A. B. C. D.".
+OTHERS = re.compile(
+    r"(?:[\s,;/&.]*(?:or|and)?[\s,;/&]*\(?\s*[a-z]\s*[).:])+(?:[\s,;/&]*\(?[a-z])?"
+    r"|[\s).:]*(?:\b(?:or|and)\b|[,;/&])\s*\(?[a-z]\b.?",
+    re.IGNORECASE,
+)
+MARKS = re.compile(r"[*_`$\"“”]|\\[()[\]]")  # of Markdown, mathematics and speech
 
 
 def letter(text: str) -> str | None:
-    """Returns the letter of an option in capitals; None where a text names none."""
+    """Returns the letter of an option in capitals; None where a text names none, or several."""
     match = LETTER.fullmatch(MARKS.sub("", text).strip())
-    return match[1].upper() if match else None
+    if match is None or OTHERS.fullmatch((match[2] or "").strip()):
+        return None
+    return match[1].upper()
 
 
 def extract(text: str) -> str | None:

@@ -31,6 +31,7 @@ import json
 import math
 import pickle
 import re
+import textwrap
 import warnings
 import zlib
 from decimal import Decimal, InvalidOperation
@@ -358,10 +359,20 @@ def checked(tests: dict) -> dict:
         if not (isinstance(case, (list, tuple)) and len(case) == 2):
             raise ValueError("a case is a pair")
         (texts if kind == "stdio" else lambda pair: rows(pair[0]))(case)
+        if kind == "stdio" and printable(case[1]) > sandbox.OUTPUT:
+            raise ValueError(
+                f"an output of more than {sandbox.OUTPUT} bytes, which no program may "
+                "print: leave it out"
+            )
     sources = [tests["setup"], tests["prelude"], *tests.get("asserts", [])]
     for source in [*sources, tests.get("check", "")]:
         parsed(source)
     return tests
+
+
+def printable(wanted: str) -> int:
+    """Returns the least number of characters that an output takes."""
+    return len(wanted) and len(" ".join(wanted.split()))
 
 
 def parsed(source: str) -> ast.Module:
@@ -394,7 +405,7 @@ def grade_program(
     own_seconds, own_memory = limits_of(record)
     limits = {"seconds": own_seconds or seconds, "memory_mb": own_memory or memory_mb}
     if tests["kind"] == "stdio":
-        return by_output(program.strip(), tests, limits, all_cases)
+        return by_output(unindented(program), tests, limits, all_cases)
     count = len(tests.get("cases", tests.get("asserts", [])))
     candidate = {"sources": sources(program, tests), "typing": tests["kind"] == "calls"}
     verdict = sandbox.tried(candidate, tests, all_cases=all_cases, **limits)
@@ -425,7 +436,7 @@ def sources(program: str, tests: dict) -> list[str]:
     HumanEval's answers are whole functions, which may call the prompt's helpers, or go on
     where the prompt ends.
     """
-    whole = program.strip()
+    whole = unindented(program)
     if tests["kind"] != "check":
         return [whole]
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
@@ -433,6 +444,11 @@ def sources(program: str, tests: dict) -> list[str]:
         if any(getattr(x, "name", None) == tests["entry"] for x in tree.body):
             return [tests["prelude"], whole]
     return [tests.get("prompt", "") + program]
+
+
+def unindented(program: str) -> str:
+    """Returns a program as it is where its block does not stand in a list, or in a quote."""
+    return textwrap.dedent(program).strip()
 
 
 def by_output(program: str, tests: dict, limits: dict, all_cases: bool) -> float:

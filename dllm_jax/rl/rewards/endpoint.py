@@ -33,6 +33,7 @@ MOST_BYTES = 2**22  # of an answer
 CONNECT_S = 5.0  # for a connection, before a run begins
 PORTS = {"http": 80, "https": 443}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+UNREADABLE = "an image cannot be read, or has changed"
 
 
 def parsed(url: str) -> urllib.parse.SplitResult:
@@ -43,6 +44,7 @@ def parsed(url: str) -> urllib.parse.SplitResult:
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_one = parts.port is None or parts.port > 0
+        (parts.hostname or "").encode("idna")  # as a connection does: no part is empty
     except ValueError:
         port_is_one = False
     if not port_is_one or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -117,20 +119,20 @@ class Endpoint:
         files: of each conversation the images that it is about: Question.images. Texts are
         in the order of the questions.
         """
-        reasons, streak = collections.Counter(), Streak(self.cfg.parallel)
+        streak = Streak(self.cfg.parallel)
 
-        def answer(messages, seen) -> str | None:
+        def answer(messages, seen) -> tuple[str | None, str]:
             try:
                 if self.cfg.images:
                     messages = showing(messages, seen)
-                return self.answer(messages, streak)
+                return self.answer(messages, streak), ""
             except Failed as failure:
-                reasons[str(failure)] += 1  # one bytecode: threads do not lose a count
-                return None
+                return None, str(failure)
 
         with ThreadPoolExecutor(self.cfg.parallel) as pool:
-            texts = list(pool.map(answer, conversations, files))
-        return texts, reasons
+            found = list(pool.map(answer, conversations, files))
+        reasons = collections.Counter(reason for _, reason in found if reason)
+        return [text for text, _ in found], reasons
 
     def answer(self, messages: list[dict], streak: "Streak") -> str:
         """Returns the text that answers one question, asked again as often as is allowed.
@@ -196,6 +198,9 @@ class Endpoint:
                 connection.request("POST", path, body, self.headers)
                 response = connection.getresponse()
                 content = response.read(MOST_BYTES)
+                # Less than was promised is read without an error where a size is given.
+                if response.length and len(content) < MOST_BYTES:
+                    raise http.client.IncompleteRead(content)
             finally:
                 watch.cancel()
         except (OSError, http.client.HTTPException) as error:
@@ -228,8 +233,7 @@ def showing(messages: list[dict], files: tuple) -> list[dict]:
     try:
         urls = [packed(file, mark) for file, mark in files]
     except ValueError:
-        reason = "an image cannot be read, or has changed"
-        raise Failed(reason, again=False) from None
+        raise Failed(UNREADABLE, again=False) from None
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     *before, last = messages
     parts.append({"type": "text", "text": last["content"]})

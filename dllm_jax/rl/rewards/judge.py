@@ -7,8 +7,9 @@ r"""Judges: what is asked of them, what their answers say, and the votes they gi
     DIR                     a checkpoint, sampled by the engine (lent.py)
 
 A model is asked `reward.judge.votes` times and answers `\boxed{1}` or `\boxed{-1}`; a text
-without either is a vote of 0, an endpoint that says nothing is a vote of None. Nobody ends
-a run: what the judge cannot say is counted, and said in a line when its reason is new.
+without either is a vote of 0, an endpoint that says nothing is a vote of None. No model ends
+a run: what it cannot say is counted, and said in a line when its reason is new. A function
+that raises does, with its place.
 """
 
 import collections
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dllm_jax import memory
 from dllm_jax.data import Problem
 from dllm_jax.exits import warn
+from dllm_jax.images import MARK
 from dllm_jax.rl.rewards import endpoint, lent, math
 from dllm_jax.sampling import answers
 
@@ -47,7 +49,6 @@ An answer to it:
 {solution}
 
 Is the answer right and complete? End with \boxed{{1}} if it is and \boxed{{-1}} if it is not."""
-MARK = "<image>"  # where an image stands in a problem
 VOTES = {"1": 1.0, "+1": 1.0, "-1": -1.0, "−1": -1.0}
 
 
@@ -90,6 +91,12 @@ def images_of(problem: Problem) -> tuple[tuple[str, str], ...]:
     return tuple((image["file"], image["mark"]) for image in found)
 
 
+def about_image(problem: Problem) -> bool:
+    """Returns whether a problem shows an image, be it one that no judge can be shown."""
+    record = getattr(problem, "record", {})  # a stand-in may have none
+    return bool(images_of(problem)) or record.get("image_token_ids") is not None
+
+
 def vote(text: str | None) -> float | None:
     """Returns what a judge's answer says: 1, -1, or 0 for neither; None stays None."""
     if text is None:
@@ -104,12 +111,14 @@ class Judge:
     votes(questions): the votes on each: numbers, most often 1, 0 and -1, or None for none.
     begin(), claim(beside, slots): as the Grader's.
     aside: whether it may be asked in a thread beside sampling.
+    boxed: whether its votes are what texts have in boxes, and 0 is none; else numbers are meant.
     """
 
     votes: Callable[[list[Question]], list[list[float | None]]]
     begin: Callable[[], list[str]] = list
     aside: bool = True
     claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
+    boxed: bool = True
 
 
 def of_texts(cfg, told: Callable, begin: Callable, **others) -> Judge:
@@ -144,6 +153,8 @@ def of_function(name: str, function: Callable) -> Judge:
     """Returns the Judge of a function of Questions that returns a number for each."""
 
     def votes(questions) -> list[list[float | None]]:
+        if not questions:  # nothing is kept of a step, or of a process's share
+            return []
         given = said("reward.judge.at", name, function, questions)
         given = list(given) if isinstance(given, Iterable) else []
         if len(given) != len(questions) or not all(map(is_vote, given)):
@@ -153,7 +164,7 @@ def of_function(name: str, function: Callable) -> Judge:
             )
         return [[None if x is None else float(x)] for x in given]
 
-    return Judge(votes)
+    return Judge(votes, boxed=False)
 
 
 def is_vote(given) -> bool:

@@ -17,12 +17,14 @@ import jax
 from dllm_jax import data, memory
 from dllm_jax.models import families, hf, transformer
 from dllm_jax.models.vision import codes, look, prompts
-from dllm_jax.rl.rewards.endpoint import TOP_P
+from dllm_jax.rl.rewards.endpoint import TOP_P, UNREADABLE, Failed
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
 # Tiles that a question's images have, about: those of 1024 x 768 pixels are seven.
 TILES = 8
+# The turns of a question, to find out whether a chat template writes them.
+BLANK = [{"role": role, "content": "?"} for role in ("system", "user")]
 
 
 class Lent:
@@ -52,6 +54,10 @@ class Lent:
         self.model = dataclasses.replace(model, dtype="bfloat16", tiles=tiles)
         hf.check(path, self.model)
         self.tok = data.tokenizer(path)
+        try:  # before a step is sampled
+            data.render(self.tok, BLANK)
+        except ValueError as error:
+            raise ValueError(f"reward.judge.at={cfg.at!r}: {error}") from None
         lines = [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
         if self.looks:
             lines.append(self.look(path))
@@ -119,19 +125,23 @@ class Lent:
         )
 
     def prompt(self, messages: list[dict], files: tuple) -> list[int]:
-        """Returns a question's prompt; [] for an image that cannot be read, or has changed.
+        """Returns a question's prompt; raises Failed where there can be none.
 
         files: of its images the path, and the mark of the pixels.
         """
-        if self.reader is None or not files:
-            return data.render(self.tok, messages)
+        shown = None
         try:
-            shown = self.reader.of_files([file for file, _ in files], None)
-        except ValueError:
-            return []
-        prompt = data.render(self.tok, messages, shown)
-        same = [x.mark for x in prompt.pictures] == [mark for _, mark in files]
-        return prompt if same else []
+            if self.reader is not None and files:
+                shown = self.reader.of_files([file for file, _ in files], None)
+                if [x.mark for x in shown.pictures] != [mark for _, mark in files]:
+                    raise Failed(UNREADABLE)
+            return data.render(self.tok, messages, shown)
+        except data.Unreadable:
+            raise Failed(UNREADABLE) from None
+        except (
+            ValueError
+        ) as error:  # too many images, or what a template does not write
+            raise Failed(str(error)) from None
 
     def answers(self, conversations: list[list[dict]], files: list[tuple]):
         """Returns (the text that answers each, or None; a Counter of the reasons for None).
@@ -140,9 +150,15 @@ class Lent:
         are a function of the questions, so that a run that is resumed goes on as if it had
         not stopped.
         """
-        asked = [*map(self.prompt, conversations, files)]
+        asked, reasons = [], collections.Counter()
+        for messages, seen in zip(conversations, files, strict=True):
+            try:
+                asked.append(self.prompt(messages, seen))
+            except Failed as failure:
+                asked.append([])
+                reasons[str(failure)] += 1
         if not asked:
-            return [], collections.Counter()
+            return [], reasons
         if self.params is None:
             self.load()
         stream = self.answerer.stream(
@@ -154,11 +170,7 @@ class Lent:
         trace = answers.collect(stream, len(asked))
         texts = answers.decode(trace, self.tok)
         told = trace.len_B > 0
-        unseen = sum(not prompt for prompt in asked)
-        reasons = collections.Counter()
-        if unsaid := int((~told).sum()) - unseen:
+        if unsaid := int((~told).sum()) - reasons.total():
             reasons["longer than reward.judge.prompt, or not finite"] = unsaid
-        if unseen:
-            reasons["an image that cannot be read, or has changed"] = unseen
         pairs = zip(texts, told.tolist(), strict=True)
         return [text if ok else None for text, ok in pairs], reasons

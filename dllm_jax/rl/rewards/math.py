@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -55,9 +56,14 @@ UNICODE = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "²": "^2"}
     | {"∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "∪": r"\cup ", "³": "^3"}
     | {"°": r"^\circ ", "∅": r"\emptyset ", "±": r"\pm ", "，": ","}
-    | {"⋅": r"\cdot ", "∗": "*"}
+    | {"≈": r"\approx ", "≡": r"\equiv ", "≠": r"\neq "}
+    | {"⋅": r"\cdot ", "∗": "*", "⩽": r"\leq ", "⩾": r"\geq "}
 )
-TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it)|[mh]box|operatorname)\s*"
+TEXT = (
+    r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|boldsymbol|bm|[mh]box"
+    r"|operatorname)\s*"
+)
+GREEK = r"\\(?:pi|theta)(?![A-Za-z])"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
@@ -70,15 +76,23 @@ REWRITES = (
         r"\\\1(\\frac{\2\\pi}{180})",
     ),
     (r" ?\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
-    (r"\\([lgn])e(?![A-Za-z])", r"\\\1eq"),
+    (r"\\([lg])eqslant(?![A-Za-z])|\\([lg])e(?![A-Za-z])", r"\\\1\2eq"),
+    (r"\\ne(?![A-Za-z])", r"\\neq"),
+    (r"<=(?!>)", r"\\leq "),
+    (r">=", r"\\geq "),
+    (rf"{TEXT}\{{ ?i ?\}}", "i"),  # the imaginary unit, upright
+    (r"(\\\\) ?\[[0-9.]+ ?(?:pt|e[mx]|[cm]m)\]", r"\1"),  # room between rows
+    (rf"(?<=[0-9]) ?\^ ?\{{? ?(?:{TEXT}\{{ ?)?(?:st|nd|rd|th)(?![A-Za-z])[ }}]*$", ""),
     (r"\\varnothing", r"\\emptyset"),
     (r"\\overline ?\{([A-Z]+)\}", r"\1"),  # a segment, not a repeating decimal
     (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\([dt]?binom)(?![A-Za-z])", r"\\binom"),
-    (r"\\(frac|sqrt|binom) ?([0-9A-Za-z])", r"\\\1{\2}"),
-    (rf"(\\(?:frac|binom) ?{ARGUMENT}) ?([0-9A-Za-z])", r"\1{\2}"),
+    (rf"\\(frac|sqrt|binom) ?([0-9A-Za-z]|{GREEK})", r"\\\1{\2}"),
+    (r"(\\sqrt ?\[[^][]*\]) ?([0-9A-Za-z])", r"\1{\2}"),
+    (r"\{ ?10 ?\} ?\^", "10^"),
+    (rf"(\\(?:frac|binom) ?{ARGUMENT}) ?([0-9A-Za-z]|{GREEK})", r"\1{\2}"),
 )
 # A unit follows a quantity; bare letters count only where they cannot be a product.
 POWER = r"(?: ?\^ ?\{?[23]\}?)?"
@@ -95,9 +109,11 @@ UNIT = re.compile(
 LETTERS = re.compile(r" ?m(?:g|[glL] ?(\^).*)")
 FRACTIONAL = re.compile(r"(?<![0-9])(?<![0-9] )\\frac")  # 1\frac12 mg is no product
 NOT_UNIT = re.compile(  # words that change the number before them
-    r"(?<!\\)\b(?:hundred|thousand|[mb]illion|trillion|dozen|percent|and|or|not|less|more"
-    r"|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring|base|mod"
-    r"|choose|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|inf|infinity)\b",
+    r"(?<!\\)\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|ten)(?:th)?s?|percent|and|or"
+    r"|not|less|more|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring"
+    r"|hal(?:f|ves)|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|negative|below"
+    r"|doubled|approx(?:imately)?|base|mod|choose|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
+    r"|inf|infinity)\b|(?-i:\{ *[iknxyz] *\})",  # a letter that no unit has
     re.IGNORECASE,
 )
 
@@ -119,6 +135,7 @@ WHOLE |= dict.fromkeys(
     r"\emptyset",
 )
 WHOLE |= dict.fromkeys(("DNE", "dne", "undefined"), "does not exist")
+WHOLE |= dict.fromkeys((r"\{\}", r"\{ \}"), r"\emptyset")
 WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six"),
     *("seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -161,104 +178,6 @@ def drop_unit(text: str) -> str:
     return text if is_product else value
 
 
-# unit: (what it measures, how many of the least it is)
-METRES = {"mm": 1, "cm": 10, "m": 1_000, "km": 1_000_000}
-INCHES = {"in": 1, "inch": 1, "inches": 1, "ft": 12, "foot": 12, "feet": 12}
-INCHES |= {"yd": 36, "yard": 36, "yards": 36, "mi": 63_360, "mile": 63_360}
-METRES |= {"millimeter": 1, "centimeter": 10, "meter": 1_000, "kilometer": 1_000_000}
-SECONDS = {
-    "s": 1,
-    "sec": 1,
-    "second": 1,
-    "min": 60,
-    "minute": 60,
-    "h": 3_600,
-    "hr": 3_600,
-}
-SECONDS |= {"hour": 3_600, "day": 86_400, "week": 604_800}
-GRAMS = {"mg": 1, "g": 1_000, "gram": 1_000, "kg": 1_000_000, "kilogram": 1_000_000}
-OUNCES = {"oz": 1, "ounce": 1, "lb": 16, "pound": 16}
-LITRES = {"ml": 1, "mL": 1, "l": 1_000, "L": 1_000, "milliliter": 1, "liter": 1_000}
-MONEY = {"cent": 1, "dollar": 100}
-UNITS = {
-    name: (kind, size)
-    for kind, table in enumerate(
-        (METRES, INCHES, SECONDS, GRAMS, OUNCES, LITRES, MONEY)
-    )
-    for name, size in table.items()
-}
-OPEN = rf"(?:{TEXT}\{{ *)?"
-MEASURED = re.compile(
-    r"(?P<money>\\?\$)?(?P<value>.*?(?:[0-9}\)]|\\pi))(?:\\[,; ]|~| )*"
-    rf"(?:{OPEN}(?P<unit>(?:square |cubic )?[A-Za-z]+) *\}}?)?"
-    rf"(?: *(?:/|per ) *{OPEN}(?P<over>[A-Za-z]+) *\}}?)?"
-    r"(?(unit)(?: ?\^ ?\{?(?P<power>[23])\}?)?)[.$ ]*"
-)
-RATES = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
-RATE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(RATES)})(?![A-Za-z])")
-
-
-def measured(text: str) -> tuple[str, tuple[int, ...], Fraction] | None:
-    """Returns (value, what is measured and its powers, the size of its unit).
-
-    None where no unit of UNITS is named. Of a rate two things are measured.
-    """
-    text = RATE.sub(lambda rate: RATES[rate[0]], " ".join(text.split()))
-    # What has one dollar sign is money, what stands between two mathematics.
-    text = text if text.count("$") == 1 else text.strip("$")
-    match = MEASURED.fullmatch(text)
-    if match is None:
-        return None
-    *shape, name = (match["unit"] or (match["money"] and "dollar") or "").split(" ")
-    first, over = of_unit(name), match["over"]
-    if first is None:
-        return None
-    power = int(match["power"] or 1)
-    shaped = {"square": 2, "cubic": 3}.get("".join(shape), 1)
-    if over is None:
-        power = power if match["power"] else shaped
-        return match["value"], (first[0], power), Fraction(first[1] ** power)
-    second = of_unit(over)
-    return second and (
-        match["value"],
-        (first[0], shaped, second[0], power),
-        Fraction(first[1] ** shaped, second[1] ** power),
-    )
-
-
-def of_unit(name: str) -> tuple[int, int] | None:
-    """Returns (what a unit measures, its size), None for one that UNITS has not."""
-    return UNITS.get(name) or UNITS.get(name.removesuffix("s"))
-
-
-def by_units(answer: str, gold: str) -> bool | None:
-    """Whether quantities with different units are equal; None where these say nothing.
-
-    A unit that only one of them names is the question's own, and so is the `per hour` of
-    a rate.
-    """
-    a, g = measured(answer), measured(gold)
-    if a is None or g is None or a[1:] == g[1:] or len(a[1]) != len(g[1]):
-        return None
-    values = number(clean(a[0])), number(clean(g[0]))
-    if a[1] != g[1] or None in values:
-        return False
-    return values[0][0] * a[2] == values[1][0] * g[2]
-
-
-SUM = re.compile(r"[-+,;=<>]|(?<![\\A-Za-z])[A-Za-z]|\\(?:pm|[lg]eq?)(?![A-Za-z])")
-
-
-def unitless(answer: str, gold: str) -> tuple[str, str]:
-    """Returns both without the unit that both name, however each writes it."""
-    a, g = measured(answer), measured(gold)
-    if a is None or g is None or a[1:] != g[1:]:
-        return answer, gold
-    # In 2 + 3 m the unit may be a variable, and is not of the 2.
-    terms = all(number(clean(x[0])) or not SUM.search(x[0]) for x in (a, g))
-    return (a[0], g[0]) if terms else (answer, gold)
-
-
 def spelling(text: str) -> str:
     """Returns a key: cleaned answers are the same string iff their keys are equal."""
     if re.fullmatch(r"[A-Za-z ]+", text):
@@ -285,8 +204,11 @@ REPEATING = re.compile(
 PLAIN = re.compile(r"(?:[0-9.+*/(){}^ -]|\\(?:cdot|times|div|frac)(?![a-z]))+")
 OPERATOR = re.compile(r"[0-9)}] ?(?:[-+*(]|\\(?:cdot|times|div))")
 SCIENTIFIC = re.compile(
-    rf"({DECIMAL}) ?(?:\*|\\cdot|\\times) ?10 ?\^ ?(?:([0-9])|\{{ ?(-?[0-9]{{1,3}}) ?\}})"
+    rf"({DECIMAL}) ?(?:\*|\\cdot|\\times) ?10 ?\^ ?(?:([0-9])|\{{ ?([+-]?[0-9]{{1,3}}) ?\}})"
 )
+THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALED = re.compile(rf"({DECIMAL}) ?({'|'.join(THOUSANDS)})")
+GROUPED = re.compile(r"(?<![0-9.,(\[])(?<!\\\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
@@ -298,9 +220,9 @@ def number(text: str) -> tuple[Fraction, bool] | None:
             whole or "0"
         )
         return (-value if sign else value), False
-    if match := SCIENTIFIC.fullmatch(text):
+    if match := SCIENTIFIC.fullmatch(text) or SCALED.fullmatch(text):
         value, *powers = match.groups()
-        power = int(powers[0] or powers[1])
+        power = THOUSANDS.get(powers[0]) or int(powers[0] or powers[1])
         return Fraction(re.sub("[ ,]", "", value)) * Fraction(10) ** power, False
     text = FRACTION.sub(r" \1/\2 ", text).strip()
     mixed = MIXED.fullmatch(text)
@@ -340,26 +262,42 @@ def exact(answer: str, gold: str) -> bool | None:
 
 # ---- stage 3, in the worker: the same structure of equal expressions
 
-NAME = re.compile(
-    r"^(?:[A-Za-z]{1,2}|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?: ?\([A-Za-z]\))?"
-    r" ?(?:=|\\in(?![A-Za-z])) ?"
+LETTER = (
+    r"(?:[A-Za-z]{1,2}|\\vec ?\{\w+\}|\\(?!not|pm|mp|approx|sim)[A-Za-z]+)"
+    r"(?:_\w|_\{\w+\})?"
 )
-BINOMIAL = re.compile(rf"\\binom ?{ARGUMENT} ?{ARGUMENT}")
+NAMES = (
+    rf"{LETTER}(?: ?\((?:[A-Za-z]|-?[0-9]+)\))?",  # x, AB, f(x), f(2)
+    rf"\|{LETTER}\|",
+    rf"\({LETTER}(?: ?, ?{LETTER})+\)",  # (x, y)
+    r"m? ?\\(?:angle|triangle) ?[A-Z]{1,4}",
+    r"(?![A-Za-z ]*\b[Nn]ot\b)[A-Za-z]{4}[A-Za-z ]{0,40}",  # Total cost
+)
+NAME = re.compile(rf"^(?:{'|'.join(NAMES)}) ?(?:=|\\in(?![A-Za-z])) ?")
+# One of several candidates, and the rest of a division.
+CHOICE = re.compile(r"\\(?:max|min|mod)(?![A-Za-z])")
+# What is its value once it is parsed.
+WORKED = re.compile(rf"\\binom ?({ARGUMENT}) ?({ARGUMENT})|\\(gcd|lcm) ?\(([^()]*)\)")
 RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
 # and what follows an approximation is ignored.
 MISREAD = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}"
-    r"|[0-9] +[.0-9]|[0-9] ?\{|[0-9})] ?_|\\approx|\\sim"
+    r"|[0-9] +[.0-9]|[0-9] ?\{|[0-9})] ?_|\\approx|\\sim|\\equiv(?!.*mod)"
 )
 
 
 def unname(answer: str, gold: str) -> tuple[str, str]:
-    r"""Returns both without the `x =` or `x \in` that only one of them has."""
+    r"""Returns both without the `x =` or `x \in` that only one has, or that is that of both."""
     for relation in RELATIONS:
         if bool(relation.search(answer)) != bool(relation.search(gold)):
             answer, gold = unnamed(answer), unnamed(gold)
+    names = [
+        NAME.match(x) if len(elements(x) or []) == 1 else None for x in (answer, gold)
+    ]
+    if all(names) and len({name[0].replace(" ", "") for name in names}) == 1:
+        return unnamed(answer), unnamed(gold)
     return answer, gold
 
 
@@ -367,7 +305,8 @@ def unnamed(text: str) -> str:
     """Returns values without the name that stands before each: `x=1, x=2` is `1, 2`."""
     parts = elements(text) or []
     names = [NAME.match(part) for part in parts]
-    if len(parts) > 1 and all(names) and len({name[0] for name in names}) == 1:
+    of = {re.sub(r"_(\w|\{\w+\})", "", name[0]) for name in names if name}
+    if len(parts) > 1 and all(names) and len(of) == 1:
         return ", ".join(NAME.sub("", part) for part in parts)
     return NAME.sub("", text)
 
@@ -410,6 +349,10 @@ def same(answer: str, gold: str) -> bool:
     answer, gold = unname(answer, gold)
     if (verdict := exact(answer, gold)) is not None:
         return verdict
+    if ("," in answer) != ("," in gold):  # 1,234\pi is no list
+        answer, gold = (
+            GROUPED.sub(lambda x: x[0].replace(",", ""), x) for x in (answer, gold)
+        )
     if bool(ORDER.search(answer)) != bool(ORDER.search(gold)):  # an interval, if at all
         return symbolic(answer, gold)
     (brackets, parts), (gold_brackets, gold_parts) = split(answer), split(gold)
@@ -454,14 +397,15 @@ def symbolic(answer: str, gold: str) -> bool:
         return False
     a, g = pair
     if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
-        # Not by their solutions: then all equations without one would be equal.
-        a, g = a.lhs - a.rhs, g.lhs - g.rhs
-        # i = 3 is about an index.
-        others = [{x.name for x in side.free_symbols} - {"i"} for side in (a, g)]
-        a, g = alike(a, g, imaginary=all(others))
-        ratio = sympy.simplify(a / g)
-        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
-    is_number = number(gold) is not None
+        return same_equation(a, g)
+    # Of what is a number, or a matrix of numbers, nothing may be left to be computed.
+    is_number = number(gold) is not None or (
+        isinstance(g, sympy.MatrixBase)
+        and all(isinstance(x.doit(), sympy.Rational) for x in g)
+    )
+    free = {x.name for x in getattr(a, "free_symbols", ())} - {"i"}
+    if is_number and (free or CHOICE.search(answer)):
+        return False
     if not is_number and all(
         isinstance(x, sympy.Basic | sympy.MatrixBase) for x in pair
     ):
@@ -471,8 +415,47 @@ def symbolic(answer: str, gold: str) -> bool:
     found = math_verify.verify(  # to 12 decimals: 3.14159 is not pi
         g, a, 12, allow_set_relation_comp=True, timeout_seconds=None
     )
-    # Parsed, a binomial is its value.
-    return found and not (is_number and undone(parsed(BINOMIAL.sub("(e!)", answer))))
+    return found and not (is_number and undone(parsed(WORKED.sub(unworked, answer))))
+
+
+def same_equation(a, g) -> bool:
+    """Whether two equations are multiples of each other.
+
+    Not by their solutions: then all equations without one would be equal. And where the gold
+    says what a symbol is, what is still to be solved is no answer.
+    """
+    import sympy
+
+    def solves(x) -> bool:
+        sides = (x.lhs, x.rhs), (x.rhs, x.lhs)
+        return any(isinstance(y, sympy.Symbol) and not z.free_symbols for y, z in sides)
+
+    if solves(g) and not solves(a):
+        return False
+    a, g = a.lhs - a.rhs, g.lhs - g.rhs
+    # i = 3 is about an index.
+    others = [{x.name for x in side.free_symbols} - {"i"} for side in (a, g)]
+    a, g = alike(a, g, imaginary=all(others))
+    ratio = sympy.simplify(a / g)
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+
+
+def unworked(match: re.Match) -> str:
+    """Returns what stands for a function of WORKED: another, which is not evaluated.
+
+    The number itself where it is one of those written in it, or 1; and what it is of where
+    that is to be computed.
+    """
+    n, k, name, of = match.groups()
+    parts = [x.strip("{ }") for x in (of.split(",") if name else (n, k))]
+    if not all(x.isdecimal() and len(x) < 10 for x in parts):
+        return "({})".format(")(".join(parts))
+    numbers = [*map(int, parts)]
+    if name:
+        value = getattr(math, name)(*numbers)
+    else:
+        value = {0: 1, 1: numbers[0]}.get(min(numbers[1], numbers[0] - numbers[1]))
+    return f"({value})" if value in (1, *numbers) else "(e!)"
 
 
 def alike(a, g, *, imaginary: bool) -> tuple:
@@ -520,13 +503,23 @@ def factors(product):
 
 
 def is_plain(term) -> bool:
-    """Whether a term is a rational number, written without a function or a root."""
+    """Whether a term is a rational number, written without a function or a root.
+
+    Functions that leave a number as it is do not count: `800\\cos 0`, `\\sqrt{800^2}`, 1.
+    """
     import sympy
 
-    worked = term.atoms(sympy.Function, sympy.UnevaluatedExpr)
+    value = term.doit()
+    if not isinstance(value, sympy.Rational | sympy.Float):
+        return False
+    if term.has(sympy.UnevaluatedExpr):  # was worked out as it was parsed
+        return False
+    if abs(value) == 1 or {value, -value} & term.atoms(sympy.Number):
+        return True
+    worked = term.atoms(sympy.Function)
     worked -= term.atoms(sympy.Abs, sympy.floor, sympy.ceiling)
     roots = [x for x in term.atoms(sympy.Pow) if not x.exp.is_integer]
-    return not worked and not roots and isinstance(term.doit(), sympy.Rational)
+    return not worked and not roots
 
 
 def warm_up() -> None:
@@ -593,13 +586,16 @@ def equal(answer: str, gold: str) -> bool | None:
 
     Raises as `reference` does.
     """
+    # Not at the top, as in `workers`.
+    from dllm_jax.rl.rewards import units
+
     target = reference(gold)
     if not answer or len(answer) > MAX_CHARS + len(target):
         return False
     asked = gold.rsplit("####")[-1]
-    if (verdict := by_units(answer, asked)) is not None:
+    if (verdict := units.by_units(answer, asked)) is not None:
         return verdict
-    answer, target = unname(*map(clean, unitless(answer, asked)))
+    answer, target = unname(*map(clean, units.unitless(answer, asked)))
     verdict = exact(answer, target)
     try:
         return ask(answer, target) if verdict is None else verdict

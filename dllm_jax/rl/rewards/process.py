@@ -133,9 +133,9 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
             asked_of = questions(i, chunk_T, texts[i], problems[i], trace, right_n[i])
             every += asked_of
             places += [(i, chunk) for chunk in range(len(asked_of))]
-        answers = zip(places, every, asked.votes(every), strict=True)
-        for place, question, votes in answers:
-            silent = bool(question.images)
+        answers = zip(places, asked.votes(every), strict=True)
+        for place, votes in answers:
+            silent = asked.boxed and judge.about_image(problems[place[0]])
             out.source_nT[place], agreed = agreement(votes, silent)
             outcome = 1.0 if right_n[place[0]] else -1.0
             out.verdict_nT[place] = outcome if agreed is None else agreed

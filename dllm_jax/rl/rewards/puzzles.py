@@ -11,7 +11,12 @@ from fractions import Fraction
 from dllm_jax.rl.rewards import math
 
 MOST = 200  # characters of an expression
+# What LaTeX and others write for a sign, and what says nothing.
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "÷": "/", "−": "-"}
+SIGNS |= {"·": "*", "⋅": "*", "∗": "*", "–": "-", "\\left": "", "\\right": ""}
+SIGNS |= dict.fromkeys(("\\(", "\\)", "\\,", "\\;", "\\ ", "~", "$"), " ")
+FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,6 +30,8 @@ def value(node: ast.AST, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value(node.operand, used)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         both = value(node.left, used), value(node.right, used)
         return OPERATIONS[type(node.op)](*both)
@@ -35,8 +42,10 @@ def countdown(answer: str, record: dict) -> bool:
     """Returns whether an expression uses each number once and equals the target."""
     for sign, plain in SIGNS.items():
         answer = answer.replace(sign, plain)
-    text, used = answer.split("=")[0].strip(), []
-    if len(text) > MOST:
+    text, used = " ".join(answer.split("=")[0].split()), []
+    if len(text) <= MOST:
+        text = FRACTION.sub(r"((\1)/(\2))", text)
+    if len(text) > MOST or not EXPRESSION.fullmatch(text):
         return False
     try:
         worth = value(ast.parse(text, mode="eval").body, used)

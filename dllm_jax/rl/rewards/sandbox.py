@@ -96,7 +96,8 @@ class Jail:
             self.close()
             raise RuntimeError(
                 f"programs cannot be run safely here: {told.get('refused', 'no jail')}; "
-                "it takes Linux 5.13 or newer with Landlock, on x86-64 or aarch64; or set "
+                "it takes Linux 5.13 or newer with Landlock and seccomp, on x86-64 or "
+                "aarch64; or set "
                 "reward.allow_unsafe=True where the whole machine may be lost"
             )
 

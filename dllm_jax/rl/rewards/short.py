@@ -101,7 +101,8 @@ def equal(answer: str, gold: str) -> bool | None:
 
 def check(gold: str) -> None:
     """Raises ValueError for a gold that is no short answer."""
-    said = words(gold) or choice.letter(gold)  # the letter A is an article, too
+    # The letter A is an article, too.
+    said = words(gold) or choice.letter(gold) or formula(gold)
     if not said or len(gold) > LONGEST:
         raise ValueError(
             f"the gold answer {gold[:80]!r} is no short one: a letter, yes or no, a number "

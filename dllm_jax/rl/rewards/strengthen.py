@@ -29,9 +29,17 @@ NEARBY = pathlib.Path(__file__).with_name("nearby.py")
 # that are tested are not to be among them (trial.by_asserts).
 NEAR = """
 def near_(got_, wanted_):
-    if isinstance(wanted_, (list, tuple)) and isinstance(got_, (list, tuple)):
-        pairs_ = zip(got_, wanted_)
-        return len(got_) == len(wanted_) and all(near_(*pair_) for pair_ in pairs_)
+    for kind_ in (list, tuple):  # of which one is not == the other
+        if isinstance(wanted_, kind_) and isinstance(got_, kind_):
+            pairs_ = zip(got_, wanted_)
+            same_ = len(got_) == len(wanted_)
+            return same_ and all(near_(*pair_) for pair_ in pairs_)
+    if isinstance(wanted_, dict) and isinstance(got_, dict):
+        pairs_ = ((got_[key_], wanted_[key_]) for key_ in wanted_ if key_ in got_)
+        return got_.keys() == wanted_.keys() and all(near_(*pair_) for pair_ in pairs_)
+    if isinstance(wanted_, set) and isinstance(got_, (set, frozenset)):
+        found_ = (any(near_(one_, item_) for one_ in got_) for item_ in wanted_)
+        return len(got_) == len(wanted_) and all(found_)
     if isinstance(wanted_, float) and isinstance(got_, (int, float)):
         return abs(got_ - wanted_) <= 1e-6 * max(1, abs(wanted_))
     return got_ == wanted_
@@ -180,8 +188,10 @@ def asked(tests: dict, program: str, count: int, seed: int) -> tuple[dict, list]
 
 
 def floats(value) -> bool:
-    """Returns whether a value has a number with a point in it, in lists or tuples."""
-    if isinstance(value, (list, tuple)):
+    """Returns whether a value has a number with a point in it, but for keys of dicts."""
+    if isinstance(value, dict):
+        return any(map(floats, value.values()))
+    if isinstance(value, (list, tuple, set)):
         return any(map(floats, value))
     return isinstance(value, float)
 

@@ -237,6 +237,63 @@ def test_a_raw_template_and_bad_codes(made, tmp_path):
         reader.shown({"question": "<image> ab"}, "image", tmp_path)
 
 
+MARKED = [{"role": "user", "content": "<image>\nab"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "<image> ab", "response": "c"},
+        {"messages": [*MARKED, {"role": "assistant", "content": "c"}]},
+        {"messages": [{"role": "user", "content": [{"text": "<image>"}]}]},
+        {"prompt": MARKED, "chosen": "c", "rejected": "d"},
+    ],
+)
+def test_a_mark_without_an_image_is_refused_wherever_it_asks(row):
+    with pytest.raises(
+        ValueError, match="<image> in its text, and no image in 'image'"
+    ):
+        codes.Reader(lambda: None).shown(row, "image", ".")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "ab", "response": "an <image> of RSS"},
+        {"messages": [{"role": "assistant", "content": "<image>"}]},
+    ],
+)
+def test_a_mark_in_an_answer_is_a_text(row):
+    assert codes.Reader(lambda: None).shown(row, "image", ".") is None
+
+
+def test_answers_about_images_are_learned_with_their_traces(made, tmp_path):
+    tok = drawers.tokenizer()
+    shown = codes.Reader(lambda: made[1]).of_files([picture(tmp_path / "a.png")], None)
+    prompt = data.render(tok, MARKED, shown)
+    line = {"prompt_ids": list(prompt), "response_ids": [40, 41], "step_map": [2, 1]}
+    line |= answers.images_of(prompt) | {"question": "<image>\nab"}
+    (tmp_path / "traces.jsonl").write_text(json.dumps(line))
+    found, dropped = data.examples(
+        str(tmp_path / "traces.jsonl"),
+        tok,
+        data.DataConfig(),
+        end=3,
+        pad=0,
+        vocab=hf.read_config(made[0].folder.parent).vocab,
+        block=8,
+        slots=200,
+        traced=True,
+        reader=codes.Reader(lambda: made[1]),
+    )
+    whole = found.tokens_BT[0, : len(prompt) + 2].tolist()
+    assert whole == [*prompt, 40, 41] and dropped == 0
+    # Its question asked anew lacks the image, which is not passed over.
+    shown = codes.Reader(lambda: made[1]).shown(line, "image", tmp_path)
+    with pytest.raises(ValueError, match="1 times <image> for 0 image"):
+        data.ask(tok, data.DataConfig(), line["question"], shown=shown)
+
+
 def test_a_caption_is_drawn(model, made, tmp_path, capsys):
     out = tmp_path / "drawn.png"
     command = [
@@ -315,6 +372,7 @@ def test_what_is_refused(model, tmp_path):
     refused("needs --image-out", name, "--config.sampler.answers=image", "a")
     refused("it has 2 images", name, f"--image={file}", f"--image={file}", "a")
     refused("2 times <image> for 1", name, f"--image={file}", "<image> <image>")
+    refused("1 times <image> for 0", name, "<image> What?")
     refused("lost.png", name, "--image=lost.png", "a")
     refused("full attention", name, png, "--cache=prefix", "a")
     other = drawers.folder(tmp_path / "other", codebook_size=64)

@@ -7,7 +7,9 @@ import os
 import pathlib
 import pickle
 import signal
+import textwrap
 import threading
+import time
 import zlib
 
 import pytest
@@ -96,6 +98,14 @@ def test_the_first_lines_indentation_counts_inside_a_function_alone():
     assert grade(program, {"test_input": ["1"], "test_output": ["2"]}) == 1.0
     program = code.extract("```python\n\n    return 2 * x\n```")
     assert grade(program, RECORDS["humaneval, going on"][1]) == 1.0
+
+
+@pytest.mark.parametrize("name", ["dllm-rl stdio", "mbpp", "humaneval"])
+def test_a_block_may_stand_in_a_list(name):
+    whole = "x = int(input())\nprint(2 * x)" if "stdio" in name else DOUBLE
+    text = textwrap.indent(f"```python\n{whole}\n```", "   ")
+    program = code.extract(f"1. Like this:\n\n{text}\n\n2. Done.")
+    assert grade(program, RECORDS[name][1]) == 1.0
 
 
 # ---- Formats -------------------------------------------------------------------------
@@ -272,6 +282,18 @@ def test_every_format_is_read_and_graded(name):
     assert grade(program, record) == 1.0
     assert grade("def f(x): return 'no'\nprint('no')", record) == 0.0
     assert grade("this is no program", record) == 0.0
+
+
+def test_functions_that_are_called_need_no_imports():
+    """As LiveCodeBench's own grader runs them; those of other tests do."""
+    program = (
+        "@cache\ndef g(x: int) -> Optional[int]:\n    return pow(x, 2, 7) + math.gcd(x, 4)\n"
+        "def f(x):\n    row = deque([x])\n    heappush(h := [], random.seed(0) or inf)\n"
+        "    return g(row[0]) + len(collections.Counter('ab')) + (h[0] == inf)\n"
+    )
+    record = {"tests": {"kind": "calls", "entry": "f", "cases": [[[3], 6]]}}
+    assert grade(program, record) == 1.0
+    assert grade(program, {"test_list": ["assert f(3) == 6"]}) == 0.0
 
 
 def test_a_records_own_limits_hold():
@@ -506,6 +528,53 @@ def test_a_function_may_have_a_builtins_name():
     record = {"test_list": ["assert sum(10, 15) == 25"]}
     assert grade("def sum(a, b): return a + b", record) == 1.0
     assert grade("def sum(a, b): return a", record) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(f(i) == r for i, r in zip([1, 2], [2, 4]))",
+        "r = 4\nassert f(2) == r",
+        "import os as r\nassert f(len(r.name[:1])) == 2",
+        "def test(r):\n    assert f(r) == 2 * r\ntest(3)",
+        "assert [*map(lambda r: f(r), [1, 2])] == [2, 4]",
+    ],
+)
+def test_the_names_of_tests_are_not_the_candidates(test):
+    """A program's own variables change nothing, and are not what it is compared with."""
+    record = {"test_list": [test]}
+    assert grade("def f(x): return 2 * x\ni = r = f(9)\n", record) == 1.0
+    assert grade("def f(x): return 7\ni = 0\nr = 7\n", record) == 0.0
+
+
+def test_a_name_that_tests_bind_and_call_is_still_the_candidates():
+    record = {"test_list": ["assert sorted([2, 1], key=lambda f: f) == [1, f(1)]"]}
+    assert grade("def f(x): return 2 * x\n", record) == 1.0
+
+
+def test_an_exception_ends_no_loop_of_the_tests():
+    record = {"test_list": ["assert all(map(lambda x: f(x) == 2 * x, [1, 2]))"]}
+    assert grade("def f(x): raise StopIteration\n", record) == 0.0
+    assert grade("def f(x): return 2 * x\n", record) == 1.0
+
+
+def test_a_candidate_that_does_not_read_costs_its_time_alone():
+    """What it is asked is larger than a pipe: without a limit its judge would wait."""
+    cases = [[[list(range(40_000))], 1]] * 2
+    record = {"tests": {"kind": "calls", "entry": "f", "cases": cases}}
+    program = "import os\nos.close(4)\ndef f(x): return 1\n"
+    start = time.monotonic()
+    assert grade(program, record, seconds=0.2) == 0.0
+    # Its judge would have been given up after 3 x judge_seconds.
+    assert time.monotonic() - start < sandbox.judge_seconds(0.2)
+
+
+def test_an_output_that_no_program_may_print_is_refused():
+    wanted = "1 " * sandbox.OUTPUT
+    record = {"test_input": [""], "test_output": [wanted]}
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        code.check(record)
+    code.check({"test_input": [""], "test_output": ["1" + " " * 2 * sandbox.OUTPUT]})
 
 
 def test_exceptions_of_the_candidate_are_pythons_own():

@@ -72,10 +72,28 @@ def test_math_and_choice_compare_with_the_gold():
         r"\textrm{B}",
         r"\mathsf{(B)}",
         r"$\mathit{B}$",
+        r"\texttt{B}",
+        r"\text{\textbf{B}}",
+        r"\(B\)",
+        "[B]",
+        '"B"',
+        "Option B",
+        r"\text{Choice (B)}",
+        "B - Paris",
+        "B. Either A or C",
     ],
 )
 def test_a_choice_is_a_letter_in_whatever_font(text):
     assert choice.grade([rf"\boxed{{{text}}}"] * 2, ["B", "C"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(B) or (C)", "(B)(C)", "B) and C)", "(B). (C)", "B. C. D.", "(B), (C)"]
+    + ["B. or C", "B-C", "Options B"],
+)
+def test_several_options_are_no_choice(text):
+    assert choice.grade([rf"\boxed{{{text}}}"] * 2, ["B", "C"]) == [0.0, 0.0]
 
 
 SHORT = {  # gold: what is right, and what is wrong
@@ -129,6 +147,7 @@ FORMULAS = {  # as above, of numbers and operators
     "1/2": (["0.5", r"\frac{1}{2}", "$1/2$"], ["1-2", "1 2", "12", "-1/2"]),
     "0.5": ([".5", "1/2"], ["5", "-.5"]),
     "O+": (["o+"], ["O-", "O"]),
+    "A+": (["a+", "$A+$"], ["A-", "A"]),
     # Words, and names in which an operator is none.
     "2 cats": (["two cats", "2 cats."], ["-2 cats", "2", "$-2$ cats"]),
     "a 7": (["7", "seven"], ["-7", "(-7)"]),

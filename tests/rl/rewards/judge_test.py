@@ -197,6 +197,20 @@ def drip(asked, _):
             time.sleep(0.02)
 
 
+@pytest.mark.parametrize("sent", [0, 10])
+def test_an_answer_that_breaks_off_is_asked_for_again(sent):
+    def behave(asked, count):
+        if count > 1:
+            return asked.complete(r"\boxed{1}")
+        asked.wfile.write(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n" + b" " * sent
+        )
+        asked.connection.close()
+
+    with server(behave) as (url, asked):
+        assert votes(url) == [[1.0]] and len(asked) == 2
+
+
 @pytest.mark.parametrize("behave", [lambda *_: time.sleep(1.5), drip])
 def test_a_slow_endpoint_is_given_up(behave, capsys):
     with server(behave) as (url, _):
@@ -247,6 +261,8 @@ def test_not_more_questions_at_once_than_allowed():
         ({"at": "http://"}, "at: no URL such as"),
         ({"at": "ftp://host/v1"}, "at: no URL such as"),
         ({"at": "http://host:x/v1"}, "at: no URL such as"),
+        ({"at": "http://host..name/v1"}, "at: no URL such as"),
+        ({"at": f"http://{'a' * 64}.name/v1"}, "at: no URL such as"),
         ({"at": f"http://me:{SECRET}@host/v1"}, "a URL with a name, a password"),
         ({"at": f"http://host/v1?key={SECRET}"}, "a URL with a name, a password"),
         ({"at": "http://host/v 1"}, "no blanks"),
@@ -391,8 +407,13 @@ def test_a_checkpoint_is_shown_images_as_its_own_prompts_are(tmp_path):
     assert claim.always == bare.always | {"tokenizer of images": size}
     reading = alone.claim(draws=False).working
     assert claim.working == max(bare.working, reading, key=lambda x: sum(x.values()))
-    assert coded.prompt(messages, files) == []  # it reads one
-    assert coded.prompt(messages, ((files[0][0], "other"),)) == []
+    for given, reason in (
+        (files, "it has 2 images, and the model reads one"),
+        (((files[0][0], "other"),), "cannot be read, or has changed"),
+        (((str(tmp_path / "no.png"), "other"),), "cannot be read, or has changed"),
+    ):
+        with pytest.raises(endpoint.Failed, match=reason):
+            coded.prompt(messages, given)
     for folder in (
         drawers.folder(tmp_path / "no_vq", vq=False),
         lent.ARITHMETIC / "model",
@@ -424,12 +445,15 @@ def test_a_checkpoint_that_looks_answers_what_it_sees(tmp_path, capsys):
         )
     one, other, again, blind, nothing = texts
     assert one == again and len({one, other, blind}) == 3 and nothing is None
-    assert dict(reasons) == {"an image that cannot be read, or has changed": 1}
+    assert dict(reasons) == {endpoint.UNREADABLE: 1}
 
 
 OWN = """
 def halves(questions):
     return [0.5 if q.right else None for q in questions]
+
+def numbers(questions):
+    return [0, 0.7, -1, None]
 
 def short(questions):
     return []
@@ -457,6 +481,7 @@ def mine(tmp_path, monkeypatch):
 def test_a_function_may_judge(mine):
     asked = judge.judge(JudgeConfig(at="my_judge:halves"))
     assert asked.votes([question(), question(right=False)]) == [[0.5], [None]]
+    assert judge.judge(JudgeConfig(at="my_judge:fails")).votes([]) == []  # not called
     for name in ("short", "words", "endless", "nothing"):
         with pytest.raises(ValueError, match=f"my_judge:{name}' returned no list of 1"):
             judge.judge(JudgeConfig(at=f"my_judge:{name}")).votes([question()])
@@ -467,6 +492,13 @@ def test_a_function_may_judge(mine):
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
         judge.judge(JudgeConfig(at="my_judge:none"))
+
+
+def test_what_a_function_says_of_answers_is_right_above_0(mine):
+    cfg = RewardConfig(judge=JudgeConfig(at="my_judge:numbers"))
+    problem = types.SimpleNamespace(text="?", answer="", prompt_ids=[])
+    grades = rewards.grader("judge", cfg).grade(["an answer"] * 4, [problem] * 4, None)
+    np.testing.assert_array_equal(grades.reward_n, [0, 1, 0, np.nan])
 
 
 @pytest.mark.parametrize("spec", ["judge", "judge:1,length:0.1", "math"])
@@ -509,6 +541,38 @@ def test_a_checkpoint_judges_with_the_engine(capsys, one_width):
     assert all(x in (-1.0, 0.0, 1.0) for x in votes[0]) and votes[1] == [None, None]
     said = capsys.readouterr().err
     assert "2 of 4 questions got no answer (longer than reward.judge.prompt" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('no system turn') }}", "no system turn"),
+    ],
+)
+def test_a_checkpoint_that_nobody_can_ask_is_refused_before_a_step(
+    tmp_path, template, message
+):
+    folder = common.folder(tmp_path / "model")
+    tok = common.tokenizer()
+    tok.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tok.save_pretrained(folder)
+    with pytest.raises(ValueError, match=f"reward.judge.at='.*model': .*{message}"):
+        judge.judge(JudgeConfig(at=str(folder))).begin()
+
+
+def test_a_question_that_a_template_does_not_write_ends_no_run(tmp_path):
+    folder = common.folder(tmp_path / "model")
+    tok = common.tokenizer()
+    odd = "{% if 'odd' in messages[1].content %}{{ raise_exception('odd') }}{% endif %}"
+    tok.chat_template = odd + common.CHAT
+    tok.save_pretrained(folder)
+    made = checkpoints.Lent(JudgeConfig(at=str(folder)))
+    made.begin()
+    assert made.prompt(question().messages, ())
+    with pytest.raises(endpoint.Failed, match="its chat template fails: odd"):
+        made.prompt(question(problem="How odd?").messages, ())
 
 
 def test_a_checkpoint_that_is_not_there_is_refused():

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 
+from dllm_jax import data
 from dllm_jax.models.vision import prompts
 from dllm_jax.rl import batches, noise, rewards, rollout
 from dllm_jax.rl.config import JudgeConfig, RewardConfig, RLConfig
@@ -158,8 +159,16 @@ def test_of_an_answer_about_an_image_three_votes_of_nothing_leave_the_outcome():
     asked = judge.Judge(lambda questions: [[0.0] * 3] * len(questions))
     cfg = RewardConfig(judge=JudgeConfig(at="x:y"), split="tokens", chunk=2)
     trace = state.stacked([answer("123")])
-    said = process.steps(cfg, asked, lent.TOK)(["123"], [problem], trace, [False])
-    assert said.verdict_nT[0, :2].tolist() == [-1.0, -1.0]
+    # Codes of an image without its file are one, too.
+    coded = data.Problem([1], "?", "21", {"image_token_ids": [7]})
+    for about in (problem, coded):
+        said = process.steps(cfg, asked, lent.TOK)(["123"], [about], trace, [False])
+        assert said.verdict_nT[0, :2].tolist() == [-1.0, -1.0]
+    # A function of one's own that says 0 means it.
+    own = judge.of_function("a:b", lambda questions: [0.0] * len(questions))
+    said = process.steps(cfg, own, lent.TOK)(["123"], [problem], trace, [False])
+    assert said.verdict_nT[0, :2].tolist() == [0.0, 0.0]
+    assert said.source_nT[0, :2].tolist() == [process.JUDGED] * 2
 
 
 def test_the_bundled_judge_knows_worked_sums():

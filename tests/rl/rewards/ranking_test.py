@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from dllm_jax import memory, sharding
+from dllm_jax.data import Problem
 from dllm_jax.models import hf, transformer
 from dllm_jax.models.mask import FAR
+from dllm_jax.models.vision.prompts import Picture, Prompt
 from dllm_jax.rl import bounds, learner, noise, objectives, rewards, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
@@ -177,6 +179,19 @@ def test_a_trained_models_export_grades(tmp_path):
     assert claim.working["reward model"] > 0
     grades = grader.grade([""] * 4, [None] * 4, trace(model))
     assert np.isfinite(grades.reward_n[:3]).all() and np.ptp(grades.reward_n[:3]) > 0.01
+
+
+def test_problems_about_images_that_it_cannot_see_are_refused():
+    grader = rewards.grader("reward_model", RewardConfig(model="some"), lent.TOK)
+
+    def shown(rows):
+        picture = Picture("a.png", "mark", (1, 1), rows=rows)
+        return Problem(Prompt([1, 2], (picture,)), "what?", "")
+
+    grader.check(Problem([1, 2], "what?", ""))
+    grader.check(shown(rows=0))  # its codes are in the prompt
+    with pytest.raises(ValueError, match="reward.model='some' is shown no images"):
+        grader.check(shown(rows=3))
 
 
 def test_pairs_are_of_a_right_and_a_wrong_answer():

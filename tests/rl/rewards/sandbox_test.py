@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import pathlib
+import platform
 import signal
 import struct
 import subprocess
@@ -192,6 +193,38 @@ def test_nothing_runs_where_nothing_confines(without, reason):
     jail = sandbox.Jail(without, unsafe=True)
     assert jail.words.startswith("no landlock" if "landlock" in without else "landlock")
     jail.close()
+
+
+REFUSED = """
+import ctypes, struct
+from dllm_jax.rl.rewards import jail, sandbox
+rows = [jail.line(jail.LOAD, 0)]
+for number, option in {calls}:
+    rows += [jail.line(jail.EQUAL, number, 0, 3), jail.word(0)]
+    rows += [jail.line(jail.EQUAL, option, 0, 1), jail.line(jail.RETURN, jail.REFUSE)]
+    rows += [jail.line(jail.LOAD, 0)]
+rows += [jail.line(jail.RETURN, jail.PASS)]
+code = ctypes.create_string_buffer(b"".join(rows))
+program = struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(code))
+held = ctypes.create_string_buffer(program)
+jail.prctl(38, 1)
+assert jail.prctl(22, 2, ctypes.addressof(held)) == 0
+try:
+    sandbox.available()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_container_that_refuses_filters_is_found_before_the_first_program():
+    """Else every answer would be no verdict, in a run that says seccomp confines it."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the numbers are those of x86-64")
+    source = REFUSED.replace("{calls}", "[(157, 22)]")
+    done = subprocess.run(
+        [sys.executable, "-c", source], check=True, capture_output=True, text=True
+    )
+    assert "cannot be run safely here: no seccomp; it takes" in done.stdout
 
 
 def test_other_systems_are_refused(monkeypatch):

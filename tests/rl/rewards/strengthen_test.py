@@ -151,6 +151,27 @@ def test_new_tests_are_asked_in_the_form_of_their_own(source, test, like):
     assert len(lines) == 3 and all(line.startswith(like) for line in lines)
 
 
+@pytest.mark.parametrize(
+    "value", ["{'a': x / 10}", "{x / 10}", "(x / 10, {1: [x / 10]})"]
+)
+def test_points_in_dicts_and_sets_are_compared_to_a_millionth(value):
+    row = record(
+        f"def f(x): return {value}", f"assert f(3) == {value.replace('x', '3')}"
+    )
+    stronger, _ = strengthen.strengthened(row, count=5)
+    assert len(stronger["tests"]["asserts"]) == 6
+    for more, passed in (("1e-9", 1), ("0.001", 1 / 6)):
+        moved = value.replace("x / 10", f"((x / 10) + {more} * (x != 3))")
+        assert code.grade_program(f"def f(x): return {moved}", stronger) == passed
+
+
+def test_a_list_is_no_tuple_with_points_in_it_either():
+    row = record("def f(x): return (x / 10, 1)", "assert f(3) == (0.3, 1)")
+    stronger, _ = strengthen.strengthened(row, count=5)
+    listed = "def f(x): return [x / 10, 1]"
+    assert code.grade_program(listed, row) == code.grade_program(listed, stronger) == 0
+
+
 def test_values_with_points_are_compared_to_a_millionth():
     tests = "assert f(3) == [0.3, {}]", "assert f(8) == [0.8, {}]"
     row = record("def f(x): return [x / 10, {}]", *tests)

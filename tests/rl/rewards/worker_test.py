@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -128,6 +129,16 @@ def test_what_thinks_too_long_is_asked_once(worker, tmp_path):
     with pytest.raises(TimeoutError):
         worker.ask("think", str(mark))
     assert mark.read_text() == "1"
+
+
+@pytest.mark.parametrize("speed", [0.4, 0.15])
+def test_a_busy_machine_gives_it_longer_but_not_for_ever(worker, monkeypatch, speed):
+    """It has so much of a processor; what takes two seconds then is in time, or is not."""
+    worker.ask("say", 0)
+    monkeypatch.setattr(worker, "_seconds", lambda: speed * time.monotonic())
+    assert worker.ask("sleep", 2) == ["sleep", 2]
+    with pytest.raises(TimeoutError):
+        worker.ask("sleep", 60)
 
 
 def test_after_close_it_starts_again(worker):
