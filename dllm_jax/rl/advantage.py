@@ -9,8 +9,13 @@ import numpy as np
 
 
 def zscore(reward_n):
-    """(r - mean) / std, population std: GRPO (arXiv 2402.03300, section 4.1.1)."""
-    return (reward_n - reward_n.mean()) / reward_n.std()
+    """(r - mean) / std, population std: GRPO (arXiv 2402.03300, section 4.1.1).
+
+    Of rewards from 0 to 1, which have the same: squares of very large or very small ones
+    leave the range of f32.
+    """
+    share_n = (reward_n - reward_n.min()) / np.ptp(reward_n)
+    return (share_n - share_n.mean()) / share_n.std()
 
 
 def center(reward_n):
@@ -46,7 +51,8 @@ BASELINES = {
 def relative(reward_n, group_n, kind: str):
     """Returns each reward relative to its group's; 0 where a group's are all equal.
 
-    kind: a key of BASELINES, or "none" for the rewards as they are.
+    kind: a key of BASELINES, or "none" for the rewards as they are. All of them compare
+    rewards: to add a number to each changes nothing.
     """
     if kind == "none":
         return reward_n
@@ -54,8 +60,11 @@ def relative(reward_n, group_n, kind: str):
     for group in np.unique(group_n):
         inside_n = group_n == group
         rewards = reward_n[inside_n]
-        if rewards.min() < rewards.max():  # a rounded mean would give equal ones a std
-            out_n[inside_n] = BASELINES[kind](rewards)
+        least = rewards.min()
+        if least < rewards.max():  # a rounded mean would give equal ones a std
+            # Above the least of them: the mean of large ones is rounded by more than they
+            # may differ, and what it is off by would push all of them one way.
+            out_n[inside_n] = BASELINES[kind](rewards - least)
     return out_n
 
 
@@ -89,7 +98,8 @@ def overlong(len_n, longest: int, tail: int):
 
 def solvable(reward_n, right_n, speed_n, low, high) -> bool:
     """The solve rate lies in [low, high]: TraceRL (arXiv 2509.06949, section 5)."""
-    return low <= right_n.mean() <= high
+    known_n = right_n[~np.isnan(right_n)]
+    return bool(known_n.size) and low <= known_n.mean() <= high
 
 
 def varied(reward_n, right_n, speed_n, low, high) -> bool:
@@ -102,7 +112,7 @@ def paced(reward_n, right_n, speed_n, low, high) -> bool:
 
     The least difference, 0.01 tokens per forward, is its published configuration's.
     """
-    return bool(right_n.any() and np.ptp(speed_n) >= 0.01)
+    return bool((right_n == 1).any() and np.ptp(speed_n) >= 0.01)
 
 
 # (rewards, which are right, speeds, low, high) of one group -> whether it is kept.
@@ -112,8 +122,8 @@ FILTERS = {"solvable": solvable, "varied": varied, "paced": paced}
 def kept(reward_n, right_n, speed_n, group_n, rule: str, low: float, high: float):
     """Returns which rollouts [n] are of a group that passes the rule, a key of FILTERS.
 
-    right_n: which are right, whatever a sum of several graders' rewards is; speed_n: tokens
-    per forward; low, high: bounds of a group's solve rate.
+    right_n: which are right, whatever a sum of several graders' rewards is; NaN: nobody
+    knows. speed_n: tokens per forward; low, high: bounds of a group's solve rate.
     """
     keep_n = np.zeros(len(reward_n), bool)
     for group in np.unique(group_n):
@@ -183,9 +193,14 @@ def gae(reward_nT, value_nT, step_nT, answer_nT, *, gamma: float, lam: float):
 
 
 def explained_variance(value_nT, ret_nT, answer_nT) -> float:
-    """Returns 1 - var(return - value) / var(return) over the answers' tokens."""
-    returns, values = ret_nT[answer_nT], value_nT[answer_nT]
-    return float(1 - (returns - values).var() / max(returns.var(), 1e-8))
+    """Returns 1 - var(return - value) / var(return) over the answers' tokens.
+
+    0 where all returns are the same: there is nothing to explain.
+    """
+    returns = np.asarray(ret_nT[answer_nT], np.float64)
+    if not returns.size or returns.min() == returns.max():
+        return 0.0
+    return float(1 - (returns - value_nT[answer_nT]).var() / returns.var())
 
 
 def by_thirds(value_nT, ret_nT, answer_nT) -> dict[str, float]:
@@ -209,9 +224,11 @@ def by_thirds(value_nT, ret_nT, answer_nT) -> dict[str, float]:
 def whitened(adv_nT, seen_nT):
     """Returns advantages of mean 0 and standard deviation 1 over the supervised tokens.
 
-    Where all are the same they only lose their mean.
+    Where all are the same they are 0.
     """
-    seen = adv_nT[seen_nT]
-    return np.where(seen_nT, (adv_nT - seen.mean()) / (seen.std() + 1e-8), 0.0).astype(
-        np.float32
-    )
+    seen = np.asarray(adv_nT[seen_nT], np.float64)
+    # A rounded mean would give equal ones a standard deviation.
+    if not seen.size or seen.min() == seen.max():
+        return np.zeros(adv_nT.shape, np.float32)
+    white_nT = (adv_nT - seen.mean()) / seen.std()
+    return np.where(seen_nT, white_nT, 0.0).astype(np.float32)

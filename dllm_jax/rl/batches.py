@@ -65,7 +65,7 @@ def of_rollouts(
     critic: with rl.value="trace"; it judges these rollouts, and then learns from them.
     longest: tokens that an answer may have, for rl.truncated="soft".
     There are no batches, and no Notes, where rl.filter finds no group that teaches
-    something.
+    something; nor is there a batch of which noise masks nothing.
     """
     keep_n = teaching(rollouts, rl)
     metrics = {"groups_kept": len(np.unique(rollouts.group_n[keep_n]))}
@@ -87,19 +87,19 @@ def of_rollouts(
     answer_nT = noise.taught(trace, objective.likelihood == "selection")
     answer_nT &= keep_n[trajectory_n][:, None]
     scores = judged_by(critic, scores, trace, noised)
-    adv_nT, ret_nT, adv_metrics = advantages(
+    adv_nT, ret_nT, told = advantages(
         take(earned, trajectory_n), answer_nT, noised, scores.value_nT, rl
     )
     if critic is not None:
         critic.learn(answer_nT & (noised.share_nT > 0), ret_nT)
     solved_n = rollouts.solved_n[trajectory_n]
     learned = Learned(trace, noised, answer_nT, solved_n, rows, copies)
-    fields, cap_metrics = fields_of(adv_nT, ret_nT, scores, learned, objective)
-    metrics |= told_of(deals, scores, noised, rl, as_sampled=as_sampled)
-    metrics |= adv_metrics | cap_metrics
+    fields, capped = fields_of(adv_nT, ret_nT, scores, learned, objective)
+    metrics |= told | capped | told_of(deals, scores, noised, rl, as_sampled=as_sampled)
     made = [
         attached(dealt, fields, mesh, ahead)
         for dealt, ahead in zip(deals, scores.ahead, strict=True)
+        if dealt.batch.used  # without a gradient AdamW would move by the last ones
     ]
     return metrics, made, Notes(keep_n, adv_nT[::copies], scores.value_nT[::copies])
 
@@ -110,7 +110,8 @@ def told_of(deals, scores, noised: Noise, rl: RLConfig, *, as_sampled: bool) -> 
     if noised.weight_nT is not None:  # picked tokens are no mean of all
         told.pop("selection_bias", None)
     told["packed_slots"] = sum(x.batch.held for x in deals)
-    return told | {"packed_fill": float(np.mean([x.batch.fill for x in deals]))}
+    fills = [x.batch.fill for x in deals if x.batch.used]
+    return told | {"packed_fill": float(np.mean(fills or [0.0]))}
 
 
 def of_dropped(
@@ -160,14 +161,16 @@ def of_dropped(
 def teaching(rollouts: Rollouts, rl: RLConfig) -> np.ndarray:
     """Returns which rollouts [n] have an answer, in a group that passes rl.filter.
 
-    An answer that was not judged teaches nothing, and its group is the others. Of the
+    An answer that was not judged teaches nothing, and its group is the others; one of
+    which nobody knows whether it is right has a reward and is in no solve rate. Of the
     groups that pass, the first rl.prompts count: rl.max_prompts may ask for more.
     """
     judged_n = ~rollouts.late_n
+    right_n = np.where(rollouts.judged_n, rollouts.solved_n, np.nan)
     keep_n = np.zeros(len(judged_n), bool)
     keep_n[judged_n] = advantage.kept(
         rollouts.reward_n[judged_n],
-        rollouts.solved_n[judged_n],
+        right_n[judged_n],
         rollout.speed(rollouts.trace)[judged_n],
         rollouts.group_n[judged_n],
         rl.filter,
@@ -443,7 +446,7 @@ def advantages(earned: Earned, answer_nT, noised: Noise, value_nT, rl: RLConfig)
         explained = advantage.explained_variance(value_nT, ret_nT, seen_nT)
         metrics["explained_variance"] = explained
         metrics |= advantage.by_thirds(value_nT, ret_nT, seen_nT)
-    metrics["advantage_std"] = float(adv_nT[seen_nT].std())
+    metrics["advantage_std"] = float(adv_nT[seen_nT].std()) if seen_nT.any() else 0.0
     if rl.whiten:
         adv_nT = advantage.whitened(adv_nT, seen_nT)
     return adv_nT, ret_nT, metrics
@@ -465,8 +468,9 @@ def fields_of(
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Returns (the fields of `asked` of all rows of noise, metrics)."""
     drawn_nT, answer_nT = drawn_logp(learned.trace), learned.answer_nT
+    seen_nT = answer_nT & (learned.noised.share_nT > 0)
     weight_nT, metrics = importance(
-        scores.logp_nT, drawn_nT, answer_nT, objective.importance_cap
+        scores.logp_nT, drawn_nT, seen_nT, objective.importance_cap
     )
     number_nT, right_nT = np.zeros((2, *adv_nT.shape), np.float32)
     for row_n in learned.rows:
@@ -500,21 +504,22 @@ def asked(objective: ObjectiveConfig) -> tuple[str, ...]:
     return RL_FIELDS + tuple(name for name, wanted in more.items() if wanted)
 
 
-def importance(logp_nT, drawn_nT, answer_nT, cap: float):
-    """Returns (truncated importance weights [n, T], metrics) of tokens.
+def importance(logp_nT, drawn_nT, seen_nT, cap: float):
+    """Returns (truncated importance weights [n, T], metrics) of supervised tokens.
 
     min(pi_old / q, cap), pi_old the policy as the trainer scores it and q what the token
     was drawn from: truncated importance sampling (Ionides 2008) between sampler and
-    trainer. It is a factor of the token's advantage. cap 0: all are 1.
+    trainer. It is a factor of the token's advantage. cap 0: all are 1. Others were not
+    scored, as those of rounds that noise.rounds leaves out.
     """
-    if not cap:
+    if not (cap and seen_nT.any()):
         return 1.0, {}
     ratio_nT = np.exp(np.clip(logp_nT - drawn_nT, -LIMIT, LIMIT))
     metrics = {
-        "importance": float(ratio_nT[answer_nT].mean()),
-        "importance_capped": float((ratio_nT[answer_nT] > cap).mean()),
+        "importance": float(ratio_nT[seen_nT].mean()),
+        "importance_capped": float((ratio_nT[seen_nT] > cap).mean()),
     }
-    return np.where(answer_nT, np.minimum(ratio_nT, cap), 1.0), metrics
+    return np.where(seen_nT, np.minimum(ratio_nT, cap), 1.0), metrics
 
 
 def factors(
@@ -569,6 +574,8 @@ def of_examples(
 ) -> tuple[dict[str, float], list[TrainBatch]]:
     """Returns (metrics, [their TrainBatch on the mesh]) of examples, or of pairs.
 
+    There is no batch where noise masks nothing.
+
     examples: a host Trace, or data.Examples; row 2i is the better one of pair i.
     noised: noise.noised of them, `copies` rows of each.
     pack: views.pack, bound but for trace and noise.
@@ -588,6 +595,8 @@ def of_examples(
         told, factor_nT = compare(outputs, noised.share_nT, trace.len_B)
         metrics |= told
         batch = batch.replace(adv_BU=source.gather(factor_nT))
+    if not batch.used:  # of short answers a random draw may mask nothing
+        return metrics, []
     return metrics, [sharding.place_rows(batch, mesh, axis=1)]
 
 

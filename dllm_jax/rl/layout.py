@@ -68,11 +68,13 @@ class Layout:
     def numbers(self, T: int, prompt_len: int) -> np.ndarray:
         """Returns the block [T] of each position, counted from 0.
 
-        "absolute" is the sampler's grid pos // Q. "response" starts a block at the
-        answer's first token, as dLLM-RL trains: blocks of the prompt are counted back
+        "absolute" is the sampler's grid: pos // Q, or with full attention blocks from the
+        answer's first token on (policy.first_block). "response" starts a block there
+        whatever the attention, as dLLM-RL trains: blocks of the prompt are counted back
         from its end, and the first may lack positions.
         """
-        lacking = -prompt_len % self.block if self.grid == "response" else 0
+        from_answer = self.grid == "response" or not self.facts.by_block
+        lacking = -prompt_len % self.block if from_answer else 0
         return (np.arange(T) + lacking) // self.block
 
     def scope(self, T: int, prompt_len: int) -> np.ndarray:

@@ -52,7 +52,8 @@ class Likelihood:
         wide = dataclasses.replace(
             batch, tokens=batch.tokens or seen.width(cfg.slots, rounds)
         ).on(devices, choice.platform())
-        # An answer is scored at its own length: no masks stand behind it.
+        # An answer is scored at its own length: no masks stand behind it but those that
+        # fill its last block, where attention is by blocks.
         self.layout = dataclasses.replace(seen, longest=1)
         most = layout.microbatches(
             trajectories=1,

@@ -234,7 +234,7 @@ def rounds_of_blocks(cfg, layout: Layout, answer: int, steps: int) -> int:
     """One for every block of the scope, in every row of noise."""
     if layout.facts.by_block:
         return cfg.copies
-    return (-(-answer // layout.block) + 1) * cfg.copies
+    return -(-answer // layout.block) * cfg.copies
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,12 @@ the same one.
 
 import collections
 import dataclasses
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from dllm_jax import checks
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision.prompts import pictures_of
@@ -119,8 +121,12 @@ class Scheduler:
         vocab, needed = self.model.vocab + self.model.soft, None
         if new < 1:
             needed = f"new={new}: at least 1 token of answer"
-        elif not temperature >= 0:  # not a number, too
-            needed = f"temperature={temperature}: 0 (arg-max) or more"
+        elif not (
+            math.isfinite(temperature)
+            and checks.within(temperature, checks.TEMPERATURE)
+        ):
+            asked = checks.TEMPERATURE.replace("== ", "")
+            needed = f"temperature={temperature}: a number, {asked}"
         elif index in self.asked:
             needed = f"index={index}: one that no other request has"
         elif not all(0 <= token < vocab for token in prompt):

@@ -31,6 +31,23 @@ def test_equal_rewards_have_no_advantage(reward):
         np.testing.assert_array_equal(out_n, 0)
 
 
+@pytest.mark.parametrize(
+    ("scale", "offset"), [(1e30, 0), (1e-30, 0), (1 / 16, 1e6), (3, -7)]
+)
+@pytest.mark.parametrize("kind", ["zscore", "center", "loo"])
+def test_rewards_of_any_size_are_compared(kind, scale, offset):
+    """Whatever f32 makes of their squares, and of the mean of large ones."""
+    steps = np.array([1, 0, 0, 2, 0.0])
+    reward_n = (offset + scale * steps).astype(np.float32)
+    found = advantage.relative(reward_n, np.zeros(5), kind) / scale
+    want = {
+        "zscore": (steps - 0.6) / np.sqrt(0.64) / scale,
+        "center": steps - 0.6,
+        "loo": (steps - 0.6) * 5 / 4,
+    }
+    np.testing.assert_allclose(found, want[kind], rtol=1e-5)
+
+
 def test_baselines_of_two_groups():
     reward_n, group_n = np.array([1, 5, 0, 0, 7, 2.0]), np.array([0, 1, 0, 0, 1, 0])
     center = [0.25, -1, -0.75, -0.75, 1, 1.25]  # means 3/4 and 6
@@ -124,6 +141,19 @@ def test_the_bounds_of_the_solve_rate_are_inclusive(kind, group):
     np.testing.assert_array_equal(
         kept[:, 0], (rates >= group // 5) & (rates <= 4 * group // 5)
     )
+
+
+def test_of_which_nobody_knows_is_in_no_solve_rate():
+    right_n = np.array([1, np.nan, np.nan, np.nan, 0, 1, np.nan, np.nan])
+    group_n, rest = np.repeat([0, 1], 4), (np.zeros(8), np.arange(8.0))
+    for right, rule, kept in (
+        (right_n, "solvable", [0, 1]),  # 1 of 1, and 1 of 2
+        (np.full(8, np.nan), "solvable", [0, 0]),
+        (right_n, "paced", [1, 1]),
+        (np.full(8, np.nan), "paced", [0, 0]),
+    ):
+        keep = advantage.kept(rest[0], right, rest[1], group_n, rule, 0.2, 0.8)
+        np.testing.assert_array_equal(keep, np.repeat(kept, 4))
 
 
 def test_thirteen_of_sixteen_is_too_many():
@@ -322,8 +352,21 @@ def test_explained_variance():
     ret_nT = np.array([[1.0, 2.0, 3.0, 50.0]])
     assert advantage.explained_variance(ret_nT, ret_nT, answer_nT) == 1
     assert advantage.explained_variance(0 * ret_nT, ret_nT, answer_nT) == 0
-    constant = np.ones_like(ret_nT)
-    assert np.isfinite(advantage.explained_variance(constant, constant, answer_nT))
+    # Small returns are explained, or not, as large ones are.
+    value_nT = ret_nT.copy()
+    value_nT[0, 0] += 0.5
+    told = advantage.explained_variance(value_nT, ret_nT, answer_nT)
+    small = advantage.explained_variance(1e-6 * value_nT, 1e-6 * ret_nT, answer_nT)
+    assert 0.5 < told < 1 and small == pytest.approx(told)
+
+
+def test_where_returns_are_all_the_same_nothing_is_explained():
+    answer_nT = np.array([[True, True, True, False]])
+    constant, values = np.full((1, 4), 0.1, np.float32), np.array([[0, 1, 2, 3.0]])
+    for value_nT in (constant, values):
+        assert advantage.explained_variance(value_nT, constant, answer_nT) == 0
+        assert advantage.explained_variance(value_nT, values, ~answer_nT) == 0
+    assert advantage.explained_variance(values, values, np.zeros((1, 4), bool)) == 0
 
 
 def test_length_costs_from_the_tail_on():
@@ -358,4 +401,9 @@ def test_whitening_is_of_the_supervised_tokens():
     assert found[seen_nT].std() == pytest.approx(1, abs=1e-5)
     assert not found[~seen_nT].any()
     assert np.corrcoef(found[seen_nT], adv_nT[seen_nT])[0, 1] == pytest.approx(1)
-    assert not advantage.whitened(np.full((2, 2), 7.0), np.ones((2, 2), bool)).any()
+    for same in (7.0, 0.1):  # the mean of 0.1s is rounded
+        alike_nT = np.full((11, 91), same, np.float32)
+        assert not advantage.whitened(alike_nT, np.ones(alike_nT.shape, bool)).any()
+    assert not advantage.whitened(adv_nT, np.zeros(adv_nT.shape, bool)).any()
+    tiny = advantage.whitened(1e-9 * adv_nT, seen_nT)
+    np.testing.assert_allclose(tiny, found, atol=1e-5)

@@ -215,6 +215,86 @@ def test_what_cannot_be_trusted_is_refused(changes, words):
         config.freeze(tree)
 
 
+def test_importance_is_of_supervised_tokens_alone():
+    """By hand; where a round was left out nothing was scored, and logp says 0."""
+    drawn_nT = np.log(np.array([[0.5, 0.5, 0.25, 0.1]]))
+    logp_nT = np.log(np.array([[0.75, 0.25, 1.0, 1.0]]))
+    seen_nT = np.array([[True, True, True, False]])
+    weight_nT, told = batches.importance(logp_nT, drawn_nT, seen_nT, 2.0)
+    np.testing.assert_allclose(weight_nT, [[1.5, 0.5, 2, 1]])
+    assert told["importance"] == pytest.approx((1.5 + 0.5 + 4) / 3)
+    assert told["importance_capped"] == pytest.approx(1 / 3)
+    assert batches.importance(logp_nT, drawn_nT, seen_nT, 0.0) == (1.0, {})
+
+
+def test_picked_rounds_have_the_importance_of_all():
+    """A trainer that finds each token 1.25 times as likely as the sampler: at any round."""
+    trace = rollouts().trace
+    trace = trace.replace(conf_BT=np.exp(trace.logp_BT))
+    noised = noise.noised(
+        trace, NoiseConfig(rounds=1), LAYOUT, np.random.default_rng(0)
+    )
+    answer_nT, shape = noise.answers(trace), trace.logp_BT.shape
+    seen_nT = answer_nT & (noised.share_nT > 0)
+    assert 0 < seen_nT.sum() < answer_nT.sum()
+    logp_nT = np.where(seen_nT, trace.logp_BT + np.log(np.float32(1.25)), 0)
+    scores = batches.Scores(logp_nT, np.zeros(shape), np.zeros(shape), [], [], [])
+    rows = [np.arange(8)]
+    learned = batches.Learned(trace, noised, answer_nT, np.ones(8, bool), rows, 1)
+    cfg = ObjectiveConfig(importance_cap=2.0)
+    fields, told = batches.fields_of(np.ones(shape), logp_nT, scores, learned, cfg)
+    assert told == {"importance": pytest.approx(1.25), "importance_capped": 0}
+    np.testing.assert_allclose(fields["adv_BU"][seen_nT], 1.25, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("masked", "fill"), [((), 0), ((0,), 40 / 96), (range(8), 40 / 48)]
+)
+def test_an_update_whose_noise_masks_nothing_is_none(masked, fill):
+    """Answers of which the noise masks some: those of an update may all be shown."""
+    given = rollouts()
+    noised = noise.noised(given.trace, NoiseConfig(), LAYOUT)
+    share_nT = np.where(np.isin(np.arange(8), masked)[:, None], noised.share_nT, 0)
+    noised = noised.replace(share_nT=share_nT.astype(np.float32))
+    rl = dataclasses.replace(RL, value="none", updates=4, whiten=True)
+
+    def score(params, batch):
+        zeros = np.zeros(batch.where_BU.shape, np.float32)
+        return {"policy": {"logp": zeros, "entropy": zeros}}
+
+    metrics, made_batches, _ = batches.of_rollouts(
+        given,
+        np.random.default_rng(0),
+        rl=rl,
+        noised=noised,
+        as_sampled=False,
+        objective=ObjectiveConfig(),
+        params={"policy": None},
+        pack=lambda trace, noised, group_n: packed(trace, noised),
+        score=score,
+        mesh=one_device(),
+    )
+    assert len(made_batches) == min(len(masked), 4)
+    assert all((np.asarray(batch.weight_BU) > 0).any() for batch in made_batches)
+    assert all(np.isfinite(x) for x in metrics.values())
+    assert metrics["packed_fill"] == pytest.approx(fill)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_examples_of_which_noise_masks_nothing_are_no_update(masked):
+    examples = batches.take(rollouts().trace, np.arange(2))
+    noised = noise.noised(examples, NoiseConfig(), LAYOUT)
+    share_nT = noised.share_nT if masked else np.zeros_like(noised.share_nT)
+    metrics, found = batches.of_examples(
+        examples,
+        noised=noised.replace(share_nT=share_nT),
+        copies=1,
+        pack=packed,
+        mesh=one_device(),
+    )
+    assert len(found) == masked and metrics["packed_slots"] == masked * 80
+
+
 # ---- What is left out, and how many are dealt ----------------------------------------
 
 
@@ -254,6 +334,15 @@ def test_what_is_not_judged_leaves_its_group():
     want = (other - other.mean()) / other.std()
     np.testing.assert_allclose(found_n[[4, 6, 7]], want, rtol=1e-5)
     assert not found_n[[0, 5]].any()
+
+
+def test_of_which_nobody_knows_is_in_no_solve_rate():
+    """A first grader of no weight could not tell of two: 1 of 4 is right, and 1 of 2."""
+    right_n = np.array([1, 0, 0, 0, 1, np.nan, np.nan, 0], np.float32)
+    given = with_cut(np.arange(8), [1] * 8)
+    given = dataclasses.replace(given, parts={"math": right_n})
+    rl = dataclasses.replace(RL, min_solved=0.3, max_solved=0.7)
+    assert list(np.flatnonzero(batches.teaching(given, rl))) == [4, 5, 6, 7]
 
 
 def test_a_long_answer_costs_what_its_tail_says():

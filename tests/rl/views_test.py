@@ -14,6 +14,7 @@ from dllm_jax.rl import layout as layouts
 from dllm_jax.rl import noise, views
 from dllm_jax.rl.config import BatchConfig, NoiseConfig
 from dllm_jax.rl.layout import Layout
+from dllm_jax.sampling import policy
 from dllm_jax.sampling.state import GIVEN
 from tests.rl import dllm_rl
 
@@ -216,6 +217,15 @@ def test_grids():
     np.testing.assert_array_equal(
         dllm_rl.layout(4).numbers(9, 4), Layout(block=4).numbers(9, 4)
     )
+
+
+@pytest.mark.parametrize("grid", ["absolute", "response"])
+def test_with_full_attention_blocks_begin_where_the_samplers_do(grid):
+    layout = Layout(attention="full", block=4, grid=grid)
+    for prompt in range(1, 9):
+        found, turns = (f(15, prompt)[prompt:] for f in (layout.numbers, layout.turns))
+        np.testing.assert_array_equal(found - found[0], turns)
+        assert policy.first_block(prompt, "full", 4) == prompt
 
 
 def test_shrink_stays_inside_a_block():
