@@ -6,6 +6,7 @@ them; `place`: where it samples; `programs`: what is compiled, once it fits a de
 what cannot be before the next begins.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -39,7 +40,8 @@ from dllm_jax.sampling.config import variants
 
 # Keys, or the begin of some, that say what is learned, and how.
 LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
-LEARNING += ("value_optim.", "rl.")
+LEARNING += ("value_optim.", "rl.", "sft.", "reward.")
+MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +137,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     cfg, model, tok = config.completed(cfg)
     cfg, choices = config.chosen(cfg, model)
     boards = trackers.named(cfg.run.trackers)
-    if cfg.run.export:
-        hf.check_target(run.path / "export", cfg.model.path)
+    check_targets(cfg, run.path)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
@@ -169,6 +170,15 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     if has_steps:
         check_fit(here)
     return here
+
+
+def check_targets(cfg: config.Config, folder: pathlib.Path) -> None:
+    """Raises ValueError where an export of the run could not be written at its end."""
+    run = cfg.run
+    exports = {"best": run.keep_best, "export": run.export, "value": run.export_value}
+    for name, wanted in exports.items():
+        if wanted:
+            hf.check_target(folder / name, cfg.model.path)
 
 
 def check_fit(here: Scene) -> None:
@@ -213,13 +223,29 @@ def origin(path: str) -> dict:
     return hf.marks(hf.find(path))
 
 
+def check_origin(path: str) -> None:
+    """Raises exits.CannotGoOn where the weights that the run began with are there no more.
+
+    An export adds adapters to them, and takes from there what the run does not train.
+    """
+    marks = None  # where the folder is gone, or a file in it
+    with contextlib.suppress(ValueError, OSError):
+        marks = hf.marks(hf.find(path))
+    if marks != origin(path):
+        raise exits.CannotGoOn(
+            f"model.path={path!r}: its weights or its config.json are others than those that "
+            "the run began with, and an export is made with these; put them back, and start "
+            "the same command again"
+        )
+
+
 def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
     """Raises ValueError where a run whose steps are done is asked for with other keys.
 
     There is nothing left that they could change, and its folder would tell them of it.
     """
     for key, change in config.changes(meta["config"], cfg).items():
-        if key.startswith(LEARNING) and key not in ("rl.steps", "rl.trusted_gap"):
+        if key.startswith(LEARNING) and key not in MORE:
             raise ValueError(
                 f"run.folder={cfg.run.folder}: all {steps} steps of its run are done, and "
                 f"{change}; name another run.folder"
@@ -467,9 +493,12 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
 def begin_or_resume(here: Scene, restored):
     """Returns (states, base, start, meta): see Progress.
 
-    restored: Checkpoints.restore's, or None for a run that begins.
+    restored: Checkpoints.restore's, or None for a run that begins. Raises ValueError as
+    `check_same`: it may be an earlier one than `check_fit` has seen.
     """
     cfg, model, mesh = here.cfg, here.model, here.mesh
+    if restored is not None:
+        check_same(cfg, restored[1])
     base, value = networks.frozen(cfg.model.path, model, mesh)
     content = processes.contents(data.mixture(cfg.data.train))
     if restored is None:

@@ -138,6 +138,7 @@ class Checkpoints:
         passed over by name: they make way, since Orbax saves nothing older than it has.
         """
         self.wait()
+        self.clear_partial()
         for later in [number for number in self.steps() if number >= step]:
             warn(f"checkpoint {self.folder / str(later)} makes way for step {step}")
             self.manager.delete(later)
@@ -180,17 +181,18 @@ class Checkpoints:
             with room(self.folder, self.wanted):
                 yield
         except CannotGoOn:
-            if jax.process_index() == 0:
-                self.clear_partial()
+            self.clear_partial()
             raise
 
     def clear_partial(self) -> None:
-        """Removes what the step being saved has written.
+        """Removes what saves have written that were never whole; of process 0 alone.
 
-        Orbax's threads may still write there for a moment.
+        That is the one that has found no room, or one of a run that was killed meanwhile,
+        of a step that is perhaps not saved again. Orbax's threads may still write there for
+        a moment.
         """
-        for _ in range(20):
-            folders = list(self.folder.glob(f"{self.saving}.*"))
+        for _ in range(20 if jax.process_index() == 0 else 0):
+            folders = list(self.folder.glob("*.orbax-checkpoint-tmp*"))
             if not folders:
                 return
             for folder in folders:

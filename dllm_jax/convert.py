@@ -22,6 +22,7 @@ from dllm_jax import command_line, config, sharding
 from dllm_jax.checkpoint import Checkpoints, misfit
 from dllm_jax.models import hf, lora, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.vision.config import TOWERS
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +74,7 @@ def parser() -> Parser:
 
 def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder's weights as step 0 of a folder of checkpoints."""
+    language_model(source)
     _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
     checkpoints = Checkpoints(out)
     checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
@@ -91,10 +93,13 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
         folder /= "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder")
-    original = hf.read_config(hf.find(like))
+    hf.check_target(out, like)
+    original = language_model(like)
     checkpoints = Checkpoints(folder, keep=None)
     step = whole_step(checkpoints, folder, step)
     cfg = as_trained(original, checkpoints, step)
+    if cfg.lora:
+        check_base(checkpoints.meta(step), like)
     mesh = sharding.make_mesh()
     params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
     if cfg.lora:
@@ -103,6 +108,29 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     trained = "config" in checkpoints.meta(step)  # of a run
     cfg = dataclasses.replace(cfg, lora=None)
     hf.save(out, cfg, params, like=like, trained=trained)
+
+
+def check_base(meta: dict, like: str) -> None:
+    """Raises ValueError where adapters were trained beside other weights than `like` has.
+
+    meta: of the run's step. What is no file of weights may have changed.
+    """
+    known = meta.get("model", {})  # older checkpoints do not tell it
+    for name, mark in hf.marks(hf.find(like)).items():
+        if name.endswith(".safetensors") and known and known.get(name) != mark:
+            path = meta["config"]["model"].get("path")
+            raise ValueError(
+                f"--like={like}: its {name} is another than that which the run's adapters "
+                f"were trained beside, of model.path={path!r}; name that"
+            )
+
+
+def language_model(path: str) -> ModelConfig:
+    """Returns the ModelConfig of a Hugging Face folder; raises ValueError for another's."""
+    cfg = hf.read_config(hf.find(path))
+    if cfg.family in TOWERS:
+        raise ValueError(f"{path}: a vision tower, {cfg.family}, is no language model")
+    return cfg
 
 
 def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
@@ -142,13 +170,14 @@ def read_network(
     the parameters must be those of. like: for the message, where they are not.
     """
     name = folder / str(step)
-    networks = checkpoints.manager.item_metadata(step).state
+    saved = checkpoints.manager.item_metadata(step).state
+    networks = {name: x["params"] for name, x in saved.items() if "params" in x}
     if network not in networks:
         raise ValueError(
             f"{name} has no network {network!r}; choose from "
             + ", ".join(sorted(networks))
         )
-    stored = networks[network]["params"]
+    stored = networks[network]
     heads = ("lm",) if network == "policy" or "head" in stored else ()
     heads += tuple(name for name in ("value", "record", "vision") if name in stored)
     expected = transformer.abstract(cfg, mesh, jnp.float32, heads)

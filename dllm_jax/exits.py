@@ -4,7 +4,8 @@
     1   a defect of the program: a traceback
     2   refused: what the user gave is wrong, and the last line says what would be right
     3   cannot go on: it diverged, the disk or a device's memory is full, no checkpoint is
-        whole. The same command would end the same way
+        whole, the weights that it began with are others by now. The same command would end
+        the same way
     75  stopped, by a signal or since another process is lost: the same command goes on
 
 A launcher starts a command again after 75 and after nothing else. ValueError is the

@@ -88,12 +88,12 @@ class Lock:
         """Takes another's lock away; raises ValueError where that one lives."""
         grave = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
-            text, touched = self.path.read_text(), self.path.stat().st_mtime
+            text, touched = content(self.path), self.path.stat().st_mtime
             grave.touch()  # its time is by the same clock as the lock's
             age = grave.stat().st_mtime - touched
             reason = self.gone(text, age)
             os.replace(self.path, grave)
-            if grave.read_text() != text:  # another was quicker, and this is its lock
+            if content(grave) != text:  # another was quicker, and this is its lock
                 os.replace(grave, self.path)
                 return
             warn(f"{self.of}: taken over from {told(text)}: {reason}")
@@ -108,13 +108,12 @@ class Lock:
         text: of the lock. age: seconds since it was touched. Raises ValueError where it
         lives.
         """
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            owner = json.loads(text)
-            if owner["host"] == socket.gethostname() and age <= STALE_S:
-                if owner.get("pids") != numbering():
-                    age = self.watched(text, age)
-                elif not alive(owner["pid"]):
-                    return "that process is gone"
+        if age <= STALE_S:
+            lives = seen_alive(text)
+            if lives is None:
+                age = self.watched(text, age)
+            elif not lives:
+                return "that process is gone"
         if age > STALE_S:
             return f"no sign of life for {age:.0f} s"
         raise ValueError(
@@ -125,14 +124,16 @@ class Lock:
     def watched(self, text: str, age: float) -> float:
         """Returns the age of a lock once it is stale, or the owner has touched it.
 
-        Another container's process cannot be asked for. Containers are started anew where
-        one has ended, so that refusing would end what has only to wait.
+        A process of another host or container cannot be asked for. Launchers begin a run
+        anew, and elsewhere, where its host has failed: refusing would end what has only to
+        wait.
         """
         warn(f"{self.of}: waiting {STALE_S:.0f} s for a sign of life of {told(text)}")
         touched = self.path.stat().st_mtime
         while age <= STALE_S:
             time.sleep(BEAT_S / 10)
             age += BEAT_S / 10
+            content(self.path)  # of what is opened, NFS asks its server for the time
             if self.path.stat().st_mtime != touched:
                 return 0.0
         return age
@@ -144,7 +145,7 @@ class Lock:
         """
         while not self.ended.wait(BEAT_S):
             with contextlib.suppress(OSError):
-                if self.path.read_text() == self.text:
+                if content(self.path) == self.text:
                     os.utime(self.path)
                 elif not self.ended.is_set():
                     warn(f"{self.of}: another command has taken it over")
@@ -154,8 +155,13 @@ class Lock:
         """Takes the file away."""
         self.ended.set()
         with contextlib.suppress(OSError):
-            if self.path.read_text() == self.text:
+            if content(self.path) == self.text:
                 self.path.unlink()
+
+
+def content(lock: pathlib.Path) -> str:
+    """Returns what a lock says, be it damaged."""
+    return lock.read_text(errors="replace")
 
 
 def numbering() -> str:
@@ -164,6 +170,16 @@ def numbering() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
+
+
+def seen_alive(text: str) -> bool | None:
+    """Returns whether the process that a lock names lives; None: it cannot be seen here."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged lock
+        owner = json.loads(text)
+        here = socket.gethostname(), numbering()
+        if (owner["host"], owner["pids"]) == here:
+            return alive(owner["pid"])
+    return None
 
 
 def alive(pid: int) -> bool:

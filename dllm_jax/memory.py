@@ -5,13 +5,20 @@ and be wrong where it matters. So a program's need is the compiler's own figure,
 lies there beside programs is the sum of the arrays' parts on a device.
 """
 
+import contextlib
 import math
 import os
+import pathlib
+import socket
 from typing import NamedTuple
 
 import jax
 
+from dllm_jax import processes
+
 GIB = 2**30
+# Where Linux tells a container's limit, by version 2 of its control groups and by 1.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Claim(NamedTuple):
@@ -65,9 +72,19 @@ def program_bytes(compiled) -> int:
 def device_bytes() -> int | None:
     """Returns what a device of this process can give, or None where it does not say.
 
-    CPU devices share what the host has.
+    CPU devices share what the host has, those of a run's other processes there, too.
     """
     if jax.default_backend() == "cpu":
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return host // jax.local_device_count()
+        hosts = processes.group.hosts.values() if processes.group else ()
+        together = max(list(hosts).count(socket.gethostname()), 1)
+        return host_bytes() // (together * jax.local_device_count())
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def host_bytes() -> int:
+    """Returns the host's memory, or what its container is limited to."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is "max"
+            sizes.append(int(pathlib.Path(limit).read_text()))
+    return min(sizes)

@@ -213,11 +213,11 @@ def connect(coordinator, count, index, seconds: int) -> None:
 
     Ends this process where the others do not come in time, or the coordinator cannot be.
     """
-    state = distributed.global_state
+    state, reasons = distributed.global_state, []
     given = None not in (coordinator, count, index)
 
     def give_up():
-        end(exits.STOPPED, nobody_came(state, seconds))
+        end(exits.STOPPED, nobody_came(state, seconds, *reasons[-1:]))
 
     if given and index == 0 and taken(coordinator):
         end(exits.STOPPED, no_way(coordinator, "another program has the port here"))
@@ -227,16 +227,14 @@ def connect(coordinator, count, index, seconds: int) -> None:
     alarm = threading.Timer(seconds, give_up)
     alarm.daemon = True
     alarm.start()
+    how = {
+        "cluster_detection_method": "deactivate" if given else None,
+        "heartbeat_timeout_seconds": HEARTBEAT_S,
+        # JAX would tell of it by a stack trace: the alarm is to be earlier.
+        "initialization_timeout": seconds + 60,
+    }
     try:
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            index,
-            cluster_detection_method="deactivate" if given else None,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            # JAX would tell of it by a stack trace: the alarm is to be earlier.
-            initialization_timeout=seconds + 60,
-        )
+        initialize((coordinator, count, index), how, reasons)
     except jax.errors.JaxRuntimeError as error:
         end(exits.STOPPED, no_way(state.coordinator_address, one_line(error)))
     except (ValueError, RuntimeError, KeyError, OSError) as error:
@@ -246,6 +244,44 @@ def connect(coordinator, count, index, seconds: int) -> None:
         ) from None
     finally:
         alarm.cancel()
+
+
+def initialize(given: tuple, how: dict, reasons: list[str]) -> None:
+    """Lets JAX ask the launcher who is who, again while its answer may yet come, and join.
+
+    Kubernetes knows the name of a pod only once that has a node: the pod of a host that
+    failed may wait for one longer than JAX asks, and a refusal would end the whole Job.
+
+    given, how: what jax.distributed.initialize takes. reasons: why it was asked again.
+    """
+    while True:
+        try:
+            jax.distributed.initialize(*given, **how)
+            return
+        except jax.errors.JaxRuntimeError:  # of the coordinator, who is known
+            raise
+        except Exception as error:  # each launcher's client has errors of its own
+            if not passing(error):
+                raise
+            reasons.append(one_line([*causes(error)][-1]))
+        time.sleep(1)
+
+
+def passing(error: BaseException) -> bool:
+    """Returns whether a launcher that does not say who is who may do so a moment later."""
+    if str(error).startswith(
+        ("Retry failed", "Kubernetes API Error: 5")
+    ):  # JAX's words
+        return True
+    network = socket.gaierror, ConnectionError, TimeoutError
+    return any(isinstance(cause, network) for cause in causes(error))
+
+
+def causes(error: BaseException | None):
+    """Yields an error, what led to it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def taken(address: str) -> bool:
@@ -274,13 +310,16 @@ def number_of(variable: str) -> int | None:
     return int(text) if text else None
 
 
-def nobody_came(state, seconds: int) -> str:
-    """Returns the last line of a process that waited for others in vain."""
+def nobody_came(state, seconds: int, reason: str = "") -> str:
+    """Returns the last line of a process that waited for others in vain.
+
+    reason: why the launcher was asked again and again.
+    """
     if state.coordinator_address is None:
         return (
             f"error: --distributed: nothing told within {seconds} seconds who the "
-            "coordinator is; give --coordinator=HOST:PORT of process 0, --processes=N and "
-            "--process=I"
+            f"coordinator is{reason and f' ({reason})'}; give --coordinator=HOST:PORT of "
+            "process 0, --processes=N and --process=I"
         )
     return (
         f"error: process {state.process_id} waited {seconds} seconds at the coordinator, "
@@ -363,14 +402,14 @@ def ending(error: BaseException) -> tuple[str, int]:
     return one_line(error.__context__), int(error.code or 0)
 
 
-def broken(error: BaseException | None) -> bool:
+def broken(error: BaseException) -> bool:
     """Returns whether an error may only be the effect of another process's end."""
-    while error is not None and not isinstance(error, SystemExit):
-        text = str(error).lower()
-        named = any(word in text for word in BROKEN)
-        if named and isinstance(error, jax.errors.JaxRuntimeError):
+    for cause in causes(error):
+        if isinstance(cause, SystemExit):
+            return False
+        named = any(word in str(cause).lower() for word in BROKEN)
+        if named and isinstance(cause, jax.errors.JaxRuntimeError):
             return True
-        error = error.__cause__ or error.__context__
     return False
 
 

@@ -151,10 +151,14 @@ def of_parquet(data: bytes) -> list:
         reason = " ".join(str(error).split())
         raise ValueError(f"not Parquet that can be read ({reason})") from None
     for number, row in enumerate(rows, 1):
-        try:
-            json.dumps(row, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"record {number}: {error}") from None
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"record {number}, column {name!r}: {error}; leave that column out, or "
+                    "write it as text, numbers or null"
+                ) from None
     return rows
 
 

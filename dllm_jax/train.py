@@ -8,6 +8,7 @@ value model, log, save. SFT and DPO are the same loop with other sources of batc
 lives in one folder and goes on from its newest checkpoint when started again.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -60,9 +61,23 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
             break
         # Everything random is a function of the seed and the step: what is resumed goes on
         # as if it had not stopped.
-        if not training.take(step) or here.stopping():
+        with profiled(here, step):
+            moved = training.take(step)
+        if not moved or here.stopping():
             break
     training.leave()
+
+
+@contextlib.contextmanager
+def profiled(here: begin.Scene, step: int):
+    """Writes a profile of what is done inside, if `run.profile` names this step."""
+    if step != here.cfg.run.profile:
+        yield
+        return
+    folder = here.folder / "profile"
+    with exits.room(here.folder), jax.profiler.trace(str(folder)):
+        yield
+    here.say(f"a profile of step {step} is in {folder}: for Perfetto, or xprof")
 
 
 class Training:
@@ -297,6 +312,7 @@ class Training:
     def export(self, name: str, state):
         """Writes a network as a checkpoint like the one it began with."""
         here = self.here
+        begin.check_origin(here.cfg.model.path)
         networks.export(
             here.folder / name, state.params, here.cfg.model.path, here.model, here.mesh
         )

@@ -31,9 +31,14 @@ train=$(printf '%q ' .venv/bin/python -m dllm_jax.train --distributed --config="
 
 # TPU images bring an older Python; uv, from pip, adds one beside it. All workers must
 # enter the collective program together, so one command does all and any failure shows.
+# What an earlier commit brought goes first: a file that this one has no more would be there
+# on some workers, and not on one that is new.
 gcloud compute tpus tpu-vm ssh "$tpu" --worker=all --zone="$zone" --command="
     set -e
-    mkdir -p dllm_jax && tar -xzf dllm_jax.tar.gz -C dllm_jax && cd dllm_jax
+    mkdir -p dllm_jax && cd dllm_jax
+    if [ -f .brought ]; then xargs -r -d '\n' rm -f < .brought; fi
+    tar -tzf ../dllm_jax.tar.gz | grep -v '/\$' > .brought
+    tar -xzf ../dllm_jax.tar.gz
     if ! make install EXTRAS=tpu; then
         python3 -m pip install --quiet --user uv
         python3 -m uv python install --quiet 3.12

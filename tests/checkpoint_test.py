@@ -195,6 +195,19 @@ def test_a_save_that_is_killed_costs_only_itself(tmp_path, capsys):
     np.testing.assert_array_equal(got["w"], np.arange(1000))
 
 
+def test_what_a_killed_save_leaves_takes_no_room_for_good(tmp_path):
+    """Nor of a step that is not saved again: one at which a signal had come."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, tree(5), {})
+    checkpoints.close()
+    shutil.copytree(tmp_path / "5", tmp_path / "7.orbax-checkpoint-tmp")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == [5]
+    checkpoints.save(10, tree(10), {})
+    checkpoints.close()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"5", "10"}
+
+
 def test_what_is_committed_has_its_checksums(tmp_path):
     folder = tmp_path / "checkpoints"
     kill(folder, "committed")

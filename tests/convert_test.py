@@ -1,5 +1,6 @@
 """The command that converts checkpoints: to Orbax, back, and from a training state."""
 
+import dataclasses
 import pathlib
 import re
 import shutil
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 from dllm_jax import convert, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf
+from dllm_jax.models import hf, transformer
+from dllm_jax.models.config import Lora
 from dllm_jax.rl.learner import TrainState
 from tests import served
 from tests.goldens import reader
@@ -49,6 +52,7 @@ def run(tmp_path_factory) -> pathlib.Path:
         value = {name: 2 * x for name, x in params.items() if name in ("norm", "value")}
         value = {name: x for name, x in (params | value).items() if name != "head"}
         states = {"policy": state(params, step), "value": state(value, step)}
+        states["reference"] = {"norm": params["norm"]}  # no network of its own
         checkpoints.save(step, states, {"taken": step})
     checkpoints.close()
     return folder
@@ -109,6 +113,28 @@ def test_what_a_run_made_of_its_model_is_told(orbax, tmp_path):
     assert cfg.mask_id == was.mask_id
 
 
+def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
+    cfg = dataclasses.replace(hf.read_config(TIED), lora=Lora(2, 4.0, ("wq",)))
+    adapters = transformer.init(jax.random.key(0), cfg)
+    model = {"path": str(TIED), "lora_rank": 2, "lora_targets": ["wq"]}
+    meta = {"config": {"model": model}, "model": hf.marks(TIED)}
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"policy": {"params": adapters}}, meta)
+    checkpoints.close()
+    like = shutil.copytree(TIED, tmp_path / "like")
+    (like / "config.json").write_text((like / "config.json").read_text() + "\n")
+    convert.main(
+        ["to-hf", str(tmp_path / "run"), str(tmp_path / "a"), f"--like={like}"]
+    )
+    stored = safetensors.numpy.load_file(like / hf.SINGLE)
+    stored = {name: 2 * x for name, x in stored.items()}
+    safetensors.numpy.save_file(stored, like / hf.SINGLE)
+    message = "its model.safetensors is another than that which the run's adapters were"
+    with pytest.raises(ValueError, match=f"{message} trained .*path='{TIED}'; name"):
+        convert.to_hf(str(tmp_path / "run"), str(tmp_path / "b"), str(like))
+    assert not (tmp_path / "b").exists()
+
+
 def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):
     asked = []
     plain = convert.ocp.args.PyTreeRestore
@@ -135,6 +161,13 @@ def test_what_is_refused(orbax, run, tmp_path):
     file.write_text("")
     refused("file/new' cannot be made: Not a dir", "to-orbax", SDAR, file / "new")
     refused("is not a folder", "to-orbax", tmp_path / "nothing", out)
+    other = tmp_path / "tower"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "siglip_vision_model"}')
+    refused("tower: a vision tower, siglip", "to-orbax", other, out)
+    refused("tower: a vision tower, siglip", "to-hf", run, out, f"--like={other}")
+    (other / "config.json").write_text('{"_class_name": "MAGVITv2"}')
+    refused("model_type None is not supported", "to-orbax", other, out)
     refused("is not a folder", "to-hf", tmp_path / "nothing", out, f"--like={SDAR}")
     refused("asked for 7", "to-hf", run, out, f"--like={VALUE}", "--step=7")
     refused(
@@ -149,6 +182,8 @@ def test_what_is_refused(orbax, run, tmp_path):
         "--network=critic",
     )
     refused("no checkpoints", "to-hf", tmp_path, out, f"--like={SDAR}")
+    inside = shutil.copytree(SDAR, tmp_path / "original") / "new"
+    refused("the original", "to-hf", tmp_path, inside, f"--like={inside.parent}")
     ours, others = (
         re.escape(str((told["vocab_size"], told["hidden_size"])))
         for told in map(reader.config, ("sdar", "sdar_tied"))

@@ -1,5 +1,8 @@
 """Bytes of a device: sums of parts, the compiler's figure."""
 
+import socket
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +27,17 @@ def test_what_a_program_needs_beside_its_arguments():
     assert 2 * x.nbytes <= needs <= 4 * x.nbytes
 
 
-def test_a_cpu_device_has_a_part_of_the_host():
-    assert 2**20 < memory.device_bytes() < 2**50
+def test_a_cpu_device_has_a_part_of_the_host_or_of_its_container(monkeypatch, tmp_path):
+    limit, here = tmp_path / "limit", socket.gethostname()
+    monkeypatch.setattr(memory, "LIMITS", (tmp_path / "none", limit))
+    host = memory.host_bytes()
+    assert 2**20 < host < 2**50
+    for text, size in (("max\n", host), ("4000000\n", 4000000), (str(2**63), host)):
+        limit.write_text(text)
+        assert memory.device_bytes() == size // jax.local_device_count()
+    hosts = {0: "elsewhere", 1: here, 2: here}  # of a run of three processes
+    monkeypatch.setattr(memory.processes, "group", types.SimpleNamespace(hosts=hosts))
+    assert memory.device_bytes() == host // (2 * jax.local_device_count())
 
 
 def test_guests_make_room_for_each_other():

@@ -457,8 +457,9 @@ if [[ ${0##*/} == srun ]]; then exit "$CODE"; fi
     "code, restarts, again",
     [
         *((0, 0, False), (1, 0, False), (exits.REFUSED, 0, False)),
-        *((exits.STUCK, 0, False), (exits.STOPPED, 99, True), (137, 99, True)),
-        *((143, 2, True), (143, 3, False)),
+        *((exits.STUCK, 0, False), (exits.STOPPED, 999, True)),
+        *((137, 99, True), (137, 100, False)),
+        *((143, 2, True), (143, 3, False), (134, 2, True), (139, 3, False)),
     ],
 )
 def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
@@ -486,6 +487,56 @@ def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
     assert others == ["scontrol requeue 17"] * again
 
 
+DISTRIBUTED = ["-m", "dllm_jax.train", "--distributed"]
+GCLOUD = """#!/bin/bash
+for word in "$@"; do
+    case $word in
+    /*) cp "$word" "$WORKER/dllm_jax.tar.gz" ;;
+    --command=*) cd "$WORKER" && bash -c "${word#--command=}" ;;
+    esac
+done
+"""
+
+
+def test_a_tpu_worker_has_the_files_of_the_commit_and_no_others(tmp_path):
+    tools, repository, worker = (tmp_path / name for name in ("bin", "repo", "worker"))
+    python = worker / "dllm_jax" / ".venv" / "bin" / "python"
+    for script, text in (
+        (tools / "gcloud", GCLOUD),
+        (tools / "make", "#!/bin/bash\n"),
+        (python, '#!/bin/bash\nprintf "%s\\n" "$@"\n'),
+        (repository / "launch" / "tpu_pod.sh", ""),
+    ):
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(text)
+        script.chmod(0o755)
+    launcher = repository / "launch" / "tpu_pod.sh"
+    launcher.write_bytes((served.ROOT / "launch" / "tpu_pod.sh").read_bytes())
+    env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "WORKER": str(worker)}
+
+    def launch(*flags) -> list[str]:
+        """Returns what a worker's Python is given, by the commit of all there is."""
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+            subprocess.run([*git, *words], cwd=repository, check=True)
+        command = ["bash", str(launcher), "tpu", "zone", *flags]
+        done = subprocess.run(command, env=env, check=True, capture_output=True)
+        return done.stdout.decode().splitlines()
+
+    (repository / "old.py").write_text("")
+    path = "--config.model.path=a b'c$d"
+    told = launch("configs/a.py:x", path)
+    assert told == [*DISTRIBUTED, "--config=configs/a.py:x", path]
+    assert (worker / "dllm_jax" / "old.py").exists()
+    (repository / "old.py").unlink()
+    (repository / "new.py").write_text("")
+    (worker / "dllm_jax" / "mine").write_text("")
+    told = launch("--resume=must")
+    assert told == [*DISTRIBUTED, "--config=configs/tracerl.py", "--resume=must"]
+    left = {path.name for path in (worker / "dllm_jax").iterdir()}
+    assert left == {".brought", ".venv", "launch", "mine", "new.py"}
+
+
 def test_the_difference_names_who_has_what():
     everyone = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1"}}
     assert processes.difference("a", everyone) == ""
@@ -510,3 +561,43 @@ def test_a_coordinator_is_a_host_and_a_port(address):
 def test_where_nothing_tells_the_coordinator_its_flag_is_named():
     line = processes.nobody_came(distributed.State(), 7)
     assert "nothing told within 7 seconds" in line and "--coordinator=" in line
+
+
+def unknown(text: str, cause: Exception) -> RuntimeError:
+    """Returns the error by which a launcher does not tell who is who."""
+    error = RuntimeError(text)
+    error.__cause__ = cause
+    return error
+
+
+NAMELESS = socket.gaierror(-2, "Name or service not known")
+
+
+def test_a_launcher_is_asked_again_while_its_answer_may_yet_come(monkeypatch):
+    """As Kubernetes is for a pod that waits for a node: not to know it ended the Job."""
+    answers = [
+        unknown("Retry failed with all attempts exhausted", NAMELESS),
+        unknown("Kubernetes API Error: 503 - Service Unavailable", OSError()),
+        unknown("of a client", ConnectionRefusedError("refused")),
+        None,
+    ]
+
+    def ask(*given, **how):
+        if answer := answers.pop(0):
+            raise answer
+
+    monkeypatch.setattr(processes.jax.distributed, "initialize", ask)
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    reasons = []
+    processes.initialize((None, None, None), {}, reasons)
+    assert answers == []
+    assert reasons[0] == "[Errno -2] Name or service not known"
+    line = processes.nobody_came(distributed.State(), 7, reasons[-1])
+    assert "who the coordinator is (refused); give --coordinator=" in line
+    for wrong in (
+        unknown("Kubernetes API Error: 403 - Forbidden", OSError()),
+        jax.errors.JaxRuntimeError("Failed to start RPC server"),
+    ):
+        answers[:] = [wrong]
+        with pytest.raises(type(wrong)):
+            processes.initialize((None, None, None), {}, reasons)

@@ -56,9 +56,12 @@ def test_parquet_is_read_as_json_would_be(tmp_path):
     rows = [{"question": "1", "ids": [1, 2], "turns": [{"role": "user"}], "x": None}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     assert records.records(file) == rows
-    parquet.write_table(pyarrow.Table.from_pylist([{"question": b"1"}]), file)
-    with pytest.raises(ValueError, match="x.parquet', record 1: .*bytes"):
-        records.records(file)
+    for value, reason in ((b"1", "bytes"), (float("nan"), "nan")):
+        table = pyarrow.Table.from_pylist([{"question": "1", "other": value}])
+        parquet.write_table(table, file)
+        named = f"x.parquet', record 1, column 'other': .*{reason}.*; leave that column"
+        with pytest.raises(ValueError, match=named):
+            records.records(file)
 
 
 def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch):

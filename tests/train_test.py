@@ -1,6 +1,7 @@
 """Whole runs of the command: killed, stopped, damaged and resumed, bit for bit."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import signal
 import tarfile
 import time
+import types
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 from configs import tracerl
-from dllm_jax import begin, config, convert, exits, metrics, sharding
+from dllm_jax import begin, config, convert, exits, metrics, sharding, train
 from dllm_jax.checkpoint import Checkpoints
 from tests import served
 
@@ -488,10 +490,13 @@ def test_models_that_judge_are_counted_and_resumed_bit_for_bit(command, tmp_path
 def others(command, tmp_path_factory):
     """Folders of short runs by name, with what they printed; they ran side by side."""
     folder = tmp_path_factory.mktemp("others")
-    few = ("rl.min_solved=0.99", "rl.max_solved=0.995", "data.heldout=", "rl.steps=2")
+    wrong = [{"question": f"{n}+1", "answer": "-1"} for n in range(8)]
+    (folder / "wrong.jsonl").write_text("\n".join(map(json.dumps, wrong)))
+    never = [f"data.train={folder / 'wrong.jsonl'}", "rl.min_solved=0.2"]
+    never += ["data.heldout=", "rl.steps=2"]
     runs = {
-        "none": command(folder / "none", *few),
-        "lora": command(folder / "lora", *LORA, "rl.steps=2"),
+        "none": command(folder / "none", *never),
+        "lora": command(folder / "lora", *LORA, "rl.steps=2", "run.profile=2"),
     }
     return {name: (folder / name, end(run)) for name, run in runs.items()}
 
@@ -514,6 +519,16 @@ def test_the_value_may_be_a_head_on_the_policy(others):
     assert last["step"] == 2
     assert np.isfinite(last["value_loss"])
     assert "value_grad_norm" not in last  # one network, one gradient
+
+
+def test_a_profile_is_of_the_step_that_was_named(others):
+    folder, told = others["lora"]
+    (xplane,) = folder.glob("profile/**/*.xplane.pb")
+    assert b"jit_update" in xplane.read_bytes()
+    before, _, after = told.partition("a profile of step 2 is in")
+    assert "step 1/2" in before and "step 2/2" in before
+    assert str(folder / "profile") in after
+    assert not (others["none"][0] / "profile").exists()
 
 
 @pytest.mark.soak
@@ -723,6 +738,60 @@ def test_a_folder_of_another_run_is_refused(meta, says):
     refused = pytest.raises(ValueError, match=f"holds another run: .*{says}; name ano")
     with refused if says else contextlib.nullcontext():
         begin.check_same(cfg, meta)
+    if says:  # nor is the one before it gone on with, where the newest is damaged
+        here = types.SimpleNamespace(cfg=cfg, model=None, mesh=None)
+        with refused:
+            begin.begin_or_resume(here, ({}, meta, 3))
+
+
+@pytest.mark.parametrize("key", ["sft.examples", "reward.split", "rl.group"])
+def test_a_run_that_is_done_is_not_asked_for_something_else(key):
+    cfg = tracerl.get_config()
+    cfg.model.path = str(MODEL)
+    cfg = config.freeze(cfg)
+    meta = {"config": dataclasses.asdict(cfg)}
+    meta["config"]["sft"]["steps"] += 1
+    begin.check_unfinished(cfg, meta, 4)
+    section, name = key.split(".")
+    meta["config"][section][name] = "another"
+    with pytest.raises(ValueError, match=f"are done, and config.{key} was 'another'"):
+        begin.check_unfinished(cfg, meta, 4)
+
+
+@pytest.mark.parametrize("name", ["best", "export", "value"])
+def test_what_cannot_be_exported_is_refused_before_a_minute_is_spent(name, tmp_path):
+    wants = {"best": "keep_best", "export": "export", "value": "export_value"}
+    run = config.RunConfig(export=False, keep_best="")
+    given = {"keep_best": "heldout_accuracy"}.get(wants[name], True)
+    wanted = dataclasses.replace(run, **{wants[name]: given})
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("of mine")
+    cfg = config.Config(model=config.ModelArgs(path=str(MODEL)), run=run)
+    begin.check_targets(cfg, tmp_path)
+    cfg = types.SimpleNamespace(model=cfg.model, run=wanted)
+    with pytest.raises(ValueError, match=f"export to {tmp_path / name}: it is there"):
+        begin.check_targets(cfg, tmp_path)
+
+
+def test_an_export_is_not_made_with_weights_that_have_changed_meanwhile(tmp_path):
+    """Adapters that were trained beside others would be added to them without a word."""
+    path = shutil.copytree(MODEL, tmp_path / "model")
+    before = (path / "model.safetensors").read_bytes()
+    begin.origin(str(path))
+    begin.check_origin(str(path))
+    changed = before[:-4] + b"\0\0\0\0"
+    run = types.SimpleNamespace(
+        here=types.SimpleNamespace(
+            cfg=config.Config(model=config.ModelArgs(path=str(path)))
+        )
+    )
+    for harm in (
+        lambda: (path / "model.safetensors").write_bytes(changed),
+        lambda: shutil.rmtree(path),
+    ):
+        harm()
+        with pytest.raises(exits.CannotGoOn, match="are others than those"):
+            train.Training.export(run, "export", None)
 
 
 def test_an_export_over_the_original_is_refused_before_a_minute_is_spent(

@@ -244,14 +244,30 @@ class Family:
 
 
 LLADA = Family(
-    assumed={"attention": "full", "block": 32, "qk_norm": False, "rope_f32": True},
+    assumed={
+        "attention": "full",
+        "block": 32,
+        "norm_eps": 1e-5,
+        "qk_norm": False,
+        "rope_f32": True,
+        "tied": True,
+    },
     names=LLADA_NAMES,
     fields=LLADA_FIELDS,
     plain=LLADA_PLAIN,
 )
 LLADA2 = Family(
-    # Neither the block nor the mask token is in its config.json.
-    assumed={"block": 32, "mask_id": 156895, "router": "sigmoid", "router_bias": True},
+    assumed={
+        "block": 32,  # neither it nor the mask token is in its config.json
+        "mask_id": 156895,
+        "norm_eps": 1e-5,
+        "rotary": 0.5,
+        "router": "sigmoid",
+        "router_bias": True,
+        "router_best_groups": 4,
+        "router_groups": 8,
+        "router_scale": 2.5,
+    },
     names=LLADA2_NAMES,
     fields=LLADA2_FIELDS,
     plain=LLADA2_PLAIN,
@@ -260,8 +276,8 @@ LLADA2 = Family(
 # differs. What it leaves out is Llama's in the tables, and ModelConfig's default in the
 # fields: attention by blocks, no shift, a norm of queries and keys, no bias.
 #
-# assumed  values of fields of ModelConfig, for what config.json does not tell; what it
-#          tells comes first.
+# assumed  values of fields of ModelConfig, for what config.json does not tell, as the
+#          original class has them; what it tells comes first.
 # names    a name for every parameter that transformer.specs declares for such a model,
 #          and perhaps for more. Each {} stands for a leading dimension: a layer, by its
 #          place in the tower, then an expert. Parameters that share a name follow each
@@ -385,7 +401,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     try:
         cfg = ModelConfig(
             family=kind,
-            rope_theta=raw.get("rope_theta") or 10000.0,
+            rope_theta=10000.0 if raw.get("rope_theta") is None else raw["rope_theta"],
             rope_llama3=rope_llama3,
             eos_id=eos_id,
             pad_id=eos_id if pad_id is None else pad_id,
@@ -404,7 +420,8 @@ def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
 
     Newer versions of transformers write rope_parameters, which hold rope_theta and
     partial_rotary_factor too, and num_local_experts. What the file says at its top level
-    comes first. Raises ValueError for scaled positions other than those of Llama 3.1.
+    comes first, if it is not null. Raises ValueError for scaled positions other than those
+    of Llama 3.1.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if type(rope) is not dict:
@@ -415,7 +432,9 @@ def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
         llama3 = tuple(rope.get(key) for key in LLAMA3_ROPE)
     if rope_type not in ("default", "llama3") or None in llama3:
         raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
-    return rope | {"num_experts": raw.get("num_local_experts")} | raw, llama3
+    synonyms = rope | {"num_experts": raw.get("num_local_experts")}
+    said = {key: x for key, x in raw.items() if x is not None or key not in synonyms}
+    return synonyms | said, llama3
 
 
 def refuse_other_than_plain(raw: dict, family: Family, file: pathlib.Path) -> None:
@@ -423,6 +442,11 @@ def refuse_other_than_plain(raw: dict, family: Family, file: pathlib.Path) -> No
     if raw.get("use_sliding_window") and raw.get("sliding_window"):
         raise ValueError(
             f"{file}: sliding_window={raw['sliding_window']!r} is not supported"
+        )
+    if raw.get("quantization_config"):
+        raise ValueError(
+            f"{file}: quantization_config is not supported: name the checkpoint whose "
+            "weights were quantized, in bfloat16, float16 or float32"
         )
     for key, value in family.plain.items():
         if raw.get(key, value) != value:
@@ -435,7 +459,7 @@ def model_fields(raw: dict, family: Family, file: pathlib.Path) -> dict:
     Raises ValueError naming a key that is needed and missing.
     """
     assumed = family.assumed
-    if assumed.get("attention") == "causal" and "block_size" in raw:
+    if assumed.get("attention") == "causal" and raw.get("block_size") is not None:
         # An autoregressive model's class that fills blocks: what SDAR's is.
         assumed = assumed | {"attention": "block", "shift": 0}
     stated = {field: raw.get(key) for field, key in family.fields.items()}

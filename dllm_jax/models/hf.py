@@ -35,7 +35,9 @@ from dllm_jax.models.special import read_json
 from dllm_jax.models.vision import magvit, siglip
 
 HEADS = ("lm", "value", "record", "vision")  # all that a checkpoint may have
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+# Files of weights: the first are read, the others are neither fetched nor exported.
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5")
+WEIGHTS += ("*.msgpack", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.ot", "*.tflite")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TRAINED = b"""> dllm_jax has trained the weights beside this text further: it was written about
@@ -68,12 +70,23 @@ def find(path) -> pathlib.Path:
             f"{str(path)!r} is not a folder, nor a hub repository like org/name{seen_from}"
         )
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(path)))
+        return snapshot(str(path))
     except Exception as error:  # noqa: BLE001 (its HTTP client has errors of its own)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{str(path)!r} is not a folder, and the hub did not give it: {reason}"
         ) from None
+
+
+@functools.cache
+def snapshot(name: str) -> pathlib.Path:
+    """Returns the folder of a hub repository, the same until the process ends.
+
+    What a run began with is to be what its export is made with, days later, whatever the hub
+    has by then.
+    """
+    others = [pattern for pattern in WEIGHTS if pattern != "*.safetensors"]
+    return pathlib.Path(huggingface_hub.snapshot_download(name, ignore_patterns=others))
 
 
 def marks(folder: pathlib.Path) -> dict[str, list[int]]:
@@ -138,16 +151,21 @@ class Tensors:
             )
         return jnp.dtype(DTYPES[kind])
 
+    def size(self, name: str) -> int:
+        """Returns the bytes of a tensor; 0 of a dtype that is copied alone, not read."""
+        kind = DTYPES.get(self.slice(name).get_dtype())
+        return math.prod(self.shape(name)) * jnp.dtype(kind).itemsize if kind else 0
+
 
 def pickled(folder: pathlib.Path) -> str:
-    """Returns what is to be said of a folder's weights in .bin files; "": it has none."""
+    """Returns what is to be said of weights that are not read; "": there are none."""
     files = sorted(file.name for file in folder.glob("*.bin"))
-    if not files:
-        return ""
-    return (
-        f"; {files[0]} is not read, as a .bin file is a program: write the model anew with "
-        "transformers' save_pretrained, which makes safetensors"
-    )
+    way = "write the model anew with transformers' save_pretrained, which makes safetensors"
+    if files:
+        return f"; {files[0]} is not read, as a .bin file is a program: {way}"
+    if folder.parent.name == "snapshots":
+        return f"; of a hub repository no others are fetched: {way}"
+    return ""
 
 
 def files_of(index: pathlib.Path) -> list[str]:
@@ -564,10 +582,7 @@ def written(partial: pathlib.Path | None, tensors: Tensors):
     if partial is None:
         yield
         return
-    wanted = sum(
-        math.prod(tensors.shape(name)) * tensors.dtype(name).itemsize
-        for name in tensors.file_of
-    )
+    wanted = sum(map(tensors.size, tensors.file_of))
     try:
         with exits.room(partial.parent, wanted):
             yield
@@ -672,22 +687,19 @@ def extend_index(folder: pathlib.Path, file: str, added: dict[str, int]) -> None
         return
     index = read_json(folder / INDEX)
     index["weight_map"] |= dict.fromkeys(added, file)
-    metadata = index.get("metadata", {})
-    size = metadata.get("total_size", 0) + sum(added.values())
-    index["metadata"] = metadata | {"total_size": size}
+    if size := (index.get("metadata") or {}).get("total_size"):
+        index["metadata"]["total_size"] = size + sum(added.values())
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def swap(partial: pathlib.Path, target: pathlib.Path) -> None:
     """Gives a finished folder its name; an older export there goes only then."""
-    if not target.exists():
-        os.replace(partial, target)
-        return
     old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(target, old)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
     os.replace(partial, target)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # also one that a killed swap has left
 
 
 def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 """Hugging Face folders: in and out bit for bit, on a mesh, and every way to be refused."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -89,7 +90,8 @@ def test_everything_but_weights_is_copied(tmp_path):
         (origin / name).parent.mkdir(exist_ok=True)
         (origin / name).write_text(f"I am {name}")
     kept = files(origin)
-    for name in ("pytorch_model.bin", "original/model.pth", ".cache/lock"):
+    weights = ("pytorch_model.bin", "original/model.pth", "onnx/model_q4.onnx")
+    for name in (*weights, "onnx/model.onnx_data_1", ".cache/lock"):
         (origin / name).parent.mkdir(exist_ok=True)
         (origin / name).write_text("weights, or none of our business")
     cfg, params = hf.load(origin)
@@ -131,6 +133,16 @@ def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
     origin = variant(tmp_path / "origin", tensors=low)
     cfg, params = hf.load(origin)
     assert params["layers"]["w_up"].dtype == jnp.float32
+    hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_what_nothing_is_computed_with_may_have_any_dtype(dtype, tmp_path):
+    unread = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {unread: np.arange(5, dtype=dtype)}
+    origin = variant(tmp_path / "origin", tensors=tensors)
+    cfg, params = hf.load(origin)
     hf.save(tmp_path / "out", cfg, params, like=origin)
     assert files(tmp_path / "out") == files(origin)
 
@@ -238,6 +250,12 @@ def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
     stored = safetensors.numpy.load_file(tmp_path / "out" / LAST_SHARD)
     assert stored["value_head.weight"].shape == (1, cfg.d_model)
     assert same(hf.load(tmp_path / "out")[1], params)
+    silent = shutil.copytree(SDAR, tmp_path / "silent")
+    (silent / hf.INDEX).write_text(json.dumps({"weight_map": SHARDS, "metadata": None}))
+    hf.save(tmp_path / "again", cfg, params, like=silent)
+    index = json.loads((tmp_path / "again" / hf.INDEX).read_text())
+    assert index["metadata"] is None  # nor is the new head's size that of all
+    assert "value_head.weight" in index["weight_map"]
 
 
 def test_export_takes_what_params_lack_from_the_original(tmp_path):
@@ -365,6 +383,9 @@ def test_a_crash_leaves_the_old_export_or_none(tmp_path, monkeypatch):
         assert files(out) == files(SDAR)
     hf.save(out, cfg, params, like=SDAR)
     assert same(hf.load(out)[1], params)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    out.rename(tmp_path / ".out.old")  # as it is where a swap is killed half-way
+    hf.save(out, cfg, params, like=SDAR)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
@@ -626,6 +647,11 @@ FOUR_HEADS = {"num_attention_heads": 4}
             {"rope_theta": 5e5},
         ),
         ({}, ["rope_theta"], {"rope_theta": 1e4}),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": None},
+            [],
+            {"rope_theta": 5e5},
+        ),
         ({"rope_scaling": LLAMA3}, [], {"rope_llama3": (8.0, 1.0, 4.0, 8192)}),
         ({"head_dim": 98}, [], {"head_dim": 98}),
         (FOUR_HEADS | {"head_dim": None, "hidden_size": 48}, [], {"head_dim": 12}),
@@ -642,6 +668,11 @@ FOUR_HEADS = {"num_attention_heads": 4}
             },
         ),
         ({"model_type": "qwen3"}, PLAIN, AUTOREGRESSIVE | {"qk_norm": True}),
+        (
+            {"model_type": "qwen3", "block_size": None},
+            ["mask_token_id"],
+            AUTOREGRESSIVE,
+        ),
         ({"model_type": "llama"}, PLAIN, AUTOREGRESSIVE | {"qk_norm": False}),
         ({"model_type": "qwen2"}, PLAIN, AUTOREGRESSIVE | {"qkv_bias": True}),
     ],
@@ -650,6 +681,39 @@ def test_fields(tmp_path, config, drop, wanted):
     folder = variant(tmp_path / "model", config=config, drop=drop)
     cfg = hf.read_config(folder)
     assert {name: getattr(cfg, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "family, config, wanted",
+    [
+        ("llada", {"rms_norm_eps": "norm_eps"}, {"norm_eps": 1e-5}),
+        ("llada", {"weight_tying": "tied"}, {"tied": True}),
+        ("mmada", {"rms_norm_eps": "norm_eps"}, {"norm_eps": 1e-5}),
+        (
+            "llada2",
+            {
+                "rms_norm_eps": "norm_eps",
+                "partial_rotary_factor": "rotary",
+                "routed_scaling_factor": "router_scale",
+            },
+            {"norm_eps": 1e-5, "rotary": 0.5, "router_scale": 2.5},
+        ),
+        (
+            "llada2",
+            {"n_group": "router_groups", "topk_group": "router_best_groups"},
+            {"router_groups": 8, "router_best_groups": 4},
+        ),
+    ],
+)
+def test_what_config_json_leaves_out_is_as_in_the_original_class(
+    family, config, wanted, tmp_path
+):
+    many = {"num_experts": 16} if "n_group" in config else {}
+    folder = variant(
+        tmp_path / "model", origin=ORIGINS[family], config=many, drop=list(config)
+    )
+    cfg = hf.read_config(folder)
+    assert {field: getattr(cfg, field) for field in config.values()} == wanted
 
 
 def test_the_end_of_a_text_is_asked_of_one_file_after_the_other(tmp_path):
@@ -865,6 +929,12 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
         ),
         ({"attention_bias": True}, [], "attention_bias=True is not supported"),
         ({"mlp_bias": True}, [], "mlp_bias=True is not supported"),
+        ({"rope_theta": 0}, [], "rope_theta=0: must be > 0"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            [],
+            "quantization_config is not supported: name the checkpoint whose",
+        ),
         ({"attention_pattern": "odd"}, [], "attention_pattern='odd' is not supported"),
         ({}, ["mask_token_id"], "tokenizer without mask token"),
         (
@@ -902,7 +972,7 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group"
         (
             "llada2",
             GROUPS | {"n_group": None},
-            "topk_group=2 does not go with n_group=1",
+            "num_experts_per_tok=3 does not go with num_experts=8",
         ),
         (
             "dream",
@@ -1007,16 +1077,28 @@ def test_an_index_that_names_too_few_files(tmp_path):
     )
 
 
-def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """Returns a function by which another answers for the hub; nothing is remembered."""
+    hf.snapshot.cache_clear()
+    yield functools.partial(
+        monkeypatch.setattr, hf.huggingface_hub, "snapshot_download"
+    )
+    hf.snapshot.cache_clear()
+
+
+def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(hub):
     asked = []
 
-    def fetch(repository):
+    def fetch(repository, ignore_patterns):
         asked.append(repository)
+        assert {"*.bin", "*.onnx"} <= {*ignore_patterns}
+        assert "*.safetensors" not in ignore_patterns
         if repository != "org/model":
             raise OSError("no such repository")
         return str(SDAR)
 
-    monkeypatch.setattr(hf.huggingface_hub, "snapshot_download", fetch)
+    hub(fetch)
     assert hf.find("org/model") == SDAR
     with pytest.raises(ValueError, match="the hub did not give it: no such repository"):
         hf.find("org/other")
@@ -1025,17 +1107,27 @@ def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(monkeypatch)
     assert asked == ["org/model", "org/other"]
 
 
-def test_what_the_hubs_client_fails_with_is_one_line(monkeypatch):
+def test_an_export_is_made_with_the_revision_that_a_run_began_with(hub, tmp_path):
+    """Whatever has become of the repository meanwhile."""
+    hub(lambda name, ignore_patterns: str(TIED))
+    cfg, params = hf.load("org/model")
+    newer = variant(tmp_path / "newer", config={"rms_norm_eps": 0.5})
+    hub(lambda name, ignore_patterns: str(newer))
+    hf.save(tmp_path / "out", cfg, params, like="org/model")
+    assert files(tmp_path / "out") == files(TIED)
+
+
+def test_what_the_hubs_client_fails_with_is_one_line(hub):
     """Whichever HTTP client that is: its errors are neither OSError nor ValueError."""
 
     class ProxyError(Exception):
         pass
 
     def fail(error):
-        def fetch(_):
+        def fetch(*_, **options):
             raise error
 
-        monkeypatch.setattr(hf.huggingface_hub, "snapshot_download", fetch)
+        hub(fetch)
         with pytest.raises(ValueError, match="the hub did not give it: ") as refused:
             hf.find("org/model")
         return str(refused.value)
@@ -1059,3 +1151,6 @@ def test_weights_in_bin_files_are_not_read_and_there_is_a_way(tmp_path, name):
     with pytest.raises(ValueError) as refused:
         hf.load(tmp_path)
     assert "save_pretrained" not in str(refused.value)
+    fetched = shutil.copytree(tmp_path, tmp_path / "snapshots" / "a1")
+    with pytest.raises(ValueError, match="no others are fetched.*save_pretrained"):
+        hf.load(fetched)
