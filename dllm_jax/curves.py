@@ -26,8 +26,8 @@ PANELS = {  # title -> the metrics drawn in it
     "learning rate": ("learning_rate", "value_learning_rate"),
 }
 LOG = ("logprob_gap_max", "logprob_gap_mean")  # drawn on a logarithmic scale
-PHASES = ("rollout", "reward", "score", "update", "checkpoint", "eval")
-COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a")
+PHASES = ("rollout", "reward", "score", "update", "checkpoint", "eval", "best")
+COLORS = ("#2563a8", "#d9662b", "#4c9a57", "#9067b3", "#b8860b", "#7a7a7a", "#c0547c")
 DASHES = ("-", "--", ":", "-.")  # of as many lines each as there are colours
 STYLE = {
     "axes.formatter.useoffset": False,
@@ -72,6 +72,8 @@ def figure_of(plt, rows: list[dict]):
         draw_panel(axis, title, lines, 10 if axis is axes[0] else 7)
     if timed:
         draw_seconds(axes[-1], timed)
+    for axis in axes:  # there is no half of a step
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes[0].title.set_fontsize(12)
     axes[0].set_xlabel("step", fontsize=9)
     return figure
@@ -187,13 +189,15 @@ def draw_line(axis, points, look: dict, label: str):
 
 
 def draw_seconds(axis, rows: list[dict]):
-    """Draws the seconds of each step, its phases on top of each other."""
+    """Draws the seconds of each step as a bar, its phases on top of each other."""
     timed = {phase for row in rows for phase in phases_of(row)}
     phases = [phase for phase in PHASES if phase in timed]
     stack = [[row.get(f"seconds/{phase}") or 0.0 for row in rows] for phase in phases]
     colors = [COLORS[PHASES.index(phase)] for phase in phases]
-    steps = [row["step"] for row in rows]
-    axis.stackplot(steps, stack, labels=phases, colors=colors, alpha=0.85)
+    # Of both edges of a bar: a line to the next step would show seconds that nobody spent.
+    edges = [row["step"] + side for row in rows for side in (-0.5, 0.5)]
+    bars = [[x for x in row for _ in range(2)] for row in stack]
+    axis.stackplot(edges, bars, labels=phases, colors=colors, alpha=0.85)
     # The first step compiles, and would hide the others.
     totals = sorted(sum(column) for column in zip(*stack, strict=True))
     axis.set_ylim(0, 1.5 * totals[int(0.97 * (len(totals) - 1))] or 1)

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 import sys
 from typing import NamedTuple
 
@@ -223,7 +224,8 @@ def leave_sweep(
         text = f"{scores.table(cards)}\n\n{scores.sentence(told)}"
         write(run.path / "sweep.json", json.dumps(told, indent=2) + "\n")
         write(run.path / "sweep.md", text + "\n")
-        scores.picture(told, cards, run.path / "sweep.png")
+        with exits.room(run.path):
+            scores.picture(told, cards, run.path / "sweep.png")
         print("\n" + text)
     return told
 
@@ -305,7 +307,7 @@ def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
     # An answer depends on its number: what is there leaves a gap, which costs nothing.
     prompts = [[]] * done + [problem.prompt_ids for problem in asked[done:]]
     waiting = []
-    ended = answers.checked(stream(prompts, stop=stop), len(prompts))
+    ended = answers.checked(stream(prompts, stop=stop), len(prompts), done)
     for i, answer in answers.in_order(ended):
         if i >= done:
             waiting.append(answer)
@@ -383,7 +385,8 @@ def versus(paths: list[str]) -> str:
         lines.append(scores.line([name, *cells]))
     lines += ["", f"{told['problems']} problems in common"]
     if told["wins"]:
-        lines[-1] += "; better on {} of them, and on {}".format(*told["wins"])
+        ahead = "; the first is ahead on {} of them, the second on {}"
+        lines[-1] += ahead.format(*told["wins"])
         if sum(told["wins"]) < told["problems"]:
             lines[-1] += f"; graded in both: {sum(told['wins'])}"
     return "\n".join(lines)
@@ -408,7 +411,7 @@ def main():
     overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
     cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
     for arg in sys.argv:
-        if arg.startswith("--config.sampler.temperature="):
+        if re.match(r"--?config\.sampler\.temperature(=|$)", arg):
             exits.warn(
                 f"{arg}: answers are drawn at eval.temperature={cfg.eval.temperature:g}"
             )

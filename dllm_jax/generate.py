@@ -23,6 +23,7 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ from dllm_jax.models.vision import codes
 from dllm_jax.records import records
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
+from dllm_jax.viewer import traces
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
 SHORT = {
@@ -301,7 +303,7 @@ def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
 
 def again(out: str | None) -> bool:
     """Returns whether what is written to `out` can be read again: it is no pipe."""
-    return bool(out) and (os.path.isfile(out) or not os.path.exists(out))
+    return bool(out) and (traces.named(out) or not os.path.exists(out))
 
 
 def check_out(out: str, prompts: str | None, flag: str = "--out"):
@@ -310,11 +312,16 @@ def check_out(out: str, prompts: str | None, flag: str = "--out"):
         there = prompts and os.path.exists(prompts) and os.path.exists(file)
         if there and os.path.samefile(prompts, file):
             raise ValueError(f"--out={out}: these are the prompts; name another file")
-    there = os.path.exists(out)
+    if pathlib.Path(out).is_fifo():
+        return  # closed again, it would have ended for its reader
+    there, place = os.path.exists(out), ""
     try:
         open(out, "a").close()
+        if again(out):  # a lock and a note will stand beside it
+            place = "its folder: "
+            tempfile.TemporaryFile(dir=pathlib.Path(out).parent).close()
     except OSError as error:
-        raise ValueError(f"{flag}={out}: {error.strerror}") from None
+        raise ValueError(f"{flag}={out}: {place}{error.strerror}") from None
     if not there:
         os.unlink(out)
 
@@ -395,7 +402,7 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
     # An answer depends on its number: what is there leaves a gap, which costs nothing.
     asked = [[]] * done + prompts[done:]
     answered = stream(asked, stop=stop) if done < len(prompts) else ()
-    checked = answers.checked(answered, len(prompts))
+    checked = answers.checked(answered, len(prompts), done)
     # disable=None: where errors do not go to a terminal
     shown = tqdm(checked, total=len(prompts), unit="prompt", disable=None)
     for i, answer in answers.in_order(shown):

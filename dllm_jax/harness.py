@@ -17,7 +17,7 @@ import sys
 import jax
 from absl import flags
 
-from dllm_jax import command_line, config, data, sharding
+from dllm_jax import checks, command_line, config, data, sharding
 from dllm_jax.folder import Folder, write
 from dllm_jax.models import hf
 from dllm_jax.rl.likelihood import Likelihood
@@ -30,6 +30,8 @@ DRAWS = "of noise, for likelihoods"
 CHAT = "write conversations by the checkpoint's chat template"
 # What its libraries fail with where the hub, or a task's own file, is not there.
 LOST = (ConnectionError, TimeoutError, FileNotFoundError)
+# By which a task says how long an answer may be: the first that it names counts.
+LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 UNSAFE = (
     "--tasks: {} would execute what the model writes, without a jail: use "
     "configs/eval.py:humaneval or :mbpp of python -m dllm_jax.eval"
@@ -115,22 +117,21 @@ class Model:
         texts = []
         for request, tokens in zip(requests, answered, strict=True):
             wanted = request.args[1]
-            most = int(wanted.get("max_gen_toks") or len(tokens))
-            text = self.tok.decode(tokens[:most], skip_special_tokens=True)
+            taken = tokens[: most_of(wanted) or len(tokens)]
+            text = self.tok.decode(taken, skip_special_tokens=True)
             texts.append(until(text, wanted.get("until") or []))
         return texts
 
     def unlike(self, wanted: list[dict]) -> list[str]:
         """Returns a warning for what tasks want of sampling, and the configuration does not."""
         lines, cfg = [], self.cfg
-        longest = max((int(x.get("max_gen_toks") or 0) for x in wanted), default=0)
+        longest = max(map(most_of, wanted), default=0)
         if longest > cfg.sampler.max_new:
             lines.append(
                 f"warning: tasks ask for up to {longest} tokens; answers end at "
                 f"sampler.max_new={cfg.sampler.max_new}"
             )
-        given = (x.get("temperature") if x.get("do_sample") else 0 for x in wanted)
-        warm = {1.0 if x is None else float(x) for x in given}
+        warm = {*map(temperature_of, wanted)}
         if warm - {cfg.eval.temperature}:
             lines.append(
                 f"warning: tasks ask for temperature {', '.join(map(str, sorted(warm)))}; "
@@ -139,8 +140,17 @@ class Model:
         return lines
 
     def loglikelihood(self, requests) -> list[tuple[float, bool]]:
-        """Returns each continuation's log-likelihood, and whether greedy sampling says it."""
+        """Returns each continuation's log-likelihood, and whether greedy sampling says it.
+
+        Raises ValueError for one without a token, or with too many.
+        """
         pairs = [self.pair_of(*request.args) for request in requests]
+        longest = max((len(answer) for _, answer in pairs), default=0)
+        if longest > self.cfg.sampler.max_new:  # before anything is sampled
+            raise ValueError(
+                f"sampler.max_new={self.cfg.sampler.max_new}: tasks ask for the likelihood "
+                f"of up to {longest} tokens; set it to so many"
+            )
         # What is sampled behind a continuation's end would tell nothing of it.
         asked = [(tuple(prompt), self.length_of(answer)) for prompt, answer in pairs]
         distinct = list(dict.fromkeys(asked))
@@ -181,12 +191,22 @@ class Model:
         """Returns the tokens of a context and of its continuation, tokenised together.
 
         Blanks that end the context are the continuation's, as tokens begin with blanks.
+        Where a token would be of both, each has its own. Raises ValueError for a
+        continuation that has none.
         """
         kept = context.rstrip(" ")
         whole = data.ids_of(self.tok, context + answer)
-        first = len(data.ids_of(self.tok, kept)) if kept else 0
-        prompt = whole[:first] or [self.first_token()]
-        return prompt[-self.cfg.sampler.max_prompt :], whole[first:]
+        before = data.ids_of(self.tok, kept) if kept else []
+        prompt, after = whole[: len(before)], whole[len(before) :]
+        if not after:
+            prompt = before
+            after = data.ids_of(self.tok, context[len(kept) :] + answer)
+        if not after:
+            raise ValueError(
+                f"a task asks for the likelihood of nothing behind {checks.shown(context)}"
+            )
+        prompt = prompt or [self.first_token()]
+        return prompt[-self.cfg.sampler.max_prompt :], after
 
     def length_of(self, answer: list[int]) -> int:
         """Returns how many tokens are to be sampled to compare them with an answer."""
@@ -202,6 +222,19 @@ class Model:
             answer.tokens_T[answer.prompt_len : answer.prompt_len + answer.len].tolist()
             for _, answer in sorted(found.items())
         ]
+
+
+def most_of(wanted: dict) -> int:
+    """Returns the most tokens of an answer by a task's settings; 0: they do not say."""
+    return next((int(wanted[name]) for name in LONGEST if wanted.get(name)), 0)
+
+
+def temperature_of(wanted: dict) -> float:
+    """Returns the temperature that a task's settings ask for, as the harness reads them."""
+    samples, given = wanted.get("do_sample"), wanted.get("temperature")
+    if samples is False or (given is None and not samples):
+        return 0.0
+    return 1.0 if given is None else float(given)
 
 
 def until(text: str, stops: list[str] | str) -> str:

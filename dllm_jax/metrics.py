@@ -172,10 +172,12 @@ class Writer:
                 self.trackers.close()
 
 
-def row_of(step: int, values: dict[str, float]) -> dict:
+def row_of(step: int, values: dict[str, float | None]) -> dict:
     """Returns the row of a step; numbers that are not finite are null."""
-    finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-    return {"step": step} | finite
+    return {"step": step} | {
+        name: x if x is not None and math.isfinite(x) else None
+        for name, x in values.items()
+    }
 
 
 def history(folder) -> list[dict]:
@@ -190,8 +192,9 @@ def history(folder) -> list[dict]:
             row = json.loads(line)
             if not is_row(row):
                 raise ValueError
-            rows[row["step"]] = row
-        except (ValueError, RecursionError):  # not UTF-8, not JSON, or no row
+            step = row.pop("step")
+            rows[step] = row_of(step, row)
+        except (ValueError, RecursionError, OverflowError):  # no UTF-8, JSON, or row
             damaged += [str(number)] if line.strip() else []
     if damaged:
         warn(f"{path}: left out as damaged: line {', '.join(damaged)}")

@@ -19,6 +19,7 @@ FEW = 300  # problems below which a share's interval is a Beta's
 DRAWS, SEED = 10_000, 0
 SUBSETS = 1_000  # of answers, for maj@k
 CHUNK = 2_000_000  # numbers drawn at once
+ALIKE = 1e-9  # numbers that differ by less do so by rounding
 GRID = 200_000  # points at which a Beta's density is summed
 FALL = 5.0  # percentage points: settings that lose more accuracy earn no area
 STEEP = 3.0  # AUP's alpha: how fast lost accuracy loses weight
@@ -197,7 +198,7 @@ def paired(first_n, second_n) -> Score:
     may be: there the interval is not known.
     """
     gain_n = np.asarray(second_n, float) - np.asarray(first_n, float)
-    if np.allclose(gain_n, gain_n[0], rtol=1e-9, atol=1e-9):
+    if np.allclose(gain_n, gain_n[0], rtol=ALIKE, atol=ALIKE):
         return Score(float(gain_n.mean()), None, None, "all alike")
     return mean(gain_n)
 

@@ -66,6 +66,21 @@ def block_of(model: str) -> int:
         return 0
 
 
+def place_of(file: pathlib.Path) -> pathlib.Path:
+    """Returns where the page of a file of answers goes if nobody says it: beside it.
+
+    Raises ValueError where nothing can be written there, and for what has no name of its
+    own, as a pipe.
+    """
+    if not traces.named(file):
+        raise ValueError(
+            f"{file} has no name that its page could take: add -o page.html"
+        )
+    out = file.with_suffix(".html")
+    command_line.check_page(out)
+    return out
+
+
 def main():
     """Parses the command line, writes the page, and prints a table of the first answers."""
     values, paths = command_line.page_arguments(
@@ -73,7 +88,7 @@ def main():
     )
     files = [traces.read(path, values.images) for path in paths]
     made = content(files, values.model)
-    out = pathlib.Path(values.out or files[0].path.with_suffix(".html"))
+    out = pathlib.Path(values.out or place_of(files[0].path))
     title = " and ".join(side["name"] for side in made["files"])
     folder.write(out, page.page(f"Trace of {title}", page.TRACE, made))
     for other in files[1:]:

@@ -1,5 +1,8 @@
 """Curves: a picture from any run, of what has data."""
 
+import pathlib
+import re
+
 import matplotlib.pyplot as plt
 import pytest
 
@@ -27,6 +30,17 @@ def test_curves_are_drawn_from_any_number_of_steps(tmp_path, count):
     assert picture.exists() == (count > 0)
     if count:
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_phase_of_a_step_is_drawn_in_a_colour_of_its_own():
+    """Those that the sources time: of a run's checkpoint, its best weights, and so on."""
+    root = pathlib.Path(curves.__file__).parent
+    text = "".join(path.read_text() for path in root.rglob("*.py"))
+    assert {*re.findall(r"timer\(\"(\w+)\"\)", text)} == {*curves.PHASES}
+    assert len({*curves.COLORS[: len(curves.PHASES)]}) == len(curves.PHASES)
+    style = (root / "viewer" / "web" / "report.css").read_text()
+    hues = re.findall(r"\.phase(\d) {", style)
+    assert hues == [str(i) for i in range(len(curves.PHASES))]
 
 
 def test_what_has_no_data_or_repeats_another_is_left_out():
@@ -83,6 +97,25 @@ def test_every_line_is_drawn_and_looks_different(points):
     looks = {(x.get_color(), x.get_linestyle()) for x in drawn}
     plt.close(figure)
     assert len(legend) == len(drawn) == len(looks) == len(names)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_seconds_of_a_step_are_a_bar(count):
+    """Also those of a run's only step; no line leads from one to the next."""
+    rows = [
+        {"step": step, "seconds/rollout": 1.0, "seconds/eval": 9.0 * (step == 1)}
+        for step in range(1, count + 1)
+    ]
+    figure = curves.figure_of(plt, rows)
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    areas = [x.get_datalim(axis.transData).bounds for x in axis.collections]
+    ticks = [x.get_text() for x in axis.get_xticklabels()]
+    top = axis.collections[1].get_paths()[0].vertices
+    plt.close(figure)
+    assert areas == [(0.5, 0, count, 1), (0.5, 1, count, 9)]
+    assert {x for x, y in top if y > 1} == {0.5, 1.5}
+    assert not any("." in x for x in ticks)
 
 
 def test_no_axis_is_told_as_differences_from_a_number():

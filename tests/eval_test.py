@@ -19,6 +19,7 @@ import safetensors.numpy
 from dllm_jax import config, data, exits, folder
 from dllm_jax import eval as evaluation
 from dllm_jax.rl import scores as scores_of
+from dllm_jax.sampling import state
 from tests import served
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
@@ -182,7 +183,8 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines()]
     assert [row[3].strip(" |") for row in rows[2:5]] == ["+0"] * 3
-    assert rows[-1] == ["4 problems in common; better on 0 of them, and on 0"]
+    ahead = "4 problems in common; the first is ahead on 0 of them, the second on 0"
+    assert rows[-1] == [ahead]
     done = run("compare", str(alone), str(folder / "threshold=0.99"))
     gain = scores(folder / "threshold=0.99")["response_length"]
     assert f"{gain - scores(alone)['response_length']:+.4g} [" in done.stdout
@@ -192,7 +194,7 @@ def test_a_sweep_is_its_settings_and_rows_change_no_answer(tmp_path):
     rows = [json.loads(line) | {"prompt_ids": [1]} for line in lines]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("compare", str(alone), str(other))  # as of another tokenizer
-    assert done.stdout.endswith("4 problems in common; better on 0 of them, and on 0\n")
+    assert done.stdout.endswith(f"{ahead}\n")
     other.write_text(json.dumps(rows[0] | {"problem": "0" * 16}) + "\n")
     refusals = {
         (str(alone), str(other)): "no problem in common: nothing to compare",
@@ -393,6 +395,22 @@ def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
     run = types.SimpleNamespace(writes=True)
     assert evaluation.answered(setting, None, [], None, None, None, run) == []
     assert sink.file.closed
+
+
+def test_the_last_missing_answer_may_be_no_number(capsys):
+    """As in an evaluation that nobody stopped, whose other answers are numbers."""
+    problems = [data.Problem([5], "1+1", "2")] * 2
+
+    def stream(prompts, stop):
+        for i, prompt in enumerate(prompts):
+            ran = state.no_answer(1)._replace(forwards=np.int32(1), bad=np.bool_(True))
+            yield i, ran if prompt else state.no_answer(1)
+
+    ((first, trace),) = evaluation.missing(stream, problems, 1, 2, None)
+    assert first == 1 and trace.bad_B.tolist() == [True]
+    assert "1 of 1 answers met numbers that are not finite" in capsys.readouterr().err
+    with pytest.raises(exits.NotFinite):
+        list(evaluation.missing(stream, problems, 0, 2, None))
 
 
 def test_nothing_to_evaluate_is_one_line():

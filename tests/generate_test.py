@@ -593,6 +593,32 @@ def test_a_reader_that_has_enough_ends_the_command(monkeypatch):
     assert not ended.value.code
 
 
+def test_a_folder_that_takes_nothing_beside_the_answers_is_refused(
+    tmp_path, monkeypatch
+):
+    def full(**_):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "out.jsonl").touch()
+    monkeypatch.setattr(generate.tempfile, "TemporaryFile", full)
+    with pytest.raises(ValueError, match="out.jsonl: its folder: Permission denied$"):
+        generate.check_out(f"{tmp_path}/out.jsonl", None)
+    generate.check_out("/dev/stdout", None)
+
+
+def test_answers_may_go_to_a_pipe_and_to_what_a_shell_opened(tmp_path):
+    """Nothing is written beside them, and a pipe is not closed before the first answer."""
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    places = {"file": True, "link": True, "none": True, "pipe": False}
+    assert {name: generate.again(f"{tmp_path}/{name}") for name in places} == places
+    generate.check_out(f"{tmp_path}/pipe", None)  # it would wait for a reader
+    with (tmp_path / "file").open("a") as file:
+        assert not generate.again(f"/dev/fd/{file.fileno()}")
+    assert not generate.again("/dev/stdout") and not generate.again(None)
+
+
 def test_prompts_may_come_through_a_pipe():
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe:

@@ -57,6 +57,21 @@ def test_blanks_that_end_a_context_are_the_continuations(model):
     assert len(long) == 32
 
 
+def test_a_token_of_both_context_and_continuation_leaves_each_its_own():
+    """A tokenizer that knows "ab", too: together they are one token."""
+    known = {"ab": [9], "a": [1], "b": [2], " b": [3], "a b": [1, 3], "": []}
+    lone = types.SimpleNamespace(
+        tok=lambda text, **_: {"input_ids": known[text]},
+        cfg=settings(),
+        first_token=lambda: 0,
+    )
+    assert harness.Model.pair_of(lone, "a", "b") == ([1], [2])
+    assert harness.Model.pair_of(lone, "a ", "b") == ([1], [3])
+    assert harness.Model.pair_of(lone, "", "ab") == ([0], [9])
+    with pytest.raises(ValueError, match="the likelihood of nothing behind 'a'"):
+        harness.Model.pair_of(lone, "a", "")
+
+
 def test_what_tasks_want_and_do_not_get_is_told(model):
     greedy = {"do_sample": False, "temperature": 1.0, "max_gen_toks": 8}
     assert model.unlike([greedy, {"until": []}]) == model.unlike([]) == []
@@ -66,6 +81,15 @@ def test_what_tasks_want_and_do_not_get_is_told(model):
     assert "temperature 0.0, 0.7; sampled is with eval.temperature=0" in told[1]
     assert not model.unlike([{"do_sample": True, "temperature": 0}])
     assert "temperature 1.0;" in model.unlike([{"do_sample": True}])[0]
+    assert "temperature 0.5;" in model.unlike([{"temperature": 0.5}])[0]
+    assert "up to 9 tokens" in model.unlike([{"max_new_tokens": 9}])[0]
+
+
+def test_the_length_of_an_answer_has_several_names_in_tasks():
+    assert harness.most_of({"max_new_tokens": "7", "max_tokens": 5}) == 7
+    assert harness.most_of({"max_gen_toks": 3, "max_new_tokens": 7}) == 3
+    assert harness.most_of({"max_completion_tokens": 4}) == 4
+    assert harness.most_of({"until": []}) == harness.most_of({"max_tokens": None}) == 0
 
 
 def test_requests_are_answered_in_order(model):
@@ -77,7 +101,7 @@ def test_requests_are_answered_in_order(model):
     texts = model.generate_until(
         [
             request(context, {"until": [whole[1]], "max_gen_toks": 64}),
-            request(context, {"until": [], "max_gen_toks": 1}),
+            request(context, {"until": [], "max_new_tokens": 1}),
             request(context, {"until": []}),
         ]
     )
@@ -128,6 +152,11 @@ def test_no_more_is_sampled_than_what_is_compared(model):
         model.__dict__["stream"] = stream
     assert [greedy for _, greedy in found] == [True, False, True, True]
     assert asked == [([prompt, prompt], [2, 1])]
+    with pytest.raises(
+        ValueError, match="max_new=8: .* up to 9 tokens; set it to so many"
+    ):
+        model.loglikelihood([request(context, text) for text in ("~", "~" * 9)])
+    assert len(asked) == 1  # before anything is sampled
     assert model.length_of([]) == 1 and model.length_of([1] * 9) == 8
     short = model.sampled([prompt, prompt], 0.0, new=[2, 1])
     assert short == [whole[:2], whole[:1]]  # of a model that fills blocks

@@ -66,6 +66,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
 DAMAGE = [b'{"step": 3, "rew', b"null", b"[3]", b"\xff\xfe", b"\0" * 40, b"3"]
 DAMAGE += [b'{"reward": 1.0}', b'{"step": "3"}', b'{"step": true}', b'{"step": -1}']
 DAMAGE += [b'{"step": 3, "reward": "high"}', b"[" * 100_000, b'{"step": 1.5}']
+DAMAGE += [b'{"step": 3, "reward": 1' + b"0" * 400 + b"}"]
 
 
 @pytest.mark.parametrize("line", DAMAGE, ids=range(len(DAMAGE)))
@@ -87,6 +88,15 @@ def test_a_damaged_line_costs_itself_alone_and_is_said(tmp_path, line, number, c
     capsys.readouterr()
     assert steps(tmp_path) == kept
     assert capsys.readouterr().err == ""  # it is gone
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_read_as_null(tmp_path, number):
+    """As other programs write them; a page can hold none."""
+    line = f'{{"step": 1, "kl": {number}, "loss": null, "reward": 0.5}}\n'
+    (tmp_path / "metrics.jsonl").write_text(line)
+    (row,) = metrics.history(tmp_path)
+    assert row == {"step": 1, "kl": None, "loss": None, "reward": 0.5}
 
 
 def test_of_two_rows_of_a_step_the_last_counts(tmp_path):

@@ -23,11 +23,28 @@ def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
 
 
 def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
-    """Returns the problems of every file that data.heldout names, with commas.
+    """Returns the problems of every file of `files`, by the same names."""
+    found = {}
+    for name, path in files(settings).items():
+        alone = dataclasses.replace(settings.data, heldout=path)
+        one = dataclasses.replace(settings, data=alone)
+        found[name] = problems(one, tools)
+        rollout.check_prompts(
+            found[name],
+            settings.sampler.max_prompt,
+            settings.model.vocab,
+            tools.say,
+            path,
+        )
+    return found
+
+
+def files(settings: Settings) -> dict[str, str]:
+    """Returns the files that data.heldout names, with commas.
 
     By what stands between heldout_ and the name of a metric: nothing for the first file,
-    the name of the file for each other. Raises ValueError where two have one name, or a
-    file that of one of eval.samplers.
+    the name of the file for each other. Raises ValueError where two have one name, or
+    files and eval.samplers would give two metrics one.
     """
     found, paths = {}, [path.strip() for path in settings.data.heldout.split(",")]
     if len(set(paths)) < len(paths) or (settings.data.heldout and not all(paths)):
@@ -41,22 +58,22 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
                 f"data.heldout={settings.data.heldout!r}: two files named {name[:-1]!r}, "
                 "and their metrics would be, too"
             )
-        if name[:-1] in settings.samplers:
-            raise ValueError(
-                f"data.heldout={settings.data.heldout!r}: a file named {name[:-1]!r}, as one "
-                "of eval.samplers, and their metrics would be, too"
-            )
-        alone = dataclasses.replace(settings.data, heldout=path)
-        one = dataclasses.replace(settings, data=alone)
-        found[name] = problems(one, tools)
-        rollout.check_prompts(
-            found[name],
-            settings.sampler.max_prompt,
-            settings.model.vocab,
-            tools.say,
-            path,
+        found[name] = path
+    fronts = [front(name, x) for name in found for x in ("", *settings.samplers)]
+    if twice := {x for x in fronts if fronts.count(x) > 1}:
+        raise ValueError(
+            f"data.heldout={settings.data.heldout!r}: a file and eval.samplers would both have "
+            f"metrics named heldout_{min(twice)}...: rename one of them"
         )
     return found
+
+
+def front(name: str, sampler: str) -> str:
+    """Returns what stands behind heldout_ in a metric's name.
+
+    name: of the file, as `files` has it. sampler: "" for that of the run itself.
+    """
+    return f"{name}{sampler and f'{sampler}_'}"
 
 
 def evaluate_sets(
@@ -73,7 +90,7 @@ def evaluate_sets(
             metrics = evaluate(step, weights, asked, settings, lent)
             if metrics is None:
                 return None
-            prefix = f"heldout_{name}{sampler and sampler + '_'}"
+            prefix = f"heldout_{front(name, sampler)}"
             told = {key.removeprefix("heldout_"): x for key, x in metrics.items()}
             row |= {f"{prefix}{key}": x for key, x in told.items()}
     return row

@@ -250,8 +250,9 @@ def setting(value: float, records: list[dict], each: int) -> Setting:
 def sweep(key: str, settings: list[Setting], best: float) -> dict:
     """Returns the points of a sweep and AUP with its interval, JSON-able.
 
-    best: the best accuracy of any method compared, in %; 0: of this sweep. AUP is None,
-    and "why" says why, where it is refused (statistics.aup), and where nothing is right.
+    best: the best accuracy of any other method compared, in %: a better one of this sweep
+    takes its place. AUP is None, and "why" says why, where it is refused (statistics.aup),
+    and where nothing is right.
     """
     x_nc = np.concatenate([columns(s) for s in settings], axis=1)
 
@@ -263,7 +264,7 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
 
     def areas(mean_dc):
         sorted_d = (sorted(points(mean_c)) for mean_c in mean_dc)
-        return np.array([statistics.area(x, best or top(x)) for x in sorted_d])
+        return np.array([statistics.area(x, max(best, top(x))) for x in sorted_d])
 
     measured = points(x_nc.mean(axis=0))
     told = {
@@ -272,7 +273,7 @@ def sweep(key: str, settings: list[Setting], best: float) -> dict:
             {"value": s.value, "tokens_per_forward": rho, "accuracy": y}
             for s, (rho, y) in zip(settings, measured, strict=True)
         ],
-        "best": best or max(y for _, y in measured),
+        "best": max(best, *(y for _, y in measured)),
     }
     if not told["best"]:
         return told | {"aup": None, "why": "AUP: nothing is right, by any setting"}

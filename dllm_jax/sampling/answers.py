@@ -177,10 +177,11 @@ def row_keys(key, index_B):
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_B)
 
 
-def checked(stream, count: int):
+def checked(stream, count: int, before: int = 0):
     """Yields a stream's answers; says at its end how many met numbers that are not finite.
 
-    Raises exits.NotFinite where all did that were begun, of the `count` prompts' answers.
+    Raises exits.NotFinite where all did that were begun, of the `count` prompts' answers;
+    before: how many of them an earlier attempt left, of which the stream tells nothing.
     """
     ended = begun = bad = 0
     for i, answer in stream:
@@ -190,7 +191,7 @@ def checked(stream, count: int):
         if answer.bad:
             bad += 1
         yield i, answer
-    if bad and ended == count and bad == begun:
+    if bad and ended == count and bad == begun and not before:
         raise exits.NotFinite(f", in all of {begun} answers")
     if bad and jax.process_index() == 0:
         text = f"warning: {bad} of {begun} answers met numbers that are not finite"

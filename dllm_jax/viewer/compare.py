@@ -6,6 +6,7 @@ clustered).
 """
 
 import collections
+import json
 import re
 
 import numpy as np
@@ -48,7 +49,8 @@ def by_ids(row: dict):
     if ids := row.get("prompt_ids"):
         return tuple(ids), marks_of(row)
     named = row.get("id"), row.get("question")
-    return None if named == (None, None) else named
+    # As text: an id may be any JSON, and a list is no key.
+    return None if named == (None, None) else json.dumps(named)
 
 
 def groups(rows: list[dict], key_of) -> dict:
@@ -91,6 +93,8 @@ def summary(first: list[dict], second: list[dict], shared) -> dict:
             continue
         gain_n = means_2n[1] - means_2n[0]
         if name == "reward":
+            # Means of other numbers of the same rewards differ by rounding.
+            gain_n[np.abs(gain_n) < statistics.ALIKE] = 0
             wins = [int((np.sign(gain_n) == sign).sum()) for sign in (-1, 1, 0)]
         gain = statistics.paired(*means_2n)
         measures[name] = [name, *means_2n.mean(axis=1).tolist(), *gain[:3]]

@@ -29,10 +29,23 @@ TEXTS = ("text", "question", "answer", "finished")
 NUMBERS = ("reward", "forwards")
 STEP = re.compile(r"step_(\d+)\.jsonl")
 MOST = 2000  # answers on a page; of more, some are taken
+# Of ids, and of steps: what a page keeps for each of them would not fit beyond that.
+BELOW = {"response_ids": 2**31, "step_map": 2**20, "prompt_ids": 2**31}
+OPENED = ("/dev", "/dev/fd", "/proc/self/fd")  # where files are that a shell opened
 LONG_PROMPT = 20_000  # characters of a prompt that are shown
 # Values of model_type with full attention where config.json has no attention_pattern: as
 # models.families has them, which lies above this floor.
 FULL = ("Dream", "llada", "llava_llada", "mmada")
+
+
+def named(path) -> bool:
+    """Returns whether a file is one of its own name, beside which others may be written.
+
+    A pipe is none, nor is what a shell opened for a command, such as /dev/stdin: a file
+    may stand behind it, elsewhere.
+    """
+    file = pathlib.Path(path)
+    return file.is_file() and str(file.absolute().parent) not in OPENED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +108,8 @@ def check(row: dict) -> None:
             raise ValueError(
                 f"it has no {name}; python -m dllm_jax.generate --out writes them"
             )
-    for name in ("response_ids", "step_map", "prompt_ids"):
-        data.ids(row | {"prompt_ids": row.get("prompt_ids", [])}, name, 2**31)
+    for name, end in BELOW.items():
+        data.ids(row | {"prompt_ids": row.get("prompt_ids", [])}, name, end)
     count = len(row["response_ids"])
     for name in ("step_map", *PER_TOKEN):
         given = row.get(name)

@@ -100,8 +100,22 @@ def test_several_samplers_have_metrics_by_their_names(tmp_path):
         settings.data, heldout=f"{settings.data.heldout},s.jsonl"
     )
     clash = dataclasses.replace(settings, data=clash, samplers={"s": settings.sampler})
-    with pytest.raises(ValueError, match="a file named 's', as one of eval.samplers"):
+    with pytest.raises(ValueError, match="would both have metrics named heldout_s_..."):
         heldout.sets(clash, tools)
+
+
+def test_no_file_has_the_metrics_of_another_and_a_sampler():
+    settings = lent.settings()
+    for heldout_files, twice in (("a,b,b_s", "b_s_"), ("a,b,c_s", ""), ("a,b", "")):
+        files = dataclasses.replace(settings.data, heldout=heldout_files)
+        made = dataclasses.replace(
+            settings, data=files, samplers={"s": settings.sampler}
+        )
+        if not twice:
+            assert [*heldout.files(made).values()] == heldout_files.split(",")
+            continue
+        with pytest.raises(ValueError, match=f"metrics named heldout_{twice}[.]{{3}}:"):
+            heldout.files(made)
 
 
 def test_samplers_are_told_by_their_keys():

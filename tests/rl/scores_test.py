@@ -126,6 +126,11 @@ def test_the_aup_of_a_sweep_and_its_interval():
     assert got["aup"]["low"] < got["aup"]["value"] < got["aup"]["high"]
     assert scores.sentence(got).endswith("with 80.00 % as the best accuracy")
     assert json.loads(json.dumps(got)) == got
+    own = scores.sweep("sampler.threshold", points, 0.0)
+    best = max(y for _, y in measured)
+    assert own["best"] == best > 1 and own == scores.sweep("x", points, 0.8) | {
+        "key": "sampler.threshold"
+    }
     worse = scores.Setting(0.3, np.zeros(200), np.full(200, 40), np.full(200, 8))
     got = scores.sweep("sampler.threshold", [*points, worse], 0.0)
     assert got["aup"] is None and "more than 5 points below" in scores.sentence(got)

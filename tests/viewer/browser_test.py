@@ -238,6 +238,37 @@ def test_two_files_side_by_side(opened, tmp_path):
         assert view.js("return document.querySelectorAll('.item').length") == 2
 
 
+CUT = {  # the pieces of two answers, and those in which they differ first
+    "elsewhere": (["he", "llo", " x"], ["hel", "lo", " y!"], [" x", " y!"]),
+    "nowhere": (["he", "llo"], ["hello"], []),
+    "where one ends": (["he", "llo"], ["hello", " you"], [" you"]),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_other_tokenizers_cut_the_same_text_elsewhere(opened, name):
+    sides = [by_hand([""])["files"][0] for _ in range(2)]
+    for side, texts in zip(sides, CUT[name], strict=False):
+        side["pieces"] = [[text, 0, i] for i, text in enumerate(texts)]
+        side["rows"][0] |= {"t": [*range(len(texts))], "s": [1] * len(texts), "q": "?"}
+        side["rows"][0] |= {"l": [-5] * len(texts), "c": [95] * len(texts)}
+    with opened(
+        page.TRACE, {"files": sides, "pairs": [[0, 0]], "summary": None}
+    ) as view:
+        differs = (
+            "return [...document.querySelectorAll('.differs')].map(x => x.textContent)"
+        )
+        assert view.js(differs) == CUT[name][2]
+
+
+def test_what_is_not_all_is_never_called_so(opened):
+    with opened(page.TRACE, by_hand(["x"])) as view:
+        told = {1: "100", 1 - 1e-12: "100", 0.9999: ">99.9", 0.998: "99.8", 0.5: "50"}
+        told |= {0.015: "1.5", 0.0004: "<0.1", 1e-17: "0", 0: "0"}
+        for share, text in told.items():
+            assert view.js("return percent(arguments[0])", share) == f"{text}\u202f%"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_shown_and_does_nothing(opened, name):
     text = HOSTILE[name]

@@ -1,13 +1,15 @@
 """The page of answers: what it is made of, what it refuses, and what nobody can put into it."""
 
 import json
+import os
+import pathlib
 import re
 import types
 
 import numpy as np
 import pytest
 
-from dllm_jax import data
+from dllm_jax import data, trace
 from dllm_jax.models import families
 from dllm_jax.viewer import compare, leave, page, table, traces
 from tests import served
@@ -94,6 +96,10 @@ REFUSED = {
     "ids": (answer() | {"response_ids": "abc"}, "answer 1: response_ids must be"),
     "steps": (answer() | {"step_map": [1]}, "step_map has 1 numbers for 3 tokens"),
     "list": (answer() | {"confidence": 5}, "confidence has no list of numbers"),
+    "far": (
+        answer() | {"step_map": [2**30, 1, 2]},
+        "step_map must be a list of numbers",
+    ),
     "number": (answer() | {"logprobs": ["a"] * 3}, "logprobs must be numbers"),
     "reward": (answer() | {"reward": "high"}, "reward must be a number"),
     "parts": (answer() | {"rewards": {"math": "1"}}, "math must be a number"),
@@ -110,6 +116,22 @@ def test_a_file_that_cannot_be_shown_is_one_line(name, tmp_path):
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         traces.read(str(tmp_path / "x.jsonl"))
     assert "x.jsonl" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_page_of_a_pipe_needs_a_name(tmp_path):
+    file = write(tmp_path / "a.jsonl", [answer()])
+    assert trace.place_of(file.absolute()) == tmp_path / "a.html"
+    for path in ("/dev/stdin", "/dev/fd/63", "/proc/self/fd/0"):
+        with pytest.raises(
+            ValueError, match=f"^{path} has no name .*: add -o page.html"
+        ):
+            trace.place_of(pathlib.Path(path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe has no name that its page could take"):
+        trace.place_of(tmp_path / "pipe")
+    (tmp_path / "a.html").mkdir()
+    with pytest.raises(ValueError, match="a.html: a folder; name a file"):
+        trace.place_of(file)
 
 
 def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
@@ -192,6 +214,22 @@ def test_a_file_compared_with_itself_gives_zero_and_no_interval():
         "tokens",
     ]
     assert all(row[3:] == [0.0, None, None] for row in told["measures"])
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, -0.2])
+def test_the_same_rewards_of_other_numbers_of_answers_are_the_same(reward):
+    """Their means differ by rounding."""
+    first, second = ([answer(reward=reward)] * n for n in (7, 3))
+    told = compare.summary(first, second, compare.common(first, second))
+    assert told["wins"] == [0, 0, 1]
+    close = answer(reward=reward + 1e-6)
+    told = compare.summary(first, [close], compare.common(first, [close]))
+    assert told["wins"] == [0, 1, 0]
+
+
+def test_an_id_may_be_any_json_where_no_prompt_is_told():
+    rows = [answer(prompt_ids=[], id=x) for x in (["a", 1], {"b": 2}, "c", None)]
+    assert compare.common(rows, rows[::-1]) == [([0], [3]), ([1], [2]), ([2], [1])]
 
 
 def test_what_is_not_graded_is_compared_by_length_and_speed():

@@ -56,8 +56,12 @@ function grouped(x) {
   return String(Math.abs(x)).replace(/\B(?=(\d{3})+$)/g, "\u202f").replace(/^/, x < 0 ? MINUS : "");
 }
 
+// What is not all is never 100 %, and what is something never 0 %, but for rounding.
 function percent(share) {
-  return `${fixed(100 * share, share > 0.1 && share < 0.9995 ? 0 : 1)}\u202f%`.replace(".0", "");
+  const text = fixed(100 * share, share > 0.1 && share < 0.99 ? 0 : 1).replace(".0", "");
+  const near = text === "100" && share < 1 - 1e-9 ? ">99.9"
+    : text === "0" && share > 1e-9 ? "<0.1" : text;
+  return `${near}\u202f%`;
 }
 
 function count(n, noun) {

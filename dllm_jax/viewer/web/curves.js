@@ -132,7 +132,7 @@ function timeChart({ names, steps, seconds }) {
   const whole = totals.reduce((a, b) => a + b, 0);
   const shares = names.map((name, k) => {
     const sum = seconds.reduce((a, row) => a + row[k], 0);
-    return el("span", {}, el("i", { class: `key phase${k}` }), `${name} `, el("b", {}, percent(sum / whole)));
+    return el("span", {}, el("i", { class: `key phase${k}` }), `${name} `, el("b", {}, percent(sum / (whole || 1))));
   });
   const over = totals.filter((x) => x > high).length;
   return el("div", { class: "time" },

@@ -22,10 +22,11 @@ class Answer {
     this.steps = row.s.map((difference) => (step += difference));
     this.last = this.steps.reduce((most, x) => Math.max(most, x), 0);
     this.pieces = row.t.map((i) => file.pieces[i]);
+    file.gap ??= file.pieces.some(([, kind]) => kind === UNKNOWN) ? " " : "";
     this.text = this.pieces
       .filter(([, kind]) => kind === PLAIN || kind === UNKNOWN)
       .map(([text]) => text)
-      .join(file.pieces.some(([, kind]) => kind === UNKNOWN) ? " " : "");
+      .join(file.gap);
     this.drawing = this.pieces.some(([, kind]) => kind === CODE); // which is a square
     this.right = row.o ?? null;
     this.cut = row.e === "length";

@@ -186,14 +186,19 @@ class Trace {
     this.buttons.get(entry)?.scrollIntoView({ block: "nearest" });
   }
 
-  // Marks the first token in which two answers differ.
+  // Marks the token of each answer in which their texts differ first: another tokenizer may
+  // have cut the same text elsewhere. What is no text differs as a whole.
   difference() {
-    const [a, b] = this.sides, texts = (answer) => answer.pieces.map(([text]) => text);
-    const [x, y] = [texts(a), texts(b)];
-    let i = 0;
-    while (i < x.length && i < y.length && x[i] === y[i]) i += 1;
-    this.same = i === x.length && i === y.length;
-    for (const canvas of this.canvases) canvas.differs = this.same ? -1 : i;
+    const words = { [PART]: () => "", [UNKNOWN]: (text) => `${text} `, [CODE]: (text) => `${text} ` };
+    const cut = this.sides.map(({ pieces }) =>
+      pieces.map(([text, kind]) => (words[kind] ?? String)(text)));
+    const [x, y] = cut.map((texts) => texts.join(""));
+    let k = 0;
+    while (k < x.length && x[k] === y[k]) k += 1;
+    this.canvases.forEach((canvas, side) => {
+      let end = 0;
+      canvas.differs = cut[side].findIndex((text) => (end += text.length) > k);
+    });
   }
 
   panel(canvas, side) {
@@ -204,7 +209,7 @@ class Trace {
       answer.speed === null ? null : [`${fixed(answer.speed, 2)} per forward`],
       [count(answer.last, "step")],
       row.e === "length" ? ["cut at its limit"] : null,
-      row.g === undefined ? null : ["gold ", el("b", { dir: "auto" }, excerpt(row.g, 40))],
+      row.g === undefined ? null : ["gold ", el("b", { dir: "auto" }, excerpt(row.g, 40) || "\u2013")],
     ];
     const heading = this.compared
       ? el("h2", {}, badge(side), excerpt(answer.file.name, 40))
