@@ -5,9 +5,13 @@ training alone, evaluation has rollout alone. Each kind has a table of the keys 
 released files have, and every key is a `Row`: what it becomes.
 """
 
+import dataclasses
+import re
+
 from configs import dllm_rl_rows as rows
 from configs.dllm_rl_rows import Row
 from dllm_jax.data import TURN_ENDS
+from dllm_jax.sampling.config import VARIED, SamplerConfig
 
 ONE_RUN = Row(why="one process samples, grades, trains and evaluates")
 LAUNCH = Row(why="launch/ starts the processes; mesh.* says how devices are used")
@@ -18,6 +22,9 @@ NO_CACHE = "LLaDA-V's rollouts have no cache; sampler.cache can"
 HOOKS = Row(why="their rollouts do not change with it")
 HOST = Row(why="the environment's, where launch/ starts the processes")
 BOARD = Row(why="metrics go to metrics.jsonl and TensorBoard in the run folder")
+EACH_GPU = Row(
+    ours=("sampler.rows",), why="of each GPU there; sampler.rows is of all devices"
+)
 UPDATES = Row(
     why="they take gradient_accumulation_steps x batch_size_lm x GPUs rows for an update, as "
     "many as there are (5 to 8 in a step of their single-node files); rl.updates is how many "
@@ -25,7 +32,7 @@ UPDATES = Row(
     same=False,
 )
 EPOCHS = Row(
-    why="sft.steps counts updates; set it to num_train_epochs x the lines of data.train / "
+    why="sft.steps counts updates; set it to num_train_epochs x the records of data.train / "
     "sft.examples",
     same=False,
 )
@@ -79,10 +86,8 @@ COMMON = {
 }
 SAMPLING = {
     "tensor_parallel_size": Row(ours=("mesh.model",)),
-    "max_active": Row(ours=("sampler.rows",)),
-    "batch_size": rows.of_lladav(
-        Row(ours=("sampler.rows",)), "sampler.rows prompts are sampled together"
-    ),
+    "max_active": EACH_GPU,
+    "batch_size": rows.of_lladav(EACH_GPU, "sampler.rows prompts are sampled together"),
     "num_task_per_step": Row(ours=("rl.prompts",)),
     "num_response_per_task": Row(ours=("rl.group",)),
     "temperature": Row(ours=("sampler.temperature",)),
@@ -101,8 +106,8 @@ SAMPLING = {
         why="a turn's end stops already; sampler.stop_ids adds the ids of other tokens",
     ),
     "output_unmasking_history": Row(why="every rollout is written with its trace"),
-    "target": rows.pick("sampler.target", rows.TARGETS),
-    "alg_temp": Row(ours=("sampler.rank_temperature",)),
+    "target": Row(make=rows.target),
+    "alg_temp": Row(make=rows.rank_temperature),
     "pad_target_penalty": Row(make=rows.pad_penalty),
     "further_horizon": rows.of_lladav(Row(make=rows.horizon), NO_CACHE),
     "use_cache": rows.of_lladav(
@@ -117,9 +122,7 @@ TRAINING = {
     "enable_tf32": Row(why="XLA chooses how matmuls of model.dtype are computed"),
     "seed": Row(ours=("seed", "data.seed")),
     "num_train_epochs": Row(ours=("rl.epochs",)),
-    "max_grad_norm": Row(
-        ours=("policy_optim.max_grad_norm", "value_optim.max_grad_norm")
-    ),
+    "max_grad_norm": Row(make=rows.clip_norm),
     "method": Row(make=rows.method),
     "block_size": Row(make=rows.train_block),
     "shrink": Row(ours=("noise.shrink",)),
@@ -155,6 +158,106 @@ OPTIMIZER = {
         },
     ),
 }
+
+
+# ---- Samplers of evaluation --------------------------------------------------------------
+
+# Keys of evaluation that eval.samplers can vary.
+OTHERWISE = ("block_size", "denoising_steps_per_block", "steps", "top_p", "top_k")
+OTHERWISE += ("remasking_strategy", "dynamic_threshold", "target", "further_horizon")
+OTHERWISE += ("use_cache",)
+OF_SAMPLERS = (
+    "eval.samplers has what differs from the rollouts' sampler, which also answers: its "
+    "metrics are heldout_NAME_..."
+)
+
+
+def as_rollouts(raw: dict) -> list[dict]:
+    """Returns, for each strategy of evaluation, a file whose rollouts are that evaluation's.
+
+    Raises ValueError where another key has not as many values.
+    """
+    # A temperature decides of which distribution scores are.
+    told = {name: raw.get(f"evaluation.{name}") for name in (*OTHERWISE, "temperature")}
+    told = {f"rollout.{name}": x for name, x in told.items() if x is not None}
+    strategies = told.pop("rollout.remasking_strategy", rows.strategy_of(raw))
+    strategies = strategies if isinstance(strategies, list) else [strategies]
+    files = [{"rollout.remasking_strategy": x} for x in strategies]
+    for key, value in told.items():
+        values = value if isinstance(value, list) else [value] * len(files)
+        if len(values) != len(files):
+            raise ValueError(
+                f"{key}={value!r}: needs {len(files)}, one for each strategy"
+            )
+        for file, one in zip(files, values, strict=True):
+            file[key] = one
+    return [raw | file for file in files]
+
+
+def sampler_of(raw: dict) -> dict:
+    """Returns the fields of the sampler that a file's rollouts have, where it tells them."""
+    leaves = {}
+    for name, row in SAMPLING.items():
+        key = f"rollout.{name}"
+        if key in raw:
+            made = row.make(raw[key], key, raw) if row.make else row
+            leaves |= dict.fromkeys(made.ours, raw[key]) | made.leaves
+    types = {field.name: field.type for field in dataclasses.fields(SamplerConfig)}
+    told = {x.removeprefix("sampler."): value for x, value in leaves.items()}
+    return {
+        name: rows.whole(told[name], name) if kind is int else kind(told[name])
+        for name, kind in types.items()
+        if f"sampler.{name}" in leaves and told[name] is not None
+    }
+
+
+def samplers(raw: dict, others: list[dict]) -> str:
+    """Returns eval.samplers: what the rollouts of other files do otherwise.
+
+    Raises ValueError for what makes no sampler.
+    """
+    usual, parts = SamplerConfig(**sampler_of(raw)), {}
+    for other in others:
+        made = SamplerConfig(**sampler_of(other))
+        pairs = {name: getattr(made, name) for name in VARIED}
+        pairs = {k: x for k, x in pairs.items() if x != getattr(usual, k)}
+        name = made.strategy.partition("_")[0]
+        if pairs and pairs not in parts.values():
+            known = sum(re.fullmatch(rf"{name}\d*", x) is not None for x in parts)
+            parts[f"{name}{known + 1 if known else ''}"] = pairs
+    return "/".join(
+        f"{name}:" + ",".join(f"{key}={value}" for key, value in pairs.items())
+        for name, pairs in parts.items()
+    )
+
+
+def evaluated(value, key, raw) -> Row:
+    """Returns the samplers of evaluation that are not the rollouts', where a run evaluates."""
+    if not rows.evaluates(raw):
+        return Row(why=rows.OFF)
+    try:
+        found = samplers(raw, as_rollouts(raw))
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+        reason = str(error).replace("rollout.", "evaluation.")
+        why = f"held-out problems are answered by training's sampler alone: {reason}"
+        return Row(why=why, same=False)
+    if not found:
+        return Row(why="held-out problems are answered by training's sampler, as there")
+    return Row(leaves={"eval.samplers": found}, why=OF_SAMPLERS)
+
+
+def strategies(value, key, raw) -> Row:
+    """Returns the strategy of an evaluation; several are several samplers."""
+    row = rows.strategy(value, key, raw)
+    others = value[1:] if isinstance(value, list) else []
+    found = samplers(raw, [raw | {key: other} for other in others])
+    if not found:
+        return row
+    return Row(leaves=row.leaves | {"eval.samplers": found})
+
+
+# ---- The tables of the three kinds -------------------------------------------------------
+
 RL = (
     COMMON
     | OPTIMIZER
@@ -193,16 +296,15 @@ RL = (
         "rollout.temperature": Row(make=rows.temperature),
     }
     | all_of("evaluation", Row(make=rows.as_trained), *SAMPLING)
+    | all_of("evaluation", Row(make=evaluated), *OTHERWISE)
     | all_of("evaluation", ONE_RUN, "tensor_parallel_size", "max_active", "batch_size")
     | all_of("evaluation", THEIRS_TOO, "max_gen_length", "alg_temp", "start_with_think")
     | {
-        "evaluation.data_type": Row(
-            why="held-out problems have training's grader, rl.reward"
-        ),
+        "evaluation.data_type": Row(make=rows.heldout_type),
         "evaluation.eval_dataset": Row(make=rows.heldout),
         "evaluation.if_eval": Row(why="without data.heldout nothing is evaluated"),
         "evaluation.temperature": Row(make=rows.heldout_temperature),
-        "evaluation.num_response_per_task": rows.only(1, why=rows.AS_TRAINED),
+        "evaluation.num_response_per_task": Row(make=rows.heldout_answers),
     }
     | under(
         "rollout.reward_model",
@@ -238,7 +340,8 @@ EVAL = (
         "model": Row(ours=("model.path",)),
         "dataset.eval_dataset": rows.dataset("data.heldout"),
         "rollout.temperature": Row(ours=("sampler.temperature", "eval.temperature")),
-        "rollout.num_response_per_task": Row(ours=("eval.answers",)),
+        "rollout.num_response_per_task": Row(make=rows.answers_each),
+        "rollout.remasking_strategy": Row(make=strategies),
     }
 )
 KINDS = {"rl": RL, "sft": SFT, "eval": EVAL}

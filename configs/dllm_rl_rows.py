@@ -83,9 +83,9 @@ REWARDS = {"math": "math", "code": "code", "option": "choice"}
 # What is said of keys.
 CHAT = "prompts are rendered by the checkpoint's chat template"
 AS_TRAINED = (
-    "held-out problems are answered once, by the sampler of training; python -m "
-    "dllm_jax.eval can have another, and several answers"
+    "held-out problems are answered with training's; eval.samplers varies no such key"
 )
+OFF = "evaluation.if_eval is off"
 
 
 def counterpart(table: dict, value, key: str):
@@ -104,8 +104,12 @@ def pick(leaf: str, table: dict) -> Row:
 
 
 def dataset(leaf: str) -> Row:
-    """Returns the row of a key that names a file of data/."""
-    return Row(make=lambda value, key, raw: Row(leaves={leaf: f"data/{value}.json"}))
+    """Returns the row of a key that names a file of data/, if it names one."""
+
+    def make(value, key, raw) -> Row:
+        return Row(leaves={leaf: None if value is None else f"data/{value}.json"})
+
+    return Row(make=make)
 
 
 def only(*usual, why: str) -> Row:
@@ -122,6 +126,16 @@ def whole(value, key: str) -> int:
     except (TypeError, ValueError, OverflowError):
         pass
     raise ValueError(f"{key}={shown(value)} is no whole number")
+
+
+def number(value, key: str) -> float:
+    """Returns a number, which YAML may take for a text, as 1e-6; raises ValueError for others."""
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{key}={shown(value)} is no number")
 
 
 def samples(raw: dict) -> bool:
@@ -150,7 +164,9 @@ def base_of(raw: dict):
     One of theirs is LLaDA-V's by its name and its checkpoint, and says mmada.
     """
     told = raw.get("model.model_base", raw.get("model_base"))
-    return "lladav" if told == "mmada" and named_lladav(raw) else told
+    if told == "mmada" and named_lladav(raw):
+        return "lladav"
+    return told if told is None else str(told)
 
 
 def named_lladav(raw: dict) -> bool:
@@ -184,6 +200,10 @@ def model_base(value, key, raw) -> Row:
         return template(value, key, raw)
     base = base_of(raw)
     leaves = {"data.template": turn(raw)}
+    if samples(raw) and raw.get("reward.strict_len_check") is None:
+        leaves["rl.truncated"] = (
+            "graded"  # theirs is strict about images where told alone
+        )
     if base in WITH_IMAGES:
         words = whole(
             raw.get("training.max_prompt_len") or 0, "training.max_prompt_len"
@@ -228,8 +248,12 @@ def turn(raw) -> str:
 def turns_differ(raw) -> str:
     """Returns how turns about images differ from theirs; "": they do not."""
     if base_of(raw) == "lladav":
-        learned = "an answer's end is learned, which theirs cut off"
-        return "" if samples(raw) else learned
+        if not samples(raw):
+            return "an answer's end is learned, which theirs cut off"
+        twice = (
+            "their evaluation writes MMaDA's chat tokens into LLaDA-V's questions, too"
+        )
+        return "" if trains(raw) else twice
     if samples(raw):
         return (
             "the checkpoint's chat template writes the turns; theirs have no line break "
@@ -255,16 +279,19 @@ def of_a_tower(raw) -> dict:
 
 def images_type(value, key, raw) -> Row:
     """Returns what grades answers about images, and the groups that are learned from."""
+    solved = {}
+    if looks(raw) and "rollout.num_task_per_step" in raw:
+        solved = {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
     if value != "mmu":
-        return data_type(value, key, raw)
+        row = data_type(value, key, raw)
+        return dataclasses.replace(row, leaves=row.leaves | solved)
     leaves = {"rl.reward": "choice" if boxed(raw) else "short"}
     if not samples(raw):
         return Row(
             leaves=leaves,
             why="it grades held-out answers alone, where data.heldout is set",
         )
-    if "rollout.num_task_per_step" in raw:
-        leaves |= {"rl.min_solved": 0.05, "rl.max_solved": 0.95}
+    leaves |= solved
     why = (
         "answers are letters of options, or short where no box is asked for; theirs are "
         "compared as mathematics (docs/rewards.md)"
@@ -318,11 +345,38 @@ def begins_thinking(value, key, raw) -> Row:
     return only(False, None, why=CHAT).make(value, key, raw)
 
 
+def evaluates(raw: dict) -> bool:
+    """Returns whether a run evaluates while it trains."""
+    told = raw.get("evaluation.if_eval", True)
+    return bool(told) and raw.get("evaluation.eval_dataset") is not None
+
+
 def heldout(value, key, raw) -> Row:
     """Returns the held-out file, where a run evaluates."""
-    if not raw.get("evaluation.if_eval", True):
-        return Row(why="evaluation.if_eval is off")
+    if not evaluates(raw):
+        return Row(why=OFF)
     return dataset("data.heldout").make(value, key, raw)
+
+
+def heldout_answers(value, key, raw) -> Row:
+    """Returns the answers to each held-out problem, where a run evaluates."""
+    return Row(ours=("eval.answers",)) if evaluates(raw) else Row(why=OFF)
+
+
+def answers_each(value, key, raw) -> Row:
+    """Returns an evaluation's answers to each problem; theirs of MMaDA has exceptions."""
+    ours, told = ("eval.answers",), raw.get("rollout.remasking_strategy")
+    static = "low_confidence_static" in (told if isinstance(told, list) else [told])
+    if not (looks(raw) and base_of(raw) == "mmada" and static) or value in (None, 1):
+        return Row(ours=ours)
+    why = "theirs gives one where the strategy is static"
+    return Row(ours=ours, why=why, same=False)
+
+
+def heldout_type(value, key, raw) -> Row:
+    """Says whether training's grader is that of evaluation, too."""
+    why = "held-out problems have training's grader, rl.reward"
+    return Row(why=why, same=value in (None, raw.get("dataset.data_type")))
 
 
 def one_rate(raw) -> bool:
@@ -370,20 +424,29 @@ def weight_decay(value, key, raw) -> Row:
     """Returns the decay of both optimizers: theirs shrinks norms too."""
     names = [f"{name}_optim" for name in ("policy", "value")]
     leaves = {f"{name}.weight_decay": value for name in names}
-    if value and float(value):
+    if value and number(value, key):
         leaves |= {f"{name}.decay_norms": True for name in names}
     return Row(leaves=leaves)
 
 
+def clip_norm(value, key, raw) -> Row:
+    """Returns the norm that gradients are clipped at; theirs is DeepSpeed's own, 1.0."""
+    ours = "policy_optim.max_grad_norm", "value_optim.max_grad_norm"
+    if value is None or number(value, key) == 1:
+        return Row(ours=ours)
+    why = "their DeepSpeed files clip at 1.0, whatever it says"
+    return Row(ours=ours, why=why, same=False)
+
+
+def strategy_of(raw: dict):
+    """Returns a file's strategy of rollouts, the first of several."""
+    told = raw.get("rollout.remasking_strategy")
+    return told[0] if isinstance(told, list) and told else told
+
+
 def strategy(value, key, raw) -> Row:
     """Returns the strategy; ranks and thresholds, but LLaDA's, are of what is drawn from."""
-    why = ""
-    if isinstance(value, list) and value:
-        value, *others = value
-        text = ", ".join(map(str, others))
-        why = (
-            f"one evaluation has one strategy; not asked here: {text}" if others else ""
-        )
+    value = strategy_of(raw)
     leaves = {"sampler.strategy": counterpart(STRATEGIES, value, key)}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     bent = any(raw.get(f"rollout.{k}") not in (None, x) for k, x in plain.items())
@@ -391,7 +454,23 @@ def strategy(value, key, raw) -> Row:
         leaves["sampler.untempered_ranks"] = True
     elif bent and "dynamic" in value:
         leaves["sampler.tempered_threshold"] = True
-    return Row(leaves=leaves, why=why, same=not why)
+    return Row(leaves=leaves)
+
+
+def target(value, key, raw) -> Row:
+    """Returns the score of positions; the sign of LLaDA's entropy is turned round there."""
+    leaves = {"sampler.target": counterpart(TARGETS, value, key)}
+    if value != "neg_entropy" or FAMILIES.get(base_of(raw)) != "llada":
+        return Row(leaves=leaves)
+    why = "theirs turns its sign round, and prefers what is least certain"
+    return Row(leaves=leaves, why=why, same=False)
+
+
+def rank_temperature(value, key, raw) -> Row:
+    """Returns the temperature of ranks, which their dynamic strategy has not."""
+    if value and strategy_of(raw) != "low_confidence_static":
+        return Row(why="theirs reads it where the strategy is static")
+    return Row(ours=("sampler.rank_temperature",))
 
 
 def top_p(value, key, raw) -> Row:
@@ -403,7 +482,11 @@ def top_p(value, key, raw) -> Row:
 
 def pad_penalty(value, key, raw) -> Row:
     """Returns the penalty; theirs is off where it is empty."""
-    return Row(leaves={"sampler.pad_penalty": value or 1.0})
+    leaves = {"sampler.pad_penalty": value or 1.0}
+    if value in (None, 0, 1) or raw.get("rollout.target") != "neg_entropy":
+        return Row(leaves=leaves)
+    why = "theirs divides scores by it, which raises those below 0; ours are lowered"
+    return Row(leaves=leaves, why=why, same=False)
 
 
 def horizon(value, key, raw) -> Row:
@@ -428,6 +511,13 @@ def steps(value, key, raw) -> Row:
             f"{block} in rollout.max_gen_length={new}; set it to a multiple of their number"
         )
     leaves = {"sampler.steps_per_block": each}
+    few = each < block and strategy_of(raw) == "low_confidence_dynamic"
+    if few and base_of(raw) != "lladav":
+        why = (
+            "where no score passes theirs unmasks one token, and may run out of steps; here "
+            "every step unmasks its share of the block at least"
+        )
+        return Row(leaves=leaves, why=why, same=False)
     if base_of(raw) != "dream":
         return Row(leaves=leaves)
     why = (
@@ -518,8 +608,9 @@ def judge_prompt(value, key, raw) -> Row:
 
 
 def kl_weight(value, key, raw) -> Row:
-    """Returns beta, and where attention is full that it weighs another sum."""
-    if attends_fully(raw) and value:
+    """Returns beta, and that it weighs another sum: with full attention and no values."""
+    valued = raw.get("model.value_base_model") is not None
+    if attends_fully(raw) and value and not valued:
         why = "their KL is not divided by a step's size"
         return Row(ours=("objective.beta",), why=why, same=False)
     return Row(ours=("objective.beta",))
@@ -534,6 +625,8 @@ def cut_short(value, key, raw) -> Row:
 
 def train_block(value, key, raw) -> Row:
     """Returns the training block of SFT; in RL it is the sampler's."""
+    if raw.get("training.method") == "ar":
+        return Row(why="each token is predicted from those before it, as there")
     if "rollout.block_size" not in raw:
         return Row(ours=("sampler.block", "sampler.steps_per_block"))
     why = "training uses the blocks of sampling, sampler.block"
@@ -620,7 +713,8 @@ def schedule(value, key, raw) -> Row:
     """Returns SFT's schedule; their polynomial is a line that ends at a rate of 1e-7."""
     leaves = {"policy_optim.schedule": counterpart(SCHEDULES, value, key)}
     if value == "polynomial":
-        rate = float(raw["optimizer.params.learning_rate"])
+        named = "optimizer.params.learning_rate"
+        rate = number(raw[named], named)
         leaves["policy_optim.final"] = float(f"{1e-7 / rate:.6g}")
     return Row(leaves=leaves)
 

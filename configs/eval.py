@@ -36,7 +36,6 @@ def thinking(c):
     c.model.path = "Gen-Verse/TraDo-8B-Thinking"
     c.data.update(template=TEMPLATES["think", "math"], raw=True)
     c.sampler.max_new = 30000
-    c.batch.tokens = 0
     c.run.folder = "runs/TraDo-8B-Thinking/tracerl"
 
 
@@ -71,7 +70,6 @@ def about_images(c, model: str, name: str):
     """Sets a benchmark of images for a model that looks, both by name."""
     heldout, root = IMAGES[name]
     c.data.update(heldout=heldout, image_root=root, train="")
-    c.batch.tokens = 0
     # As their files for evaluation have it.
     answer = {"lladav": 128, "mmada": 512}[released.LOOKING[model][1]]
     threshold = {"lladav": 0.9, "mmada": 0.95}[released.LOOKING[model][1]]
@@ -88,7 +86,6 @@ def benchmark(c, model: str, name: str):
     c.data.update(template=TEMPLATES.get((family, task), "{question}"), raw=bool(task))
     c.rl.reward = sets.SETS[known].reward
     c.sampler.max_prompt = PROMPTS[task]
-    c.batch.tokens = 0  # which training alone needs
     if name == "aime24":
         c.eval.answers = 20
     c.run.folder = f"{c.run.folder}/{name}"
@@ -106,6 +103,7 @@ def get_config(preset: str = "arithmetic"):
     c = config.preset(PRESETS, model)
     c.eval.update(problems=0, answers=1 if model == "trado-8b-thinking" else 3)
     c.rl.truncated = "graded"
+    c.batch.tokens = 0  # training alone reads it, and it would bound sampler.max_new
     if c.sampler.cache == "prefix" and model not in released.LOOKING:  # full attention
         c.sampler.update(max_new=1024, horizon=128)
         dream = {"top_k": 40, "top_p": 0.95}

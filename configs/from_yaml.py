@@ -20,6 +20,9 @@ from configs.dllm_rl_rows import Row, attends_fully, whole
 from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
 
+# Of SFT that predicts the next token: causal attention answers token by token.
+AR = {"model.attention": "causal", "sampler.block": 1, "sampler.steps_per_block": 1}
+
 # ---- A file, read and translated ---------------------------------------------------------
 
 
@@ -43,7 +46,7 @@ class Loader(yaml.SafeLoader):
 
 
 def read(path: str) -> dict:
-    """Returns the leaves of a YAML file by dotted name, `${a.b}` replaced by its value.
+    """Returns the leaves of a YAML file by dotted name, `${a.b}` in a text by its value.
 
     Raises ValueError naming a file that is not there, and what is not YAML in it.
     """
@@ -58,10 +61,12 @@ def read(path: str) -> dict:
         raise ValueError(f"{path}: it has no keys; it needs sections such as rollout")
     raw = config.flat(tree)
     for key, value in raw.items():
-        if reference := re.fullmatch(r"\$\{(.+)\}", str(value)):
-            if str(raw.get(reference[1], "${")).startswith("${"):
+        for named in re.findall(r"\$\{(.*?)\}", str(value)):
+            told = raw.get(named, "${")
+            if "${" in str(told) or not isinstance(value, str):
                 raise ValueError(f"{path}: {key}={value} refers to no value")
-            raw[key] = raw[reference[1]]
+            alone = value == f"${{{named}}}"
+            raw[key] = told if alone else raw[key].replace(f"${{{named}}}", str(told))
     return raw
 
 
@@ -88,7 +93,7 @@ def translate(raw: dict) -> tuple[dict, dict]:
     if kind != "eval" and attends_fully(raw):  # a mean over each row's targets
         leaves["objective.aggregate"] = "step"
     if raw.get("training.method") == "ar":
-        leaves["model.attention"] = "causal"
+        leaves |= AR
     elsewhere = Row(why=f"it means nothing in a file of kind {kind}")
     for key, value in raw.items():
         if key not in known:

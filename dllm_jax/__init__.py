@@ -41,16 +41,16 @@ that file's docstring says so, as in
 
 The floors. A room imports from its own and from lower floors; an entry also imports
 `config`, which assembles the configurations that the floors below declare, what goes with
-it (`compatible`, `pictures`), and `command_line`, which reads it:
+it (`compatible`, `pictures`), `command_line`, which reads it, and `begin`:
 
-    6  config, compatible, pictures, command_line, and the entries: train, eval, generate,
-       convert, trace, report, harness
+    6  config, compatible, pictures, command_line, begin, and the entries: train, eval,
+       generate, convert, trace, report, harness
     5  rl
     4  sampling
     3  models
     2  pallas_kernels, viewer
-    1  sharding, processes, data, metrics, trackers, curves, memory, checkpoint, folder
-    0  checks, limits, records, exits, statistics, images
+    1  sharding, data, metrics, trackers, curves, memory, checkpoint, folder
+    0  checks, limits, records, processes, statistics, images; below them exits
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
 
@@ -123,6 +123,7 @@ and for who wants to know how it is fast, or what surrounds it:
     data/plain.py                tokenizers that are one file, read at once
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
+    rl/rewards/units.py          quantities with units, for mathematics
     rl/rewards/puzzles.py        puzzles judged by their rules
     rl/rewards/ocr.py            drawings judged by the words that can be read in them
     rl/ridge.py                  a critic that reads what the sampler recorded

@@ -222,7 +222,28 @@ def from_command_line(argv: list[str], example: str) -> config.Config:
     cfg = config.freeze(tree)
     if processes.group is not None:
         processes.agree(facts(cfg))
+    for line in of_other_methods(words, cfg.method):
+        exits.warn(line)
     return cfg
+
+
+# Sections of RL's keys, and of them those that other methods read, or their evaluation.
+OF_RL = ("rl.", "value_optim.")
+OF_ALL = ("rl.reward", "rl.truncated", "rl.entropy_floor")
+
+
+def of_other_methods(argv: list[str], method: str) -> list[str]:
+    """Returns a line for each key that is set on a command line and of another method.
+
+    A config file may set them: whoever changes its method need not take them out.
+    """
+    named = [re.match(r"--?(?:no)?config\.([^=]+)", arg) for arg in argv]
+    foreign, own = (("sft.",), "rl.") if method == "rl" else (OF_RL, "sft.")
+    return [
+        f"--config.{key} is not read with method={method!r}, whose keys are {own}*"
+        for key in (found[1] for found in named if found)
+        if key.startswith(foreign) and key not in OF_ALL
+    ]
 
 
 def facts(cfg: config.Config) -> dict[str, str]:

@@ -1,17 +1,22 @@
 """What keys of several groups of a configuration say to each other.
 
 Each function takes a whole config.Config and raises ValueError, in a line that names a key
-and what it may be, where two groups go ill together. What a key may be by itself, its
-dataclass says.
+and what it may be, where two groups go ill together; or it returns warnings. What a key may
+be by itself, its dataclass says.
 """
 
 import dataclasses
+import pathlib
 
+from dllm_jax import checks
+from dllm_jax.rl import rewards, rollout
 from dllm_jax.rl.config import NETWORKS
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling.config import variants
 
+# What an evaluation tells of each file and sampler, besides pass@k (rl.heldout.evaluate).
+TOLD = ("accuracy", "tokens_per_forward", "response_length", "nan_answers", "problems")
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
 
@@ -269,23 +274,79 @@ def check_levers(cfg):
             "run.export_value: there is a value network to write only with method='rl' "
             f"and rl.value='own', not {cfg.method!r} and {cfg.rl.value!r}"
         )
-    if (cfg.run.keep_best or cfg.run.patience) and not cfg.data.heldout:
+    check_best(cfg)
+
+
+def check_best(cfg):
+    """Raises ValueError for a best of what no evaluation tells (rl.heldout)."""
+    run, heldout = cfg.run, cfg.data.heldout
+    if (run.keep_best or run.patience) and not heldout:
         raise ValueError(
             "run.keep_best and run.patience compare evaluations: set data.heldout"
+        )
+    if not run.keep_best:
+        return
+    names = [pathlib.Path(path.strip()).name for path in heldout.split(",")[1:]]
+    files = ["", *(f"{name.partition('.')[0]}_" for name in names)]
+    samplers = ["", *(f"{name}_" for name in variants(cfg.eval.samplers, cfg.sampler))]
+    told = [*TOLD]
+    if cfg.eval.answers > 1:
+        told += [f"pass@{k}" for k in rollout.sizes(cfg.eval.answers)]
+    known = [f"heldout_{f}{s}{name}" for s in samplers for f in files for name in told]
+    if run.keep_best not in known:
+        raise ValueError(
+            f"run.keep_best={checks.shown(run.keep_best)} is no metric of the evaluation: "
+            f"choose from {', '.join(known)}"
+        )
+
+
+def check_groups(cfg):
+    """Raises ValueError where training compares answers that cannot differ.
+
+    Of a run that trains: an evaluation has a temperature of its own, and no groups.
+    """
+    rl, sampler = cfg.rl, cfg.sampler
+    if cfg.method != "rl" or rl.advantage == "none":
+        return
+    if not sampler.temperature and not sampler.draws_order:
+        raise ValueError(
+            "sampler.temperature=0: all answers to a problem are the same, and "
+            f"rl.advantage={rl.advantage!r} compares them; set it to 1.0 for example"
+        )
+    shares = [right / rl.group for right in range(1, rl.group)]
+    if rl.filter == "solvable" and not any(
+        rl.min_solved <= share <= rl.max_solved for share in shares
+    ):
+        raise ValueError(
+            f"rl.min_solved={rl.min_solved}, rl.max_solved={rl.max_solved}: no group of "
+            f"rl.group={rl.group} answers that differ is solved so often; widen the range"
         )
 
 
 def check_idle(cfg):
     """Raises ValueError for keys of RL that nothing reads as others are set."""
     rl, learns = cfg.rl, cfg.method == "rl"
+    bounded = learns and cfg.objective.loss in ("spg", "stable")
+    clips = learns and cfg.objective.loss in ("policy", "sequence")
+    of_loss = f"method={cfg.method!r} and objective.loss={cfg.objective.loss!r}"
     free = cfg.objective.loss == "stable" if learns else cfg.method != "dpo"
     why = {
         "objective.nll_weight": not learns and "only method='rl' adds it; set it to 0",
         "objective.entropy_bonus": not learns
         and "only method='rl' adds it; set it to 0",
         "objective.reference_beta": free
-        and f"no reference pulls with method={cfg.method!r} and objective.loss="
-        f"{cfg.objective.loss!r}; set it to 0",
+        and f"no reference pulls with {of_loss}; set it to 0",
+        "objective.beta": learns
+        and not clips
+        and cfg.objective.beta > 0
+        and f"no KL to the policy that sampled is in the loss with {of_loss}; set it to 0",
+        "objective.clip_high": not clips
+        and f"no ratio is clipped with {of_loss}; set it to 0",
+        "objective.upper_weight": not bounded
+        and f"there is no upper bound with {of_loss}; leave it at 0.5",
+        "objective.upper_power": not bounded
+        and f"there is no upper bound with {of_loss}; leave it at 1.5",
+        "rl.rest_for": not rl.rest_after and "no problem rests; set rl.rest_after",
         "objective.value_clip": not (learns and rl.value in NETWORKS)
         and f"no value network learns with rl.value={rl.value!r}; leave it at -1",
         "noise.pick": not cfg.noise.rounds and "no rounds are picked; set noise.rounds",
@@ -303,3 +364,36 @@ def check_idle(cfg):
         value = getattr(group, name)
         if wrong and value != getattr(type(group), name):
             raise ValueError(f"{key}={value!r}: {wrong}")
+
+
+# ---- What works, and changes nothing -----------------------------------------------------
+
+
+def same_answers(cfg) -> list[str]:
+    """Returns a warning, where an evaluation asks for one answer several times."""
+    drawn = cfg.eval.temperature or cfg.sampler.draws_order
+    if drawn or cfg.eval.answers == 1 or not cfg.data.heldout:
+        return []
+    line = (
+        f"warning: eval.answers={cfg.eval.answers}: with eval.temperature=0 all answers to a "
+        "problem are the same"
+    )
+    return [line]
+
+
+def unread(cfg) -> list[str]:
+    """Returns a warning for each key whose value waits for another's."""
+    graders, idle = rewards.weights(cfg.rl.reward), []
+    if cfg.reward.split == "none" and "judge" not in graders and cfg.reward.judge.at:
+        why = "rl.reward names no judge, and reward.split is 'none'"
+        idle.append(("reward.judge.at", cfg.reward.judge.at, why))
+    if "reward_model" not in graders and cfg.reward.model:
+        why = "rl.reward names no reward_model"
+        idle.append(("reward.model", cfg.reward.model, why))
+    for name in ("policy_optim", "value_optim"):
+        optim = getattr(cfg, name)
+        for key in ("horizon", "final") if optim.schedule == "constant" else ():
+            if value := getattr(optim, key):
+                why = f"{name}.schedule is 'constant'"
+                idle.append((f"{name}.{key}", value, why))
+    return [f"warning: {key}={x!r} is not read, as {why}" for key, x, why in idle]

@@ -66,7 +66,8 @@ class ModelArgs:
     mask_id: int = -1  # a token that no text uses; -1: the checkpoint's
     lora_rank: int = 0  # of adapters that are trained instead; 0: all weights are
     lora_alpha: float = 32.0  # they are added with weight alpha / rank
-    # Such as ("wq", "wv"); (): every projection, but for those of routed experts.
+    # Such as ("wq", "wv"), or wq,wv on a command line; (): every projection, but for those
+    # of routed experts.
     lora_targets: tuple[str, ...] = ()
     # Of a model that reads and draws images as codes (MMaDA): the folder of its MAGVIT-v2;
     # "": one inside of the model's.
@@ -86,7 +87,9 @@ class ModelArgs:
         """What `lora_rank` and its neighbours say."""
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, tuple(self.lora_targets))
+        names = ",".join(self.lora_targets).split(",")
+        targets = tuple(name.strip() for name in names if name.strip())
+        return Lora(self.lora_rank, self.lora_alpha, targets)
 
     def adapted(self, model: ModelConfig) -> ModelConfig:
         """Returns what a checkpoint's model becomes in training."""
@@ -119,6 +122,13 @@ class ModelArgs:
             lora_alpha="> 0",
         )
         self.lora  # noqa: B018  (refuses what is wrong)
+        if self.lora_targets and not self.lora_rank:
+            raise checks.Refused(
+                "lora_targets",
+                f"={checks.shown(self.lora_targets)}: there are no adapters with "
+                "lora_rank=0, and all weights are trained; set model.lora_rank, to 16 for "
+                "example",
+            )
         if self.tower and (self.lora_rank or not self.tiles):
             raise ValueError(
                 "model.tower=True trains all of a vision tower: it needs model.lora_rank=0 "
@@ -161,7 +171,7 @@ class EvalConfig:
             every=">= 1",
             problems=">= 0",
             temperature=checks.TEMPERATURE,
-            answers=">= 1",
+            answers=">= 1, <= 65536",
             best=">= 0, <= 100",
         )
         self.swept  # noqa: B018  (refuses what is wrong)
@@ -183,7 +193,8 @@ class EvalConfig:
             values = tuple(float(x) for x in given.split(","))
         except ValueError:
             values = ()
-        if not values or len(set(values)) < len(values):
+        named = {f"{x:g}" for x in values}  # as their folders are
+        if not values or len(named) < len(values):
             raise checks.Refused(
                 "sweep",
                 f"={checks.shown(self.sweep)}: {key} needs different numbers with commas",
@@ -219,7 +230,8 @@ class RunConfig:
     folder: str = "runs/default"
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
-    keep_every: int = 0  # multiples of it stay for good; 0: none
+    # Multiples of it stay for good, and it is one of save_every; 0: none.
+    keep_every: int = 0
     # A metric of the evaluation, such as heldout_accuracy: the weights with the highest one
     # stay in best/, and are what is exported at the end; "": the last ones are.
     keep_best: str = ""
@@ -233,6 +245,9 @@ class RunConfig:
     compile_cache: str = "~/.cache/dllm_jax"
     # Seconds: when nothing has moved for so long the terminal is told where; 0: never.
     stuck_after: float = 600.0
+    # A step of which profile/ shows what device and host did, for TensorBoard's xprof plugin
+    # and Perfetto; the first one after a start compiles. 0: none.
+    profile: int = 0
     export: bool = True  # write a Hugging Face folder at the end
     export_value: bool = False  # and the own value network, value/, for rl.value_path
 
@@ -246,6 +261,7 @@ class RunConfig:
             samples=">= 0",
             max_skips=">= 1",
             stuck_after=">= 0",
+            profile=">= 0",
         )
         if not self.folder:
             raise checks.Refused("folder", "='': name the run's folder")
@@ -254,6 +270,12 @@ class RunConfig:
                 "keep_best",
                 f"={checks.shown(self.keep_best)}: a metric of the evaluation, such as "
                 "heldout_accuracy",
+            )
+        if self.keep_every % self.save_every:
+            raise checks.Refused(
+                "keep_every",
+                f"={self.keep_every}: checkpoints come every run.save_every="
+                f"{self.save_every} steps; a multiple of that",
             )
         if self.patience and not self.keep_best:
             raise checks.Refused(
@@ -369,8 +391,10 @@ def completed(cfg: Config):
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     """Returns (cfg with values for what the program is to choose, a line for each choice).
 
-    cfg, model: of `completed`. Raises ValueError where the noise does not suit the model.
+    cfg, model: of `completed`. Raises ValueError where the noise does not suit the model,
+    and where nothing could be learned from groups.
     """
+    compatible.check_groups(cfg)
     rl, batch, lines = cfg.rl, cfg.batch, []
     shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
     noise.check(cfg.noise, shown)
@@ -476,6 +500,7 @@ def warnings(cfg: Config, model: ModelConfig, devices: int) -> list[str]:
             "warning: rl.advantage='none' without a value model: what is rewarded becomes "
             "likelier and nothing less likely; rl.advantage='zscore' compares answers"
         )
+    lines += [*compatible.same_answers(cfg), *compatible.unread(cfg)]
     lines += [
         f"warning: eval.{name} is read by python -m dllm_jax.eval alone"
         for name in ("sweep", "best", "by")

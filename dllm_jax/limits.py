@@ -10,11 +10,21 @@ import signal
 import threading
 
 SECONDS, BYTES, CHARACTERS = 10, 2**30, 10**7
+# One at a time: memory is limited for the whole process, and what a second one found as its
+# limit would be put back behind it.
+ALONE = threading.RLock()
 
 
 @contextlib.contextmanager
 def bounded():
     """Ends what is inside by MemoryError, and in the main thread by TimeoutError."""
+    with ALONE, limited():
+        yield
+
+
+@contextlib.contextmanager
+def limited():
+    """Does what `bounded` says, while nobody else does."""
 
     def late(*_):
         raise TimeoutError(f"it has not ended after {SECONDS} seconds")

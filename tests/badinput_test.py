@@ -94,6 +94,7 @@ VALUES = """
     model.mask_id 112 -2 2147483648
     model.lora_rank -1 99999999999
     model.lora_alpha nan inf 0 -1
+    model.lora_targets wq
     model.tiles -1 2147483648
     model.tower True
     model.image_size -1 5000
@@ -115,7 +116,7 @@ VALUES = """
     sampler.unmasking slow
     sampler.guidance nan inf -1 2
     sampler.rank_cooling True
-    sampler.temperature nan inf -1 1e39 1e-9
+    sampler.temperature nan inf -1 1e39 1e-9 0
     sampler.top_k -1
     sampler.top_p nan 0 1.5 1e-40
     sampler.max_prompt 0 -5
@@ -136,7 +137,7 @@ VALUES = """
     noise.grid round
     noise.block -1 6
     objective.loss best
-    objective.clip nan inf -1
+    objective.clip nan inf -1 0
     objective.clip_high nan -0.1
     objective.beta nan inf -1
     objective.reference_beta nan inf -0.1
@@ -166,7 +167,7 @@ VALUES = """
     rl.updates 0 9999
     rl.max_prompts 1
     rl.rest_after -1
-    rl.rest_for 0
+    rl.rest_for 0 9
     rl.curriculum 1.5
     rl.truncated true
     rl.truncated_tail 5
@@ -201,7 +202,7 @@ VALUES = """
     eval.temperature nan inf -1
     eval.answers 0
     eval.best nan inf -1 101
-    eval.samplers wide a:rows=3 a:block=x
+    eval.samplers wide a:rows=3 a:block=x a:block=0
     eval.sweep sampler.block=2 threshold=0.5 sampler.threshold= sampler.threshold=x
     mesh.data 0 -2
     mesh.fsdp 0 -2
@@ -210,7 +211,7 @@ VALUES = """
     run.save_every 0
     run.keep 0
     run.keep_every -1
-    run.keep_best reward
+    run.keep_best reward heldout_acuracy
     run.patience 3
     run.samples -1
     rl.gruop 8

@@ -111,21 +111,29 @@ def recipes():
             yield pytest.param(file, keys, id=name.split("(")[0].strip())
 
 
+# Presets, and what their checkpoints' models do.
+TRIED = {"arithmetic": "block", "full": "full", "llada-8b": "full", "trado-4b": "block"}
+
+
 @pytest.mark.parametrize(("file", "keys"), list(recipes()))
 def test_every_method_of_the_docs_goes_behind_its_config(file, keys):
     module = load(ROOT / file)
     settings = re.findall("`(.*?)=(.*?)`", keys)
     assert settings
-    for preset in set(module.PRESETS) & {"arithmetic", "llada-8b"}:
+    for preset in module.PRESETS.keys() & TRIED:
         tree = module.get_config(preset)
         for name, value in settings:
             *groups, leaf = name.split(".")
-            node = tree
-            for group in groups:
-                node = node[group]
-            node[leaf] = type(node[leaf])(value)
-        method = config.freeze(tree).method
-        assert (method == "rl") == (file == "configs/tracerl.py")
+            node = functools.reduce(operator.getitem, groups, tree)
+            kind = type(node[leaf])
+            node[leaf] = value == "1" if kind is bool else kind(value)
+        cfg = config.freeze(tree)
+        assert (cfg.method == "rl") == (file == "configs/tracerl.py")
+        attention = cfg.model.attention or TRIED[preset]
+        shift = max(cfg.model.shift, 0)
+        sampler = dataclasses.replace(cfg.sampler, block=cfg.sampler.block or 4)
+        cfg = dataclasses.replace(cfg, sampler=sampler)
+        assert config.chosen(cfg, ModelConfig(attention=attention, shift=shift))
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if hasattr(load(p), "PRESETS")])
@@ -141,6 +149,8 @@ def test_evaluation_grades_what_was_cut():
     for name in ("arithmetic", "trado-8b", "llada-8b"):
         cfg = load(ROOT / "configs" / "eval.py").get_config(name)
         assert cfg.rl.truncated == "graded"
+        cfg.sampler.max_new = 100_000  # no row of training has to hold it
+        assert config.freeze(cfg)
         trained = load(ROOT / "configs" / "tracerl.py").get_config(name)
         assert trained.rl.truncated == "wrong"
         assert config.freeze(trained).rl.truncated_wrong
@@ -258,14 +268,22 @@ SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "non
         ({"objective__upper_power": 0.5}, "objective.upper_power=0.5: must be >= 1"),
         ({"rl__group": 1}, "rl.group=1: .*'zscore' compares .* rl.advantage='none'"),
         ({"rl__value": "both"}, "rl.value='both': choose from none, own, head"),
-        ({"rl__updates": 9999}, "rl.updates"),
+        (
+            {"rl__updates": 9999},
+            "^rl.updates=9999: a step has at most .* = 1024 answers",
+        ),
+        (
+            {"rl__prompts": 2**12, "rl__group": 2**13},
+            "^rl.prompts=4096: with rl.group=8192 a step has 33,554,432 answers; at most 16,",
+        ),
+        ({"eval__answers": 2**17}, "^eval.answers=131072: must be >= 1 and <= 65536$"),
         (
             {"sampler__block": 4, "batch__tokens": 1000},
             "batch.tokens=1000 .*set it to 1028 or more",
         ),
         *(
             ({name.replace(".", "__"): 0}, f"^{name}=0: must be >= 1$")
-            for name in ("run.save_every", "run.keep", "eval.every", "eval.answers")
+            for name in ("run.save_every", "run.keep", "eval.every")
             + ("batch.rows", "rl.steps", "rl.prompts", "rl.group", "rl.updates")
             + ("sft.steps", "sft.examples")
         ),
@@ -321,11 +339,88 @@ SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "non
         ),
         ({"value_optim__schedule": "step"}, "^value_optim.schedule='step': choose"),
         ({"data__template": "no question"}, "data.template"),
+        (
+            {"model__lora_targets": ("wq",)},
+            r"^model.lora_targets=\('wq',\): there are no adapters with lora_rank=0",
+        ),
+        (
+            {"run__keep_every": 6, "run__save_every": 4},
+            "^run.keep_every=6: checkpoints come every run.save_every=4 steps",
+        ),
+        ({"rl__rest_for": 9}, "rl.rest_for=9: no problem rests; set rl.rest_after"),
+        (
+            {"objective__clip_high": 0.3, "objective__loss": "dipo"},
+            "objective.clip_high=0.3: no ratio is clipped with method='rl' and",
+        ),
+        (
+            {"objective__upper_power": 2.0},
+            "upper_power=2.0: there is no upper bound with .*; leave it at 1.5",
+        ),
+        ({"objective__upper_weight": 1.0}, "upper_weight=1.0: there is no upper bound"),
+        (
+            {"objective__beta": 0.1, "objective__loss": "dipo"},
+            "objective.beta=0.1: no KL to the policy that sampled is in the loss with",
+        ),
+        # With ratios of 1 it would take a part of every gradient, where nothing is clipped.
+        ({"objective__clip": 0.0}, "^objective.clip=0.0: must be > 0$"),
+        # Their folders would have one name.
+        (
+            {"eval__sweep": "sampler.threshold=0.9,0.90000001"},
+            "^eval.sweep=.*: sampler.threshold needs different numbers",
+        ),
     ],
 )
 def test_bad_values_are_named(leaves, message):
     with pytest.raises(ValueError, match=message):
         config.freeze(changed(**leaves))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        (
+            {"sampler__temperature": 0.0},
+            "temperature=0: all answers .*'zscore' compares",
+        ),
+        (
+            {"rl__group": 4, "rl__min_solved": 0.3, "rl__max_solved": 0.4},
+            "rl.max_solved=0.4: no group of rl.group=4 answers that differ is solved so",
+        ),
+        (
+            {"rl__min_solved": 0.0, "rl__max_solved": 0.0},
+            "no group of rl.group=16 answers that differ",
+        ),
+    ],
+)
+def test_groups_that_cannot_differ_are_no_rl(leaves, message):
+    cfg = config.freeze(changed(sampler__block=4, **leaves))  # so an evaluation may be
+    with pytest.raises(ValueError, match=message):
+        config.chosen(cfg, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        {"sampler__temperature": 0.0, "rl__advantage": "none"},
+        {"sampler__temperature": 0.0, "sampler__rank_temperature": 1.0},
+        {
+            "sampler__temperature": 0.0,
+            "sampler__strategy": "static",
+            "sampler__target": "random",
+        },
+        {"sampler__temperature": 0.0, "method": "sft"},
+        {"rl__group": 4, "rl__min_solved": 0.3, "rl__filter": "varied"},
+        {"rl__group": 4, "rl__min_solved": 0.25, "rl__max_solved": 0.25},
+        {"rl__group": 1, "rl__advantage": "none"},
+        {"run__keep_every": 8, "run__save_every": 4},
+        {"model__lora_targets": ("wq",), "model__lora_rank": 4},
+        {"rl__rest_for": 9, "rl__rest_after": 1},
+        {"objective__beta": 0.0, "objective__loss": "dipo"},
+    ],
+)
+def test_values_near_those_that_are_refused_pass(leaves):
+    cfg = config.freeze(changed(sampler__block=4, **leaves))
+    assert config.chosen(cfg, ModelConfig())
 
 
 @pytest.mark.parametrize(
@@ -703,6 +798,98 @@ def test_what_training_does_not_read_is_told():
     lines = config.warnings(cfg, ModelConfig(), devices=1)
     told = "warning: eval.{} is read by python -m dllm_jax.eval alone"
     assert lines == [told.format("sweep"), told.format("by")]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "line"),
+    [
+        ({"eval__answers": 4}, "eval.answers=4: with eval.temperature=0 all answers"),
+        ({"eval__answers": 4, "eval__temperature": 0.5}, ""),
+        ({"eval__answers": 4, "sampler__rank_temperature": 1.0}, ""),
+        ({"eval__answers": 4, "data__heldout": ""}, ""),
+        (
+            {"reward__judge__at": "http://localhost/v1"},
+            "reward.judge.at='http://localhost/v1' is not read, as rl.reward names no judge",
+        ),
+        ({"reward__judge__at": "http://localhost/v1", "rl__reward": "judge"}, ""),
+        ({"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}, ""),
+        (
+            {"reward__model": "folder"},
+            "reward.model='folder' is not read, as rl.reward",
+        ),
+        ({"reward__model": "folder", "rl__reward": "math:0,reward_model"}, ""),
+        ({"policy_optim__final": 0.1}, "policy_optim.final=0.1 is not read, as policy"),
+        ({"policy_optim__final": 0.1, "policy_optim__schedule": "cosine"}, ""),
+    ],
+)
+def test_values_that_change_nothing_are_told(leaves, line):
+    cfg = config.freeze(changed(**{"data__heldout": "a.jsonl", **leaves}))
+    told = config.warnings(cfg, ModelConfig(), devices=1)
+    assert len(told) == bool(line)
+    assert not line or told[0].startswith(f"warning: {line}")
+
+
+@pytest.mark.parametrize(
+    ("targets", "becomes"),
+    [
+        ((), ()),
+        (("wq", "wv"), ("wq", "wv")),
+        (("wq,wv",), ("wq", "wv")),  # as a command line has it
+        ((" wq, wv,",), ("wq", "wv")),
+        (("",), ()),
+    ],
+)
+def test_targets_of_lora_may_stand_in_one_text(targets, becomes):
+    model = config.ModelArgs(lora_rank=2, lora_targets=targets)
+    assert model.lora.targets == becomes
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("heldout_accuracy", True),
+        ("heldout_b_accuracy", True),
+        ("heldout_b_one_response_length", True),
+        ("heldout_one_pass@2", True),
+        ("heldout_a_accuracy", False),  # the first file has no name
+        ("heldout_acuracy", False),
+        ("heldout_pass@3", False),
+        ("heldout_two_accuracy", False),
+    ],
+)
+def test_the_best_is_of_what_evaluations_tell(name, known):
+    leaves = {"data__heldout": "x/a.jsonl, x/b.jsonl.gz", "eval__answers": 2}
+    leaves |= {"eval__samplers": "one:strategy=static", "run__keep_best": name}
+    if known:
+        assert config.freeze(changed(**leaves))
+        return
+    says = (
+        f"run.keep_best='{name}' is no metric of the .* choose from heldout_accuracy, "
+    )
+    with pytest.raises(ValueError, match=says):
+        config.freeze(changed(**leaves))
+
+
+@pytest.mark.parametrize(
+    ("words", "method", "keys"),
+    [
+        (
+            "--config.rl.steps=3 -config.rl.group 4 --config.seed=1",
+            "sft",
+            "steps group",
+        ),
+        ("--noconfig.rl.whiten --config.value_optim.lr=1", "dpo", "whiten lr"),
+        ("--config.rl.reward=code --config.rl.truncated=graded", "sft", ""),
+        ("--config.sft.steps=3 --config.rl.steps=3", "rl", "steps"),
+    ],
+)
+def test_keys_of_another_method_are_told(words, method, keys):
+    lines = command_line.of_other_methods(["train", *words.split()], method)
+    assert len(lines) == len(keys.split())
+    for line, key in zip(lines, keys.split(), strict=True):
+        assert re.match(
+            rf"--config\.(rl|sft|value_optim)\.{key} is not read with", line
+        )
 
 
 @pytest.mark.parametrize(

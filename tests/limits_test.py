@@ -39,3 +39,28 @@ def test_a_thread_has_no_alarm():
     thread.start()
     thread.join()
     assert ended == [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its limit of memory is not kept")
+def test_two_threads_leave_the_limit_as_it_was():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    first, second, left = (threading.Event() for _ in range(3))
+
+    def one():
+        with limits.bounded():
+            first.set()
+            second.wait(0.2)
+        left.set()
+
+    def other():
+        first.wait(60)
+        with limits.bounded():
+            second.set()
+            left.wait(60)
+
+    threads = [threading.Thread(target=work) for work in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -57,9 +57,9 @@ def strengthened(path: str, out: str, tests: int, seed: int):
     file = pathlib.Path(out)
     if file.suffix != ".jsonl" or file.is_dir():
         raise ValueError(f"{out}: records are written as lines; name a file *.jsonl")
+    rows = records(path)
     if file.exists() and file.samefile(path):
         raise ValueError(f"{out}: that is the file it reads; name another")
-    rows = records(path)
     for number, row in enumerate(rows, 1):
         try:
             strengthen.check(row)

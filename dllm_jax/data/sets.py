@@ -280,7 +280,12 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     unknown set, a wrong checksum, a download that fails, and a record that is none.
     """
     known = known_set(name)
-    told = re.sub(r"[^\w.-]+", "_", name.removeprefix("hub:").removesuffix(".gz"))
+    if sha256 and known.sha256 not in ("", sha256):
+        raise ValueError(
+            f"--sha256={sha256}: {name} is known to be of a file with SHA-256 {known.sha256}"
+        )
+    told = name.removeprefix("hub:").removesuffix(".gz")
+    told = urllib.parse.quote(told).replace("/", "+")  # a "+" of its own is %2B now
     stem, kind = os.path.splitext(told.removesuffix(".jsonl"))
     kept = place(name if name in SETS else stem + kind.replace(".", "_"))
     raw = cache() / "downloaded" / kept.stem / pathlib.PurePosixPath(known.url).name

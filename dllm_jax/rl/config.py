@@ -134,7 +134,7 @@ class ObjectiveConfig:
         checks.fields(
             self,
             loss=RL_LOSSES,
-            clip=">= 0",
+            clip="> 0",
             value_clip=">= -1",
             entropy_bonus=">= 0",
             clip_high=">= 0",
@@ -216,6 +216,9 @@ class OptimConfig:
                 f"={self.max_grad_skip}: times the median of a gradient's norm, above 1, "
                 "such as 10; or 0, which is off",
             )
+
+
+MOST_ANSWERS = 2**24  # of a step: the host holds each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,8 +340,6 @@ class RLConfig:
                 f"rl.min_solved={self.min_solved}, rl.max_solved={self.max_solved}: a "
                 "range of solve rates, 0 <= min_solved <= max_solved <= 1"
             )
-        if self.prompts * self.group < self.updates:
-            raise ValueError("rl.updates is larger than rl.prompts * rl.group")
         for name, wrong, why in self.unfit():
             if wrong:
                 raise checks.Refused(name, f"={getattr(self, name)!r}: {why}")
@@ -348,6 +349,19 @@ class RLConfig:
         apart = f"needs rl.value='own', a network that learns apart, not {self.value!r}"
         most = self.prompts * self.group
         return (
+            (
+                "prompts",
+                most > MOST_ANSWERS,
+                (
+                    f"with rl.group={self.group} a step has {most:,} answers; at most "
+                    f"{MOST_ANSWERS:,}"
+                ),
+            ),
+            (
+                "updates",
+                most < self.updates,
+                f"a step has at most rl.prompts * rl.group = {most} answers",
+            ),
             ("trusted_gap", -1 < self.trusted_gap < 0, "nats, 0 or more; or -1"),
             (
                 "trusted_gap",

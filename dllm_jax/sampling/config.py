@@ -177,6 +177,12 @@ class SamplerConfig:
         return STRATEGIES[self.strategy].ranks and of_draw
 
     @property
+    def draws_order(self) -> bool:
+        """Whether chance decides which positions are unmasked, at temperature 0, too."""
+        of_chance = self.target == "random" or self.rank_temperature > 0
+        return STRATEGIES[self.strategy].ranks and of_chance
+
+    @property
     def slots(self) -> int:
         """Positions of a canvas: prompt and answer, filled up to whole blocks, and the tail.
 
@@ -358,6 +364,10 @@ def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:
                 raise ValueError(
                     f"{name}: {key}={checks.shown(value)}: needs a {types[key].__name__}"
                 ) from None
+        if changes.get("block") == 0:  # the first sampler's has become the checkpoint's
+            raise ValueError(
+                f"{name}: block=0: 1 or more, or leave it out for sampler.block"
+            )
         try:
             found[name] = dataclasses.replace(cfg, **changes)
         except ValueError as error:

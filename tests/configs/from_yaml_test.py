@@ -11,6 +11,7 @@ from configs import eval as evaluations
 from configs import from_yaml, tracerl
 from dllm_jax import config
 from dllm_jax.data.templates import TEMPLATES
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl.config import JudgeConfig, RewardConfig
 from tests import served
 from tests.configs.common import but
@@ -462,6 +463,140 @@ def test_evaluation_has_the_temperature_of_rollouts_where_it_names_none(tmp_path
         assert (cfg.sampler.temperature, cfg.eval.temperature) == (0.8, value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "samplers"),
+    [
+        ("rl_trado", "", "static:strategy=static,top_k=1"),
+        ("rl_trado", "evaluation.top_k: null", "static:strategy=static"),
+        ("rl_trado", "evaluation.eval_dataset: null", ""),
+        ("rl_trado", "evaluation.if_eval: False", ""),
+        ("rl_trado", "evaluation.top_k: [0, 1, 2]", ""),  # and told: not one for each
+        (
+            "rl_trado",
+            "evaluation.block_size: 8\nevaluation.dynamic_threshold: 0.8",
+            (
+                "dynamic:block=8,threshold=0.8/static:block=8,strategy=static,"
+                "threshold=0.8,top_k=1"
+            ),
+        ),
+        (
+            "rl_trado",
+            (
+                "evaluation.remasking_strategy: [sequential, low_confidence_static]\n"
+                "evaluation.top_k: null"
+            ),
+            "sequential:strategy=sequential/static:strategy=static",
+        ),
+        ("rl_dream", "", ""),
+        ("rl_dream", "evaluation.use_cache: False", "static:cache=none,horizon=0"),
+        ("rl_dream", "evaluation.steps: 512", "static:steps_per_block=16"),
+        (
+            "rl_dream",
+            (
+                "evaluation.remasking_strategy: "
+                "[low_confidence_static, low_confidence_dynamic]\n"
+                "evaluation.block_size: [32, 4]"
+            ),
+            "dynamic:block=4,steps_per_block=4,strategy=dynamic,tempered_threshold=True",
+        ),
+    ],
+)
+def test_evaluation_has_its_own_samplers(name, change, samplers, tmp_path):
+    path = written(tmp_path, name, but(FILES[name], change))
+    cfg = frozen(from_yaml.ported(path))
+    assert cfg.eval.samplers == samplers
+    heldout = bool(cfg.data.heldout)
+    assert cfg.eval.answers == (
+        FILES[name]["evaluation"]["num_response_per_task"] if heldout else 1
+    )
+    unused = from_yaml.translate(from_yaml.read(path))[1]
+    differs = "[0, 1, 2]" in change
+    assert unused["evaluation.dynamic_threshold"].startswith(OTHER) == differs
+
+
+def test_an_evaluation_of_several_strategies_has_a_sampler_of_each(tmp_path):
+    both = "[low_confidence_dynamic, low_confidence_static]"
+    change = f"rollout.remasking_strategy: {both}\nmodel_base: dream"
+    path = written(tmp_path, "x", but(dream_eval, change))
+    cfg = frozen(from_yaml.ported(path))
+    assert (cfg.sampler.strategy, cfg.sampler.tempered_threshold) == ("dynamic", True)
+    assert cfg.eval.samplers == "static:strategy=static,tempered_threshold=False"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key", "leaf", "value", "reason"),
+    [
+        (
+            "rl_llada",
+            "model.model_base: llada\nrollout.target: neg_entropy",
+            *(
+                "rollout.target",
+                "sampler.target",
+                "neg_entropy",
+                "turns its sign round",
+            ),
+        ),
+        (
+            "rl_dream",
+            "rollout.target: neg_entropy",
+            *("rollout.target", "sampler.target", "neg_entropy", ""),
+        ),
+        (
+            "rl_dream",
+            "rollout.target: neg_entropy\nrollout.pad_target_penalty: 2.0",
+            *("rollout.pad_target_penalty", "sampler.pad_penalty", 2.0, "raises those"),
+        ),
+        (
+            "rl_dream",
+            "rollout.pad_target_penalty: 2.0",
+            *("rollout.pad_target_penalty", "sampler.pad_penalty", 2.0, ""),
+        ),
+        (
+            "rl_dream",
+            "rollout.alg_temp: 0.5",
+            *("rollout.alg_temp", "sampler.rank_temperature", 0.5, ""),
+        ),
+        (
+            "rl_llada",
+            (
+                "model.model_base: llada\nrollout.steps: 256\n"
+                "rollout.remasking_strategy: low_confidence_dynamic"
+            ),
+            *("rollout.steps", "sampler.steps_per_block", 16, "may run out of steps"),
+        ),
+        (
+            "rl_llada",
+            "model.model_base: llada\nrollout.steps: 256",
+            *("rollout.steps", "sampler.steps_per_block", 16, ""),
+        ),
+    ],
+)
+def test_samplers_that_are_not_theirs_say_so(
+    name, change, key, leaf, value, reason, tmp_path
+):
+    path = written(tmp_path, name, but(FILES[name], change))
+    leaves, unused = from_yaml.translate(from_yaml.read(path))
+    said = unused.get(key, "")
+    assert leaves[leaf] == value and reason in said
+    assert said.startswith(OTHER) == bool(reason)
+
+
+def test_a_value_may_be_a_part_of_another(tmp_path):
+    change = "system.base_dir: /base\nmodel.pretrained_model: ${system.base_dir}/some"
+    path = written(tmp_path, "x", but(trado, change))
+    assert frozen(from_yaml.ported(path)).model.path == "/base/some"
+
+
+def test_dreams_ranks_have_a_temperature_where_the_strategy_is_static(tmp_path):
+    change = "rollout.alg_temp: 0.5\nrollout.remasking_strategy: low_confidence_dynamic"
+    path = written(tmp_path, "x", but(dream, change))
+    cfg = frozen(from_yaml.ported(path))
+    assert cfg.sampler.rank_temperature == 0
+    assert cfg.eval.samplers == (
+        "static:strategy=static,tempered_threshold=False,rank_temperature=0.5"
+    )
+
+
 def test_a_value_model_may_start_elsewhere(tmp_path):
     def cfg(content):
         return frozen(from_yaml.ported(written(tmp_path, "x", content)))
@@ -500,11 +635,13 @@ def test_prompts_that_are_too_long(name, change, longest, tmp_path):
         ("sft_dream", "", "training.num_train_epochs", True),
         ("rl_trado", "", "model.model_base", True),
         ("rl_trado", "", "training.gradient_accumulation_steps", True),
-        ("rl_trado", "", "evaluation.num_response_per_task", True),
-        ("rl_trado", "", "evaluation.remasking_strategy", True),
+        ("rl_trado", "", "evaluation.remasking_strategy", False),
         ("rl_trado", "", "evaluation.block_size", False),
-        ("rl_trado", "evaluation.block_size: 8", "evaluation.block_size", True),
+        ("rl_trado", "evaluation.block_size: 8", "evaluation.block_size", False),
+        ("rl_trado", "evaluation.block_size: 2", "evaluation.block_size", True),
         ("rl_trado", "evaluation.max_token: 1000", "evaluation.max_token", True),
+        ("rl_trado", "", "evaluation.data_type", False),
+        ("rl_sdar_code", "", "evaluation.data_type", True),
         ("rl_dream", "", "evaluation.block_size", False),
         ("rl_dream", "evaluation.block_size: [32, 4]", "evaluation.block_size", True),
         (
@@ -514,6 +651,7 @@ def test_prompts_that_are_too_long(name, change, longest, tmp_path):
             False,
         ),
         ("rl_dream", "evaluation.batch_size: 9", "evaluation.batch_size", False),
+        ("rl_trado", "training.max_grad_norm: 0.5", "training.max_grad_norm", True),
         ("rl_trado", "", "training.max_gen_length", False),
         ("rl_trado", "training.max_gen_length: 1000", "training.max_gen_length", True),
         ("rl_dream", "", "training.beta", True),
@@ -568,7 +706,10 @@ def test_prompts_losses_and_scores_are_theirs(tmp_path):
     assert (
         cfg("rl_trado").rl.truncated_wrong and not cfg("dream_eval").rl.truncated_wrong
     )
-    assert cfg("sft_dream", "training.method: ar").model.attention == "causal"
+    ar = cfg("sft_dream", "training.method: ar")
+    assert (ar.model.attention, ar.noise.kind) == ("causal", "ar")
+    assert (ar.sampler.block, ar.sampler.steps_per_block) == (1, 1)
+    assert config.chosen(ar, ModelConfig(attention="causal", shift=1))
     dynamic = "rollout.remasking_strategy: low_confidence_dynamic"
     assert cfg("dream_eval", dynamic).sampler.tempered_threshold
     llada = f"{dynamic}\nmodel_base: llada"
@@ -602,7 +743,18 @@ def test_evaluation(tmp_path):
         ("training.shrink: true", "training.shrink=True is no whole number"),
         ("training.eps: true", "training.eps=True is no number"),
         ("training.eps: much", "'much' is no value for objective.clip"),
+        (
+            "optimizer.params.weight_decay: much",
+            "optimizer.params.weight_decay='much' is no number",
+        ),
+        (
+            "model.model_base: [trado]",
+            r"model.model_base=\['trado'\] has no counterpart",
+        ),
+        ("training.max_grad_norm: true", "training.max_grad_norm=True is no number"),
         ("training.eps: ${training.epsilon}", "training.eps=.* refers to no value"),
+        ("model.pretrained_model: ${a.b}/x", "pretrained_model=.* refers to no value"),
+        ("evaluation.top_k: ['${rollout.top_k}']", "top_k=.* refers to no value"),
         ("rollout.block_size: 2", "sampler.steps_per_block=4"),
     ],
 )

@@ -125,6 +125,21 @@ def test_rl_of_lladav(tree, kind, tmp_path):
     assert unread.data.heldout == ""
 
 
+@pytest.mark.parametrize(("tree", "differs"), [(RL, True), (VALUE, False)])
+def test_the_kl_is_a_mean_with_a_value_model(tree, differs):
+    """Theirs sums it over a row without one, and takes the mean with one."""
+    reason = from_yaml.translate(config.flat(tree))[1].get("training.beta", "")
+    assert ("not divided by a step's size" in reason) == differs
+
+
+def test_images_are_graded_as_theirs_whatever_is_asked(tmp_path):
+    lax = translated(but(RL, "reward.strict_len_check: null"), tmp_path)
+    strict = translated(but(RL, "reward.strict_len_check: True"), tmp_path)
+    assert (lax.rl.truncated, strict.rl.truncated) == ("graded", "wrong")
+    rl = translated(but(RL, "dataset.data_type: math"), tmp_path).rl
+    assert (rl.reward, rl.min_solved, rl.max_solved) == ("math", 0.05, 0.95)
+
+
 def test_evaluation_and_sft_of_lladav(tmp_path):
     cfg = translated(EVAL, tmp_path)
     assert cfg.sampler.before_stop and cfg.eval.answers == 8

@@ -279,6 +279,7 @@ def test_each_file_becomes_a_run_that_validates(name, tiny, tmp_path):
         assert said in text
         return
     assert "theirs are compared as mathematics" in text
+    assert "training" not in tree or "chat tokens into LLaDA-V's" not in text
     new, block = tree["rollout"]["max_gen_length"], tree["rollout"]["block_size"]
     assert (cfg.sampler.max_new, cfg.sampler.block) == (new, block)
     assert cfg.sampler.steps_per_block == block  # a token a step, of all of them
@@ -287,7 +288,9 @@ def test_each_file_becomes_a_run_that_validates(name, tiny, tmp_path):
     assert ("boxed" in cfg.data.template) == boxed
     if "training" not in tree:
         assert cfg.eval.answers == 3 and cfg.sampler.strategy == "static"
-        assert "not asked here: low_confidence_dynamic" in text
+        assert cfg.eval.samplers == "dynamic:strategy=dynamic"
+        assert ("one where the strategy is static" in text) == ("mmada" in name)
+        assert ("chat tokens into LLaDA-V's" in text) == ("lladav" in name)
         return
     assert (cfg.rl.prompts, cfg.rl.group) == (
         tree["rollout"]["num_task_per_step"],
@@ -319,6 +322,7 @@ def test_presets_of_the_released_models_validate(name, made):
     cfg = config.freeze(made.get_config(name))
     assert cfg.data.image_root and cfg.sampler.max_prompt > 1027
     assert (cfg.model.vq != "") == ("mmada" in name)
+    assert made is sft or cfg.rl.truncated == "graded"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "process" in name])

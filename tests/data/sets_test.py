@@ -176,6 +176,27 @@ def test_files_of_the_hub_that_differ_in_their_kind_alone_are_two(mirror):
     assert {str(records.records(str(file))[0]["a"]) for file in found} == set("123")
 
 
+def test_files_of_the_hub_with_names_alike_are_two(mirror):
+    names = ("a/b_c/d.jsonl", "a/b/c_d.jsonl", "a/b/c/d.jsonl", "a/b/c+d.jsonl")
+    for name in names:
+        owner, repository, path = name.split("/", 2)
+        text = json.dumps({"name": name}).encode()
+        mirror(sets.HUB.format(f"{owner}/{repository}", path), text)
+    for name in names * 2:
+        assert records.records(str(sets.get(f"hub:{name}")[0])) == [{"name": name}]
+
+
+def test_a_checksum_that_is_not_the_known_one_is_refused(mirror):
+    with pytest.raises(
+        ValueError, match="--sha256=00: math500 is known to be of a file"
+    ):
+        sets.get("math500", "00")
+    known = sets.SETS["math500"].sha256
+    mirror(sets.SETS["math500"].url, b"[]")
+    with pytest.raises(ValueError, match=f"and should be {known}"):
+        sets.get("math500", known)
+
+
 @pytest.mark.parametrize("name", ["MATH", "hub:owner", "hub:owner/name", "hub:a//b"])
 def test_an_unknown_name_lists_what_there_is(name):
     with pytest.raises(ValueError, match="choose from math500, math_train, gsm8k"):
@@ -255,9 +276,11 @@ def test_the_command(tmp_path, mirror):
         f"5 records: --config.data.heldout={cached}/sudoku-5-seed3.jsonl" in done.stdout
     )
     assert "math500" in run("list").stdout
+    there = f"{cached}/aime24.jsonl"
     refusals = {
         ("get", "nothing"): "unknown data set 'nothing': choose from math500",
         ("get",): "say `list`, `get NAME` or `strengthen IN OUT.jsonl`",
+        ("strengthen", "none.jsonl", there): "dataset 'none.jsonl': no such file",
         ("get", "sudoku", "--count=0"): "count",
         ("get", "livebench"): "cannot download file://",
     }
