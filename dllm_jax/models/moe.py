@@ -193,9 +193,7 @@ def dispatch(h_RD, expert_RX, weight_RX, weights, *, first, matmul, parts):
         gate_nI = jax.nn.silu(matmul(x_nD, weights["e_gate"], sizes_E))
         up_nI = matmul(x_nD, weights["e_up"], sizes_E)
         out_nD = matmul(gate_nI * up_nI, weights["e_down"], sizes_E)
-        # Rows behind the last expert's are of choices elsewhere: no expert wrote them.
-        ours_n1 = (jnp.arange(count) < sizes_E.sum())[:, None]
-        out_nD = jnp.where(ours_n1, out_nD, 0)
+        # Rows behind the last expert's are of choices elsewhere, and 0.
         return out_nD.at[place_RX].get(mode="fill", fill_value=0)
 
     # Of choices that go evenly to all devices, twice a device's share is mostly enough.

@@ -74,18 +74,22 @@ def part_of(model: ModelConfig, parts: int) -> dict[str, int]:
 def widths(model: ModelConfig, block: int, page: int) -> Widths:
     """Returns the Widths of a device of the mesh in force.
 
-    Of its vocabulary it is a part, with the same ragged end. block: sampler.block; page:
-    positions of a cache page.
+    Of its vocabulary it is a part, with the same ragged end. Experts that do not divide are
+    whole on each, or each one's width is split. block: sampler.block; page: positions of a
+    cache page.
     """
-    own = part_of(model, jax.sharding.get_abstract_mesh().shape.get("model", 1))
+    parts = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    own, inner = part_of(model, parts), model.sizes["I"]
     vocab, experts = own.pop("vocab"), own.pop("experts")
+    if model.experts % parts and inner % parts == 0:
+        inner //= parts
     return Widths(
         **own,
         vocab=min(vocab, VOCAB + vocab % VOCAB),
         experts=min(experts, 8),
         head_dim=model.head_dim,
         d_model=model.d_model,
-        expert_ffw=model.sizes["I"],
+        expert_ffw=inner,
         dtype=model.dtype,
         block=block,
         page=page,
@@ -168,8 +172,8 @@ def faults(ops: list[str], here: str, wide: Widths) -> dict[str, str]:
 def fault(op: str, here: str, wide: Widths) -> str:
     """Returns what is wrong with a kernel on the first local device; "": nothing is."""
     alone = sharding.make_mesh(fsdp=1, devices=jax.local_devices()[:1])
-    run, arrays = CHECKS[op](wide, np.random.default_rng(0))
     try:
+        run, arrays = CHECKS[op](wide, np.random.default_rng(0))
         with jax.set_mesh(alone):
             got, want = (
                 jax.device_get(jax.jit(functools.partial(run, name))(*arrays))
@@ -181,16 +185,19 @@ def fault(op: str, here: str, wide: Widths) -> str:
 
 
 def difference(got, want, tolerance: float, loose: float) -> str:
-    """Returns by how much two trees of arrays differ; "": by no more than they may."""
-    off = []
+    """Returns by how much two trees of arrays differ; "": by no more than they may.
+
+    Whole numbers, such as the ids of tokens, are equal or off.
+    """
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        rounding = 0.0 if jnp.issubdtype(y.dtype, jnp.integer) else tolerance
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         error = np.abs(x - y) / max(np.abs(y).max(), 1e-30)
-        off.append((error > tolerance) | ~np.isfinite(x))
-        if off[-1].mean() > loose:
+        off = (error > rounding) | ~np.isfinite(x)
+        if off.mean() > loose:
             return (
                 f"it is {np.nanmax(error):.2g} of the largest number off, where "
-                f"{tolerance} is rounding, in {off[-1].mean():.1%} of the numbers"
+                f"{rounding:g} is rounding, in {off.mean():.1%} of the numbers"
             )
     return ""
 
@@ -252,7 +259,7 @@ def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
 
 
 def attention(wide: Widths, rng):
-    """Packed rows: a clean copy, and noised blocks that see what came before them."""
+    """Packed rows: clean copies, noised blocks that see what came before them, padding."""
     cases = [
         packed_rows(wide, rng, *size)
         for size in attention_sizes(choice.platform(), wide)
@@ -265,23 +272,34 @@ def attention(wide: Widths, rng):
                 pallas_kernels.attention, mask=seen, implementation=implementation
             )
             out, pull = jax.vjp(attend, q, k, v)
-            found.append((out, pull(dout)))
+            # Padding sees nothing: whatever it gets is finite, and nobody reads it.
+            real_BT = (seen.q_end_BT > seen.q_begin_BT) | (seen.q_group_BT >= 0)
+            real = real_BT[..., None, None].astype(out.dtype)
+            found.append((out * real, pull(dout * real)))
         return found
 
     return run, (cases,)
 
 
 def packed_rows(wide: Widths, rng, rows: int, slots: int, kv_heads: int):
-    """Returns (q, k, v, the output's gradient, the mask) of one size of `attention`."""
+    """Returns (q, k, v, the output's gradient, the mask) of one size of `attention`.
+
+    A row has two trajectories, of which the second sees nothing of the first. No kernel
+    knows of blocks: wide ones are taken for narrower ones here, of which a row has several.
+    """
     few = rows, slots, kv_heads, wide.head_dim
     shape = *few[:2], kv_heads * wide.heads // wide.kv_heads, wide.head_dim
     q, k, v, dout = (normal(rng, size, wide.dtype) for size in (shape, few, few, shape))
-    clean, Q = slots // 2 // wide.block * wide.block, wide.block
-    slot = np.arange(slots)
-    group = np.where(slot < clean, -1, (slot - clean) // Q)
-    end = np.where(slot < clean, (slot // Q + 1) * Q, (slot - clean) // Q * Q % clean)
-    arrays = (np.zeros(slots), end, group)
-    seen = mask.packed(*(jnp.asarray(np.tile(x, (rows, 1)), "int32") for x in arrays))
+    Q = min(wide.block, slots // 16)
+    clean, slot = slots // 2 // Q * Q, np.arange(slots)
+    noised, padding = slot >= clean, slot >= slots - slots // 16
+    block = np.where(noised, (slot - clean) % clean, slot) // Q * Q  # where it begins
+    second = clean // 2 // Q * Q
+    begin = np.where(block < second, 0, second)
+    end = np.where(padding, begin, np.where(noised, block, block + Q))
+    group = np.where(noised & ~padding, (slot - clean) // Q, -1)
+    arrays = (np.tile(x, (rows, 1)) for x in (begin, end, group))
+    seen = mask.packed(*(jnp.asarray(x, "int32") for x in arrays))
     return q, k, v, dout, seen
 
 
@@ -339,12 +357,13 @@ def chunk(wide: Widths, rng, rows: int, held: int, width: int):
 
 
 def cache_update(wide: Widths, rng):
-    """Windows of which every other is kept."""
+    """Windows of which every other is kept; the first crosses a page's end."""
 
     def run(implementation, *arrays):
         return pallas_kernels.cache_update(*arrays, implementation=implementation)
 
-    return run, pages(wide, rng)
+    pools, layer, table_BA, start_B, *rest = pages(wide, rng)
+    return run, (pools, layer, table_BA, start_B.at[0].set(wide.page - 1), *rest)
 
 
 def token_logprob(wide: Widths, rng):
@@ -412,16 +431,26 @@ def token_draw(wide: Widths, rng):
 
 
 def grouped_matmul(wide: Widths, rng):
-    """Rows of ragged groups, one of them empty, of the second of two layers."""
-    E, rows = max(wide.experts, 2), 256
-    x = normal(rng, (rows, wide.d_model), wide.dtype)
-    w = normal(rng, (2, E, wide.d_model, wide.expert_ffw or wide.d_model), wide.dtype)
-    sizes = rng.multinomial(rows, [0.0, *[1 / (E - 1)] * (E - 1)])
+    """Rows of ragged groups, one of them empty, and of none, and the gradient of all.
 
-    def run(implementation, *arrays):
-        return pallas_kernels.grouped_matmul(*arrays, 1, implementation=implementation)
+    As where experts lie apart: rows behind the last group are of another device's. What they
+    get and give is 0, or it would be added to what that one finds. Of two layers the second.
+    """
+    E, rows, F = max(wide.experts, 2), 256, wide.expert_ffw or wide.d_model
+    x, dy = (normal(rng, (rows, size), wide.dtype) for size in (wide.d_model, F))
+    w = normal(rng, (2, E, wide.d_model, F), wide.dtype)
+    sizes = rng.multinomial(rows - 40, [0.0, *[1 / (E - 1)] * (E - 1)])
 
-    return run, (x, w, jnp.asarray(sizes, "int32"))
+    def run(implementation, x, w, sizes, dy):
+        def product(x):
+            return pallas_kernels.grouped_matmul(
+                x, w, sizes, 1, implementation=implementation
+            )
+
+        y, pull = jax.vjp(product, x)
+        return y, pull(dy)
+
+    return run, (x, w, jnp.asarray(sizes, "int32"), dy)
 
 
 def normal(rng, shape, dtype: str):

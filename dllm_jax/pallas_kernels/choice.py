@@ -58,8 +58,9 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         that are not wanted nothing is read; what is given for them is finite.
     grouped_matmul
         multiply(x_RD, w_EDF, sizes_E, number) -> y_RF in x's dtype
-        Rows are sorted by group, sizes_E to each; rows after the last group give 0. With a
-        number (None: without) w is a stack w_LEDF, and that layer of it is meant.
+        Rows are sorted by group, sizes_E to each; rows after the last group give 0, and get
+        no gradient. With a number (None: without) w is a stack w_LEDF, and that layer of it
+        is meant.
         Differentiable. TPU's is of XLA's operations: nothing is to be interpreted.
 """
 

@@ -355,8 +355,10 @@ def draw_on_device(
     if axis is not None:
         token_R, logit_R = best(token_R, noisy_R, logit_R, axis, V)
     scale_R = jnp.where(temperature_B == 0, 1, temperature_B).repeat(W)
-    conf_R = jnp.exp(logit_R / scale_R - tempered_lse_R)
-    out = token_R, logit_R - lse_R, conf_R, tempered_lse_R - tempered_mean_R
+    # Of large numbers, such as logits by a small temperature, both differences are rounded.
+    conf_R = jnp.minimum(jnp.exp(logit_R / scale_R - tempered_lse_R), 1)
+    entropy_R = jnp.maximum(tempered_lse_R - tempered_mean_R, 0)
+    out = token_R, logit_R - lse_R, conf_R, entropy_R
     return tuple(y_R.reshape(B, W) for y_R in out)
 
 
@@ -383,10 +385,11 @@ def join(lse_R, mean_R, axis):
 def best(token_R, noisy_R, logit_R, axis, V: int):
     """Returns (token, logit) of the part whose noisy score is the largest.
 
-    Of parts that tie it is the smallest id, as in an arg-max over the whole vocabulary.
+    Of parts that tie it is the smallest id, as in an arg-max over the whole vocabulary. Of
+    scores that are no numbers it is the last one.
     """
     wins_R = noisy_R == jax.lax.pmax(noisy_R, axis)
     candidate_R = jnp.where(wins_R, token_R, V)
     first_R = jax.lax.pmin(candidate_R, axis)
     logit_R = jax.lax.psum(jnp.where(candidate_R == first_R, logit_R, 0), axis)
-    return first_R, logit_R
+    return jnp.minimum(first_R, V - 1), logit_R

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import memory
+from dllm_jax import exits, memory, sharding
 from dllm_jax.models import acting, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
@@ -91,19 +91,22 @@ def first_that_fits(remats: tuple[str, ...], planned, limit: int | None):
     """Returns (remat, update, Budget) of the first that fits a device.
 
     remats: keys of transformer.REMAT, the fastest first; planned: of one of them, the
-    jitted update and its Budget, or ValueError; limit: as in `check`. Raises the last
+    jitted update and its Budget, or ValueError; limit: as in `check`. It fits if it does in
+    every process: devices may differ by some bytes, and programs may not. Raises the last
     one's ValueError where none fits.
     """
     for remat in remats:
+        refused = None
         try:
             update, needs = planned(remat)
             check(needs, limit)
-        except ValueError:
-            if remat == remats[-1]:
-                raise
-            continue
-        return remat, update, needs
-    raise ValueError("no remat to choose from")
+        except ValueError as error:
+            refused = error
+        if not sharding.anywhere(refused is not None):
+            return remat, update, needs
+    raise refused or ValueError(
+        f"update does not fit a device of another process; {REMEDIES['update']}"
+    )
 
 
 def remats(
@@ -124,7 +127,8 @@ def remats(
     width = 2 * model.d_model + 2 * (inner + heads) / mesh.shape["model"]
     slots = batch.rows // (mesh.shape["data"] * mesh.shape["fsdp"]) * batch.tokens
     least = "attention", "full"
-    if model.layers * slots * width * jnp.dtype(model.dtype).itemsize > room:
+    kept = model.layers * slots * width * jnp.dtype(model.dtype).itemsize
+    if sharding.anywhere(kept > room):  # all processes try the same
         return least
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return (*(("none", "dots") if on_cpu else ("dots",)), *least)
@@ -166,7 +170,7 @@ def program_bytes(lowered, phase: str) -> int:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not exits.exhausted(error):
             raise
         raise ValueError(
             f"{phase} does not fit a device; {REMEDIES[phase]}: {error}"

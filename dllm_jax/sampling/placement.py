@@ -212,6 +212,8 @@ def check(placement: Placement, beside: int, limit: int | None):
     words = f"needs {gib(need)} GiB of a device's {gib(limit)}, {gib(need - limit)} too many"
     if need == math.inf:
         words = f"does not fit a device's {gib(limit)} GiB"
+    if need <= limit:
+        words = f"does not fit a device of another process, but {gib(limit)} GiB here"
     keys = OF_WEIGHTS if beside + sizes["weights"] > limit else REMEDY
     raise ValueError(f"sampling {words} ({parts}); {keys}")
 

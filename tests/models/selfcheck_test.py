@@ -10,7 +10,14 @@ import pytest
 
 from dllm_jax import sharding
 from dllm_jax.models import selfcheck
-from dllm_jax.pallas_kernels import choice, reference, tiled_attention, tiles
+from dllm_jax.pallas_kernels import (
+    choice,
+    reference,
+    tiled_attention,
+    tiled_head,
+    tiled_matmul,
+    tiles,
+)
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
@@ -74,11 +81,15 @@ def taken(op: str) -> bool:
         (1, {"heads": 8, "kv_heads": 4, "vocab": 8192 + 808, "experts": 8}),
         (4, {"heads": 2, "kv_heads": 1, "vocab": 8192 + 202, "experts": 4}),
         (8, {"heads": 8, "kv_heads": 4, "vocab": 8192 + 4197, "experts": 2}),
+        (1, {"experts": 6, "expert_ffw": 16}),
+        (2, {"experts": 3, "expert_ffw": 16}),
+        (4, {"experts": 6, "expert_ffw": 4}),
     ],
 )
 def test_kernels_are_checked_in_the_sizes_of_one_device(tiny, parts, own):
-    """`model` splits heads only where key heads divide, too."""
-    sizes = {"heads": 8, "kv_heads": 4, "vocab": 99_112, "experts": 16}
+    """`model` splits heads only where key heads divide, too; experts, or else their width."""
+    sizes = {"heads": 8, "kv_heads": 4, "vocab": 99_112}
+    sizes["experts"] = 6 if "expert_ffw" in own else 16
     sparse = {"experts_per_token": 2, "expert_ffw": 16}
     model = dataclasses.replace(tiny[0], **sizes, **sparse)
     mesh = sharding.make_mesh(fsdp=1, model=parts, devices=jax.devices()[:parts])
@@ -112,6 +123,74 @@ def test_a_gradient_that_is_wrong_is_seen(installed):
     assert "kernel of attention" in line
 
 
+def one_behind(*arrays, **how):
+    """Draws the next token."""
+    token, *known = tiled_head.draw(*arrays, **how)
+    return token + 1, *known
+
+
+def without_begin(run):
+    """Returns a part of a kernel of attention to which all rows begin at 0."""
+
+    def of_mask(q, k, v, seen, *arrays, interpret):
+        zero_BT = jnp.zeros_like(seen.q_begin_BT)
+        seen = seen.replace(q_begin_BT=zero_BT, tiles=None)
+        return run(q, k, v, seen, *arrays, interpret=interpret)
+
+    return of_mask
+
+
+def within_pages(pages, layer, table_BA, start_B, keep_B, k, v, *, interpret):
+    """Updates pages with no window that crosses a page's end."""
+    keep_B &= start_B % pages[0].shape[2] + k.shape[1] <= pages[0].shape[2]
+    return reference.cache_update(pages, layer, table_BA, start_B, keep_B, k, v)
+
+
+def behind_groups(x_RD, w_EDF, sizes_E, number):
+    """Multiplies, and leaves a number in rows of no group."""
+    y_RF = tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
+    return jnp.where((jnp.arange(len(x_RD)) < sizes_E.sum())[:, None], y_RF, 1.0)
+
+
+def still(x_RD, w_EDF, sizes_E, number):
+    """Multiplies rows that have no gradient."""
+    x_RD = jax.lax.stop_gradient(x_RD)
+    return tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
+
+
+@pytest.mark.parametrize(
+    ("op", "module"),
+    [
+        ("token_draw", {"draw": one_behind}),
+        (
+            "attention",
+            {
+                "forward": without_begin(tiled_attention.forward),
+                "backward": without_begin(tiled_attention.backward),
+            },
+        ),
+        ("cache_update", {"update": within_pages}),
+        ("grouped_matmul", {"multiply": behind_groups}),
+        ("grouped_matmul", {"multiply": still}),
+    ],
+)
+def test_what_is_wrong_for_some_inputs_is_seen(installed, op, module):
+    """Ids one off, rows of two trajectories, windows across pages, rows of no group."""
+    installed(**{op: types.SimpleNamespace(**module)})
+    (line,) = selfcheck.check("auto", WIDE)
+    assert line.startswith(f"warning: not used is cpu's kernel of {op}: it is ")
+
+
+@pytest.mark.parametrize("block", [1, 32, 1024])
+def test_rows_have_several_blocks_however_wide_these_are(block):
+    wide = dataclasses.replace(WIDE, block=block)
+    with np.errstate(all="raise"):
+        *_, seen = selfcheck.packed_rows(wide, np.random.default_rng(0), 1, 320, 1)
+    sees_T = (seen.q_end_BT - seen.q_begin_BT)[0, :160]
+    assert len(np.unique(sees_T)) > 3 and np.unique(seen.q_begin_BT[0, :160]).size == 2
+    assert len(np.unique(seen.q_group_BT)) > 4
+
+
 def test_where_it_is_asked_for_a_wrong_one_is_refused(installed):
     def attend(*arrays, interpret):
         raise NotImplementedError("no such\ninstruction")
@@ -123,6 +202,17 @@ def test_where_it_is_asked_for_a_wrong_one_is_refused(installed):
     assert selfcheck.check("reference", WIDE) == []
     narrow = dataclasses.replace(WIDE, head_dim=8)  # which no kernel takes
     assert selfcheck.check("platform", narrow) == []
+
+
+def test_a_chip_without_room_for_a_check_is_told(installed, monkeypatch):
+    def full(wide, rng):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    installed(attention=RIGHT)
+    monkeypatch.setitem(selfcheck.CHECKS, "attention", full)
+    (line,) = selfcheck.check("auto", WIDE)
+    assert line.endswith("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory")
+    assert not taken("attention")
 
 
 def test_numbers_that_no_kernel_takes_are_one_word(installed, monkeypatch):

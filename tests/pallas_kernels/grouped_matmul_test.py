@@ -55,6 +55,42 @@ def test_ragged_groups(implementation, sizes):
 
 
 @pytest.mark.parametrize("number", [None, 1])
+def test_what_a_tpu_leaves_behind_the_last_group_is_0(monkeypatch, number):
+    """Its kernel writes no row of no group, nor such a row's gradient (jaxlib 0.11.2)."""
+    plain, sizes_E = jax.lax.ragged_dot, jnp.array([3, 0, 20, 1, 9])
+
+    def left(x_RF, sizes_c):
+        written_R1 = (jnp.arange(R) < sizes_c.sum())[:, None]
+        return jnp.where(written_R1, x_RF, jnp.nan)
+
+    @jax.custom_vjp
+    def kernel(x_RD, w_cDF, sizes_c):
+        return left(plain(x_RD, w_cDF, sizes_c), sizes_c)
+
+    def forward(x_RD, w_cDF, sizes_c):
+        return kernel(x_RD, w_cDF, sizes_c), (x_RD, w_cDF, sizes_c)
+
+    def backward(saved, dy_RF):
+        x_RD, w_cDF, sizes_c = saved
+        _, back = jax.vjp(lambda x, w: plain(x, w, sizes_c), x_RD, w_cDF)
+        dx_RD, dw_cDF = back(dy_RF)
+        return left(dx_RD, sizes_c), dw_cDF, None
+
+    kernel.defvjp(forward, backward)
+    monkeypatch.setattr(jax.lax, "ragged_dot", kernel)
+
+    def product(x_RD, w_EDF):
+        w = w_EDF if number is None else jnp.stack([-w_EDF, w_EDF])
+        how = {"implementation": "tpu"}
+        return pallas_kernels.grouped_matmul(x_RD, w, sizes_E, number, **how)
+
+    out, back = jax.vjp(product, X, W)
+    wanted = RUNS["reference"](sizes_E)
+    for found, want in zip((out, *back(OUT)), wanted, strict=True):
+        np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", [None, 1])
 @pytest.mark.parametrize("sizes", [[70, 0, 41], [0, 0, 0], [1, 118, 1]])
 def test_the_gpu_kernel_interpreted(sizes, number, capfd):
     """Tiles of 64 rows: of one group, of three, of none, and rows behind the last group.

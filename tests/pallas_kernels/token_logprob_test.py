@@ -227,11 +227,23 @@ def test_draws_are_made_where_they_are_wanted(monkeypatch, platform, count):
         assert platform == "gpu" or len(rows) < 2 or (y[rows] == y[rows[0], 0]).all()
 
 
-def test_a_draw_of_what_is_no_number_is_none():
+@pytest.mark.parametrize("implementation", ["any", "tpu"])
+@pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4])
+def test_a_probability_is_at_most_1(implementation, temperature):
+    """Of logits by a small temperature a rounding is more than what is left to 1."""
+    (x, head, keys, _), _ = drawn()
+    f = jax.jit(kernel(pallas_kernels.token_draw, implementation))
+    _, _, conf, entropy = f(5 * x, head, keys, jnp.full(B, temperature))
+    assert (conf <= 1).all() and (entropy >= 0).all()
+
+
+@pytest.mark.parametrize("sizes", MESHES[:2])
+def test_a_draw_of_what_is_no_number_is_none(sizes):
     x, head, _ = inputs()
     key, cold = jax.random.split(jax.random.key(3), B), jnp.zeros(B)
     f = jax.jit(kernel(pallas_kernels.token_draw, "any"))
-    token, *told = f(x.at[1, 2, 0].set(jnp.nan), head, key, cold)
+    with jax.set_mesh(mesh(sizes)):
+        token, *told = f(x.at[1, 2, 0].set(jnp.nan), head, key, cold)
     bad = np.arange(B * U).reshape(B, U) == U + 2
     for y in told:
         np.testing.assert_array_equal(np.isnan(y), bad)

@@ -179,6 +179,28 @@ def test_the_fastest_recomputation_that_fits_is_taken():
         taken(GIB)
 
 
+def test_what_fits_here_and_not_in_another_process_is_not_taken(monkeypatch):
+    """All processes run the same program, or they wait for each other for ever."""
+    lacks = iter([False, True, True, False])  # here or elsewhere
+    monkeypatch.setattr(sharding, "anywhere", lambda fact: next(lacks) or fact)
+
+    def taken(limit):
+        planned = lambda remat: (remat, NEEDS)
+        return budget.first_that_fits(("dots", "full"), planned, limit)[0]
+
+    assert taken(5 * GIB) == "dots"
+    with pytest.raises(ValueError, match="another process; set model.remat='full'"):
+        taken(5 * GIB)
+    with pytest.raises(ValueError, match="update needs 4.50 GiB"):
+        lacks = iter([False] * 2)
+        taken(GIB)
+    mesh = types.SimpleNamespace(shape={"data": 1, "fsdp": 1, "model": 1})
+    batch = BatchConfig(rows=1, tokens=64)
+    lacks = iter([True])
+    tried = budget.remats(ModelConfig(), batch, mesh, math.inf)
+    assert tried == ("attention", "full")
+
+
 @pytest.mark.parametrize(
     "platform, most", [("cpu", ("none", "dots")), ("gpu", ("dots",))]
 )

@@ -311,6 +311,16 @@ def test_what_the_compiler_refuses_is_refused(tiny, monkeypatch):
         placement.check(where, 0, 2 * GIB)
 
 
+def test_what_fits_here_and_not_in_another_process_is_refused(tiny, monkeypatch):
+    where = placement.placed(tiny[0], CFG, mesh_of(1, 1, 1))
+    monkeypatch.setattr(placement, "sizes_of", lambda *_: {"weights": GIB})
+    placement.check(where, 0, 2 * GIB)
+    monkeypatch.setattr(sharding, "anywhere", lambda fact: True)
+    words = "does not fit a device of another process, but 2.00 GiB here (weights 1.00)"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        placement.check(where, 0, 2 * GIB)
+
+
 def test_what_cannot_be_shared_is_refused(tiny):
     few = dataclasses.replace(tiny[0], kv_heads=1)
     for model, shape, words in (
