@@ -234,7 +234,7 @@ def dpo(c):
     arithmetic(c)
     preferences(c)
     c.model.path = "examples/arithmetic/model"
-    c.policy_optim.update(lr=1e-5, schedule="constant")
+    c.policy_optim.update(lr=1e-5, schedule="constant", horizon=0, final=0.0)
     c.run.folder = "runs/arithmetic/dpo"
 
 
@@ -265,7 +265,7 @@ def trace(c):
     c.model.path = "examples/arithmetic/model"
     c.data.train = "runs/arithmetic/traces.jsonl"
     c.noise.kind = "trace"
-    c.policy_optim.update(lr=1e-4, schedule="constant")
+    c.policy_optim.update(lr=1e-4, schedule="constant", horizon=0, final=0.0)
     c.run.folder = "runs/arithmetic/trace"
 
 

@@ -13,8 +13,9 @@ OPERATORS = {
     "==": operator.eq,
     "!=": operator.ne,
 }
-# 0 takes the arg-max. Divided by the least, a hidden token's logit (reference.NEVER) is finite.
-TEMPERATURE = "== 0 or >= 1e-6"
+# 0 takes the arg-max. Divided by the least, a hidden token's logit (reference.NEVER) is finite;
+# by the largest it is still below all others.
+TEMPERATURE = "== 0 or >= 1e-6, <= 1e6"
 KINDS = {
     bool: "True or False",
     int: "a whole number of 32 bits",

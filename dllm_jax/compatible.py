@@ -75,6 +75,11 @@ def check_head(cfg):
     """Raises ValueError for what a head on the policy's trunk reads of no optimizer."""
     if (cfg.method, cfg.rl.value) != ("rl", "head"):
         return
+    if cfg.value_optim.lr and not cfg.policy_optim.lr:
+        raise ValueError(
+            "policy_optim.lr=0 with rl.value='head': the head has the policy's optimizer, and "
+            "would not learn either; set value_optim.lr=0, too, or rl.value='own'"
+        )
     for field in dataclasses.fields(cfg.value_optim):
         value = getattr(cfg.value_optim, field.name)
         if field.name != "lr" and value != field.default:
@@ -306,20 +311,29 @@ def check_groups(cfg):
     Of a run that trains: an evaluation has a temperature of its own, and no groups.
     """
     rl, sampler = cfg.rl, cfg.sampler
-    if cfg.method != "rl" or rl.advantage == "none":
+    if cfg.method != "rl":
         return
-    if not sampler.temperature and not sampler.draws_order:
+    compares = rl.advantage != "none"
+    if compares and not sampler.temperature and not sampler.draws_order:
         raise ValueError(
             "sampler.temperature=0: all answers to a problem are the same, and "
             f"rl.advantage={rl.advantage!r} compares them; set it to 1.0 for example"
         )
-    shares = [right / rl.group for right in range(1, rl.group)]
+    # Where answers are compared, a group of which all are right, or none, teaches nothing.
+    few = 1 if compares else 0
+    shares = [right / rl.group for right in range(few, rl.group + 1 - few)]
     if rl.filter == "solvable" and not any(
         rl.min_solved <= share <= rl.max_solved for share in shares
     ):
         raise ValueError(
             f"rl.min_solved={rl.min_solved}, rl.max_solved={rl.max_solved}: no group of "
-            f"rl.group={rl.group} answers that differ is solved so often; widen the range"
+            f"rl.group={rl.group} answers{' that differ' * compares} is solved so often; "
+            "widen the range"
+        )
+    if rl.filter != "solvable" and rl.group == 1:
+        raise ValueError(
+            f"rl.group=1: no group of one answer is {rl.filter} (rl.filter); use 'solvable', "
+            "or more answers"
         )
 
 

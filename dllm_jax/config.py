@@ -465,7 +465,7 @@ def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
                 f"sampler.stop_ids={cfg.stop_ids}: {token} never ends an answer; ids are "
                 f"0..{model.vocab - 1}, and {model.mask_id} is the mask token"
             )
-    return stop_ids(tok, model.eos_id, *cfg.stop_ids)
+    return stop_ids(tok, model.eos_id, *model.ends, *cfg.stop_ids)
 
 
 def size_warnings(

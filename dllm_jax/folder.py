@@ -49,7 +49,8 @@ def write(path: pathlib.Path, text: str) -> None:
     """Writes a file, which is never seen half-written."""
     with room(path.parent, len(text)):
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text)
+        # A name that is no UTF-8 may stand in the text: its odd bytes are replaced.
+        partial.write_text(text, encoding="utf-8", errors="replace")
         os.replace(partial, path)
 
 

@@ -48,6 +48,8 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     tools = begin.tools(here)
     problems = heldout.sets(here.settings, tools)
     source = here.method(here.settings, tools)
+    for line in heldout.shared(here.settings, problems, source.prompts):
+        here.say(line)
     sampling, guest = begin.place(here, tools)
     programs = begin.programs(here, source, tools, sampling, guest)
     progress = begin.progress(here, source, tools, sampling.weights)

@@ -280,6 +280,10 @@ TOGETHER = """
     sampler.target=random sampler.threshold
     sampler.max_prompt=2 no prompt fits into sampler.max_prompt=2
     rl.group=1 rl.advantage='zscore' compares
+    rl.group=1,rl.advantage=none,rl.filter=varied no group of one answer is varied
+    rl.group=1,rl.advantage=none,rl.min_solved=0.2,rl.max_solved=0.8 rl.group=1 answers is solved so often
+    rl.value=head,policy_optim.lr=0 the head has the policy's optimizer
+    sampler.temperature=1e9 sampler.temperature=1000000000.0
     model.attention=causal,noise.kind=subset,rl.value=none but the model's attention is causal
     model.attention=causal the model's shift is 0
     model.lora_rank=2,model.lora_targets=nothing no weight 'nothing'

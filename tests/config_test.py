@@ -411,7 +411,7 @@ def test_groups_that_cannot_differ_are_no_rl(leaves, message):
         {"sampler__temperature": 0.0, "method": "sft"},
         {"rl__group": 4, "rl__min_solved": 0.3, "rl__filter": "varied"},
         {"rl__group": 4, "rl__min_solved": 0.25, "rl__max_solved": 0.25},
-        {"rl__group": 1, "rl__advantage": "none"},
+        {"rl__group": 1, "rl__advantage": "none", "rl__max_solved": 1.0},
         {"run__keep_every": 8, "run__save_every": 4},
         {"model__lora_targets": ("wq",), "model__lora_rank": 4},
         {"rl__rest_for": 9, "rl__rest_after": 1},

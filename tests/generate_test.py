@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 
-import huggingface_hub
+import huggingface_hub.constants
 import jax
 import numpy as np
 import pytest

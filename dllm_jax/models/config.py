@@ -73,6 +73,7 @@ class ModelConfig:
     # mask. Softmaxes of sampling and training are over these.
     drawn: tuple[int, ...] = ()
     eos_id: int = 151643
+    ends: tuple[int, ...] = ()  # ids that end an answer, too
     pad_id: int = 151643
     dtype: str = "bfloat16"  # of computation; parameters keep their own
     remat: str = "none"  # a key of transformer.REMAT: what the backward pass recomputes
@@ -86,6 +87,7 @@ class ModelConfig:
         sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "block")
         counts = ("ffw", "codebook", "positions", "experts_per_token", "expert_ffw")
         counts += ("shared_experts", "dense_layers", "eos_id", "pad_id", "tiles")
+        counts += ("ends",)
         checks.fields(
             self,
             **dict.fromkeys(sizes, ">= 1"),

@@ -10,7 +10,13 @@ import pathlib
 
 from dllm_jax.checks import Refused, one_of, shown, suits
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.special import find_eos_id, find_mask_id, read_json, token_id
+from dllm_jax.models.special import (
+    find_ends,
+    find_eos_id,
+    find_mask_id,
+    read_json,
+    token_id,
+)
 from dllm_jax.models.vision import config as vision
 
 # ---- Names: our parameter -> the checkpoint's tensor -----------------------------------
@@ -397,13 +403,15 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     pad_id = token_id(raw, "pad_token_id", None)
     eos_id = find_eos_id(folder, raw)
     keys = family.fields | {"mask_id": "mask_token_id", "eos_id": "eos_token_id"}
-    keys |= {"pad_id": "pad_token_id", "rope_llama3": "rope_scaling"}
+    keys |= {"pad_id": "pad_token_id", "ends": "eos_token_id"}
+    keys |= {"rope_llama3": "rope_scaling"}
     try:
         cfg = ModelConfig(
             family=kind,
             rope_theta=10000.0 if raw.get("rope_theta") is None else raw["rope_theta"],
             rope_llama3=rope_llama3,
             eos_id=eos_id,
+            ends=find_ends(folder, raw, eos_id),
             pad_id=eos_id if pad_id is None else pad_id,
             vision=vision.of_llava(raw, file) if "newline" in family.names else None,
             **fields,

@@ -73,6 +73,22 @@ def find_eos_id(folder: pathlib.Path, raw: dict) -> int:
     return token
 
 
+def find_ends(folder: pathlib.Path, raw: dict, eos_id: int) -> tuple[int, ...]:
+    """Returns what ends an answer besides `eos_id`: a turn's end, or a text's.
+
+    config.json and generation_config.json may each list several ids, as those of Llama 3.1
+    and Qwen2.5 do.
+    """
+    said, file = [raw], folder / "generation_config.json"
+    if file.is_file():
+        said.append(read_json(file))
+    ids = []
+    for tree in said:
+        told = tree.get("eos_token_id")
+        ids += told if isinstance(told, list) else [told]
+    return tuple(dict.fromkeys(x for x in ids if x not in (None, eos_id)))
+
+
 def tokenizers_id(folder: pathlib.Path, kind: str, *others: str) -> int | None:
     """Returns the id of a tokenizer's token, None where its files have none.
 

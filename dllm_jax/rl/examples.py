@@ -77,6 +77,14 @@ class FromExamples:
     def recall(self, memory: dict) -> None:
         """Puts back what `memory` was: nothing."""
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts of all examples."""
+        made = self.examples
+        shown = made.pictures or ((),) * len(made.len_B)
+        rows = zip(made.tokens_BT, made.prompt_len_B, shown, strict=True)
+        return [Prompt(tokens_T[:n].tolist(), own) for tokens_T, n, own in rows]
+
     def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
         return [(("policy",), batch) for batch in made.batches]

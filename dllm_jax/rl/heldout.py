@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from dllm_jax import data
+from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.rl import rollout
 from dllm_jax.rl.networks import Weights
 from dllm_jax.rl.sources import Settings, Tools
@@ -37,6 +38,28 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
             path,
         )
     return found
+
+
+def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str]:
+    """Returns a warning for each file of held-out problems that has some of data.train.
+
+    sets: of `sets`; prompts: of what is learned from. Those about an image are the same if
+    it is, too.
+    """
+
+    def key(prompt):
+        marks = (picture.mark for picture in pictures_of(prompt))
+        return (*prompt, *marks)
+
+    learned = set(map(key, prompts)) if sets else set()
+    paths, lines = files(settings), []
+    for name, held in sets.items():
+        if count := sum(key(problem.prompt_ids) in learned for problem in held):
+            lines.append(
+                f"warning: {count} of {len(held)} problems of {paths[name]!r} are in "
+                "data.train, too: what they say of others is less than it seems"
+            )
+    return lines
 
 
 def files(settings: Settings) -> dict[str, str]:

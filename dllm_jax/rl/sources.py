@@ -113,6 +113,11 @@ class RL:
             record=rl.value_record,
         )
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts of all problems."""
+        return [problem.prompt_ids for problem in self.problems]
+
     def blank(self) -> TrainBatch:
         """Returns the shapes of every batch."""
         fields = batches.asked(self.settings.objective)
@@ -198,7 +203,7 @@ class RL:
             rollout.write(tools.folder, step, rollouts, problems, tools.samples, notes)
         sampled = int(rollouts.trace.len_B.sum())
         if not complete:
-            self.say_skipped(step, rollouts)
+            self.say_skipped(step, judged(rollouts, settings.rl), metrics | learned)
         complete = [self.anchored(batch, step) for batch in complete]
         dropped = tuple(self.anchored(batch, step) for batch in dropped)
         return StepBatches(metrics | learned, complete, sampled, used, dropped, table)
@@ -278,13 +283,16 @@ class RL:
                 stop=self.tools.stop,
             )
 
-    def say_skipped(self, step: int, rollouts):
-        """Says why a step has no batches."""
+    def say_skipped(self, step: int, rollouts, metrics: dict):
+        """Says why a step has no batches, or none that teaches."""
         rl = self.settings.rl
         if not rollouts.trace.len_B.any():
             reason = "all its prompts are longer than sampler.max_prompt"
         elif rollouts.late_n.all():
-            reason = "no answer could be graded"
+            cut = metrics.get("truncated") == 1 and rl.truncated == "mask"
+            reason = "every answer was cut" if cut else "no answer could be graded"
+        elif metrics["groups_kept"]:
+            reason = "the noise masks nothing of its answers"
         elif rl.filter == "solvable":
             reason = f"no group is solvable in [{rl.min_solved}, {rl.max_solved}]"
         else:

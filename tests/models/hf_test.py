@@ -21,7 +21,9 @@ import safetensors.numpy
 from huggingface_hub import errors
 
 from dllm_jax import exits, sharding
+from dllm_jax.config import stops_of
 from dllm_jax.models import families, hf, transformer
+from dllm_jax.sampling.config import SamplerConfig
 from tests.goldens import reader
 
 ORIGINS = reader.CHECKPOINTS
@@ -630,6 +632,7 @@ LLAMA3 = {
 }
 PLAIN = ["block_size", "mask_token_id"]  # what only diffusion models have
 AUTOREGRESSIVE = {"attention": "causal", "shift": 1, "block": 1, "mask_id": VOCAB}
+TWO_ENDS = {"pad_id": 7, "eos_id": 5, "ends": (6,)}
 FOUR_HEADS = {"num_attention_heads": 4}
 
 
@@ -638,7 +641,7 @@ FOUR_HEADS = {"num_attention_heads": 4}
     [
         ({}, ["block_size"], {"block": 4}),
         ({"block_size": 16}, [], {"block": 16}),
-        ({"pad_token_id": 7, "eos_token_id": [5, 6]}, [], {"pad_id": 7, "eos_id": 5}),
+        ({"pad_token_id": 7, "eos_token_id": [5, 6]}, [], TWO_ENDS),
         # The token that ends a text is said to be the pad, or another file's affair.
         ({"eos_token_id": None, "pad_token_id": 7}, [], {"eos_id": 7, "pad_id": 7}),
         (
@@ -736,13 +739,17 @@ def test_the_end_of_a_text_is_asked_of_one_file_after_the_other(tmp_path):
     said = folder / "generation_config.json"
     for value, eos_id in (([9, 8], 9), (9, 9)):
         said.write_text(json.dumps({"eos_token_id": value}))
-        assert hf.read_config(folder).eos_id == eos_id
+        cfg = hf.read_config(folder)
+        assert (cfg.eos_id, cfg.ends) == (eos_id, (8,) if value == [9, 8] else ())
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"pad_token_id": 7}))
     cfg = hf.read_config(folder)
     assert (cfg.eos_id, cfg.pad_id) == (9, 7)
     (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 5}))
-    assert hf.read_config(folder).eos_id == 5
+    cfg = hf.read_config(folder)
+    assert (cfg.eos_id, cfg.ends) == (5, (9,))  # each says where an answer ends
+    sampler = SamplerConfig(stop_ids=(4, 9))
+    assert stops_of(sampler, cfg, None) == (5, 9, 4)
 
 
 @pytest.mark.parametrize("family", ORIGINS)

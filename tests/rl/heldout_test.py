@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from dllm_jax.rl import heldout
+from dllm_jax.models.vision.prompts import Picture, Prompt
+from dllm_jax.rl import heldout, sources
+from dllm_jax.rl.config import NoiseConfig
 from dllm_jax.sampling.config import SamplerConfig, variants
 from tests.rl import lent
 
@@ -39,6 +41,23 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         "heldout_problems": 3,
     }
     assert tools.timer.pop().keys() == {"seconds/eval"}
+
+
+# An answer that is longer than sampler.max_new is no example.
+@pytest.mark.parametrize(("method", "count"), [("rl", 5), ("sft", 4)])
+def test_problems_that_are_learned_from_too_are_told(tmp_path, method, count):
+    settings = lent.settings(heldout_problems=5, noise=NoiseConfig(kind="subset"))
+    tools = lent.tools(settings, tmp_path)
+    sets = heldout.sets(settings, tools)
+    prompts = sources.SOURCES[method](settings, tools).prompts  # of the same file
+    (line,) = heldout.shared(settings, sets, prompts)
+    assert line.startswith(f"warning: {count} of 5 problems of '") and "too" in line
+    assert f"{count - 3} of 5" in heldout.shared(settings, sets, prompts[3:])[0]
+    assert heldout.shared(settings, sets, prompts[count:]) == []
+    # Of another image it is another problem.
+    shown = [Prompt(prompts[0], (Picture("a.png", "mark", (1, 1)),))]
+    assert heldout.shared(settings, sets, shown) == []
+    assert heldout.shared(settings, {}, prompts) == []
 
 
 def test_several_files_have_metrics_by_their_names(tmp_path):

@@ -90,7 +90,7 @@ class Lent:
             max_prompt=cfg.prompt,
             max_new=cfg.tokens,
             rows=cfg.rows,
-            stop_ids=data.stop_ids(self.tok, self.model.eos_id),
+            stop_ids=data.stop_ids(self.tok, self.model.eos_id, *self.model.ends),
         )
         self.place = placement.place(
             model=self.model,
