@@ -72,7 +72,6 @@ def arithmetic(c):
         min_solved=0.1,
         max_solved=0.95,
         value="trace",  # docs/critic.md: what a network costs is not earned here
-        trusted_gap=0.0,  # the published figures are with log-probs scored anew
     )
     c.policy_optim.lr = 3e-5
     c.value_optim.lr = 3e-4  # of rl.value=own
@@ -173,7 +172,7 @@ def pictures(c):
     c.data.heldout = "runs/pictures/heldout.jsonl"
     c.sampler.update(max_prompt=56, max_new=8)
     c.batch.update(rows=32, tokens=144)
-    c.rl.update(steps=60, prompts=32, value="trace", trusted_gap=-1.0)
+    c.rl.update(steps=60, prompts=32, value="trace")
     c.policy_optim.lr = 2e-4
     c.eval.update(every=20, problems=256)
     c.run.update(folder="runs/pictures/tracerl", save_every=6)
