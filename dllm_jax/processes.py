@@ -269,9 +269,7 @@ def initialize(given: tuple, how: dict, reasons: list[str]) -> None:
 
 def passing(error: BaseException) -> bool:
     """Returns whether a launcher that does not say who is who may do so a moment later."""
-    if str(error).startswith(
-        ("Retry failed", "Kubernetes API Error: 5")
-    ):  # JAX's words
+    if str(error).startswith(("Retry failed", "Kubernetes API Error: 5")):  # JAX's
         return True
     network = socket.gaierror, ConnectionError, TimeoutError
     return any(isinstance(cause, network) for cause in causes(error))
