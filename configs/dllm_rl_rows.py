@@ -201,9 +201,7 @@ def model_base(value, key, raw) -> Row:
     base = base_of(raw)
     leaves = {"data.template": turn(raw)}
     if samples(raw) and raw.get("reward.strict_len_check") is None:
-        leaves["rl.truncated"] = (
-            "graded"  # theirs is strict about images where told alone
-        )
+        leaves["rl.truncated"] = "graded"  # theirs is strict where told to be alone
     if base in WITH_IMAGES:
         words = whole(
             raw.get("training.max_prompt_len") or 0, "training.max_prompt_len"

@@ -6,17 +6,14 @@ be by itself, its dataclass says.
 """
 
 import dataclasses
-import pathlib
 
 from dllm_jax import checks
-from dllm_jax.rl import rewards, rollout
+from dllm_jax.rl import rewards
 from dllm_jax.rl.config import NETWORKS
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling.config import variants
 
-# What an evaluation tells of each file and sampler, besides pass@k (rl.heldout.evaluate).
-TOLD = ("accuracy", "tokens_per_forward", "response_length", "nan_answers", "problems")
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
 
@@ -291,13 +288,11 @@ def check_best(cfg):
         )
     if not run.keep_best:
         return
-    names = [pathlib.Path(path.strip()).name for path in heldout.split(",")[1:]]
-    files = ["", *(f"{name.partition('.')[0]}_" for name in names)]
-    samplers = ["", *(f"{name}_" for name in variants(cfg.eval.samplers, cfg.sampler))]
-    told = [*TOLD]
-    if cfg.eval.answers > 1:
-        told += [f"pass@{k}" for k in rollout.sizes(cfg.eval.answers)]
-    known = [f"heldout_{f}{s}{name}" for s in samplers for f in files for name in told]
+    # Not at the top: with it comes all that trains.
+    from dllm_jax.rl.heldout import metrics_of
+
+    samplers = variants(cfg.eval.samplers, cfg.sampler)
+    known = metrics_of(heldout, samplers, cfg.eval.answers)
     if run.keep_best not in known:
         raise ValueError(
             f"run.keep_best={checks.shown(run.keep_best)} is no metric of the evaluation: "

@@ -409,9 +409,12 @@ def separate(params: Params) -> Params:
 def restacked(params: Params) -> Params:
     """Returns the parameters of which these are `separate`; others are left as they are."""
     tuples = [name for name, x in params.items() if isinstance(x, tuple)]
-    return params | {
-        name: jax.tree.map(lambda *x: jnp.stack(x), *params[name]) for name in tuples
-    }
+    return params | {name: stack_of(params[name]) for name in tuples}
+
+
+def stack_of(layers):
+    """Returns one tree of the trees of layers, whose arrays it stacks."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
 
 
 def in_order(params: Params, cfg: ModelConfig) -> list[Params]:
@@ -436,10 +439,7 @@ def loop_layers(layer, carry, layers: list[Params], asked_da):
         fresh.append(fresh_of_layer)
         loads += [] if load is None else [load]
 
-    def stack(trees: list):
-        return jax.tree.map(lambda *x: jnp.stack(x), *trees) if trees else None
-
-    return carry, stack(fresh), stack(loads)
+    return carry, stack_of(fresh), stack_of(loads) if loads else None
 
 
 def scan_stacks(layer, carry, params: Params, whole: bool):

@@ -81,9 +81,7 @@ class FromExamples:
     def prompts(self) -> list[list[int]]:
         """The prompts of all examples."""
         made = self.examples
-        shown = made.pictures or ((),) * len(made.len_B)
-        rows = zip(made.tokens_BT, made.prompt_len_B, shown, strict=True)
-        return [Prompt(tokens_T[:n].tolist(), own) for tokens_T, n, own in rows]
+        return prompts_of(made, made.pictures or ((),) * len(made.len_B))
 
     def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
@@ -220,12 +218,14 @@ def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
     some = batches.take(examples, row_n).replace(pictures=())
     if table is None or not examples.pictures:
         return some
-    rows = zip(some.tokens_BT, some.prompt_len_B, row_n, strict=True)
-    prompts = [
-        Prompt(tokens_T[:count].tolist(), examples.pictures[row])
-        for tokens_T, count, row in rows
-    ]
+    prompts = prompts_of(some, [examples.pictures[row] for row in row_n])
     return some.replace(tokens_BT=table.canvases(some.tokens_BT, prompts, vocab))
+
+
+def prompts_of(examples: data.Examples, pictures) -> list[Prompt]:
+    """Returns the prompt of each example, with its own images of `pictures`."""
+    rows = zip(examples.tokens_BT, examples.prompt_len_B, pictures, strict=True)
+    return [Prompt(tokens_T[:count].tolist(), own) for tokens_T, count, own in rows]
 
 
 def most_steps(examples: data.Examples, settings: Settings) -> int:

@@ -12,6 +12,9 @@ from dllm_jax.rl import rollout
 from dllm_jax.rl.networks import Weights
 from dllm_jax.rl.sources import Settings, Tools
 
+# Of rollout.summary, what an evaluation tells.
+TOLD = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
+
 
 def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
     """Returns the problems of data.heldout to evaluate on; [] where it is empty."""
@@ -26,7 +29,7 @@ def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
 def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
     """Returns the problems of every file of `files`, by the same names."""
     found = {}
-    for name, path in files(settings).items():
+    for name, path in files(settings.data.heldout, settings.samplers).items():
         alone = dataclasses.replace(settings.data, heldout=path)
         one = dataclasses.replace(settings, data=alone)
         found[name] = problems(one, tools)
@@ -52,7 +55,7 @@ def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str
         return (*prompt, *marks)
 
     learned = set(map(key, prompts)) if sets else set()
-    paths, lines = files(settings), []
+    paths, lines = files(settings.data.heldout, settings.samplers), []
     for name, held in sets.items():
         if count := sum(key(problem.prompt_ids) in learned for problem in held):
             lines.append(
@@ -62,30 +65,30 @@ def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str
     return lines
 
 
-def files(settings: Settings) -> dict[str, str]:
-    """Returns the files that data.heldout names, with commas.
+def files(heldout: str, samplers) -> dict[str, str]:
+    """Returns the files that `heldout`, data.heldout, names with commas.
 
     By what stands between heldout_ and the name of a metric: nothing for the first file,
-    the name of the file for each other. Raises ValueError where two have one name, or
-    files and eval.samplers would give two metrics one.
+    the name of the file for each other. samplers: names of eval.samplers. Raises ValueError
+    where two files have one name, or files and samplers would give two metrics one.
     """
-    found, paths = {}, [path.strip() for path in settings.data.heldout.split(",")]
-    if len(set(paths)) < len(paths) or (settings.data.heldout and not all(paths)):
+    found, paths = {}, [path.strip() for path in heldout.split(",")]
+    if len(set(paths)) < len(paths) or (heldout and not all(paths)):
         raise ValueError(
-            f"data.heldout={settings.data.heldout!r}: files with commas between, each once"
+            f"data.heldout={heldout!r}: files with commas between, each once"
         )
     for path in filter(None, paths):
         name = f"{pathlib.Path(path).name.partition('.')[0]}_" if found else ""
         if name in found:
             raise ValueError(
-                f"data.heldout={settings.data.heldout!r}: two files named {name[:-1]!r}, "
+                f"data.heldout={heldout!r}: two files named {name[:-1]!r}, "
                 "and their metrics would be, too"
             )
         found[name] = path
-    fronts = [front(name, x) for name in found for x in ("", *settings.samplers)]
+    fronts = [front(name, x) for name in found for x in ("", *samplers)]
     if twice := {x for x in fronts if fronts.count(x) > 1}:
         raise ValueError(
-            f"data.heldout={settings.data.heldout!r}: a file and eval.samplers would both have "
+            f"data.heldout={heldout!r}: a file and eval.samplers would both have "
             f"metrics named heldout_{min(twice)}...: rename one of them"
         )
     return found
@@ -97,6 +100,19 @@ def front(name: str, sampler: str) -> str:
     name: of the file, as `files` has it. sampler: "" for that of the run itself.
     """
     return f"{name}{sampler and f'{sampler}_'}"
+
+
+def metrics_of(heldout: str, samplers, answers: int) -> list[str]:
+    """Returns the names of all that evaluations tell.
+
+    heldout, samplers: as `files` takes them; answers: eval.answers.
+    """
+    told = [*TOLD, "problems"]
+    if answers > 1:
+        told += [f"pass@{k}" for k in rollout.sizes(answers)]
+    names = files(heldout, samplers)
+    fronts = [front(name, x) for x in ("", *samplers) for name in names]
+    return [f"heldout_{before}{name}" for before in fronts for name in told]
 
 
 def evaluate_sets(
@@ -148,8 +164,7 @@ def evaluate(
     if rollouts is None:
         return None
     summary = rollout.summary(rollouts)
-    names = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
-    metrics = {f"heldout_{name}": summary[name] for name in names}
+    metrics = {f"heldout_{name}": summary[name] for name in TOLD}
     metrics["heldout_problems"] = len(problems)
     if settings.heldout_answers > 1:
         passed = rollout.passed(rollouts, settings.heldout_answers)

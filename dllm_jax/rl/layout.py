@@ -246,6 +246,23 @@ class Piece:
         """Seats that it takes."""
         return sum(view.seats for view in self.views)
 
+    def split(self, slots: int, seats: int) -> tuple["Piece | None", "Piece | None"]:
+        """Returns (what of its first views fits into so many slots and seats, the rest).
+
+        None: nothing.
+        """
+        if self.views[0].end + self.beside > slots:
+            return None, self
+        first_n, end_n = np.array([view[1:3] for view in self.views]).T
+        seats_n = np.cumsum([view.seats for view in self.views])
+        cost_n = first_n + np.cumsum(end_n - first_n) + self.beside
+        count = int(((cost_n <= slots) & (seats_n <= seats)).sum())  # both only grow
+        part, rest = (
+            dataclasses.replace(self, views=views) if views else None
+            for views in (self.views[:count], self.views[count:])
+        )
+        return part, rest
+
 
 def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
     """Returns a trajectory's views in Pieces, none of which exceeds a row of the batch.
@@ -255,29 +272,24 @@ def cut(views: list[View], prompt_len: int, layout: Layout, cfg) -> list[Piece]:
     Noised blocks share a clean copy while there is room; canvases share nothing. Raises
     ValueError when a clean copy and one block, or one canvas, do not fit into a row.
     """
-    seats = layout.seats(cfg)
-    groups = []
-    cost = taken = 0  # slots and seats of the last group
+    size = cfg.tokens, layout.seats(cfg)
     answer = views[0].end - prompt_len if views else 0
     beside = len(layout.blank) + answer if layout.guidance else 0
-    for view in views:
-        joins = bool(groups) and layout.facts.by_block
-        if joins:
-            # The clean copy grows up to where this view begins, and the view is added.
-            cost += view.first - groups[-1][-1].first + view.end - view.first
-            taken += view.seats
-            joins = cost <= cfg.tokens and taken <= seats
-        if not joins:
-            cost, taken = view.end + beside, view.seats
-            if cost > cfg.tokens or taken > seats:
+    together = [views] if layout.facts.by_block else [[view] for view in views]
+    pieces = []
+    for shared in filter(None, together):
+        rest = Piece(tuple(shared), beside)
+        while rest is not None:
+            part, rest = rest.split(*size)
+            if part is None:
+                view = rest.views[0]
                 raise ValueError(
                     f"batch.tokens={cfg.tokens} is too small for a trajectory of "
                     f"{view.end} tokens and one noised view of {view.end - view.first}"
                     + (f", and {beside} of its blank prompt's" if beside else "")
                 )
-            groups.append([])
-        groups[-1].append(view)
-    return [Piece(tuple(group), beside) for group in groups]
+            pieces.append(part)
+    return pieces
 
 
 @dataclasses.dataclass

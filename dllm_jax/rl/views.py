@@ -214,7 +214,7 @@ def poured(rows: list[list[Piece]], slots: int, seats: int) -> list[list[Piece]]
         added = [[] for _ in others]
         for rest in last:
             for b, row in enumerate(added):
-                part, rest = split(rest, free_slots[b], free_seats[b])
+                part, rest = rest.split(free_slots[b], free_seats[b])
                 if part is not None:
                     row.append(part)
                     free_slots[b] -= part.cost
@@ -225,24 +225,6 @@ def poured(rows: list[list[Piece]], slots: int, seats: int) -> list[list[Piece]]
                 return rows
         rows = [row + more for row, more in zip(others, added, strict=True)]
     return rows
-
-
-def split(piece: Piece, slots: int, seats: int) -> tuple[Piece | None, Piece | None]:
-    """Returns (what of a piece's first views fits into so many slots and seats, the rest).
-
-    None: nothing.
-    """
-    if piece.views[0].end + piece.beside > slots:
-        return None, piece
-    first_n, end_n = np.array([view[1:3] for view in piece.views]).T
-    seats_n = np.cumsum([view.seats for view in piece.views])
-    cost_n = first_n + np.cumsum(end_n - first_n) + piece.beside
-    count = int(((cost_n <= slots) & (seats_n <= seats)).sum())  # both only grow
-    part, rest = (
-        dataclasses.replace(piece, views=views) if views else None
-        for views in (piece.views[:count], piece.views[count:])
-    )
-    return part, rest
 
 
 @dataclasses.dataclass

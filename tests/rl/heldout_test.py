@@ -131,10 +131,12 @@ def test_no_file_has_the_metrics_of_another_and_a_sampler():
             settings, data=files, samplers={"s": settings.sampler}
         )
         if not twice:
-            assert [*heldout.files(made).values()] == heldout_files.split(",")
+            assert [
+                *heldout.files(made.data.heldout, made.samplers).values()
+            ] == heldout_files.split(",")
             continue
         with pytest.raises(ValueError, match=f"metrics named heldout_{twice}[.]{{3}}:"):
-            heldout.files(made)
+            heldout.files(made.data.heldout, made.samplers)
 
 
 def test_samplers_are_told_by_their_keys():

@@ -138,9 +138,7 @@ class Lent:
             return data.render(self.tok, messages, shown)
         except data.Unreadable:
             raise Failed(UNREADABLE) from None
-        except (
-            ValueError
-        ) as error:  # too many images, or what a template does not write
+        except ValueError as error:  # too many images, or what no template writes
             raise Failed(str(error)) from None
 
     def answers(self, conversations: list[list[dict]], files: list[tuple]):

@@ -236,8 +236,8 @@ def candidate(life: int) -> None:
 def usual() -> dict:
     """Returns what programs of LeetCode's kind use without an import, by name.
 
-    LiveCodeBench's own grader puts these imports before each of them: all names of the
-    modules of USUAL, the modules themselves, and Python's own names last.
+    Graders of such problems put these imports before each of them: all names of the modules
+    of USUAL, the modules themselves, and Python's own names last.
     """
     modules = {name: importlib.import_module(name) for name in USUAL.split()}
     found = {}
