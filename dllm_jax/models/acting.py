@@ -33,8 +33,8 @@ from dllm_jax.models import int8, lora, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
 from dllm_jax.models.vision import soft
-from dllm_jax.pallas_kernels import few_slots
-from dllm_jax.pallas_kernels.few_slots import Transposed
+from dllm_jax.pallas_kernels import cpu_products
+from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
 # Platforms on which each layer's weights are arrays of their own.
@@ -317,6 +317,6 @@ def copier(dtype, place, part, behind):
     """
 
     def copy(x, *number):
-        return few_slots.transposed(part(x, *number).astype(dtype), behind)
+        return cpu_products.transposed(part(x, *number).astype(dtype), behind)
 
     return jax.jit(copy, out_shardings=place)

@@ -31,7 +31,7 @@ from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.pallas_kernels.attend import SAVED
-from dllm_jax.pallas_kernels.few_slots import Transposed, by_transpose
+from dllm_jax.pallas_kernels.cpu_products import Transposed, by_transpose, product
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sharding import PARAM, constrain, named
 
@@ -704,7 +704,7 @@ def project(x, w, dims: str, bias=None):
         y, outer = by_transpose(x_RD, w.reshape(-1, size)), w.shape[:-inner]
     else:
         w = constrain(w.astype(x.dtype), dims)
-        y, outer = x_RD @ w.reshape(size, -1), w.shape[inner:]
+        y, outer = product(x_RD, w.reshape(size, -1)), w.shape[inner:]
     y = y.reshape(*rows, *outer)
     return y if bias is None else y + widen(bias.astype(x.dtype), y.ndim)
 

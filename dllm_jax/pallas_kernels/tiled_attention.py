@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pallas_kernels import choice, tiles
+from dllm_jax.pallas_kernels.cpu_products import turned
 from dllm_jax.pallas_kernels.reference import NEVER
 
 LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
@@ -179,8 +180,8 @@ def backward(
             prob_Kfs = prob_Kfs.astype(q_KfH.dtype)
             return (
                 dq_KfH + product("Kfs,KsH->KfH", dscore_Kfs, k_KsH),
-                added(dk_jKsH, j, product("Kfs,KfH->KsH", dscore_Kfs, q_KfH)),
-                added(dv_jKsH, j, product("Kfs,KfH->KsH", prob_Kfs, dout_KfH)),
+                added(dk_jKsH, j, product("Ksf,KfH->KsH", turned(dscore_Kfs), q_KfH)),
+                added(dv_jKsH, j, product("Ksf,KfH->KsH", turned(prob_Kfs), dout_KfH)),
             )
 
         begin = jnp.zeros(q_KfH.shape, jnp.float32), *gradients

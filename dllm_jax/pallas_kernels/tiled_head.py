@@ -13,7 +13,7 @@ Letters: r positions of one step.
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.pallas_kernels import choice, few_slots, noise, tiles
+from dllm_jax.pallas_kernels import choice, cpu_products, noise, tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
@@ -53,7 +53,7 @@ def draw(
     def walk_tile(number, out):
         first = number * tile
         rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
-        logits_RV = few_slots.by_transpose(x_RD[rows_R], head_VD, jnp.float32)
+        logits_RV = cpu_products.by_transpose(x_RD[rows_R], head_VD, jnp.float32)
 
         def walk_few(number, out):
             begin = number * STEP

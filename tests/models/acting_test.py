@@ -13,8 +13,8 @@ from dllm_jax import sharding
 from dllm_jax.models import acting, lora, mask, transformer
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import Lora
-from dllm_jax.pallas_kernels import few_slots
-from dllm_jax.pallas_kernels.few_slots import Transposed
+from dllm_jax.pallas_kernels import cpu_products
+from dllm_jax.pallas_kernels.cpu_products import Transposed
 
 SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
 KINDS = {
@@ -155,7 +155,7 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(
     stack = params["layers"]["wq"]
     stack = stack.w if kind == "adapters" else stack
     want = stack[-1].astype(jnp.bfloat16)
-    want, last = few_slots.transposed(want, 1), last.w
+    want, last = cpu_products.transposed(want, 1), last.w
     np.testing.assert_array_equal(last, want)
     assert last.addressable_shards[0].data.size == part * last.size
     assert not split["embed"].is_deleted()

@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax import memory, sharding
 from dllm_jax.models import acting, transformer
-from dllm_jax.pallas_kernels.few_slots import Transposed
+from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
 
