@@ -87,27 +87,25 @@ def arranged(q_BTNH, k_BSKH, v_BSKH, mask):
     return (t, s), (q_iKfH, tiled(q_arrays, t), *visits), keys
 
 
-def scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole):
-    """Returns a tile's scores [K, G, t, s], f32; NEVER or less where nothing is seen.
+def scores(x_KfH, y_KsH, shape, masks, places, whole):
+    """Returns the products of a tile's queries and keys, f32; NEVER or less where unseen.
 
-    whole: whether all of the tile is seen.
+    shape: of what is returned, [K, f, s] in four dimensions; places: the dimensions of it that
+    are queries and keys, whose masks are (q_mask_3t, k_mask_2s). whole: whether all is seen.
     """
-    t, s = q_mask_3t.shape[1], k_mask_2s.shape[1]
 
     def seen():
-        score_Kfs = product("KfH,KsH->Kfs", q_KfH, k_KsH)
-        return score_Kfs.reshape(len(q_KfH), -1, t, s)
+        return product("KfH,KsH->Kfs", x_KfH, y_KsH).reshape(shape)
 
     def partly_seen():
-        (begin_t1, end_t1, group_t1), (pos_1s, group_1s) = (
-            q_mask_3t[..., None],
-            k_mask_2s[:, None],
+        (begin, end, group), (pos, of_key) = (
+            jnp.expand_dims(mask, [1 + n for n in range(4) if n != place])
+            for mask, place in zip(masks, places, strict=True)
         )
-        sees_ts = ((pos_1s >= begin_t1) & (pos_1s < end_t1)) | (group_1s == group_t1)
+        sees = ((pos >= begin) & (pos < end)) | (of_key == group)
         # Left to itself, XLA compares again for every head, in every loop that reads a
         # score: six times the whole forward pass on CPU.
-        hidden_ts = jax.lax.optimization_barrier(jnp.where(sees_ts, 0.0, NEVER))
-        return seen() + hidden_ts[None, None]
+        return seen() + jax.lax.optimization_barrier(jnp.where(sees, 0.0, NEVER))
 
     return jax.lax.cond(whole, seen, partly_seen)
 
@@ -127,7 +125,8 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
             code = at(visit_v, number)
             j, whole = code // 2, code % 2 == 1
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
-            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole)
+            shape, masks = (len(q_KfH), -1, t, s), (q_mask_3t, k_mask_2s)
+            score_KGts = scores(q_KfH, k_KsH, shape, masks, (2, 3), whole)
             new_max_KGt = jnp.maximum(max_KGt, score_KGts.max(axis=-1))
             prob_KGts = jnp.exp(score_KGts - new_max_KGt[..., None])
             fade_KGt = jnp.exp(max_KGt - new_max_KGt)
@@ -166,22 +165,24 @@ def backward(
     )
 
     def attend(gradients, tile):
-        (q_KfH, q_mask_3t, visit_v, count), dout_KfH, lse_Kf1, delta_Kf1 = tile
+        (q_KfH, q_mask_3t, visit_v, count), dout_KfH, *sums = tile
+        lse_K1f, delta_K1f = (x_Kf1.swapaxes(1, 2) for x_Kf1 in sums)
 
         def visit(number, gradients):
             dq_KfH, dk_jKsH, dv_jKsH = gradients
             code = at(visit_v, number)
             j, whole = code // 2, code % 2 == 1
             k_KsH, v_KsH, k_mask_2s = at(k_jKsH, j), at(v_jKsH, j), at(k_mask_j2s, j)
-            score_KGts = scores(q_KfH, k_KsH, q_mask_3t, k_mask_2s, whole)
-            prob_Kfs = jnp.exp(score_KGts.reshape(K, -1, s) - lse_Kf1)
-            dprob_Kfs = product("KfH,KsH->Kfs", dout_KfH, v_KsH)
-            dscore_Kfs = (prob_Kfs * (dprob_Kfs - delta_Kf1)).astype(q_KfH.dtype)
-            prob_Kfs = prob_Kfs.astype(q_KfH.dtype)
+            shape, masks = (K, s, -1, t), (q_mask_3t, k_mask_2s)
+            score_KsGt = scores(k_KsH, q_KfH, shape, masks, (3, 1), whole)
+            prob_Ksf = jnp.exp(score_KsGt.reshape(K, s, -1) - lse_K1f)
+            dprob_Ksf = product("KsH,KfH->Ksf", v_KsH, dout_KfH)
+            dscore_Ksf = (prob_Ksf * (dprob_Ksf - delta_K1f)).astype(q_KfH.dtype)
+            prob_Ksf = prob_Ksf.astype(q_KfH.dtype)
             return (
-                dq_KfH + product("Kfs,KsH->KfH", dscore_Kfs, k_KsH),
-                added(dk_jKsH, j, product("Ksf,KfH->KsH", turned(dscore_Kfs), q_KfH)),
-                added(dv_jKsH, j, product("Ksf,KfH->KsH", turned(prob_Kfs), dout_KfH)),
+                dq_KfH + product("Kfs,KsH->KfH", turned(dscore_Ksf), k_KsH),
+                added(dk_jKsH, j, product("Ksf,KfH->KsH", dscore_Ksf, q_KfH)),
+                added(dv_jKsH, j, product("Ksf,KfH->KsH", prob_Ksf, dout_KfH)),
             )
 
         begin = jnp.zeros(q_KfH.shape, jnp.float32), *gradients
