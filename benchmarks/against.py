@@ -104,12 +104,15 @@ def first_answer(folder: pathlib.Path, flags: list[str]) -> list[dict]:
     return lines
 
 
-def compared(rounds: list[tuple[list[dict], list[dict]]]) -> list[dict]:
+def compared(rounds: list[list[list[dict]]]) -> list[dict]:
     """Returns a row for each line and time: values here, there, and their ratio.
 
     rounds: of each, the lines of this checkout and of the other one, in the same order.
     """
     rows = []
+    counts = {len(lines) for both in rounds for lines in both}
+    if len(counts) > 1 or counts == {0}:
+        sys.exit(f"error: the two print {sorted(counts)} lines, which have no pairs")
     for number, (here, there) in enumerate(zip(*rounds[0], strict=True)):
         shared = [key for key in here if key in there]
         name = " ".join(
@@ -171,10 +174,15 @@ def main():
     args = parser.parse_args()
     if not args.command:
         parser.error("name a benchmark, such as decode")
+    report.positive(parser, args)
     with checkout(args.commit, args.patch) as other:
         rounds = []
         for number in range(args.rounds):
-            rounds.append((lines_of(ROOT, args.command), lines_of(other, args.command)))
+            try:
+                rounds.append([lines_of(x, args.command) for x in (ROOT, other)])
+            except subprocess.CalledProcessError as error:  # the command has said why
+                command = " ".join(map(str, error.cmd))
+                sys.exit(f"error: {command} ended with {error.returncode}")
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     rows = compared(rounds)
     found = {"machine": machine()} if jax.default_backend() == "cpu" else {}

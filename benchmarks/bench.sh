@@ -1,7 +1,12 @@
 # What all_gpu.sh and all_tpu.sh share; they source it. $1: the folder of the results.
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+if [[ $# -gt 1 || $1 == -* ]]; then
+    echo "usage: $0 [FOLDER]" >&2
+    exit 2
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+out=$(realpath -m "${1:-$root/runs/benchmarks}")
+cd "$root" || exit 1
 set -o pipefail
-out=${1:-runs/benchmarks}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 : > "$out/results.jsonl"

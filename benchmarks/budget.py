@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 
 from benchmarks import chips, hlo, programs, roofline, scaling_page, topologies
-from dllm_jax import memory
+from dllm_jax import command_line, memory
 from dllm_jax.models import acting
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice, head
@@ -244,13 +244,17 @@ def of_blocks(run: programs.Run, program: hlo.Program, body: str, mesh, rows: in
 
     prefilled = cfg.max_prompt >= 2 * cfg.block
     programs_there = len(sizes) + prefilled * len(cfg.chunk_counts(rows))
+    chosen = []
 
     def choose(depth: int, branches: int) -> int | None:
         if not depth and branches == programs_there:
+            chosen.append(enough)
             return enough
         return None if depth else 0  # the other says whether rows denoise: they do
 
     counted = hlo.count(program, body, choose, mesh.size)
+    if programs_there > 1 and not chosen:
+        raise RuntimeError(f"the loop has no choice of {programs_there} programs")
     return roofline.with_kernels(counted, facts), facts
 
 
@@ -481,7 +485,8 @@ def sampling_bytes(run: programs.Run, beside: float) -> float:
 # Figures of which more is worse, and of which less is.
 MORE, LESS = (
     ("gib", "read_gib", "written_gib", "tflops"),
-    ("tokens_per_second", "percent_of_ideal", "mfu_bound", "mfu_with_waits"),
+    ("tokens_per_second", "percent_of_ideal", "percent_of_pages")
+    + ("mfu_bound", "mfu_with_waits"),
 )
 
 
@@ -495,20 +500,38 @@ def worse(name: str, old: dict, new: dict) -> list[str]:
     room, needs = old.get("smallest", ""), new.get("smallest", "")
     if new.get("refused") and size_of(needs) > size_of(room or needs):
         lines.append(f"{name}: fitted with {room}, fits with {needs or 'nothing'}")
+    lines += worse_figures(name, old, new)
+    if not (old.get("refused") or new.get("refused")):
+        lines += missing_parts(name, old, new)
+    if "prompt" in old and "prompt" in new:
+        lines += worse(f"{name} prompt", old["prompt"], new["prompt"])
+    return lines + faults
+
+
+def worse_figures(name: str, old: dict, new: dict) -> list[str]:
+    """Returns `worse`'s lines of figures."""
+    lines, fits = [], not (old.get("refused") or new.get("refused"))
+    if fits:  # and where all pages do that rows can fill, no share is told
+        old, new = ({"percent_of_pages": 100.0} | x for x in (old, new))
     for key in (*MORE, *LESS):
         if key in old and key in new:
             change = new[key] - old[key] if key in MORE else old[key] - new[key]
             if change > WORSE * abs(old[key]):
                 lines.append(f"{name}: {key} was {old[key]}, is {new[key]}")
     before, after = (sum(x.get("sent_mib", {}).values()) for x in (old, new))
-    if after > before * (1 + WORSE) + 1:
+    if fits and after > before * (1 + WORSE) + 1:
         lines.append(f"{name}: sent_mib was {before:.0f}, is {after:.0f}")
-    for kernel in old.get("kernels", {}):
-        if not new.get("refused") and kernel not in new.get("kernels", {}):
-            lines.append(f"{name}: the kernel {kernel} is not in the program any more")
-    if "prompt" in old and "prompt" in new:
-        lines += worse(f"{name} prompt", old["prompt"], new["prompt"])
-    return lines + faults
+    return lines
+
+
+def missing_parts(name: str, old: dict, new: dict) -> list[str]:
+    """Returns `worse`'s lines for what a program had, and has no more."""
+    parts = [
+        f"kernel {x}" for x in old.get("kernels", {}).keys() - new["kernels"].keys()
+    ]
+    if "prompt" in old and "prompt" not in new:
+        parts.append("forward of prompts")
+    return [f"{name}: the {x} is not in the program any more" for x in sorted(parts)]
 
 
 def size_of(remedy: str) -> tuple[int, int]:
@@ -564,4 +587,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

@@ -33,6 +33,9 @@ CHIPS = {
 }
 BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 TORUS = {"v5p": 4, "v5e": 16, "v6e": 16}  # from this length on an axis is a ring
+CUBES = (
+    "v5p",
+)  # whose rings are closed by what joins cubes: parts of a cube have none
 
 
 def chip(topology: str) -> Chip:
@@ -59,7 +62,8 @@ def rings(topology: str) -> tuple[bool, ...]:
     What is no number is refused by the compiler, which knows the shapes.
     """
     name, _, shape = topology.partition(":")
-    return tuple(x.isdigit() and int(x) >= TORUS[name] for x in shape.split("x"))
+    long = [x.isdigit() and int(x) >= TORUS[name] for x in shape.split("x")]
+    return tuple(x and (name not in CUBES or all(long)) for x in long)
 
 
 def devices(topology: str) -> int:

@@ -316,10 +316,13 @@ def rows(case: Case, platform: str, topology: str):
             yield name, {"says": says}
 
 
-def tell(topology: str, only: tuple[str, ...] = ("",)):
-    """Prints the rows of every op that begins like one of `only`, in SDAR-8B's shapes."""
+def tell(topology: str, only: tuple[str, ...] = ("",)) -> set[str]:
+    """Prints the rows of every op that begins like one of `only`, in SDAR-8B's shapes.
+
+    Returns the names of all ops. The topology is one that there is.
+    """
     platform = "gpu" if topology.partition(":")[0] in topologies.HOPPERS else "tpu"
-    topologies.devices(topology)  # or why there is no compiler
+    there = set()
 
     def struct(key, shape, dtype, deviation=1.0):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -328,9 +331,11 @@ def tell(topology: str, only: tuple[str, ...] = ("",)):
     scale = Scale(kernels.LARGE, model, dtype, platform, struct)
     for cases in kernels.CASES:
         for case in cases(scale):
+            there.add(case.op)
             if not case.op.startswith(only):
                 continue
             about = {"op": case.op, "shape": case.shape}
             for name, told in rows(case, platform, topology):
                 device = f"{topology}, not run"
                 report.tell("kernels", **about, by=name, **told, device=device)
+    return there

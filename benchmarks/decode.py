@@ -21,13 +21,14 @@ half as long. So no prompt is in it; rows wait for the last one at the end alone
 longer in the longer run (`busy_rows`).
 
 `percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
-prompts and of windows that were asked for. With --room answers may be longer than they are;
+prompts and of windows that were asked for, by the experts that each token goes to. With --room answers may be longer than they are;
 of several rooms, which take turns, `times_first_room` is how many times as fast the engine is
 as with the first one, the mean of the turns' ratios with its 95 % interval.
 
-`percent_on_host` is what the host spends of that time between a device call's end and
+`percent_on_host` is what the host spends of a run's time between a device call's end and
 the next one's start: harvesting, admitting, telling the device. `host_ms_per_forward`
-is its CPU time for that, on any device.
+is its CPU time for that, on any device. With --steady both are of the whole run with answers
+half as long, its prompts included.
 """
 
 import argparse
@@ -42,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.roofline import Sizes, sizes_of
 from benchmarks.shapes import RELEASED
 from dllm_jax import command_line, pallas_kernels, sharding
 from dllm_jax import statistics as scores
@@ -91,7 +93,8 @@ def requests(rows: int, args, model: ModelConfig):
     lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
     prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
     prompts = [prompts[i - i % args.group] for i in range(count)]
-    return prompts, rng.integers(args.new // 8, args.new, count, endpoint=True)
+    least = max(args.new // 8, 1)
+    return prompts, rng.integers(least, args.new, count, endpoint=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,28 +209,36 @@ def answer(row) -> list[int]:
     return row.tokens_T[row.prompt_len : row.prompt_len + row.len].tolist()
 
 
-def multiplications(model: ModelConfig, params, work: Work) -> int:
+def multiplications(model: ModelConfig, work: Work) -> float:
     """Returns the FLOPs of weights that some work of the engine needs.
 
-    Prompts' whole blocks are among the windows that were run for their keys.
+    Prompts' whole blocks are among the windows that were run for their keys. Of experts
+    those count that a token goes to; an embedding is looked up, not multiplied.
     """
-    layers = sum(x.size for x in jax.tree.leaves(params["layers"]))
-    head = model.d_model * model.vocab  # an embedding is looked up, not read
-    windows = layers * (work.steps + work.clean) + head * work.steps
+    sizes = sizes_of(model)
+    windows = sizes.layers * (work.steps + work.clean) + sizes.head * work.steps
     return 2 * model.block * windows
 
 
-def roofline(model: ModelConfig, params, context: int, work: Work):
+def weights_read(model: ModelConfig, sizes: Sizes, tokens: float) -> float:
+    """Returns the weights that a forward of so many tokens reads at most, once each."""
+    if not model.experts:
+        return sizes.stored + sizes.head
+    chosen = model.experts_per_token / model.experts
+    of_experts = (sizes.stored - sizes.layers) / (1 - chosen)
+    return sizes.stored + sizes.head - of_experts * max(0, 1 - chosen * tokens)
+
+
+def roofline(model: ModelConfig, context: int, work: Work):
     """Returns the least seconds of some work on this chip, or None if it is unknown."""
     chip = report.chip()
     if chip is None or model.attention == "full":  # of canvases it knows nothing
         return None
-    weights = sum(x.size for x in jax.tree.leaves(params["layers"]))
-    weights += model.d_model * model.vocab
+    tokens = model.block * (work.steps + work.clean) / work.forwards
+    weights = weights_read(model, sizes_of(model), tokens)
     cache = 2 * model.layers * model.kv_heads * model.head_dim * context * work.steps
     bytes_ = (weights * work.forwards + cache) * jnp.dtype(model.dtype).itemsize
-    flops = multiplications(model, params, work)
-    return max(bytes_ / chip[0], flops / chip[1])
+    return max(bytes_ / chip[0], multiplications(model, work) / chip[1])
 
 
 def sampler(rows: int, room: int, args, model: ModelConfig) -> SamplerConfig:
@@ -303,8 +314,10 @@ def measure(rows: int, args, model: ModelConfig, params, mesh) -> list[dict]:
         }
         if args.steady:
             found = {"engine": second_half(found["engine"], found["half"])}
-        host = host_work(ways[room, "half" if args.steady else "engine"])
-        row = told(cfg, args, model, params, prompts, found, host)
+        watched = room, "half" if args.steady else "engine"
+        share, busy = host_work(ways[watched])
+        host = share, busy / answers[watched][1].forwards
+        row = told(cfg, args, model, prompts, found, host)
         if len(cfgs) > 1:
             turns = (seconds[its, "engine"] for its in (args.room[0], room))
             row["times_first_room"] = compared(*turns)
@@ -319,10 +332,11 @@ def second_half(whole, half):
     return rest, work.beyond(less), seconds - before
 
 
-def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
+def told(cfg, args, model: ModelConfig, prompts, found, host) -> dict:
     """Returns a row of the table.
 
-    found: (answers, Work, seconds) of "engine" and "batches". host: `host_work`'s.
+    found: (answers, Work, seconds) of "engine" and "batches". host: `host_work`'s share,
+    and CPU seconds of a forward.
     """
     (share, busy), (ids, work, seconds) = host, found["engine"]
     context = args.prompt * 3 // 4 + args.new // 4
@@ -343,7 +357,7 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
         "tokens_per_forward": round(tokens / work.forwards, 2),
         "busy_rows": round(work.steps / work.forwards, 1),
         "percent_on_host": round(100 * share, 2),
-        "host_ms_per_forward": round(1e3 * busy / work.forwards, 3),
+        "host_ms_per_forward": round(1e3 * busy, 3),
     }
     if model.attention == "full":
         row["cache"], row["engine_canvases"] = args.cache, work.clean
@@ -351,11 +365,11 @@ def told(cfg, args, model: ModelConfig, params, prompts, found, host) -> dict:
         row[f"{name}_forwards"] = its.forwards
         row[f"{name}_tokens_per_second"] = float(f"{tokens / lasted:.4g}")
     if peak := report.flops():
-        flops = multiplications(model, params, work)
+        flops = multiplications(model, work)
         row["percent_mfu"] = round(100 * flops / seconds / peak, 1)
     if "batches" in found:
         row["speedup"] = round(found["batches"][2] / seconds, 2)
-    shortest = roofline(model, params, context, work)
+    shortest = roofline(model, context, work)
     if shortest is not None:
         row["percent_of_roofline"] = round(100 * shortest / seconds, 1)
     return row
@@ -399,6 +413,9 @@ def main():
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    report.positive(parser, args, "room")
+    if args.steady and args.new < 2 * args.block:
+        parser.error(f"--new={args.new}: half of it is to be a block of {args.block}")
     dtype = args.dtype or report.dtype()
     full = args.cache in ("none", "prefix", "dual")
     model = dataclasses.replace(

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks import roofline
+from benchmarks import report, roofline
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import layout, views
 from dllm_jax.rl.config import BatchConfig
@@ -53,6 +53,7 @@ def main():
     )
     p.add_argument("--draws", type=int, default=1, help="of each number of answers")
     args = p.parse_args()
+    report.positive(p, args)
     shown, shares = layout.Layout(block=BLOCK, longest=ANSWER), {}
     for width in args.widths:
         cfg = BatchConfig(tokens=width)

@@ -57,6 +57,7 @@ FREE = {
     "iota",
 }
 TAKES = {"slice", "dynamic-slice", "gather"}  # of their first operand, what they make
+ROOM = "AllocateBuffer"  # a TPU's custom call: memory that others write
 KERNELS = ("tpu_custom_call", "mosaic_gpu", "mosaic_gpu_v2")
 
 
@@ -228,11 +229,11 @@ def named(attributes: str, key: str) -> list[str]:
     return re.findall(r"[\w.\-]+", found[1]) if found else []
 
 
-def rounds(program: Program, line: Instruction) -> int | None:
-    """Returns how often a loop's body runs, or None where that is data.
+def rounds(program: Program, around: Computation, line: Instruction) -> int | None:
+    """Returns how often the body of a loop of `around` runs, or None where that is data.
 
     XLA writes it down where it knows it. Where the loop was changed after that it does
-    not: then its condition compares a counter with a constant.
+    not, as on a TPU: then its condition compares a counter with a constant.
     """
     told = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
     if told:
@@ -250,11 +251,51 @@ def rounds(program: Program, line: Instruction) -> int | None:
         given = {}
     if root.opcode != "compare" or "direction=LT" not in root.attributes:
         return None
-    limit = root.operands[-1]
-    source = within.lines[limit]
-    if source.opcode == "parameter" and limit in given:
-        source = condition.lines[given[limit]]
-    return int(source.inside) if source.opcode == "constant" else None
+    counter, limit = (
+        condition.lines[given[x]] if x in given else within.lines[x]
+        for x in root.operands
+    )
+    if limit.opcode != "constant":
+        return None
+    start, step = counted_from(program, around, line, counter)
+    return max(-(-(int(limit.inside) - start) // step), 0)
+
+
+def counted_from(program: Program, around: Computation, line, counter: Instruction):
+    """Returns (first value, step) of a loop's counter; where no constant says so, 0 and 1.
+
+    counter: what its condition compares.
+    """
+    (body,) = named(line.attributes, "body")
+    inside, first = program.computations[body], around.lines[line.operands[0]]
+    last, place = (
+        inside.lines[inside.root],
+        re.search(r"index=(\d+)", counter.attributes),
+    )
+    if not place or {first.opcode, last.opcode} != {"tuple"}:
+        return 0, 1
+    index = int(place[1])
+    start, step = constant(around, first.operands[index]), None
+    after = uncopied(inside, last.operands[index])
+    if after and after.opcode == "add":
+        added = [constant(inside, x) for x in after.operands]
+        step = next((x for x in added if x is not None), None)
+    return start or 0, step or 1
+
+
+def uncopied(computation: Computation, name: str) -> Instruction | None:
+    """Returns the line that an array is a copy of, if it stands in the computation."""
+    line = computation.lines.get(name)
+    while line and line.opcode in ("copy", "copy-done", "copy-start"):
+        line = computation.lines.get(line.operands[0])
+    return line
+
+
+def constant(computation: Computation, name: str) -> int | None:
+    """Returns the whole number that an array holds, or None where that is data."""
+    line = uncopied(computation, name)
+    told = line and line.opcode == "constant" and line.inside.lstrip("-").isdigit()
+    return int(line.inside) if told else None
 
 
 # ---- Products ------------------------------------------------------------------------
@@ -431,8 +472,10 @@ def moved(program: Program, line: Instruction, operands) -> tuple[float, float]:
     if line.opcode == "copy-start":
         return inputs[0], line.arrays[0].bytes
     if line.opcode.removesuffix("-start") in COLLECTIVES:
-        done = line.bytes - sum(inputs) if "-start" in line.opcode else line.bytes
-        return sum(inputs), max(done, 0)
+        made = line.bytes
+        if "-start" in line.opcode and len(line.arrays) > len(operands):
+            made = max(made - sum(inputs), 0)  # its result has its operands, too
+        return sum(inputs), made
     return sum(inputs), line.arrays[0].bytes if cublas(line) else line.bytes
 
 
@@ -546,19 +589,22 @@ def count(
         operands = [
             computation.lines[x] for x in line.operands if x in computation.lines
         ]
-        inner, times = within(program, line, choose, devices, depth)
+        inner, times = within(program, computation, line, choose, devices, depth)
         if inner is None:
             inner = own(program, line, operands, devices, name)
         total.add(inner, times)
     return total
 
 
-def within(program: Program, line: Instruction, choose, devices: int, depth: int):
-    """Returns (what the computation does that an instruction calls, how often), or None."""
-    kind = line.opcode
+def within(program: Program, around: Computation, line: Instruction, *how):
+    """Returns (what the computation does that a line of `around` calls, how often), or None.
+
+    how: `count`'s choose, devices and depth.
+    """
+    kind, (choose, devices, depth) = line.opcode, how
     if kind == "while":
         (body,) = named(line.attributes, "body")
-        times = rounds(program, line)
+        times = rounds(program, around, line)
         return count(
             program, body, choose, devices, depth
         ), 1 if times is None else times
@@ -581,6 +627,8 @@ def own(
     """Returns what one instruction does itself; where: its computation."""
     kind = line.opcode
     if kind in FREE or kind.endswith(("-done", "-update")):
+        return Counted()
+    if kind == "custom-call" and f'custom_call_target="{ROOM}"' in line.attributes:
         return Counted()
     if kernel := kernel_name(line):
         return Counted(kernels=collections.Counter({kernel: 1}))
@@ -613,11 +661,11 @@ def branches_of(line: Instruction) -> list[str]:
 
 def loops(program: Program, name: str) -> list[str]:
     """Returns the bodies of a computation's own loops whose rounds are data."""
-    lines = program.computations[name].lines.values()
+    around = program.computations[name]
     return [
         named(line.attributes, "body")[0]
-        for line in lines
-        if line.opcode == "while" and rounds(program, line) is None
+        for line in around.lines.values()
+        if line.opcode == "while" and rounds(program, around, line) is None
     ]
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.shapes import RELEASED
-from dllm_jax import pallas_kernels
+from dllm_jax import command_line, pallas_kernels
 from dllm_jax.models import mask, transformer
 from dllm_jax.pallas_kernels import attend as attend_ops
 from dllm_jax.pallas_kernels import choice, reference
@@ -470,6 +470,13 @@ def measured(case: Case, limit: float, repeats: int) -> dict:
     return facts
 
 
+def known(parser: argparse.ArgumentParser, only, ops: set[str]) -> None:
+    """Ends the command with its usage and a line if no op begins like one of `only`."""
+    for word in only:
+        if not any(op.startswith(word) for op in ops):
+            parser.error(f"--only {word}: no op begins so, of {', '.join(sorted(ops))}")
+
+
 def main():
     """Compares and times."""
     p = argparse.ArgumentParser(
@@ -482,23 +489,30 @@ def main():
         "--counted", metavar="TOPOLOGY", help="count for such a chip: v5p:2x2x1, h200:1"
     )
     args = p.parse_args()
+    report.positive(p, args)
     if args.counted:
-        from benchmarks import counted  # takes the CPU for all that is computed
+        # They take the CPU for all that is computed.
+        from benchmarks import counted, topologies
 
-        counted.tell(args.counted, tuple(args.only))
+        topologies.checked(p, args.counted)
+        there = counted.tell(args.counted, tuple(args.only))
+        known(p, args.only, there)
         return
     dtype = jnp.dtype(report.dtype())
     size = SMALL if args.small or jax.default_backend() == "cpu" else LARGE
     limit = 1e-3 if dtype == jnp.float32 else 4e-2
     model = RELEASED["sdar-1.7b"]
     scale = Scale(size, model, dtype, jax.default_backend(), normal)
+    there = set()
     for cases in TIMED:
         for case in cases(scale):
+            there.add(case.op)
             if case.op.startswith(tuple(args.only)):
                 facts = measured(case, limit, args.repeats)
                 about = {"op": case.op, "shape": case.shape, "dtype": dtype.name}
                 report.tell("kernels", **about, **facts)
+    known(p, args.only, there)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

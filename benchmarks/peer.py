@@ -10,7 +10,8 @@ Parts, a line of JSON each:
     prompts  one long prompt and eight tokens of an answer
     update   one AdamW step on answers with so many rounds in every block
     canvas   full attention (LLaDA's), two tokens a step, without a cache and with `prefix`
-    first    from the start of a process to its first answer, cold and warm
+    first    from the start of a process to its first answer, cold and warm; of the
+             smallest shape, as it is the bundled model's
 
 The other side is benchmarks/torch_loop.py, which says what it does well. Seconds are
 minimum / median / maximum of alternating repetitions, the first call excluded but in
@@ -34,7 +35,7 @@ import jax
 import numpy as np
 
 from benchmarks import decode, report, train_step
-from dllm_jax import sharding
+from dllm_jax import command_line, sharding
 from dllm_jax.models import acting, hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
@@ -66,6 +67,7 @@ SHAPES = {
     )
 }
 ANSWERS = {"0.6m": 32, "30m": 8, "135m": 4}  # of an update
+BUNDLED = "0.6m"  # the shape of the model that `first` asks
 
 
 class Torch:
@@ -195,7 +197,9 @@ def sampled(side: Side, part: str, prompts, new, rows: int, limits: tuple[int, i
 
 def rows(side: Side):
     """Ragged requests, three for every row."""
-    args = argparse.Namespace(prompt=64, new=64, waves=3, group=1, seed=side.args.seed)
+    args = argparse.Namespace(
+        prompt=64, new=64, waves=3, group=1, steady=False, seed=side.args.seed
+    )
     for count in side.args.rows:
         prompts, new = decode.requests(count, args, side.model)
         sampled(side, "rows", prompts, new, count, (args.prompt, args.new))
@@ -333,7 +337,7 @@ def update(side: Side):
 
 
 def first(side: Side):
-    """The bundled model answers a prompt, and PyTorch's one of 16 random tokens."""
+    """The bundled model answers a prompt, and PyTorch's, of its size, one of 16 tokens."""
     line = json.dumps({"prompts": [list(range(5, 21))], "new": [32], "rows": 1})
     with tempfile.TemporaryDirectory() as cache:
         kept = {
@@ -393,8 +397,11 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torch", default=str(ROOT / ".venv-torch/bin/python"))
     args = parser.parse_args()
+    report.positive(parser, args, "tokens")
     if not pathlib.Path(args.torch).exists():
         parser.error(f"{args.torch} is not there: make .venv-torch/.installed makes it")
+    if args.parts == ["first"] and BUNDLED not in args.shapes:
+        parser.error(f"--parts first is of the bundled model: --shapes {BUNDLED}")
     for name in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
             torch = Torch(args.torch, folder, SHAPES[name])
@@ -402,9 +409,10 @@ def main():
             model = dataclasses.replace(stored, dtype="float32")
             side = Side(name, model, params, torch, args, folder)
             for part in args.parts:
-                PARTS[part](side)
+                if part != "first" or name == BUNDLED:
+                    PARTS[part](side)
             torch.close()
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

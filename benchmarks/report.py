@@ -5,6 +5,7 @@
 makes a table of each command's lines on each device. docs/benchmarks.jsonl keeps them.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -96,6 +97,18 @@ def seconds(f, *args, repeats: int = 5, fed: bool = False) -> float:
     return min(lasted(calls) for _ in range(repeats))
 
 
+def positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *besides: str):
+    """Ends the command with its usage and a line if a number it was given is less than 1.
+
+    besides: names of numbers that may be, as a seed may.
+    """
+    for name, value in vars(args).items():
+        numbers = value if isinstance(value, list) else [value]
+        less = [x for x in numbers if type(x) is int and x < 1]
+        if less and name not in ("seed", *besides):
+            parser.error(f"--{name.replace('_', '-')}: {less[0]} is less than 1")
+
+
 def tell(benchmark: str, **facts):
     """Prints a result: its row, and itself as JSON with all that it depends on."""
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -146,6 +159,19 @@ def tables(lines: list[dict]) -> str:
     return "\n".join(out)
 
 
+def main():
+    """Prints the tables of the lines of all files."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("file", nargs="+", help="lines of JSON, as docs/benchmarks.jsonl")
+    try:
+        text = "\n".join(pathlib.Path(x).read_text() for x in p.parse_args().file)
+        lines = [json.loads(x) for x in text.splitlines() if x[:1] == "{"]
+    except (OSError, json.JSONDecodeError) as error:
+        p.error(str(error))
+    print(tables(lines))
+
+
 if __name__ == "__main__":
-    text = "\n".join(pathlib.Path(name).read_text() for name in sys.argv[1:])
-    print(tables([json.loads(x) for x in text.splitlines() if x[:1] == "{"]))
+    main()

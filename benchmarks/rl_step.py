@@ -21,6 +21,7 @@ import numpy as np
 import safetensors.numpy
 
 from benchmarks import decode, report
+from dllm_jax import command_line
 from dllm_jax.models import hf
 
 SMALL = "examples/arithmetic/model"
@@ -61,6 +62,8 @@ def main():
     p.add_argument("--model", default="", choices=["", *DENSE])
     p.add_argument("--steps", type=int, default=4)
     args, more = p.parse_known_args()
+    if args.steps < 2:
+        p.error(f"--steps={args.steps}: the first step compiles, so at least 2")
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "model.path": written(args.model, folder) if args.model else SMALL,
@@ -74,7 +77,9 @@ def main():
         command = [sys.executable, "-m", "dllm_jax.train"]
         command += ["--config=configs/tracerl.py"]
         command += [f"--config.{name}={value}" for name, value in flags.items()]
-        subprocess.run(command + more, check=True, stdout=sys.stderr)
+        ran = subprocess.run(command + more, check=False, stdout=sys.stderr)
+        if ran.returncode:  # it has said why
+            sys.exit(ran.returncode)
         text = (pathlib.Path(folder) / "run/metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()][1:]
 
@@ -97,4 +102,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

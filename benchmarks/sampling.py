@@ -161,6 +161,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    report.positive(parser, args)
     for family in args.family:
         for row in measure(family, args, args.dtype or report.dtype()):
             report.tell("sampling", **row)

@@ -43,7 +43,8 @@ from a model's shapes to SDAR-8B's program; before is a77af13 (in brackets with 
 def text(cells: dict, every: list[str]) -> str:
     """Returns the page; cells: what budget.json holds, by name; every: all names."""
     tables = rollouts, measured, updates, refusals, faults
-    return HEAD + "".join(of(cells) for of in tables) + missing(cells, every) + LOSSES
+    end = LOSSES.format(**figures(cells))
+    return HEAD + "".join(of(cells) for of in tables) + missing(cells, every) + end
 
 
 def write(cells: dict, every: list[str]):
@@ -117,27 +118,55 @@ def rollouts(cells: dict) -> str:
     )
 
 
-def measured(cells: dict) -> str:
-    """Returns the table of what chips made of forwards of blocks: `decode --steady`."""
+def steady(cells: dict):
+    """Yields (a line of `decode --steady` on a chip, its topology, the bound it has).
+
+    Lines of programs that no cell is of, or that had no kernels, are left out.
+    """
     alone = {kind: f"{x}:1" for x, chip in chips.CHIPS.items() for kind in chip.kinds}
-    rows = []
     for line in map(json.loads, MEASURED.read_text().splitlines()):
         where = alone.get(line["device"])
         plain = line["command"].startswith("python -m benchmarks.decode ")
-        if where and plain and "--steady" in line["command"]:
-            bound = cells[f"{line['model']} {where} answers rows={line['rows']}"]
-            rate, most = line["engine_tokens_per_second"], bound["tokens_per_second"]
-            share = f"{100 * rate / most:.0f}"
-            row = [
-                line["model"],
-                where,
-                line["rows"],
-                line["busy_rows"],
-                line["context"],
-            ]
-            rows.append(
-                [*row, f"{most:,.0f}", f"{rate:,.0f}", share, line.get("commit", "")]
-            )
+        if not (where and plain and "--steady" in line["command"]):
+            continue
+        cell = cells.get(f"{line['model']} {where} answers rows={line['rows']}")
+        like = line["sampler"].startswith("block 4,") and line["kernels"] != "reference"
+        if cell and like:
+            yield line, where, cell["tokens_per_second"]
+
+
+def percent(line: dict, most: float) -> str:
+    """Returns which share of a bound a line of `decode` reaches."""
+    return f"{100 * line['engine_tokens_per_second'] / most:.0f}"
+
+
+def figures(cells: dict) -> dict:
+    """Returns what LOSSES tells of the tables, by the names that it has there."""
+    shares = sorted((percent(line, most) for line, _, most in steady(cells)), key=int)
+    small, large = (f"sdar-{x} update" for x in ("1.7b v6e:2x4", "8b v5p:2x2x1"))
+    of_small, of_large = cells[small], cells[large]
+    v6e = chips.chip(small.split()[1])
+    moved = (of_small["read_gib"] + of_small["written_gib"]) * chips.GIB
+    sent, summed = sum(of_small["sent_mib"].values()), of_large["sent_mib"]
+    links = [chips.link_bytes(name.split()[1]) / 2**20 for name in (small, large)]
+    return {
+        "least": shares[0],
+        "most": shares[-1],
+        "memory": f"{moved / v6e.bandwidth:.1f}",
+        "products": f"{of_small['tflops'] * 1e12 / v6e.flops:.1f}",
+        "collectives": f"{sent / links[0]:.1f}",
+        "all_reduce": f"{summed['fsdp all-reduce'] / links[1]:.1f}",
+        "seconds": f"{of_large['seconds']:.0f}",
+    }
+
+
+def measured(cells: dict) -> str:
+    """Returns the table of what chips made of forwards of blocks: `decode --steady`."""
+    rows = []
+    for line, where, most in steady(cells):
+        row = [line["model"], where, line["rows"], line["busy_rows"], line["context"]]
+        row += [f"{most:,.0f}", f"{line['engine_tokens_per_second']:,.0f}"]
+        rows.append([*row, percent(line, most), line.get("commit", "")])
     head = (
         "model | chip | rows | busy | context | bound | measured tokens/s | % | commit"
     )
@@ -227,7 +256,7 @@ LOSSES = """
 * A row that has filled a block has two windows in the next forward, the full block and the
   one after it, and each read the row's pages: 1.45 times what the ideal reads. Both are now one
   row of the kernel: 4B with 64 rows on one H200 went from 67 to 80 % of the ideal, with 128 rows
-  from 69 to 86 %; 8B with 64 rows from 81 to 93 %; 4B on v5p from 78 to 89 %.
+  from 69 to 85 %; 8B with 64 rows from 81 to 93 %; 4B on v5p from 78 to 89 %.
 * A part of a prompt was compiled for tables of pages as long as the longest answer, which no
   prompt fills. It now stops where prompts do: of the recipe's lengths there are 12 programs of
   such parts and not 16, and the longest prompt's gathers 800 positions and not 1,024. Parts
@@ -252,7 +281,7 @@ LOSSES = """
   54 of SDAR-30B-A3B's 57 GiB, were copied out of their stack in every forward on a TPU. Now it
   multiplies by the groups of all layers, of which those of one hold rows
   (`pallas_kernels/tpu/grouped_matmul.py`): 57 GiB read and not 111, none copied, 99 % of the
-  ideal and not 34; prompts 19,140 tokens/s and not 7,472. Before it multiplies, the kernel's
+  ideal and not 34; prompts 19,350 tokens/s and not 7,472. Before it multiplies, the kernel's
   table of groups is made by loops over all 6,144 of them on the chip's scalar unit. What
   that takes no text tells, and nobody has measured it. On a GPU JAX's kernel had them
   copied, too, and one of ours reads them where they lie: on `h200:2x8`, the smallest slice that
@@ -285,7 +314,7 @@ LOSSES = """
 Wanted were 75 % of the ideal for 4B and 8B with 64 rows and more, 90 % with one row on one
 GPU, and an update's MFU bound of 60 %. The tables say where that is met.
 
-* An H200 reaches 42 to 63 % of the bounds of one GPU (the table above). By a profile of 4B's
+* An H200 reaches {least} to {most} % of the bounds of one GPU (the table above). By a profile of 4B's
   128 rows at b45c99e, of contexts of 800, a forward is busy for 15.0 ms: 8.0 are products, at 700
   TFLOP/s where the bound has 989; 4.4 attention, 0.9 the draw, of whose work noise is more than
   half, 1.9 norms, rotations and the like, which the bound has as bytes alone. Attention over
@@ -321,7 +350,7 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   v6e's, where the filling up is no pass of its own, and 1 % of an H200's. Prompts whose pages
   hold 512 positions or fewer are not filled up.
 * The head's gradient is a sum over all devices (`psum`) inside a `shard_map`, the one all-reduce
-  of 8B's and 1.7B's updates on v5p:2x2x1: 0.2 of 40 seconds for 8B. A `psum_scatter` sent as many bytes.
+  of 8B's and 1.7B's updates on v5p:2x2x1: {all_reduce} of {seconds} seconds for 8B. A `psum_scatter` sent as many bytes.
 * On v5p:2x2x1 the compiler scatters the gradients of all of 8B's and 1.7B's weights, and of 4B
   not those of `wo` and `w_down`: it sums them in one all-reduce with those of norms, which sends
   64 GiB of that update's 323 where 32 would do. Their last dimension is the one that is split,
@@ -330,7 +359,8 @@ GPU, and an update's MFU bound of 60 %. The tables say where that is met.
   each, with a line at start. There is no sequence parallelism: a row lies whole on its device,
   and `mesh.model` splits heads and widths of it.
 * A v6e multiplies twice as fast as a v5p and its memory gives 0.6 times as much: the update of
-  1.7B there waits 2.9 s for memory where its products take 2.2, and 1 s for collectives.
+  1.7B there, which keeps its products (`dots`), waits {memory} s for memory where they take
+  {products}, and {collectives} s for collectives.
 * A value network of its own (`rl.value="own"`, the recipe's) doubles the update and what is
   trained: with it 4B does not fit one H200.
 """

@@ -24,6 +24,7 @@ def main():
     p.add_argument("--model", nargs="+", choices=sorted(SHAPES), required=True)
     p.add_argument("--block", type=int, default=4)
     args = p.parse_args()
+    report.positive(p, args)
     here, wrong = choice.platform(), False
     for name in args.model:
         wide = selfcheck.widths(SHAPES[name], args.block, 32)

@@ -13,6 +13,7 @@ shardings lie on `mesh(...)`, compiled, and never run:
 `python -m benchmarks.topologies [TOPOLOGY ...]` compiles a small train step on each.
 """
 
+import argparse
 import importlib.util
 import os
 import re
@@ -28,7 +29,7 @@ from jax.sharding import Mesh
 
 from benchmarks import chips
 from benchmarks.chips import CHIPS
-from dllm_jax import sharding
+from dllm_jax import command_line, exits, sharding
 
 # This process computes nothing, so it is to claim no accelerator. Not by the variable
 # JAX_PLATFORMS: an importer may have imported JAX before.
@@ -54,7 +55,7 @@ TPU_ENV = {
 DEFAULTS = ("v5e:2x2", "v6e:2x4", "v5p:4x4x4", "h200:8")
 
 
-class SkipReason(Exception):
+class SkipReason(exits.CannotGoOn):
     """Says which part of a compiler this environment lacks."""
 
 
@@ -195,9 +196,23 @@ def _toy(target: Mesh):
     return jax.jit(step, donate_argnums=0), (params, tokens)
 
 
-def main(names):
-    for topology in names:
+def checked(parser: argparse.ArgumentParser, topology: str) -> None:
+    """Ends a command with its usage and a line if there is no such topology."""
+    try:
+        devices(topology)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main():
+    """Compiles on each topology, and tells what the program takes."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("topology", nargs="*", default=DEFAULTS)
+    for topology in p.parse_args().topology:
         try:
+            checked(p, topology)
             model = 2 if len(devices(topology)) <= 16 else 4
             target = mesh(topology, model=model)
         except SkipReason as reason:
@@ -221,4 +236,4 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or DEFAULTS)
+    command_line.entry(main)

@@ -13,9 +13,9 @@ there and p + (1 + r) a here. Without padding that is a ratio of 1.3 (p = 0) to 
 for r = 2, and 1.6 to 4 for r = 4; what padding costs the first layout comes on top.
 
 With --packed-only the states are donated and nothing is compared, for models that fill a
-device. MFU: 6 FLOPs a parameter of the layers and a token that is not padding, and 6 a
-parameter of the head and a supervised token, over `report.flops`; attention and
-recomputation count for nothing.
+device. MFU: 6 FLOPs a parameter of the layers and a token that is not padding, of experts
+those that it goes to, and 6 a parameter of the head and a supervised token, over
+`report.flops`; attention and recomputation count for nothing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import time
 import jax
 import numpy as np
 
-from benchmarks import decode, report
+from benchmarks import decode, report, roofline
 from dllm_jax import command_line, pallas_kernels
 from dllm_jax.models import transformer
 from dllm_jax.models.config import ModelConfig
@@ -198,6 +198,7 @@ def main():
     )
     parser.add_argument("--packed-only", action="store_true")
     args = parser.parse_args()
+    report.positive(parser, args)
 
     model = ModelConfig(
         vocab=args.vocab + 1,
@@ -293,9 +294,8 @@ def main():
         "tokens_per_second": round(held["packed"][0] / median["packed"], 1),
     }
     if peak := report.flops():
-        layers = sum(x.size for x in jax.tree.leaves(states["policy"].params["layers"]))
-        head = model.vocab * model.d_model * int((packed.weight_BU > 0).sum())
-        flops = 6 * (layers * held["packed"][0] + head)
+        sizes, asked = roofline.sizes_of(model), int((packed.weight_BU > 0).sum())
+        flops = 6 * (sizes.layers * held["packed"][0] + sizes.head * asked)
         told["percent_mfu"] = round(100 * flops / median["packed"] / peak, 1)
     if args.packed_only:
         report.tell("train_step", **told)

@@ -622,13 +622,22 @@ def cut_short(value, key, raw) -> Row:
 
 
 def train_block(value, key, raw) -> Row:
-    """Returns the training block of SFT; in RL it is the sampler's."""
+    """Returns the training block of SFT; in RL it is the sampler's, or an enlarged one."""
     if raw.get("training.method") == "ar":
         return Row(why="each token is predicted from those before it, as there")
     if "rollout.block_size" not in raw:
         return Row(ours=("sampler.block", "sampler.steps_per_block"))
-    why = "training uses the blocks of sampling, sampler.block"
-    return Row(why=why, same=value == raw["rollout.block_size"])
+    sampled = raw["rollout.block_size"]
+    if value == sampled or attends_fully(raw):
+        why = "training uses the blocks of sampling, sampler.block"
+        return Row(why=why, same=value == sampled)
+    parts, rest = divmod(whole(value, key), whole(sampled, "rollout.block_size"))
+    if METHODS.get(raw.get("training.method")) == "trace" and (rest or parts < 1):
+        raise ValueError(
+            f"{key}={value}: traces of rollout.block_size={sampled} are trained in blocks of "
+            "a multiple of it"
+        )
+    return Row(ours=("noise.block",))
 
 
 def draws(value, key, raw) -> Row:

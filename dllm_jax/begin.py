@@ -31,7 +31,7 @@ from dllm_jax.checkpoint import Checkpoints, Misfit, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import budget, learner, networks, rewards, sources
+from dllm_jax.rl import best, budget, learner, networks, rewards, sources
 from dllm_jax.sampling import looking, placement
 from dllm_jax.sampling.config import variants
 
@@ -471,6 +471,8 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
     states, base, start, meta = begin_or_resume(here, restored)
     if start and start >= source.steps:
         check_unfinished(cfg, meta, source.steps)
+    else:  # what is done has its best
+        meta["best"] = best.still(meta.get("best"), evaluated(cfg), here.say)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())
     here.run.begin(dataclasses.asdict(cfg), defaults, mesh)
@@ -488,6 +490,18 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
         f"{mesh.size} x {jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}"
     )
     return Progress(states, base, reference, like, model, start, meta)
+
+
+def evaluated(cfg: config.Config) -> dict:
+    """Returns what an evaluation's metrics are of, by the keys that say so, as JSON has it."""
+    files = filter(None, cfg.data.heldout.split(","))
+    return {
+        "data.heldout": [processes.content(path.strip()) for path in files],
+        "eval.problems": cfg.eval.problems,
+        "eval.temperature": cfg.eval.temperature,
+        "rl.reward": cfg.rl.reward,
+        "rl.truncated_wrong": cfg.rl.truncated_wrong,
+    }
 
 
 def begin_or_resume(here: Scene, restored):
@@ -528,6 +542,10 @@ def begin_or_resume(here: Scene, restored):
             f"{start}: the run goes on at the same place of their order, so that some may "
             "come twice, and others not at all"
         )
+        before = meta.get("memory", {})
+        meta = meta | {"memory": sources.of_others(before)}
+        if before.keys() - meta["memory"].keys():
+            here.say("  which of them were solved how often is forgotten")
     return (
         states,
         base,

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import numbers
 import signal
 
 import ml_collections
@@ -587,11 +588,23 @@ def frozen(kind: type, tree, prefix: str = ""):
             raise ValueError(unknown(prefix + name, [prefix + x for x in fields]))
         if dataclasses.is_dataclass(fields[name]):
             value = frozen(fields[name], value, f"{prefix}{name}.")
-        values[name] = tuple(value) if isinstance(value, list) else value
+        values[name] = plain(value)
     try:
         return kind(**values)
     except checks.Refused as error:  # it knows its name, and not where it stands
         raise ValueError(f"{prefix}{error}") from None
+
+
+def plain(value):
+    """Returns a number as Python's own, which JSON holds, and a list as a tuple of them.
+
+    NumPy's, and fractions, come from config files that compute.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def unknown(name: str, known: list[str]) -> str:

@@ -239,12 +239,17 @@ def asked_of(cfg: config.Config, model, tok, say, grader) -> scores.Asked:
         raise ValueError("data.heldout is empty: name the file of problems to evaluate")
     reader = pictures.reader(cfg.model, cfg.sampler, model, tok)
     sets.check(cfg.data.heldout)
+    if "," in cfg.data.heldout and not pathlib.Path(cfg.data.heldout).exists():
+        raise ValueError(
+            f"data.heldout={checks.shown(cfg.data.heldout)}: no such file; an evaluation is "
+            "of one, and each of several has a folder of its own (run.folder)"
+        )
     rows, sha256 = hashed(cfg.data.heldout)
     problems = data.problems(cfg.data.heldout, tok, cfg.data, grader, reader, rows)
     problems = problems[: cfg.eval.problems or None]
     for number, problem in enumerate(problems if cfg.eval.by else (), 1):
         with data.of_record(cfg.data.heldout, number):
-            data.text(problem.record, cfg.eval.by)
+            data.text(problem.record, cfg.eval.by, "eval.by")
     rollout.check_prompts(
         problems, cfg.sampler.max_prompt, model.vocab, say, cfg.data.heldout
     )

@@ -129,7 +129,8 @@ def spelled_out(argv: list[str]) -> list[str]:
         if arg == "--":  # what follows is no flag
             return words + argv[i:]
         name, equals, value = arg.partition("=")
-        name = name.removeprefix("--") if arg.startswith("--") else ""
+        # Other commands' flags have underscores: --max_new_tokens is meant, too.
+        name = name[2:].replace("_", "-") if arg.startswith("--") else ""
         if name == "image-out":  # absl's names have no dash
             arg = f"--image_out{equals}{value}"
         elif name in SHORT:

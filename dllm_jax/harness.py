@@ -47,6 +47,7 @@ class Model:
         self.cfg, model, self.tok = config.completed(cfg)
         self.model = dataclasses.replace(model, lora=None)
         self.draws, self.say = draws, say
+        self.cut = 0  # prompts that lost their beginning: see `ending`
         self.mesh = sharding.make_mesh(**cfg.mesh.axes)
         checked = self.model, self.cfg.sampler, cfg.run.compile_cache
         with jax.set_mesh(self.mesh):
@@ -113,6 +114,7 @@ class Model:
         for line in self.unlike([request.args[1] for request in requests]):
             self.say(line)
         prompts = [self.prompt_of(request.args[0]) for request in requests]
+        self.tell_cut(len(prompts))
         answered = self.sampled(prompts, self.cfg.eval.temperature)
         texts = []
         for request, tokens in zip(requests, answered, strict=True):
@@ -145,6 +147,7 @@ class Model:
         Raises ValueError for one without a token, or with too many.
         """
         pairs = [self.pair_of(*request.args) for request in requests]
+        self.tell_cut(len(pairs))
         longest = max((len(answer) for _, answer in pairs), default=0)
         if longest > self.cfg.sampler.max_new:  # before anything is sampled
             raise ValueError(
@@ -185,7 +188,22 @@ class Model:
     def prompt_of(self, context: str) -> list[int]:
         """Returns a context's tokens, the last of them where they are too many."""
         ids = data.ids_of(self.tok, context) or [self.first_token()]
-        return ids[-self.cfg.sampler.max_prompt :]
+        return self.ending(ids)
+
+    def ending(self, ids: list[int]) -> list[int]:
+        """Returns a prompt, of one above sampler.max_prompt the last tokens; counts those."""
+        most = self.cfg.sampler.max_prompt
+        self.cut += len(ids) > most
+        return ids[-most:]
+
+    def tell_cut(self, asked: int) -> None:
+        """Says how many of the last `asked` prompts were cut: examples may be lost with it."""
+        if self.cut:
+            self.say(
+                f"warning: {self.cut} of {asked} prompts lose their beginning: they have more "
+                f"than sampler.max_prompt={self.cfg.sampler.max_prompt} tokens"
+            )
+        self.cut = 0
 
     def pair_of(self, context: str, answer: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a context and of its continuation, tokenised together.
@@ -206,7 +224,7 @@ class Model:
                 f"a task asks for the likelihood of nothing behind {checks.shown(context)}"
             )
         prompt = prompt or [self.first_token()]
-        return prompt[-self.cfg.sampler.max_prompt :], after
+        return self.ending(prompt), after
 
     def length_of(self, answer: list[int]) -> int:
         """Returns how many tokens are to be sampled to compare them with an answer."""

@@ -107,13 +107,10 @@ class Writer:
         saved = {n: x for n, x in (saved_rows or {}).items() if n not in past}
         last_row = saved.pop(step, None)
         past |= {n: row_of(n, x) for n, x in saved.items() if n < step}
-        partial = self.path.with_suffix(".partial")
-        with room(folder):
-            partial.write_text(
-                "".join(json.dumps(past[n]) + "\n" for n in sorted(past))
-            )
-            os.replace(partial, self.path)
-            self.file = self.path.open("a")
+        # Of a step whose evaluation a signal stopped, and that was told before a kill: it is
+        # evaluated once more, and its row takes the place of this one.
+        self.told = step if step in past else None
+        self.begin(past)
         self.trackers = trackers(next_step) if trackers else None
         self.bar = tqdm(
             total=total,
@@ -127,12 +124,26 @@ class Writer:
         if last_row is not None:
             self.write(step, last_row)
 
+    def begin(self, rows: dict[int, dict]) -> None:
+        """Makes the file hold these rows, by their steps, and opens it behind them."""
+        partial = self.path.with_suffix(".partial")
+        with room(self.path.parent):
+            partial.write_text(
+                "".join(json.dumps(rows[n]) + "\n" for n in sorted(rows))
+            )
+            os.replace(partial, self.path)
+            self.file = self.path.open("a")
+
     def write(self, step: int, metrics: dict) -> None:
         """Writes one step; numbers that are not finite become null and are called out."""
         if not self.enabled:
             return
         values = {name: float(x) for name, x in metrics.items()}
         bad = sorted(name for name, x in values.items() if not math.isfinite(x))
+        if step == self.told:
+            self.file.close()
+            before = history(self.path.parent)
+            self.begin({row["step"]: row for row in before if row["step"] < step})
         with room(self.path.parent):
             self.file.write(json.dumps(row_of(step, values)) + "\n")
             self.file.flush()

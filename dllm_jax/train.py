@@ -56,6 +56,11 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
 
     if progress.step >= source.steps:
         here.say(f"all {source.steps} steps are done: nothing is left to train")
+    elif profile_missed(here, progress.step, source.steps):
+        here.say(
+            f"warning: run.profile={cfg.run.profile}: no profile is written, as the steps to "
+            f"come are {progress.step + 1} to {source.steps}"
+        )
     training = Training(here, tools, problems, source, programs, progress)
     training.evaluate_first()
     for step in range(progress.step + 1, source.steps + 1):
@@ -68,6 +73,16 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
         if not moved or here.stopping():
             break
     training.leave()
+
+
+def profile_missed(here: begin.Scene, done: int, last: int) -> bool:
+    """Returns whether `run.profile` names none of the steps from `done` + 1 to `last`.
+
+    Not where an earlier attempt has written it.
+    """
+    named = here.cfg.run.profile
+    passed = 0 < named <= done and not (here.folder / "profile").exists()
+    return passed or named > last
 
 
 @contextlib.contextmanager

@@ -353,7 +353,7 @@ COMMANDS = """
     generate --model=MODEL  either one prompt or --prompts
     generate --model=MODEL hello world  'world'
     generate --modle=MODEL hello  'modle'
-    generate --model=MODEL hello --top_p=0.5  did you mean --config.sampler.top_p?
+    generate --model=MODEL hello --top_p=0.5  --top-p is now --config.sampler.top_p
     generate --model=MODEL hello --imgae-out=x.png  did you mean --image-out?
     trace  name one or two files of answers, not 0
     trace x.jsonl --out=none/at/all.html  there is no folder none/at

@@ -1,10 +1,15 @@
 """The benchmarks run, on next to nothing, and what they print makes a table."""
 
+import argparse
+import contextlib
 import functools
+import importlib
 import json
+import os
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 import types
 
@@ -17,20 +22,24 @@ from benchmarks import (
     against,
     counted,
     decode,
+    fill,
     gradient_variance,
     hlo,
     kernels,
     methods,
     mutants,
+    peer,
     report,
     rl_step,
     roofline,
     sampling,
+    topologies,
+    train_step,
     unbiased,
 )
 from benchmarks.shapes import RELEASED
 from dllm_jax import config, pallas_kernels
-from dllm_jax.models import hf, mask
+from dllm_jax.models import hf, mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl.rewards import sandbox
@@ -393,3 +402,203 @@ def test_rows_of_newer_methods_are_configurations(name):
     cfg = config.freeze(tree)
     assert (cfg.rl.value, cfg.rl.steps) == ("none", methods.STEPS)
     assert cfg.rl.reward == {"arithmetic": "math", "sudoku": "sudoku"}[preset]
+
+
+# ---- Beside PyTorch ------------------------------------------------------------------
+
+
+def side(torch, **more):
+    """Returns what the smallest shape is measured with; torch: the other side's process."""
+    args = types.SimpleNamespace(seed=0, repeats=1, **more)
+    params = transformer.init(jax.random.key(0), peer.SHAPES[peer.BUNDLED])
+    return peer.Side(peer.BUNDLED, peer.SHAPES[peer.BUNDLED], params, torch, args, "")
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "asked"),
+    [
+        ("rows", {"rows": [2]}, {"rows": 2, "requests": 6}),
+        ("prompts", {"prompts": [16]}, {"rows": 1, "requests": 1}),
+    ],
+)
+def test_both_sides_are_asked_for_the_same(part, more, asked, capsys):
+    tasks = []
+
+    def ask(**task):
+        tasks.append(task)
+        return 2.0
+
+    peer.PARTS[part](side(types.SimpleNamespace(ask=ask), **more))
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(tasks) == 2 and tasks[0] == tasks[1]  # in turns, the first not told
+    assert tasks[0]["rows"] == line["rows"] == asked["rows"]
+    assert len(tasks[0]["prompts"]) == len(tasks[0]["new"]) == asked["requests"]
+    assert line["tokens"] == sum(tasks[0]["new"])
+    assert line["pytorch_seconds"] == "2 / 2 / 2"
+
+
+def test_the_first_answer_is_of_models_of_one_size(monkeypatch, tmp_path, capsys):
+    """The bundled model's alone: a larger one of PyTorch's is not set beside it."""
+    bundled, same = (
+        hf.read_config(pathlib.Path(rl_step.SMALL)),
+        peer.SHAPES[peer.BUNDLED],
+    )
+    for name in ("d_model", "layers", "heads", "kv_heads", "head_dim", "ffw"):
+        assert getattr(bundled, name) == getattr(same, name)
+    (tmp_path / "python").touch()
+    told = []
+    monkeypatch.setattr(peer, "Torch", lambda *args: types.SimpleNamespace(close=int))
+    monkeypatch.setattr(peer.hf, "load", lambda *args, **more: (same, {}))
+    monkeypatch.setattr(peer, "PARTS", {"first": lambda it: told.append(it.name)})
+    flags = ["peer", f"--torch={tmp_path}/python", "--shapes"]
+    monkeypatch.setattr(sys, "argv", [*flags, "0.6m", "30m"])
+    peer.main()
+    assert told == ["0.6m"]
+    monkeypatch.setattr(sys, "argv", [*flags, "30m", "--parts", "first"])
+    with pytest.raises(SystemExit, match="2"):
+        peer.main()
+    assert "--shapes 0.6m" in capsys.readouterr().err
+
+
+# ---- Experts, and the host -----------------------------------------------------------
+
+
+def test_of_experts_those_are_multiplied_that_a_token_goes_to():
+    model, work = RELEASED["sdar-30b-a3b"], decode.Work(forwards=10, clean=10, steps=10)
+    attention = 2 * 2048 * 128 * (32 + 4)
+    layer = attention + 2048 * 128 + 8 * 3 * 2048 * 768  # the router, and 8 experts
+    head = 151936 * 2048
+    found = decode.multiplications(model, work)
+    norms = 1 + 1e-4
+    assert 1 <= found / (2 * 4 * (20 * 48 * layer + 10 * head)) < norms
+    # Of 128 experts 8 positions go to 64 at most.
+    sizes = roofline.sizes_of(model)
+    assert (
+        1
+        <= decode.weights_read(model, sizes, 8)
+        / (48 * (layer + 56 * 3 * 2048 * 768) + head)
+        < norms
+    )
+    every = sizes.stored + sizes.head
+    assert decode.weights_read(model, sizes, 16) == every
+    assert decode.weights_read(model, sizes, 999) == every
+    dense = RELEASED["sdar-8b"]
+    sizes = roofline.sizes_of(dense)
+    assert decode.weights_read(dense, sizes, 1) == sizes.stored + sizes.head
+
+
+def test_a_steady_runs_host_work_is_of_the_forwards_that_did_it(monkeypatch, capsys):
+    """Half as long a run is watched, which has other forwards than what is told."""
+    made = []
+
+    def watched(run):
+        made.append(run()[1].forwards)
+        return 0.25, 3.0
+
+    monkeypatch.setattr(decode, "host_work", watched)
+    flags = "--model=tiny --rows 1 --prompt 8 --new 16 --repeats 1 --steady"
+    monkeypatch.setattr(sys, "argv", ["decode", *flags.split()])
+    decode.main()
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["host_ms_per_forward"] == round(3000 / made[0], 3)
+    assert line["percent_on_host"] == 25
+
+
+# ---- What is asked wrongly -----------------------------------------------------------
+
+WRONG = [  # a benchmark, its flags, and a part of the one line that says what is wrong
+    (against, "HEAD", "name a benchmark"),
+    (against, "--rounds=0 HEAD decode", "--rounds: 0 is less than 1"),
+    (decode, "--rows 4 0", "--rows: 0 is less than 1"),
+    (decode, "--group 0", "--group: 0 is less than 1"),
+    (decode, "--steady --new 7", "--new=7: half of it is to be a block of 4"),
+    (fill, "--draws 0", "--draws: 0 is less than 1"),
+    (kernels, "--small --only nosuch --repeats 1", "--only nosuch: no op begins so"),
+    (kernels, "--counted v9:1", "topology 'v9:1': want CHIP:SHAPE"),
+    (peer, "--torch=/nosuch", "/nosuch is not there"),
+    (report, "/nosuch.jsonl", "/nosuch.jsonl"),
+    (rl_step, "--steps=1", "--steps=1: the first step compiles"),
+    (sampling, "--rows 0", "--rows: 0 is less than 1"),
+    (topologies, "v9:1", "topology 'v9:1': want CHIP:SHAPE"),
+    (train_step, "--trajectories=0", "--trajectories: 0 is less than 1"),
+]
+
+
+@pytest.mark.parametrize(("module", "flags", "says"), WRONG)
+def test_what_is_asked_wrongly_is_told_in_a_line(
+    module, flags, says, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["it", *flags.split()])
+    monkeypatch.setattr(kernels, "TIMED", kernels.TIMED[:1])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_benchmark_that_fails_in_a_checkout_ends_the_comparison(monkeypatch):
+    @contextlib.contextmanager
+    def checkout(commit, patch):
+        yield against.ROOT
+
+    monkeypatch.setattr(against, "checkout", checkout)
+    monkeypatch.setattr(sys, "argv", ["against", "HEAD", "nosuch"])
+    with pytest.raises(SystemExit, match="benchmarks.nosuch ended with 1"):
+        against.main()
+
+
+def test_checkouts_that_print_other_lines_have_no_pairs():
+    with pytest.raises(SystemExit, match=r"\[1, 2\] lines"):
+        against.compared([[[{"seconds": 1.0}], [{"seconds": 1.0}] * 2]])
+
+
+# Writes its arguments down; it is not the program that would report.
+NO_PYTHON = """#!/bin/bash
+printf '%s\\n' "$*" >> "$(dirname "$0")/calls"
+[[ $2 != benchmarks.report ]]
+"""
+
+
+class Parsed(Exception):
+    """A command's flags are all known."""
+
+
+@pytest.mark.parametrize(("script", "count"), [("all_gpu.sh", 8), ("all_tpu.sh", 9)])
+def test_all_that_a_chip_is_asked_for_has_flags_that_exist(
+    script, count, monkeypatch, tmp_path
+):
+    python = tmp_path / "python"
+    python.write_text(NO_PYTHON)
+    python.chmod(0o755)
+    subprocess.run(
+        [against.ROOT / "benchmarks" / script, "results"],
+        cwd=tmp_path,  # where the folder is made
+        env=os.environ | {"PYTHON": str(python)},
+        check=False,
+        capture_output=True,
+    )
+    assert (tmp_path / "results" / "results.jsonl").exists()
+    calls = [x.split() for x in (tmp_path / "calls").read_text().splitlines()]
+    calls = [call for call in calls if call[0] == "-m"]
+    assert len(calls) == count
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parsed(*args, **more):
+        _, rest = parse(*args, **more)
+        assert all(x.startswith("--config.model.") for x in rest)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
+    for _, name, *flags in calls:
+        monkeypatch.setattr(sys, "argv", [name, *flags])
+        with pytest.raises(Parsed):
+            importlib.import_module(name).main()
+
+
+@pytest.mark.parametrize("words", ["--help", "one two"])
+def test_a_chips_script_takes_a_folder_alone(words):
+    script = against.ROOT / "benchmarks" / "all_gpu.sh"
+    run = subprocess.run(
+        ["bash", script, *words.split()], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and "[FOLDER]" in run.stderr

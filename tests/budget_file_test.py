@@ -1,5 +1,6 @@
 """benchmarks/budget.json: what it holds, what is worse than it, and the page made of it."""
 
+import json
 import re
 import types
 
@@ -25,6 +26,36 @@ def test_the_page_is_made_of_the_file():
     every = [cell.name for cell in budget.cells()]
     assert known.keys() <= set(every)
     assert scaling_page.PAGE.read_text() == scaling_page.text(known, every)
+
+
+def test_what_a_chip_made_is_set_beside_the_cells_that_it_is_of(monkeypatch, tmp_path):
+    line = {
+        "command": "python -m benchmarks.decode --steady",
+        "device": "NVIDIA H200",
+        "model": "sdar-8b",
+        "rows": 1,
+        "busy_rows": 1.0,
+        "context": 992,
+        "sampler": "block 4, forced, temperature 1",
+        "kernels": "platform",
+        "engine_tokens_per_second": 282.0,
+    }
+    others = [
+        {"rows": 7},
+        {"device": "TPU v9"},
+        {"sampler": "block 32, forced, temperature 1"},
+        {"kernels": "reference"},
+        {"command": "python -m benchmarks.decode --engine-only"},
+    ]
+    file = tmp_path / "lines.jsonl"
+    lines = (json.dumps(line | more) + "\n" for more in ({}, *others))
+    file.write_text("".join(lines))
+    monkeypatch.setattr(scaling_page, "MEASURED", file)
+    known = budget.load()
+    ((found, where, most),) = scaling_page.steady(known)
+    assert (found, where) == (line, "h200:1")
+    assert scaling_page.percent(found, most) == "50"
+    assert "An H200 reaches 50 to 50 %" in scaling_page.text(known, [])
 
 
 def test_no_program_of_the_file_has_a_fault():
@@ -53,10 +84,36 @@ def test_no_program_of_the_file_has_a_fault():
             {"faults": ["an array of scores: [8, 8]"]},
             ["cell: an array of scores: [8, 8]"],
         ),
+        ({"percent_of_pages": 96.0}, []),
+        (
+            {"percent_of_pages": 60.0},
+            ["cell: percent_of_pages was 100.0, is 60.0"],
+        ),
     ],
 )
 def test_what_is_worse_by_a_twentieth_is_told(change, words):
     assert budget.worse("cell", OLD, OLD | change) == words
+
+
+def test_a_forward_of_prompts_that_nobody_counts_any_more_is_told():
+    assert budget.worse("cell", OLD | {"prompt": OLD}, OLD) == [
+        "cell: the forward of prompts is not in the program any more"
+    ]
+
+
+def test_what_fits_again_is_not_worse_for_what_it_sends_and_holds():
+    old = {"refused": "takes too much", "smallest": "h200:2: 90 of 98 GiB"}
+    assert budget.worse("cell", old, OLD | {"percent_of_pages": 60.0}) == []
+
+
+@pytest.mark.parametrize("name", budget.load())
+def test_every_figure_of_the_file_that_gets_worse_by_more_is_told(name):
+    row = budget.load()[name]
+    for key in (*budget.MORE, *budget.LESS):
+        if row.get(key):
+            factor = 1.06 if key in budget.MORE else 0.94
+            (line,) = budget.worse(name, row, row | {key: row[key] * factor})
+            assert line.startswith(f"{name}: {key} was ")
 
 
 def test_what_fits_no_more_is_told():
@@ -187,6 +244,9 @@ def test_what_the_loop_over_forwards_must_not_do(line, fault):
     [
         ("v5p:2x2x1", (False, False, False), 2),
         ("v5p:4x4x4", (True, True, True), 6),
+        ("v5p:4x4x8", (True, True, True), 6),
+        ("v5p:2x2x4", (False, False, False), 3),  # less than a cube
+        ("v5p:2x4x4", (False, False, False), 3),
         ("v6e:2x4", (False, False), 2),
         ("v6e:8x16", (False, True), 3),
     ],

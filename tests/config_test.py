@@ -16,6 +16,7 @@ import sys
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 from configs import eval as evaluations
@@ -86,6 +87,17 @@ def test_changes_arrive():
     assert cfg.sampler.stop_ids == (1, 2)
     assert cfg.rl.value == "head"
     assert cfg.policy_optim == config.Config().policy_optim
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    """As a config file that computes has them; config.json could not hold them."""
+    tree = dataclasses.asdict(config.Config())
+    tree["rl"]["steps"] = np.int64(5)
+    tree["policy_optim"]["lr"] = np.float32(0.5)
+    tree["sampler"]["stop_ids"] = [np.int32(3)]
+    leaves = config.leaves_of(config.freeze(tree))
+    assert (leaves["rl.steps"], leaves["sampler.stop_ids"]) == (5, [3])
+    assert (leaves["policy_optim.lr"], leaves["rl.whiten"]) == (0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -630,6 +642,21 @@ def test_threads_of_a_save_that_failed_keep_nobody(monkeypatch):
     finally:
         done.set()
         thread.join()
+
+
+def test_a_second_signal_ends_a_run_whatever_its_threads_are_at(monkeypatch):
+    """A grader may wait minutes for its judge, in a thread that Python waits for."""
+    ended = queue.Queue()
+    monkeypatch.setattr(exits, "GRACE_S", 0.0)
+    monkeypatch.setattr(exits.os, "_exit", ended.put)
+    monkeypatch.setattr(exits, "received", [])
+    monkeypatch.setattr(exits.signal, "signal", lambda *args: None)
+    stop = exits.StopSignal()
+    stop.note()
+    assert stop() and ended.empty()
+    with pytest.raises(SystemExit, match="75"):
+        stop.note()
+    assert ended.get(timeout=60) == exits.STOPPED
 
 
 def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):

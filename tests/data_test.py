@@ -293,6 +293,7 @@ def test_examples_of_conversations(tmp_path, tok):
     np.testing.assert_array_equal(again.tokens_BT, got.tokens_BT)
     for wrong, message in (
         (turns[:3], "the last message is not the"),
+        (turns[3:], "no message stands before the assistant's"),
         ([], "needs mess"),
     ):
         path = write(tmp_path / "x.jsonl", {"messages": wrong})
@@ -480,6 +481,7 @@ def test_files_with_weights(tmp_path):
     [
         ("a:0,b:0", "weights sum to 0"),
         ("a:0", "weights sum to 0"),
+        ("a:1e308,b:1e308", "weights sum to more than a number holds"),
         ("a:-1,b:2", "'a:-1' is no FILE:WEIGHT"),
         ("a:nan,b", "'a:nan' is no FILE:WEIGHT"),
         ("a,,b", "'' is no FILE:WEIGHT"),

@@ -133,6 +133,12 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     lacking = evaluated(tmp_path, "--overwrite", "--config.eval.by=level")
     assert lacking.returncode == 2
     assert "record 1: no field 'level', it has ['answer', 'q" in lacking.stderr
+    assert "; eval.by names the field" in lacking.stderr
+    several = evaluated(
+        tmp_path, "--overwrite", "--config.data.heldout=a.jsonl,b.jsonl"
+    )
+    assert several.returncode == 2
+    assert "data.heldout='a.jsonl,b.jsonl': no such file; an eval" in several.stderr
     keys = "--config.eval.problems=2", "--config.eval.by=answer"
     fewer = evaluated(tmp_path, "--overwrite", *keys)
     assert fewer.returncode == 0, fewer.stderr

@@ -376,6 +376,15 @@ def test_a_prompt_may_name_the_flag_of_images():
         assert values.config.sampler.answers == "image"
 
 
+def test_a_short_flag_may_be_written_with_underscores():
+    _, options = generate.parsed(["--model=DIR", "--max_new_tokens=8", "a_b"])
+    assert options.config.sampler.max_new == 8
+    with pytest.raises(
+        ValueError, match="^--stop-ids is now --config.sampler.stop_ids"
+    ):
+        generate.parsed(["--model=DIR", "--stop_ids=3", "hello"])
+
+
 @pytest.mark.parametrize(
     ("flag", "key"),
     [pair for pair in generate.MOVED.items() if pair[0] not in generate.SHORT],

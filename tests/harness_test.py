@@ -64,6 +64,7 @@ def test_a_token_of_both_context_and_continuation_leaves_each_its_own():
         tok=lambda text, **_: {"input_ids": known[text]},
         cfg=settings(),
         first_token=lambda: 0,
+        ending=lambda ids: ids,
     )
     assert harness.Model.pair_of(lone, "a", "b") == ([1], [2])
     assert harness.Model.pair_of(lone, "a ", "b") == ([1], [3])
@@ -83,6 +84,22 @@ def test_what_tasks_want_and_do_not_get_is_told(model):
     assert "temperature 1.0;" in model.unlike([{"do_sample": True}])[0]
     assert "temperature 0.5;" in model.unlike([{"temperature": 0.5}])[0]
     assert "up to 9 tokens" in model.unlike([{"max_new_tokens": 9}])[0]
+
+
+def test_prompts_that_lose_their_beginning_are_told(model, monkeypatch):
+    said = []
+    monkeypatch.setattr(model, "cut", 0)  # another test's
+    monkeypatch.setattr(model, "say", said.append)
+    monkeypatch.setattr(
+        model, "sampled", lambda prompts, *args, **new: [[1]] * len(prompts)
+    )
+    short, long = request("1+1", {}), request("9" * 33, {})
+    model.generate_until([short, long, long])
+    model.generate_until([short])
+    told = "warning: {} prompts lose their beginning: they have more than sampler.max_p"
+    assert len(said) == 1 and said[0].startswith(told.format("2 of 3"))
+    model.loglikelihood([request("9" * 40, "2")])
+    assert len(said) == 2 and said[1].startswith(told.format("1 of 1"))
 
 
 def test_the_length_of_an_answer_has_several_names_in_tasks():

@@ -51,6 +51,54 @@ def test_a_loop_of_unknown_length_counts_once():
     assert hlo.count(program, body).flops == 2 * 32**3
 
 
+LOOP = """HloModule m
+
+%body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %s = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %c = s32[] copy(%i)
+  %x = f32[8,8]{1,0} get-tuple-element(%s), index=1
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %o = s32[] constant(STEP)
+  %j = s32[] add(%c, %o)
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%j, %y)
+}
+
+%condition (s: (s32[], f32[8,8])) -> pred[] {
+  %s = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(7)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %z = s32[] constant(FIRST)
+  %z.1 = s32[] copy(%z)
+  %t = (s32[], f32[8,8]{1,0}) tuple(%z.1, %p)
+  %w = (s32[], f32[8,8]{1,0}) while(%t), condition=%condition, body=%body
+  ROOT %r = f32[8,8]{1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "times"),
+    [("0", "1", 7), ("3", "1", 4), ("0", "2", 4), ("-1", "3", 3), ("9", "1", 0)],
+)
+def test_a_loop_of_a_tpus_text_runs_from_its_counters_start_in_its_steps(
+    first, step, times
+):
+    program = hlo.parsed(LOOP.replace("FIRST", first).replace("STEP", step))
+    assert hlo.count(program, "main").flops == times * 2 * 8**3
+    assert not hlo.loops(program, "main")
+
+
+def test_a_counter_that_no_constant_begins_is_taken_to_begin_at_0():
+    text = LOOP.replace("constant(FIRST)", "parameter(1)").replace("STEP", "1")
+    assert hlo.count(hlo.parsed(text), "main").flops == 7 * 2 * 8**3
+
+
 def test_a_branch_is_named_or_the_most_costly():
     def f(x, i):
         work = [
@@ -94,6 +142,53 @@ def test_a_collective_sends_what_a_ring_does(kind, out, factor):
     ((name, group),) = found.sent
     assert name == kind and group == (0, 1, 2, 3)
     assert found.sent[name, group] == factor * 4 * 16 * 32
+
+
+ENDS = [  # a collective at once, in two parts, and the bytes that it makes
+    ("all-reduce(%p), to_apply=%add", "f32[64]{0}", "f32[64]{0}", 256),
+    (
+        "all-reduce(%p), to_apply=%add",
+        "f32[64]{0}",
+        "((f32[64]{0}), (f32[64]{0}))",
+        256,
+    ),
+    (
+        "all-gather(%p), dimensions={0}",
+        "f32[256]{0}",
+        "(f32[64]{0}, f32[256]{0})",
+        1024,
+    ),
+    (
+        "reduce-scatter(%p), to_apply=%add",
+        "f32[16]{0}",
+        "((f32[64]{0}), f32[16]{0})",
+        64,
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "shape", "both", "made"), ENDS)
+def test_a_collective_in_two_parts_moves_what_it_moves_at_once(call, shape, both, made):
+    kind, _, rest = call.partition("(")
+    text = "HloModule m\n\nENTRY %main (p: f32[64]) -> f32[64] {{\n{}\n}}\n"
+    head = "  %p = f32[64]{0} parameter(0)\n"
+    start = f"{head}  %s = {both} {kind}-start({rest}\n"
+    texts = (
+        f"{head}  ROOT %r = {shape} {call}",
+        f"{start}  ROOT %r = {shape} {kind}-done(%s)",
+    )
+    found = [hlo.count(hlo.parsed(text.format(x)), "main", devices=4) for x in texts]
+    assert found[0] == found[1]
+    assert (found[0].read, found[0].written) == (256, made)
+
+
+def test_room_that_others_write_is_not_written():
+    text = TPU.replace(
+        "  ROOT %f",
+        '  %a = bf16[4096]{0} custom-call(), custom_call_target="AllocateBuffer"\n  ROOT %f',
+    )
+    found, plain = (hlo.count(hlo.parsed(x), "main") for x in (text, TPU))
+    assert found == plain
 
 
 TPU = """HloModule m

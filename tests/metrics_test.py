@@ -122,6 +122,19 @@ def test_rows_that_are_lost_come_from_what_checkpoints_tell(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
 
 
+def test_a_step_that_is_evaluated_again_has_one_row(tmp_path):
+    """A signal stopped its evaluation; the attempt after that told it, and was killed."""
+    fill(tmp_path, 3)
+    writer = metrics.Writer(tmp_path, 10, 3, {2: {"reward": 0.1 * 2}})
+    assert steps(tmp_path) == [1, 2, 3]  # it stays until there is another
+    writer.write(3, {"reward": 0.1 * 3, "heldout_accuracy": 0.5})
+    writer.write(4, {"reward": 0.1 * 4})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert metrics.history(tmp_path)[2]["heldout_accuracy"] == 0.5
+
+
 def test_a_row_that_finds_no_room_ends_the_run_with_a_line(tmp_path):
     writer = metrics.Writer(tmp_path, 10, 0)
     writer.file.close()

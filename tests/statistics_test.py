@@ -110,6 +110,13 @@ def test_a_quotient_of_sums_is_not_the_mean_of_quotients():
     assert statistics.ratio([0.0, 0.0], [0.0, 0.0]).value == 0
 
 
+def test_problems_that_were_not_asked_are_in_no_draw_of_a_quotient():
+    asked = np.array([24.0, 20.0, 30.0]), np.array([10.0, 10.0, 12.0])
+    more = (np.concatenate([x, np.zeros(4)]) for x in asked)
+    assert statistics.ratio(*more) == statistics.ratio(*asked)
+    assert statistics.ratio([24.0, 0.0], [10.0, 0.0])[:3] == (2.4, None, None)
+
+
 @pytest.mark.parametrize("n", [1, 3, 50])
 def test_differences_that_are_all_alike_have_no_interval(n):
     value_n = np.random.default_rng(1).random(n)
@@ -139,7 +146,7 @@ def test_which_interval_a_share_gets():
 
 
 def test_an_interval_holds_what_was_measured():
-    for n, value in itertools.product((5, 400), (0.0, 1.0)):
+    for n, value in itertools.product((5, 300, 400), (0.0, 1.0)):
         got = statistics.share(np.full(n, value), 1)
         assert got.low <= value <= got.high and got.high - got.low > 0.005
 
@@ -172,6 +179,22 @@ def test_intervals_cover_the_truth_of_problems_that_differ(n, samples):
         )
         covered += got.low <= 0.6 <= got.high
     assert covered >= 88
+
+
+def test_students_quantile():
+    known = {1: 12.7062, 2: 4.3027, 4: 2.7764, 9: 2.2622, 29: 2.0452, 298: 1.9680}
+    for freedom, t in known.items():
+        assert statistics.student(freedom) == pytest.approx(t, abs=1e-4)
+
+
+def test_few_problems_with_many_answers_are_known_no_better_than_they_are():
+    """Five of them, each with a chance of its own; without Student's t 89 % are covered."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(100):
+        hard_n = rng.beta(10, 10, 5)
+        got = statistics.share(rng.binomial(32, hard_n) / 32, 32)
+        covered += got.low <= 0.5 <= got.high
+    assert covered >= 93
 
 
 # ---- AUP ---------------------------------------------------------------------------------

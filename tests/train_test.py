@@ -493,7 +493,7 @@ def others(command, tmp_path_factory):
     wrong = [{"question": f"{n}+1", "answer": "-1"} for n in range(8)]
     (folder / "wrong.jsonl").write_text("\n".join(map(json.dumps, wrong)))
     never = [f"data.train={folder / 'wrong.jsonl'}", "rl.min_solved=0.2"]
-    never += ["data.heldout=", "rl.steps=2"]
+    never += ["data.heldout=", "rl.steps=2", "run.profile=3"]
     runs = {
         "none": command(folder / "none", *never),
         "lora": command(folder / "lora", *LORA, "rl.steps=2", "run.profile=2"),
@@ -528,7 +528,10 @@ def test_a_profile_is_of_the_step_that_was_named(others):
     before, _, after = told.partition("a profile of step 2 is in")
     assert "step 1/2" in before and "step 2/2" in before
     assert str(folder / "profile") in after
-    assert not (others["none"][0] / "profile").exists()
+    folder, told = others["none"]
+    assert not (folder / "profile").exists()
+    missed = "run.profile=3: no profile is written, as the steps to come are 1 to 2"
+    assert f"warning: {missed}\n" in told
 
 
 @pytest.mark.soak
@@ -742,6 +745,28 @@ def test_a_folder_of_another_run_is_refused(meta, says):
         here = types.SimpleNamespace(cfg=cfg, model=None, mesh=None)
         with refused:
             begin.begin_or_resume(here, ({}, meta, 3))
+
+
+def test_of_other_records_nothing_is_known(monkeypatch, tmp_path):
+    """Problem 3 of one file, which rests, is not problem 3 of another."""
+    cfg = tracerl.get_config()
+    cfg.model.path, cfg.data.train = str(MODEL), str(tmp_path / "train.jsonl")
+    cfg = config.freeze(cfg)
+    monkeypatch.setattr(begin.networks, "frozen", lambda *args: (None, None))
+    memory = {"problems": [[3, 0.9, 2, 4]], "critic": {"tokens": 1}}
+    meta = {"config": config.leaves_of(cfg), "memory": memory, "taken": 4}
+    told = []
+    here = types.SimpleNamespace(cfg=cfg, model=None, mesh=None, say=told.append)
+
+    def resumed(written):
+        (tmp_path / "train.jsonl").write_text(written)
+        return begin.begin_or_resume(here, ({}, meta, 3))[-1]
+
+    meta = resumed("one")
+    assert meta["memory"] == memory and len(told) == 1
+    assert resumed("one")["memory"] == memory and len(told) == 2
+    assert resumed("other")["memory"] == {"critic": {"tokens": 1}}
+    assert "holds other records" in told[3] and "is forgotten" in told[4]
 
 
 @pytest.mark.parametrize("key", ["sft.examples", "reward.split", "rl.group"])

@@ -101,6 +101,14 @@ def listed() -> str:
     return "\n".join(lines)
 
 
+def check_read(values: flags.FlagValues, command: str, *read: str):
+    """Raises ValueError for a flag that a command line has and the command does not read."""
+    for name in ("sha256", "count", "seed", "tests"):
+        if values[name].present and name not in read:
+            told = " and ".join(f"--{x}" for x in read) or "no flag"
+            raise ValueError(f"--{name}: `{command}` does not read it; it reads {told}")
+
+
 def main():
     """Parses the command line; lists, gets, or strengthens."""
     values = flags.FlagValues()
@@ -115,9 +123,11 @@ def main():
     except flags.Error as error:
         raise ValueError(str(error).splitlines()[-1]) from None
     if words == ["list"]:
+        check_read(values, "list")
         print(listed())
         return
     if len(words) == 3 and words[0] == "strengthen":
+        check_read(values, "strengthen", "tests", "seed")
         strengthened(*words[1:], values.tests, values.seed)
         return
     if len(words) != 2 or words[0] != "get":
@@ -126,6 +136,8 @@ def main():
             "--help"
         )
     name = words[1]
+    read = ("count", "seed") if name in tasks.TASKS else ("sha256",)
+    check_read(values, f"get {name}", *read)
     if name in tasks.TASKS:
         file, count = generated(name, values.count, values.seed), values.count
         reward = tasks.TASKS[name][1]

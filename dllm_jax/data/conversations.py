@@ -58,6 +58,8 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         *before, last = conversation(row["messages"])
         if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
+        if not before:
+            raise ValueError("no message stands before the assistant's, to be answered")
         return render(tok, before, shown), said(last["content"])
     if "prompt" not in row or cfg.question in row:
         prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)

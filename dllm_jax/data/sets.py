@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import hashlib
 import http.client
+import io
 import json
 import os
 import pathlib
@@ -329,11 +330,7 @@ def kept_rows(name: str, known: Set, raw: pathlib.Path) -> list[dict]:
 
     Raises ValueError for a file without them, and naming a record that lacks a field.
     """
-    if raw.suffix == ".csv":
-        with raw.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = records.records(str(raw))
+    rows = of_csv(raw) if raw.suffix == ".csv" else records.records(str(raw))
     out = []
     for number, row in enumerate(rows, 1):
         try:
@@ -352,6 +349,32 @@ def kept_rows(name: str, known: Set, raw: pathlib.Path) -> list[dict]:
     if known.count and len(out) != known.count:
         raise ValueError(f"{name}: {len(out)} records, and not {known.count}")
     return out
+
+
+def of_csv(file: pathlib.Path) -> list[dict]:
+    """Returns the rows of a CSV file by the names of its first line.
+
+    Raises ValueError naming the file, and the line that has other fields than the first.
+    """
+    csv.field_size_limit(2**31 - 1)  # the module's own is 131,072 characters
+    table, rows = None, []
+    try:
+        table = csv.reader(io.StringIO(records.text(file), newline=""), strict=True)
+        head = next(table, [])
+        if not head or len({*head}) < len(head):
+            raise ValueError("line 1: each column needs a name of its own")
+        for cells in filter(None, table):  # blank lines are no rows
+            if len(cells) != len(head):
+                raise ValueError(
+                    f"line {table.line_num}: {len(cells)} fields, and not {len(head)}"
+                )
+            rows.append(dict(zip(head, cells, strict=True)))
+    except (csv.Error, ValueError) as error:
+        place = f"line {table.line_num}: " if isinstance(error, csv.Error) else ""
+        raise ValueError(f"dataset {str(file)!r}, {place}{error}") from None
+    if not rows:
+        raise ValueError(f"dataset {str(file)!r}: it is empty")
+    return rows
 
 
 def mirrored(url: str) -> str:

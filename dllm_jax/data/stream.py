@@ -47,9 +47,10 @@ def mixture(spec: str) -> dict[str, float]:
             raise ValueError(f"data.train={checks.shown(spec)}: {path!r} stands twice")
         weights[path] = weight
     total = sum(weights.values())
-    if not total > 0:
+    if not 0 < total < float("inf"):
+        reason = "0; one must be above" if total == 0 else "more than a number holds"
         raise ValueError(
-            f"data.train={checks.shown(spec)}: the weights sum to 0; one must be above"
+            f"data.train={checks.shown(spec)}: the weights sum to {reason}"
         )
     return {path: weight / total for path, weight in weights.items()}
 

@@ -384,6 +384,9 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     Raises ValueError naming what is missing or not supported.
     """
     file = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():
+        way = "add them to their model with peft's merge_and_unload and save_pretrained"
+        raise ValueError(f"{folder}: adapter_config.json: adapters are not read; {way}")
     if not file.is_file():
         raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
     raw = read_json(file)
@@ -427,20 +430,31 @@ def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
     """Returns (config.json with its synonyms resolved, ModelConfig.rope_llama3).
 
     Newer versions of transformers write rope_parameters, which hold rope_theta and
-    partial_rotary_factor too, and num_local_experts. What the file says at its top level
-    comes first, if it is not null. Raises ValueError for scaled positions other than those
-    of Llama 3.1.
+    partial_rotary_factor too, and num_local_experts. Raises ValueError for scaled positions
+    other than those of Llama 3.1, and where two synonyms say two things: which one is meant
+    depends on the version that reads them.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    told = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
+    rope = told[0] if told else {}
+    if told and rope != told[-1]:
+        other = (
+            f"{shown(rope)} beside another rope_parameters: leave the one that is meant"
+        )
+        raise ValueError(f"{file}: rope_scaling={other}")
     if type(rope) is not dict:
         raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     llama3 = ()
     if rope_type == "llama3":
         llama3 = tuple(rope.get(key) for key in LLAMA3_ROPE)
-    if rope_type not in ("default", "llama3") or None in llama3:
+    by_layer = any(isinstance(x, dict) for x in rope.values())  # each kind its own
+    if rope_type not in ("default", "llama3") or None in llama3 or by_layer:
         raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     synonyms = rope | {"num_experts": raw.get("num_local_experts")}
+    for key, x in synonyms.items():
+        if x is not None and raw.get(key) not in (None, x):
+            both = f"{shown(raw[key])} beside {shown(x)}, which another key says"
+            raise ValueError(f"{file}: {key}={both}: leave the one that is meant")
     said = {key: x for key, x in raw.items() if x is not None or key not in synonyms}
     return synonyms | said, llama3
 
@@ -451,6 +465,9 @@ def refuse_other_than_plain(raw: dict, family: Family, file: pathlib.Path) -> No
         raise ValueError(
             f"{file}: sliding_window={raw['sliding_window']!r} is not supported"
         )
+    kinds = raw.get("layer_types") or []
+    if type(kinds) is not list or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"{file}: layer_types={shown(kinds)} is not supported")
     if raw.get("quantization_config"):
         raise ValueError(
             f"{file}: quantization_config is not supported: name the checkpoint whose "
@@ -480,6 +497,9 @@ def model_fields(raw: dict, family: Family, file: pathlib.Path) -> dict:
         width, heads = fields["d_model"], fields["heads"]
         whole = suits(width, int) and suits(heads, int) and heads > 0
         fields["head_dim"] = width // heads if whole else 1  # they are refused below
+    if raw.get("is_causal") is False and fields.get("attention") == "causal":
+        said = "is_causal=False is not supported; what it means is attention_pattern='full'"
+        raise ValueError(f"{file}: {said}")
     return fields
 
 
@@ -508,6 +528,10 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
             raise ValueError(
                 f"{file}: {stated(field)} does not go with {stated(other_field)}"
             )
+    factor, low, high, length = cfg.rope_llama3 or (1, 0, 1, 1)
+    if factor <= 0 or low >= high or length <= 0:
+        rope = dict(zip(LLAMA3_ROPE, cfg.rope_llama3, strict=True))
+        raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     rotated = int(cfg.head_dim * cfg.rotary)
     if not rotated or rotated % 2:
         raise ValueError(

@@ -132,7 +132,14 @@ class Tensors:
                 self.handle_of[file] = safetensors.safe_open(folder / file, "np")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ValueError(f"{folder / file}: cannot be read: {error}") from None
-            self.file_of |= dict.fromkeys(self.handle_of[file].keys(), file)
+            names = self.handle_of[file].keys()
+            if twice := sorted(self.file_of.keys() & names):
+                # An index says which is meant, and transformers does not ask it.
+                raise ValueError(
+                    f"{folder}: tensor {twice[0]!r} is in two files, "
+                    f"{self.file_of[twice[0]]} and {file}"
+                )
+            self.file_of |= dict.fromkeys(names, file)
 
     def slice(self, name: str):
         """Returns a handle that reads only the part it is indexed with."""
@@ -381,6 +388,7 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
             x for x in ("value", "record") if names.get(x) in tensors.file_of
         )
     check_tensors(tensors, cfg, heads, folder)
+    refuse_other_head(tensors, cfg, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     params, leaves = {}, []
     for keys, spec, stored in parameters(cfg, heads):
@@ -396,6 +404,30 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     refuse_empty(folder, leaves)
     first = params["embed"] if "embed" in params else jax.tree.leaves(params)[0]
     return dataclasses.replace(cfg, dtype=first.dtype.name), params
+
+
+def refuse_other_head(tensors: Tensors, cfg: ModelConfig, folder) -> None:
+    """Raises ValueError where a tied model's head is stored, too, and is another matrix.
+
+    Versions of transformers differ in whether they take it then or the embedding.
+    """
+    family, rows = family_of(cfg), 2**14
+    names = family.names
+    if names.get("head") not in tensors.file_of or not cfg.tied:
+        return
+    both = [names["head"], names["embed"]]
+    same = tensors.shape(both[0]) == tensors.shape(both[1])
+    for name in both:
+        tensors.dtype(name)  # raises ValueError for one that is not read
+    for row in range(0, cfg.vocab if same else 0, rows):  # a host holds no whole copy
+        part = slice(row, min(row + rows, cfg.vocab))
+        head, embed = (tensors.slice(name)[part] for name in both)
+        same &= np.array_equal(head.astype(np.float32), embed.astype(np.float32))
+    if not same:
+        raise ValueError(
+            f"{folder}: {both[0]} is not {both[1]}, and config.json ties them: set its "
+            f"{family.fields['tied']} to false, or leave out {both[0]}"
+        )
 
 
 def refuse_empty(folder: pathlib.Path, leaves: list) -> None:

@@ -266,10 +266,11 @@ def frequencies(cfg: ModelConfig):
     """
     turning = int(cfg.rotary * cfg.head_dim)
     exponent_h = jnp.arange(0, turning, 2, dtype=jnp.float32) / turning
-    plain_h = cfg.rope_theta**-exponent_h
+    # float: of a config.json it may be a whole number, and one beyond 32 bits.
+    plain_h = float(cfg.rope_theta) ** -exponent_h
     if not cfg.rope_llama3:
         return plain_h
-    factor, low, high, length = cfg.rope_llama3
+    factor, low, high, length = map(float, cfg.rope_llama3)
     turns_h = length * plain_h / (2 * jnp.pi)
     keep_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
     return plain_h * (keep_h + (1 - keep_h) / factor)

@@ -15,6 +15,8 @@ their first dimension, as autodiff writes it. That is left to another library, a
 transpose into it. Where the transpose is an array of its own, which the barrier makes it, products
 with 1,152 slots are made at 400 to 450 GFLOP/s and not at 290 to 420, by two cores that make the
 others at 490; a tile of attention's in 39 and not in 66 microseconds.
+
+Letters: r slots that fill tiles.
 """
 
 import flax.struct

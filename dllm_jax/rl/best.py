@@ -13,8 +13,8 @@ from dllm_jax.exits import room
 from dllm_jax.models import hf
 
 MARK = "best.json"  # in the run's folder
-# What is known before the first evaluation.
-NOTHING = {"value": None, "step": 0, "stale": 0}
+# What is known before the first evaluation. of: what evaluations ask, see `still`.
+NOTHING = {"value": None, "step": 0, "stale": 0, "of": None}
 
 
 class Best:
@@ -27,7 +27,8 @@ class Best:
         another metric counts for nothing, which is said.
         """
         self.name, self.patience = name, patience
-        memory = memory or NOTHING
+        memory = NOTHING | (memory or {})
+        self.of = memory["of"]
         before = memory.get("name", name)  # older checkpoints do not tell it
         if before != name:
             memory = NOTHING
@@ -40,7 +41,7 @@ class Best:
     def memory(self) -> dict:
         """All that it knows, as JSON has it."""
         known = {"value": self.value, "step": self.step, "stale": self.stale}
-        return known | {"name": self.name}
+        return known | {"name": self.name, "of": self.of}
 
     def before(self, step: int) -> bool:
         """Returns whether the best is that of an evaluation before a step."""
@@ -73,6 +74,24 @@ class Best:
         return True
 
 
+def still(memory: dict | None, of: dict, say) -> dict:
+    """Returns a `Best.memory` to go on with; it forgets where evaluations ask otherwise now.
+
+    memory: of a checkpoint, None, or {}: nothing was evaluated yet. of: by their keys, the
+    settings that decide what a value is a value of: as high a one of others is no better.
+    """
+    memory = memory or {}
+    before = memory.get("of") or of  # older checkpoints do not tell it
+    changed = [key for key in of if before.get(key) != of[key]]
+    if not changed or memory.get("value") is None:
+        return memory | {"of": of}
+    say(
+        f"run.keep_best={memory.get('name', '')!r} was of evaluations before "
+        f"{' and '.join(changed)} changed: the best begins anew"
+    )
+    return {"of": of}
+
+
 def mark(folder: pathlib.Path, step: int | None) -> None:
     """Writes of which step best/ is, None: of none that is whole; of process 0 alone."""
     folders.write(folder / MARK, f"{json.dumps({'step': step})}\n")
@@ -84,7 +103,10 @@ def holds(folder: pathlib.Path, step: int) -> bool:
     It may be a later one's: of a run that was killed then, and went on from before.
     """
     file = folder / MARK
-    return not file.is_file() or json.loads(file.read_text())["step"] == step
+    if not file.is_file():
+        return True
+    told = folders.object_of(file.read_bytes()) or {}  # {}: it is damaged
+    return told.get("step") == step
 
 
 def publish(folder: pathlib.Path) -> None:

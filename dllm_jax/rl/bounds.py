@@ -79,7 +79,8 @@ def preference(policy_i, reference_i, beta: float):
     gain_i = beta * (policy_i - reference_i)
     margins = gain_i[0::2] - gain_i[1::2]  # [pairs]
     loss = np.logaddexp(0, -margins).mean()
-    push = beta / (1 + np.exp(margins)) / len(margins)
+    # sigmoid(-margin), whose exp of a large margin would leave the range of f32.
+    push = beta * np.exp(-np.logaddexp(0, margins)) / len(margins)
     return float(loss), np.stack([push, -push], axis=1).reshape(-1), margins
 
 

@@ -1,6 +1,6 @@
 """Where the batches of a step come from: answers of the policy, examples, or pairs.
 
-A row of SOURCES is a class, a method of training. A fourth method is a row with these
+A row of SOURCES is a class, a method of training. A further method is a row with these
 members, and the loop in train.py knows no others:
 
     plans(settings)     static: the networks it trains, name -> learner.Plan
@@ -304,6 +304,11 @@ SOURCES = {"rl": RL, "sft": SFT, "dpo": DPO, "reward": Ranking}
 
 
 # ---- What RL's steps are made of -----------------------------------------------------
+
+
+def of_others(memory: dict) -> dict:
+    """Returns a source's memory without its problems: their numbers are of others now."""
+    return {name: x for name, x in memory.items() if name != "problems"}
 
 
 def read_problems(settings: Settings, tools: Tools):

@@ -58,6 +58,10 @@ class Batches:
     """
 
     def __init__(self, *, model: ModelConfig, cfg: SamplerConfig, mesh):
+        for name in ("blank", "tail"):
+            ids = getattr(cfg, name)
+            if not all(token < model.vocab for token in ids):
+                raise ValueError(f"sampler.{name}={ids}: ids are 0..{model.vocab - 1}")
         self.model, self.mesh = model, mesh
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.cfg = dataclasses.replace(cfg, rows=-(-cfg.rows // shards) * shards)

@@ -95,7 +95,8 @@ class SamplerConfig:
     # Canvases sampled together, over all devices; rounded up to as many on each.
     rows: int = 64
     page: int = 32  # positions of a cache page, rounded up to whole blocks
-    # Of one device's rows; 0: as many as all of them can use, or as fit if that is half of them.
+    # Of one device's rows; 0: as many as all of them can use, or, but with full attention, as
+    # fit if that is half of them.
     pages: int = 0
     # Prompt tokens of one forward, on each device; with full attention canvases' positions,
     # or eight times as many where rows begin together.
@@ -113,6 +114,11 @@ class SamplerConfig:
         except ValueError as error:
             raise checks.Refused("unmasking", str(error)) from None
         self.refuse_idle()
+        if self.guidance and len(self.blank) > self.max_prompt:
+            raise ValueError(
+                f"sampler.blank has {len(self.blank)} tokens, more than a prompt may have: "
+                f"sampler.max_prompt={self.max_prompt}"
+            )
         if self.block > 0 and self.steps_per_block > self.block:
             raise ValueError(
                 f"sampler.steps_per_block={self.steps_per_block} cannot share out a "
@@ -210,8 +216,11 @@ class SamplerConfig:
 
     @property
     def most_steps(self) -> int:
-        """The most steps that an answer takes; an image is one block."""
-        return self.steps if self.answers == "image" else self.max_new
+        """The most steps in which tokens of one block, or one canvas, are unmasked.
+
+        An image is one block. A block on the grid may be longer than the answer in it.
+        """
+        return self.steps if self.answers == "image" else max(self.max_new, self.block)
 
     @property
     def rank_temperatures(self) -> tuple[float, ...]:

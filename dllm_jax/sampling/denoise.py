@@ -83,32 +83,39 @@ def look_at_canvas(
     if not cfg.guidance:
         x_BTD, _ = run_canvas(params, s, model=model, cfg=cfg)
         return s, at(x_BTD, answering_BW), s.live_B
-    rows, first_B = with_blank(s, cfg.blank)
+    rows, first_B, moved_B = with_blank(s, cfg.blank)
     x_BTD, _ = run_canvas(params, rows, model=model, cfg=cfg, first_B=first_B)
-    x_BWD = at(x_BTD, answering_BW.repeat(2, axis=0))
+    x_BWD = at(x_BTD, answering_BW.repeat(2, axis=0) + moved_B[:, None])
     return s, transformer.guided(x_BWD[::2], x_BWD[1::2], cfg.guidance), s.live_B
 
 
 def with_blank(s: SamplingState, blank: tuple[int, ...]):
-    """Returns (the rows, each with one behind it that asks for nothing; first_B of both).
+    """Returns (the rows, each with one behind it that asks for nothing; first_B, moved_B).
 
     The blank prompt ends where the row's own does, so that what follows has its positions;
-    before it, at `first`, the second row has nothing to see. Both read the same answer.
+    before it, at `first`, the second row has nothing to see. Both read the same answer: the
+    second, where the blank prompt is the longer one, as many positions later as `moved` says,
+    which no position tells that is relative to others.
     """
-    place_BT = jnp.arange(s.tokens_BT.shape[1])[None] - s.prompt_len_B[:, None]
-    blank_BT = s.tokens_BT
+    pos_1T = jnp.arange(s.tokens_BT.shape[1])[None]
+    more_B = len(blank) - s.prompt_len_B
+    moved_B = jnp.maximum(more_B, 0)
+    from_BT = jnp.maximum(pos_1T - moved_B[:, None], 0)
+    blank_BT = at(s.tokens_BT, from_BT)
+    place_BT = pos_1T - (s.prompt_len_B + moved_B)[:, None]
     for place, token in enumerate(reversed(blank), 1):
         blank_BT = jnp.where(place_BT == -place, token, blank_BT)
-    both = jnp.stack([s.tokens_BT, blank_BT], axis=1)
+
+    def both(own, beside):
+        return jnp.stack([own, beside], axis=1).reshape(-1, *own.shape[1:])
+
+    zero_B = jnp.zeros_like(moved_B)
     rows = s.replace(
-        tokens_BT=both.reshape(-1, both.shape[2]),
-        step_BT=s.step_BT.repeat(2, axis=0),
-        limit_B=s.limit_B.repeat(2),
+        tokens_BT=both(s.tokens_BT, blank_BT),
+        step_BT=both(s.step_BT, at(s.step_BT, from_BT)),
+        limit_B=both(s.limit_B, s.limit_B + moved_B),
     )
-    first_B = jnp.stack(
-        [jnp.zeros_like(s.prompt_len_B), s.prompt_len_B - len(blank)], axis=1
-    )
-    return rows, jnp.maximum(first_B.reshape(-1), 0)
+    return rows, both(zero_B, jnp.maximum(-more_B, 0)), both(zero_B, moved_B)
 
 
 def look_at_block(

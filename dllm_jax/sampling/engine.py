@@ -242,17 +242,17 @@ class Engine:
         if not ended and not watch:
             return
         answers = self.answers(active if watch else ended)
+        # Before anybody may cancel one, or leave: the pages stay.
+        bad = any(answers[request].bad for request in ended)
+        self.tainted = self.tainted or (bad and self.page_count > 0)
         if watch:
             for request in active:
                 if request.running:
                     watch(request, answers[request])
         for request in ended:
             if request.running:
-                answer = answers[request]
-                in_pages = bool(answer.bad) and self.page_count > 0
-                self.tainted = self.tainted or in_pages
                 self.scheduler.end(request)
-                yield request, answer
+                yield request, answers[request]
 
     @sharding.on_own_mesh
     def answers(self, requests: list[Request]) -> dict[Request, Answer]:

@@ -2,7 +2,8 @@
 
 Host code over lists and numpy arrays. An admission gives the rows that go on the pages
 that they need, oldest first; if these are short the youngest rows go back to the queue.
-Then it places what waits, first come, first served, where most of its prompt is known.
+Then it places what waits where most of its prompt is known, first come, first served;
+who lacks pages lets others pass, but not for ever (PATIENCE).
 It ends with `Changes`, in which `rows.admit` tells the device of all that. A row's
 answer depends on its prompt, its key and its limits alone, so starting it again gives
 the same one.
@@ -25,6 +26,7 @@ from dllm_jax.sampling.pages import Pages, page_names
 from dllm_jax.sampling.rows import Changes
 
 AHEAD = 16  # blocks for which a row gets pages, and forwards of a turn, if overbooked
+PATIENCE = 8  # admissions for which who lacks pages lets those behind it have theirs
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,6 +44,7 @@ class Request:
     filled: int = 0  # Rows.filled_B, s.start_B and s.forwards_B, as last seen
     start: int = 0
     forwards: int = 0
+    lacked: int = 0  # admissions, while it waits, that had too few pages for it
 
     @property
     def running(self) -> bool:
@@ -127,6 +130,8 @@ class Scheduler:
         ):
             asked = checks.TEMPERATURE.replace("== ", "")
             needed = f"temperature={temperature}: a number, {asked}"
+        elif not checks.suits(index, int):
+            needed = f"index={checks.shown(index)}: {checks.KINDS[int]}"
         elif index in self.asked:
             needed = f"index={index}: one that no other request has"
         elif not all(0 <= token < vocab for token in prompt):
@@ -326,7 +331,9 @@ class Scheduler:
         """Gives rows to what waits, in its order, while one is free.
 
         Those that cannot be placed now are passed over and keep their places in the
-        queue. Not more than there are rows are: a long queue is not read to its end.
+        queue. Not more than there are rows are: a long queue is not read to its end. Nobody
+        passes who has lacked pages for long: a prompt that needs many would wait as long as
+        others come that need few.
         """
         passed, copied = [], []
         while self.queue and admission.free and len(passed) < self.row_count:
@@ -334,6 +341,8 @@ class Scheduler:
             lease = self.place(request, admission)
             if lease is None:
                 passed.append(request)
+                if request.lacked > PATIENCE:
+                    break
             elif lease.source is not None:
                 copied.append((self.pool_of(request), lease.source))
         self.queue.extendleft(reversed(passed))
@@ -343,30 +352,30 @@ class Scheduler:
 
     def place(self, request: Request, admission: Admission) -> Lease | None:
         """Gives a request a row and pages; returns these, None where it has to wait."""
-        shard = self.nearest_shard(request, admission)
-        if shard is None:
-            self.awaits_prompt = True
-            return None
-        lease = self.take_pages(request, self.pools[shard])
-        if lease is not None:
-            self.seat(request, shard, lease, admission)
-        return lease
-
-    def nearest_shard(self, request: Request, admission: Admission) -> int | None:
-        """Returns the shard, of those with a free row, that knows most of the prompt.
-
-        Among equals it is the one with the most pages to give. None: the same prompt is
-        being prefilled there for another request, whose pages are worth waiting for.
-        """
         name = request.page_names[-1] if request.page_names else None
         if any((shard, name) in admission.prefilling for shard in admission.free):
+            # For another request, whose pages are worth waiting for.
+            self.awaits_prompt = True
             return None
+        for shard in self.nearest_shards(request, admission):
+            lease = self.take_pages(request, self.pools[shard])
+            if lease is not None:
+                self.seat(request, shard, lease, admission)
+                return lease
+        request.lacked += 1
+        return None
+
+    def nearest_shards(self, request: Request, admission: Admission) -> list[int]:
+        """Returns the shards with a free row, first those that know most of the prompt.
+
+        Among equals it is those with the most pages to give.
+        """
 
         def promise(shard):
             pool = self.pools[shard]
             return pool.count_known(request.page_names), pool.available
 
-        return max(admission.free, key=promise)
+        return sorted(admission.free, key=promise, reverse=True)
 
     def take_pages(self, request: Request, pool: Pages) -> Lease | None:
         """Returns the pages that a request begins with; None: there are too few.
@@ -410,7 +419,7 @@ class Scheduler:
             del admission.free[shard]
         request.row, request.pages = row, lease.pages
         request.filled, request.start = lease.filled, request.prefix
-        request.forwards = 0
+        request.forwards = request.lacked = 0
         self.active.append(request)
         if request.page_names and request.filled < request.prefix:
             admission.prefilling.add((shard, request.page_names[-1]))

@@ -292,6 +292,24 @@ def test_rl_on_a_block_model(tmp_path):
     assert (cfg.eval.every, cfg.eval.temperature, cfg.run.keep_every) == (10, 1.0, 10)
 
 
+def test_enlarged_blocks_are_trained(tmp_path):
+    """The paper's recipe: rollouts in blocks of 4, training in blocks of 8."""
+    usual = frozen(from_yaml.ported(written(tmp_path, "rl_trado")))
+    assert usual.noise.block == 0
+    for name in ("rl_trado", "rl_trado_with_value"):
+        larger = but(FILES[name], "training.block_size: 8")
+        path = written(tmp_path, "larger", larger)
+        cfg = frozen(from_yaml.ported(path))
+        assert (cfg.sampler.block, cfg.noise.block) == (4, 8)
+        assert "training.block_size" not in from_yaml.translate(from_yaml.read(path))[1]
+    masks = "training.block_size: 6\ntraining.method: random_masking"
+    path = written(tmp_path, "masks", but(trado, masks))
+    assert frozen(from_yaml.ported(path)).noise.block == 6
+    path = written(tmp_path, "six", but(trado, "training.block_size: 6"))
+    with pytest.raises(ValueError, match="training.block_size=6: traces of roll"):
+        from_yaml.ported(path)
+
+
 def test_rl_with_a_value_model(tmp_path):
     path = written(tmp_path, "rl_trado_process_reward_rlhf_with_value")
     cfg = frozen(from_yaml.ported(path))

@@ -91,6 +91,31 @@ def test_a_wrong_checksum_is_refused_and_leaves_nothing(mirror, tmp_path):
     assert left == []
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"q,a\n\xe9,2\n", "line 2: no UTF-8; save it as UTF-8"),
+        (b"q,a\n1,2\n\n1,2,3\n", "line 4: 3 fields, and not 2"),
+        (b"q,a\n1\n", "line 2: 1 fields, and not 2"),
+        (b"q,q\n1,2\n", "line 1: each column needs a name of its own"),
+        (b"", "line 1: each column needs a name of its own"),
+        (b'q,a\n1,"2\n', "line 2: unexpected end of data"),
+        (b"q,a\n", "it is empty"),
+    ],
+)
+def test_a_csv_file_of_other_shape_names_its_line(text, says, tmp_path):
+    file = tmp_path / "x.csv"
+    file.write_bytes(text)
+    with pytest.raises(ValueError, match=f"x.csv'.* {says}$"):
+        sets.of_csv(file)
+
+
+def test_a_csv_file_may_have_long_texts_of_several_lines(tmp_path):
+    file, long = tmp_path / "x.csv", "x" * 200_000
+    file.write_bytes(f'\ufeffq,a\r\n{long},"1\r\n2"\r\n\r\n'.encode())
+    assert sets.of_csv(file) == [{"q": long, "a": "1\r\n2"}]
+
+
 def test_over_http_and_without_a_network(mirror, tmp_path, monkeypatch):
     mirror(sets.SETS["aime24"].url, published(AIME))
     handler = functools.partial(
@@ -282,6 +307,19 @@ def test_the_command(tmp_path, mirror):
         ("get",): "say `list`, `get NAME` or `strengthen IN OUT.jsonl`",
         ("strengthen", "none.jsonl", there): "dataset 'none.jsonl': no such file",
         ("get", "sudoku", "--count=0"): "count",
+        (
+            "get",
+            "aime24",
+            "--count=5",
+        ): "--count: `get aime24` does not read it; it reads --sha256",
+        ("get", "sudoku", "--sha256=ab"): "it reads --count and --seed",
+        ("list", "--seed=1"): "it reads no flag",
+        (
+            "strengthen",
+            "a.jsonl",
+            "b.jsonl",
+            "--count=5",
+        ): "it reads --tests and --seed",
         ("get", "livebench"): "cannot download file://",
     }
     for arguments, says in refusals.items():

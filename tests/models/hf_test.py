@@ -43,6 +43,9 @@ def files(folder: pathlib.Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in every_file}
 
 
+FLAGS = {"sdar_tied": "tie_word_embeddings", "llada": "weight_tying"}
+
+
 def same(a, b) -> bool:
     """Returns whether two parameter trees are equal bit for bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
@@ -162,6 +165,29 @@ def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
     np.testing.assert_array_equal(out["lm_head.weight"], embed + 1)
     np.testing.assert_array_equal(out["model.embed_tokens.weight"], embed + 1)
     assert all(np.array_equal(out[name], x) for name, x in tables.items())
+
+
+@pytest.mark.parametrize("family, key", FLAGS.items())
+def test_a_tied_head_that_is_another_matrix_is_refused(family, key, tmp_path):
+    """Newer versions of transformers take it, older ones the embedding."""
+    names = families.FAMILIES[TOLD[family]["model_type"]].names
+    origin = ORIGINS[family]
+    embed = safetensors.numpy.load_file(origin / hf.SINGLE)[names["embed"]]
+    low = embed.astype(ml_dtypes.bfloat16)
+    for number, head in enumerate((embed + 1, embed[1:], low)):
+        folder = variant(
+            tmp_path / str(number),
+            origin=origin,
+            config={key: True},
+            tensors={names["head"]: head},
+        )
+        with pytest.raises(
+            ValueError, match=f"{names['head']} is not .* set its {key}"
+        ):
+            hf.load(folder)
+    both = {names["head"]: low, names["embed"]: low.astype(np.float32)}
+    folder = variant(tmp_path / "same", origin=origin, config={key: True}, tensors=both)
+    assert "head" not in hf.load(folder)[1]
 
 
 def test_merged_experts_are_the_same_model(tmp_path):
@@ -806,6 +832,18 @@ def plain_qwen2(folder) -> pathlib.Path:
     return variant(folder, origin=origin, config=config, drop=["mask_token_id"])
 
 
+def test_a_causal_class_that_is_told_to_look_ahead(tmp_path):
+    """transformers heeds is_causal; our own key says what is meant."""
+    origin = plain_qwen2(tmp_path / "origin")
+    raw = json.loads((origin / "config.json").read_text()) | {"is_causal": False}
+    (origin / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="is_causal=False is not supported"):
+        hf.load(origin)
+    raw |= {"attention_pattern": "full", "mask_token_id": 7}
+    (origin / "config.json").write_text(json.dumps(raw))
+    assert hf.read_config(origin).attention == "full"
+
+
 def test_an_autoregressive_model_is_a_baseline(tmp_path):
     origin = plain_qwen2(tmp_path / "origin")
     cfg, params = hf.load(origin)
@@ -943,6 +981,38 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
             "quantization_config is not supported: name the checkpoint whose",
         ),
         ({"attention_pattern": "odd"}, [], "attention_pattern='odd' is not supported"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            [],
+            "rope_scaling=.*llama3.* beside another rope_parameters: leave",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4},
+            [],
+            "rope_theta=10000.0 beside 500000.0, which another key says: leave",
+        ),
+        (
+            {"num_local_experts": 8, "num_experts": 4},
+            [],
+            "num_experts=4 beside 8, which another key says",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            [],
+            "rope_scaling=.*full_attention.* is not supported",
+        ),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, [], "rope_scaling=.*factor.*0.* is"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            [],
+            "rope_scaling=.*low_freq_factor.*4.0.* is not supported",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            [],
+            "layer_types=.*sliding_attention.* is not supported",
+        ),
+        ({"layer_types": "chunked"}, [], "layer_types='chunked' is not supported"),
         ({}, ["mask_token_id"], "tokenizer without mask token"),
         (
             {"mask_token_id": VOCAB},
@@ -1046,6 +1116,17 @@ def test_more_layers_than_the_config_says_are_unknown(tmp_path):
         hf.load(folder)
 
 
+def test_adapters_are_not_read_as_the_model_beside_them(tmp_path):
+    """transformers adds them where peft is installed, and an export would name them."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config.json: adapters .* merge_and"):
+        hf.load(tmp_path)
+    folder = variant(tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config.json: adapters .* merge_and"):
+        hf.load(folder)
+
+
 def test_files_refused(tmp_path):
     folder = tmp_path / "model"
     with pytest.raises(ValueError, match="is not a folder, nor a hub repository"):
@@ -1082,6 +1163,17 @@ def test_an_index_that_names_too_few_files(tmp_path):
         for name, file in SHARDS.items()
         if file != FIRST_SHARD
     )
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    folder = shutil.copytree(SDAR, tmp_path / "model")
+    first = safetensors.numpy.load_file(folder / FIRST_SHARD)
+    last = safetensors.numpy.load_file(folder / LAST_SHARD)
+    name = min(first)
+    safetensors.numpy.save_file(last | {name: first[name] + 1}, folder / LAST_SHARD)
+    words = f"tensor '{name}' is in two files, {FIRST_SHARD} and {LAST_SHARD}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        hf.load(folder)
 
 
 @pytest.fixture

@@ -447,6 +447,14 @@ def test_frequencies_of_llama_3_1(tiny):
     assert kinds == {"kept", "scaled", "between"}
 
 
+def test_a_theta_may_be_a_whole_number_beyond_32_bits(tiny):
+    cfg = dataclasses.replace(tiny[0], head_dim=8, rope_theta=10**10)
+    found = transformer.frequencies(cfg)
+    np.testing.assert_allclose(found, 1e10 ** -(np.arange(0, 8, 2) / 8), rtol=1e-6)
+    long = dataclasses.replace(cfg, rope_llama3=(8, 1, 4, 10**10))
+    assert np.isfinite(transformer.frequencies(long)).all()
+
+
 def test_bias_and_norm_are_fields(tiny):
     cfg = tiny[0]
     bare = dataclasses.replace(cfg, qk_norm=False)

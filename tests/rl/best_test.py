@@ -6,7 +6,7 @@ import types
 import pytest
 
 from dllm_jax import train
-from dllm_jax.rl.best import Best, holds, mark, publish
+from dllm_jax.rl.best import MARK, Best, holds, mark, publish, still
 
 
 def test_the_highest_is_kept_and_without_a_higher_one_the_run_ends():
@@ -58,6 +58,24 @@ def test_a_memory_without_a_name_is_of_the_metric_that_is_watched():
     assert (found.value, told) == (0.9, [])
 
 
+def test_the_best_of_other_evaluations_is_no_measure():
+    """An easier set of problems would have the best for good."""
+    easy, hard = {"data.heldout": ["a"], "n": 8}, {"data.heldout": ["b"], "n": 8}
+    told = []
+    found = Best("heldout_accuracy", 3, still(None, easy, told.append))
+    found.note(4, {"heldout_accuracy": 0.9})
+    memory = json.loads(json.dumps(found.memory))
+    assert Best("heldout_accuracy", 3, still(memory, easy, told.append)).value == 0.9
+    older = {name: x for name, x in memory.items() if name != "of"}
+    assert Best("heldout_accuracy", 3, still(older, hard, told.append)).value == 0.9
+    assert not told
+    again = Best("heldout_accuracy", 3, still(memory, hard, told.append), told.append)
+    said = "was of evaluations before data.heldout changed: the best begins anew"
+    assert told == [f"run.keep_best='heldout_accuracy' {said}"]
+    assert (again.value, again.step, again.of) == (None, 0, hard)
+    assert again.note(6, {"heldout_accuracy": 0.1})
+
+
 def test_without_patience_it_never_ends():
     found = Best("heldout_accuracy", patience=0)
     for step in range(9):
@@ -94,6 +112,8 @@ def test_of_which_step_the_best_weights_are_is_known_beside_them(tmp_path):
     assert not holds(tmp_path, 3)
     mark(tmp_path, 5)
     assert holds(tmp_path, 5) and not holds(tmp_path, 3)
+    (tmp_path / MARK).write_bytes(b"\0\0")  # as a machine that lost power leaves it
+    assert not holds(tmp_path, 5)
 
 
 @pytest.mark.parametrize("held, exported", [(3, "best"), (5, "last")])

@@ -103,6 +103,14 @@ def test_preference_by_hand():
     np.testing.assert_allclose(factor, [push[0], -push[0], push[1], -push[1]])
 
 
+@pytest.mark.filterwarnings("error")  # exp of such a margin leaves the range of f32
+def test_the_largest_margins_push_by_nothing_or_all():
+    far = np.array([500, -500, -500, 500], np.float32)
+    _, factor, margin = bounds.preference(far, np.zeros_like(far), beta=1.0)
+    np.testing.assert_allclose(margin, [1000, -1000])
+    np.testing.assert_allclose(factor, [0, 0, 0.5, -0.5])
+
+
 def test_the_packed_gradient_is_that_of_the_preference_loss():
     """Through packing, draws and weights: as if the loss saw whole answers."""
     draws, T, block = 2, 8, 4

@@ -15,22 +15,23 @@ import pytest
 
 from dllm_jax.models import hf, mask, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, policy, schedules
+from dllm_jax.sampling import answers, denoise, policy, schedules
 from dllm_jax.sampling.config import SamplerConfig
 from tests.goldens import reader
 from tests.sampling.common import CODES as N
 from tests.sampling.common import DRAWING as CFG
-from tests.sampling.common import DRAWN, padded, row_keys
+from tests.sampling.common import DRAWN, ONE, padded, row_keys
 from tests.sampling.common import DRAWN_WIDTH as WIDTH
 
 FIRST, END = 40, 57  # the ids that codes may have
-BLANK, TAIL, PROMPTS = list(CFG.blank), list(CFG.tail), DRAWN[:3]
+TAIL, PROMPTS = list(CFG.tail), DRAWN[:3]
 CASES = {
     "guided": {},
     "unguided": {"guidance": 0.0},
     "linear, without noise": {"unmasking": "linear", "rank_temperature": 0.0},
     "squares, drawn at 0.7": {"unmasking": "pow2"},
     "sigmoid, two steps": {"unmasking": "sigmoid", "steps_per_block": 2},
+    "beside a blank prompt longer than two": {"blank": (7, 3, 8, 9, 2, 6)},
 }
 
 
@@ -81,8 +82,8 @@ def defined(params, model, prompt, key, cfg: SamplerConfig, draw_temperature: fl
     codes, steps, logp = [model.mask_id] * N, [0] * N, [0.0] * N
     known, temperature = [False] * N, cfg.rank_temperature
     for k in range(cfg.steps_per_block):
-        rows = [canvas(prompt, codes), canvas(BLANK, codes)]
-        pads = np.array([WIDTH - len(prompt), WIDTH - len(BLANK)])
+        rows = [canvas(prompt, codes), canvas(cfg.blank, codes)]
+        pads = np.array([WIDTH - len(prompt), WIDTH - len(cfg.blank)])
         z = np.asarray(all_logits(params, np.array(rows), pads, cfg=model), np.float64)
         z = z[:, WIDTH : WIDTH + N, FIRST:END]
         z = (1 + cfg.guidance) * z[0] - cfg.guidance * z[1]
@@ -153,6 +154,21 @@ def test_images_and_traces_are_those_of_the_loop(model, name):
         assert max(steps) == sampler.steps_per_block == trace.forwards_B[row]
     assert trace.len_B.tolist() == [N, N, N, 0]
     assert not trace.bad_B.any()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [({"blank": (7,) * 9}, "blank has 9 tokens, .*max_prompt=8")]
+    + [({"blank": (7, 67)}, r"blank=\(7, 67\): ids are 0..66")]
+    + [({"tail": (67,)}, r"tail=\(67,\): ids are 0..66")],
+)
+def test_a_blank_prompt_or_a_tail_that_no_canvas_holds_is_refused(
+    model, changes, words
+):
+    with pytest.raises(ValueError, match="sampler." + words):
+        answers.answerer(
+            model=model[0], cfg=dataclasses.replace(CFG, **changes), mesh=ONE()
+        )
 
 
 def test_guidance_changes_what_is_drawn(model):

@@ -284,6 +284,8 @@ def test_requests_that_make_no_sense_are_refused(tiny):
         ({"prompt": [10, 67]}, r"\[10, 67\].*in 0..66"),
         ({"prompt": [-1]}, r"\[-1\].*in 0..66"),
         ({}, "index=3: one that no other"),
+        ({"index": 2**31}, "index=2147483648: a whole number of 32 bits"),
+        ({"index": "4"}, "index='4': a whole number"),
     ):
         with pytest.raises(ValueError, match="a request needs .*" + words):
             made.submit(**{**good, "index": 3 + bool(bad), **bad})
@@ -424,6 +426,24 @@ def test_a_run_that_is_left_answers_nothing_later(tiny):
     answers_as(made, params, defined(tiny, CFG, ASKED[4:6]))
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_no_page_keeps_what_an_answer_nobody_took_left_there(tiny, leaves):
+    """Of prompts with a NaN, whose answers end with that of another one."""
+    model, params = tiny
+    bad = params | {"embed": params["embed"].at[41].set(np.nan)}
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, [(0, [10] * 19, 1.0, 1), *((i, [41] * 19, 1.0, 16) for i in (1, 2, 3))])
+    for request, row in made.run(bad, KEY):
+        assert request.index == 0 and not row.bad
+        if leaves:
+            break
+        for index in (1, 2, 3):
+            made.cancel(index)
+    asked = [(i, [10 + i] * 19, 1.0, 16) for i in range(8)]
+    ask(made, asked)
+    answers_as(made, bad, defined((model, bad), CFG, asked))
+
+
 def test_who_watches_may_cancel(tiny):
     model, params = tiny
     made = Engine(model=model, cfg=CFG, mesh=ONE())
@@ -461,6 +481,19 @@ def take_turns(made: Engine, params):
     while made.busy:
         answered += made.turn(params, KEY)
     return answered
+
+
+def test_an_answer_shorter_than_its_block_may_take_all_steps_of_it(tiny, one_width):
+    """Which is what batches are made for, where a step of the trace is a round."""
+    model, params = tiny
+    static = {"strategy": "static", "target": "random", "threshold": 0.9}
+    cfg = dataclasses.replace(
+        CFG, **static, block=8, steps_per_block=0, max_prompt=8, max_new=3, stop_ids=()
+    )
+    made = Engine(model=dataclasses.replace(model, block=8), cfg=cfg, mesh=ONE())
+    ask(made, [(i, [10 + i] * 8, 1.0, 3) for i in range(8)])
+    steps = [row.step_T[8:11] for _, row in made.run(params, KEY)]
+    assert cfg.max_new < np.max(steps) <= cfg.most_steps == cfg.block
 
 
 def test_turns_by_hand_are_a_run(tiny):

@@ -7,7 +7,7 @@ import pytest
 
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling.config import SamplerConfig
-from dllm_jax.sampling.scheduler import Scheduler
+from dllm_jax.sampling.scheduler import PATIENCE, Scheduler
 
 # Four positions a block, two blocks a page; a row of 32 has four pages.
 CFG = SamplerConfig(block=4, max_prompt=16, max_new=16, rows=4, page=8)
@@ -131,6 +131,37 @@ def test_the_youngest_leaves_for_the_oldest_and_comes_first_again():
     scheduler.cancel(0)
     scheduler.admit()
     assert active(scheduler) == [1, 2]
+
+
+def test_a_prompt_that_needs_many_pages_is_not_passed_for_ever():
+    """Two answers end and two short prompts come before every admission."""
+    long = {"prompt": [3] * 64, "index": 0, "temperature": 1.0, "new": 64}
+    scheduler = made(max_prompt=64, max_new=64, pages=18)
+    submit(scheduler, *[[5]] * 4, first=1, new=8)
+    scheduler.admit()
+    scheduler.submit(**long)
+    for first in range(5, 105, 2):
+        for request in scheduler.active[:2]:
+            scheduler.end(request)
+        submit(scheduler, [5], [5], first=first, new=8)
+        scheduler.admit()
+        if 0 in active(scheduler):
+            break
+    # It needs 16 of 18 pages: two or three admissions more see short ones end.
+    assert 0 in active(scheduler) and first < 5 + 2 * (PATIENCE + 4)
+    waiting = [request.index for request in scheduler.queue]
+    assert waiting and waiting == sorted(waiting)
+
+
+def test_who_lacks_pages_where_its_prompt_is_known_goes_elsewhere():
+    scheduler = made(shards=2, pages=4)
+    submit(scheduler, LONG)
+    scheduler.admit()
+    prefilled(scheduler)
+    submit(scheduler, [*LONG[:8], 9], first=1)  # a page of it is known, three are not
+    scheduler.admit()
+    shards = [scheduler.shard_of(request.row) for request in scheduler.active]
+    assert sorted(shards) == [0, 1]
 
 
 def test_an_empty_engine_that_can_place_nobody_says_so():

@@ -24,6 +24,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "attn_implementation": "eager",
+    "eos_token_id": 1,  # without one a checkpoint is refused
 }
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 LLAMA3 = ROPE | {

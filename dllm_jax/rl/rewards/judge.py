@@ -19,9 +19,8 @@ import math as numbers
 import traceback
 from collections.abc import Callable, Iterable
 
-from dllm_jax import memory
+from dllm_jax import exits, memory
 from dllm_jax.data import Problem
-from dllm_jax.exits import warn
 from dllm_jax.images import MARK
 from dllm_jax.rl.rewards import endpoint, lent, math
 from dllm_jax.sampling import answers
@@ -143,7 +142,7 @@ def tell(reasons: collections.Counter, count: int, said: set[str]) -> None:
     """Says in a line for which reasons a judge said nothing, those that are new."""
     if new := [reason for reason in reasons if reason not in said]:
         said.update(new)
-        warn(
+        exits.warn(
             f"the judge: {sum(reasons.values())} of {count} questions got no answer "
             f"({'; '.join(new)}); the run goes on, and counts them"
         )
@@ -203,7 +202,9 @@ def said(key: str, name: str, function: Callable, *arguments):
     """
     try:
         return function(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and exits.received:  # which a signal raised
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:300]
         raise ValueError(

@@ -469,6 +469,10 @@ def nothing(questions):
 
 def fails(questions):
     raise RuntimeError("no\\nway")
+
+
+def leaves(questions):
+    raise SystemExit(0)
 """
 
 
@@ -488,6 +492,8 @@ def test_a_function_may_judge(mine):
     raised = r"my_judge:fails' raised RuntimeError: no way \(.*my_judge.py, line \d+\)$"
     with pytest.raises(ValueError, match=raised):
         judge.judge(JudgeConfig(at="my_judge:fails")).votes([question()])
+    with pytest.raises(ValueError, match="my_judge:leaves' raised SystemExit: 0"):
+        judge.judge(JudgeConfig(at="my_judge:leaves")).votes([question()])
     with pytest.raises(
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
