@@ -33,9 +33,8 @@ CHIPS = {
 }
 BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 TORUS = {"v5p": 4, "v5e": 16, "v6e": 16}  # from this length on an axis is a ring
-CUBES = (
-    "v5p",
-)  # whose rings are closed by what joins cubes: parts of a cube have none
+# Their rings are closed by what joins cubes: parts of a cube have none.
+CUBES = ("v5p",)
 
 
 def chip(topology: str) -> Chip:

@@ -21,9 +21,10 @@ half as long. So no prompt is in it; rows wait for the last one at the end alone
 longer in the longer run (`busy_rows`).
 
 `percent_mfu` is the share of `report.flops` that went into multiplications by weights, of
-prompts and of windows that were asked for, by the experts that each token goes to. With --room answers may be longer than they are;
-of several rooms, which take turns, `times_first_room` is how many times as fast the engine is
-as with the first one, the mean of the turns' ratios with its 95 % interval.
+prompts and of windows that were asked for, by the experts that each token goes to. With
+--room answers may be longer than they are; of several rooms, which take turns,
+`times_first_room` is how many times as fast the engine is as with the first one, the mean of
+the turns' ratios with its 95 % interval.
 
 `percent_on_host` is what the host spends of a run's time between a device call's end and
 the next one's start: harvesting, admitting, telling the device. `host_ms_per_forward`

@@ -121,8 +121,13 @@ def leave() -> None:
     if any(type(x).__module__.startswith("orbax") for x in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        threading.Thread(target=cut, args=[STUCK], daemon=True).start()
+        cut_in_time(STUCK)
     sys.exit(STUCK)
+
+
+def cut_in_time(code: int) -> None:
+    """Lets the program end by itself, for which Python waits for threads, or else by `cut`."""
+    threading.Thread(target=cut, args=[code], daemon=True).start()
 
 
 def cut(code: int) -> None:
