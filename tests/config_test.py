@@ -659,6 +659,21 @@ def test_a_second_signal_ends_a_run_whatever_its_threads_are_at(monkeypatch):
     assert ended.get(timeout=60) == exits.STOPPED
 
 
+def test_a_command_that_one_signal_stops_waits_for_no_thread(capsys, monkeypatch):
+    ended = queue.Queue()
+    monkeypatch.setattr(exits, "GRACE_S", 0.0)
+    monkeypatch.setattr(exits.os, "_exit", ended.put)
+    monkeypatch.setattr(sys, "argv", ["train"])
+
+    def main():
+        raise exits.Stopped("after step 3")
+
+    with pytest.raises(SystemExit, match="75"):
+        command_line.entry(main)
+    assert ended.get(timeout=60) == exits.STOPPED
+    assert "after step 3" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):
     """Also where nothing waits for signals, as in a download."""
 
