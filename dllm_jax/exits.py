@@ -49,6 +49,10 @@ class Stopped(Exception):
     """The command was told to stop; the message says how it goes on."""
 
 
+class StoppedAtOnce(SystemExit):
+    """A second signal: no function that a user gave has raised this one."""
+
+
 def warn(text: str) -> None:
     """Tells the terminal, once for all processes."""
     if jax.process_index() == 0:
@@ -156,7 +160,7 @@ class StopSignal:
         received.append(number)
         if self.seen:
             self.twice.set()
-            sys.exit(STOPPED)
+            raise StoppedAtOnce(STOPPED)
         self.seen = True
         told = f"\n{signal.Signals(number).name}: stops when what it is at is whole; another"
         # Not by print, which may be what the signal has interrupted.

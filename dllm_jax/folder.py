@@ -28,6 +28,7 @@ from dllm_jax.exits import (
     STUCK,
     CannotGoOn,
     Stopped,
+    StoppedAtOnce,
     exhausted,
     room,
     unheard,
@@ -491,7 +492,7 @@ def object_of(line: bytes) -> dict | None:
 def ended(error: BaseException | None) -> str:
     """Returns how an attempt ended, in the words of exits.py."""
     names = {ValueError: "refused", CannotGoOn: "cannot go on", Stopped: "stopped"}
-    names |= {SystemExit: "stopped", KeyboardInterrupt: "stopped"}
+    names |= {StoppedAtOnce: "stopped", KeyboardInterrupt: "stopped"}
     if error is None:
         return "done"
     if exhausted(error):

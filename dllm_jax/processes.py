@@ -395,7 +395,7 @@ def ending(error: BaseException) -> tuple[str, int]:
     """Returns (what an error says, the exit code that it leads to)."""
     if not isinstance(error, SystemExit):
         return f"{type(error).__name__}: {one_line(error)}", 1
-    if error.__context__ is None:
+    if isinstance(error, exits.StoppedAtOnce):
         return "it was told to stop a second time", int(error.code or 0)
     return one_line(error.__context__), int(error.code or 0)
 

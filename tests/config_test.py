@@ -654,7 +654,7 @@ def test_a_second_signal_ends_a_run_whatever_its_threads_are_at(monkeypatch):
     stop = exits.StopSignal()
     stop.note()
     assert stop() and ended.empty()
-    with pytest.raises(SystemExit, match="75"):
+    with pytest.raises(exits.StoppedAtOnce, match="75"):
         stop.note()
     assert ended.get(timeout=60) == exits.STOPPED
 

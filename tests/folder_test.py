@@ -221,6 +221,7 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
         ValueError("no such file"),
         exits.CannotGoOn("disk full"),
         exits.Stopped("by a signal"),
+        exits.StoppedAtOnce(exits.STOPPED),
         KeyError("step"),
         MemoryError("14 GiB"),
     ):
@@ -229,10 +230,10 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
     told = attempts(tmp_path)
     assert [attempt["ended"] for attempt in told] == [
         *("done", "refused: no such file", "cannot go on: disk full"),
-        *("stopped: by a signal", "defect: 'step'"),
+        *("stopped: by a signal", "stopped: 75", "defect: 'step'"),
         "cannot go on: no memory left: 14 GiB",
     ]
-    assert [attempt["config"]["steps"] for attempt in told] == [1, 2, 2, 2, 2, 2]
+    assert [attempt["config"]["steps"] for attempt in told] == [1] + [2] * 6
     assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "steps": 2}
     first = told[0]
     assert first["start"] <= first["end"]

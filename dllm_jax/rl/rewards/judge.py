@@ -202,9 +202,9 @@ def said(key: str, name: str, function: Callable, *arguments):
     """
     try:
         return function(*arguments)
+    except exits.StoppedAtOnce:
+        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and exits.received:  # which a signal raised
-            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:300]
         raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dllm_jax import data, images, sharding
+from dllm_jax import data, exits, images, sharding
 from dllm_jax.models import hf
 from dllm_jax.models.vision.prompts import Picture, Prompt
 from dllm_jax.rl import rewards
@@ -449,6 +449,8 @@ def test_a_checkpoint_that_looks_answers_what_it_sees(tmp_path, capsys):
 
 
 OWN = """
+from dllm_jax import exits
+
 def halves(questions):
     return [0.5 if q.right else None for q in questions]
 
@@ -473,6 +475,10 @@ def fails(questions):
 
 def leaves(questions):
     raise SystemExit(0)
+
+
+def interrupted(questions):
+    raise exits.StoppedAtOnce(75)  # as a handler of signals does, wherever a program is
 """
 
 
@@ -494,6 +500,8 @@ def test_a_function_may_judge(mine):
         judge.judge(JudgeConfig(at="my_judge:fails")).votes([question()])
     with pytest.raises(ValueError, match="my_judge:leaves' raised SystemExit: 0"):
         judge.judge(JudgeConfig(at="my_judge:leaves")).votes([question()])
+    with pytest.raises(exits.StoppedAtOnce):
+        judge.judge(JudgeConfig(at="my_judge:interrupted")).votes([question()])
     with pytest.raises(
         ValueError, match="reward.judge.at='my_judge:none': my_judge has"
     ):
