@@ -30,9 +30,9 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
+from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.attend import SAVED
 from dllm_jax.pallas_kernels.cpu_products import Transposed, by_transpose, product
-from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
@@ -732,14 +732,14 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
 
     V counts the ids that may be drawn: the first column's is that of `head`.
     """
-    weight, _, forbidden = head(params, cfg)
+    weight_DV, _, forbidden = head(params, cfg)
+    x_RD = x_BWD.reshape(-1, cfg.d_model)
     if isinstance(params.get("head"), Transposed):
-        logits_RV = by_transpose(x_BWD.reshape(-1, cfg.d_model), weight.T)
-        logits_BWV = logits_RV.reshape(*x_BWD.shape[:2], -1)
+        logits_RV = by_transpose(x_RD, weight_DV.T, jnp.float32)
     else:
-        logits_BWV = project(x_BWD, weight, "DV")
-    logits_BWV = constrain(logits_BWV, "BWV")
-    return logits_BWV.astype(jnp.float32).at[..., forbidden].set(NEVER)
+        logits_RV = reference.logits(x_RD, weight_DV)
+    logits_BWV = constrain(logits_RV.reshape(*x_BWD.shape[:2], -1), "BWV")
+    return logits_BWV.at[..., forbidden].set(reference.NEVER)
 
 
 @jax.named_scope("head")

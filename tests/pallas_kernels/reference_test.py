@@ -173,6 +173,23 @@ def test_token_logprob_is_log_softmax_without_the_mask():
     assert (never < -1e20).all()
 
 
+def test_logits_of_bf16_operands_are_not_rounded():
+    x, head, token = head_inputs(1, 9)
+    x, head = jnp.asarray(8 * x[0], jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
+    want = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    assert np.abs(want).max() > 16  # where bf16's neighbours are 1/8 apart
+    np.testing.assert_allclose(reference.logits(x, head), want, atol=1e-4)
+
+    def loss(x, head):
+        return reference.token_logprob(x, head, token[0], FORBIDDEN)[0].sum()
+
+    found = jax.grad(loss, (0, 1))(x, head)
+    exact = jax.grad(loss, (0, 1))(x.astype(jnp.float32), head.astype(jnp.float32))
+    for low, full in zip(found, exact, strict=True):
+        assert low.dtype == jnp.bfloat16
+        np.testing.assert_allclose(low.astype(jnp.float32), full, rtol=0.02, atol=0.05)
+
+
 def test_entropy_of_a_flat_head_is_the_logarithm():
     x, _, token = head_inputs(1, 3)
     logp, entropy = reference.token_logprob(x[0], jnp.zeros((D, V)), token[0], 0)
