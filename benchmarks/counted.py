@@ -4,10 +4,10 @@
     .venv-aot/bin/python -m benchmarks.kernels --counted h200:1
 
 Each way is compiled for one device of the topology. Of XLA's operations the text is counted
-(hlo.py), of kernels what their grids fetch, write and multiply: roofline.KERNELS has it, and
-the tiles that are visited are those of the very mask, rows and groups. `us` is what the chip
-takes for that at the least (roofline.seconds); `least_us` is for every input read once, every
-result written once, and the products of those pairs alone that are seen, no score computed
+(cost_analysis.py), of kernels what their grids fetch, write and multiply: roofline.KERNELS has
+it, and the tiles that are visited are those of the very mask, rows and groups. `us` is what the
+chip takes for that at the least (roofline.seconds); `least_us` is for every input read once,
+every result written once, and the products of those pairs alone that are seen, no score computed
 twice; `times_least` their ratio. `temporaries_mib` is the compiler's plan.
 
 Not counted: what is no product (exponentials, noise, masks), launches, stalls, and what of a
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import hlo, kernels, report, roofline, topologies
+from benchmarks import cost_analysis, hlo, kernels, report, roofline, topologies
 from benchmarks.kernels import Case, Scale
 from benchmarks.shapes import RELEASED
 from dllm_jax import sharding
@@ -158,11 +158,11 @@ FACTS = {
 }
 
 
-def with_kernels(counted: hlo.Counted, case: Case) -> hlo.Counted:
+def with_kernels(counted: cost_analysis.Counted, case: Case) -> cost_analysis.Counted:
     """Returns the figures with those of the kernels added, each by its own tiles."""
-    total = hlo.Counted(counted.flops, counted.read, counted.written)
+    total = cost_analysis.Counted(counted.flops, counted.read, counted.written)
     for name, times in counted.kernels.items():
-        alone = hlo.Counted(kernels={name: times})
+        alone = cost_analysis.Counted(kernels={name: times})
         total.add(roofline.with_kernels(alone, facts(case, name)))
     return total
 
@@ -187,7 +187,7 @@ def array_bytes(tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def least(case: Case) -> hlo.Counted:
+def least(case: Case) -> cost_analysis.Counted:
     """Returns what an op needs: see the module."""
     op, _, gradient = case.op.partition(", ")
     inputs = case.inputs[1:] if gradient else case.inputs
@@ -214,7 +214,7 @@ def least(case: Case) -> hlo.Counted:
     if op == "grouped_matmul":
         _, w_EDF, sizes_E = inputs
         flops = 2.0 * int(np.sum(sizes_E)) * math.prod(w_EDF.shape[1:])
-    return hlo.Counted(flops=flops, read=read, written=written)
+    return cost_analysis.Counted(flops=flops, read=read, written=written)
 
 
 # ---- Rows ----------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def row(f, inputs, case: Case, topology: str) -> dict:
     except Exception as error:  # noqa: BLE001  (the others are worth it)
         return {"says": " ".join(f"{type(error).__name__}: {error}".split())[:120]}
     program = hlo.parsed(made.as_text())
-    around = hlo.count(program, program.entry)
+    around = cost_analysis.count(program, program.entry)
     plan = made.memory_analysis().temp_size_in_bytes
     told = figures(with_kernels(around, case), around, least(case), topology)
     return told | {"temporaries_mib": figure(plan / MIB)}

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import jax
 
-from benchmarks import chips, hlo
+from benchmarks import chips
+from benchmarks.cost_analysis import Counted
 from dllm_jax.models import selfcheck, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
@@ -81,24 +82,24 @@ def facts(model: ModelConfig, model_axis: int, **sizes) -> Facts:
 # ---- Kernels -------------------------------------------------------------------------
 
 
-def paged(f: Facts) -> hlo.Counted:
+def paged(f: Facts) -> Counted:
     """A layer's attention over pages: of windows, or of two of a row together."""
     Q, size, paired = f.width, f.itemsize, f.held < f.rows
     # Of a pair both are computed, though one may be missing; by itself such a one sees nothing.
     computed, windows = (2 * f.held,) * 2 if paired else (f.rows, f.windows)
     keys = f.held * f.context + (f.held if paired else f.windows) * Q
-    return hlo.Counted(
+    return Counted(
         flops=4.0 * computed * Q * (f.context + Q) * f.N * f.H,
         read=(keys * 2 * f.K + windows * Q * f.N) * f.H * size,
         written=windows * Q * f.N * f.H * size,
     )
 
 
-def written_pages(f: Facts) -> hlo.Counted:
+def written_pages(f: Facts) -> Counted:
     """A layer's update of pages: the windows that are kept, in and out."""
     windows = f.rows - f.rows / (1 + 1 / STEPS) if f.kept is None else f.kept
     kept = windows * f.width * 2 * f.K * f.H * f.itemsize
-    return hlo.Counted(read=kept, written=kept)
+    return Counted(read=kept, written=kept)
 
 
 def walks(size: int, tile: int) -> int:
@@ -106,30 +107,30 @@ def walks(size: int, tile: int) -> int:
     return -(-size // tile) if tile else 1
 
 
-def of_head(f: Facts) -> hlo.Counted:
+def of_head(f: Facts) -> Counted:
     """A kernel that walks over the vocabulary: once for each tile of rows."""
     R, head = f.seats, f.D * f.V
-    return hlo.Counted(
+    return Counted(
         flops=2.0 * R * head,
         read=(walks(R, f.tile[0]) * head + R * f.D) * f.itemsize,
         written=4.0 * R * 6,
     )
 
 
-def of_rows(f: Facts) -> hlo.Counted:
+def of_rows(f: Facts) -> Counted:
     """The gradient of the head's rows: logits again, and what they multiply."""
     R, head = f.seats, f.D * f.V
-    return hlo.Counted(
+    return Counted(
         flops=4.0 * R * head,
         read=(walks(R, f.tile[0]) * head + R * f.D) * f.itemsize,
         written=R * f.D * f.itemsize,
     )
 
 
-def of_columns(f: Facts) -> hlo.Counted:
+def of_columns(f: Facts) -> Counted:
     """The gradient of the head: each tile of the vocabulary reads the rows, both ways round."""
     R, head = f.seats, f.D * f.V
-    return hlo.Counted(
+    return Counted(
         flops=4.0 * R * head,
         read=(head + walks(f.V, f.tile[1]) * 2 * R * f.D) * f.itemsize,
         written=head * f.itemsize,
@@ -142,11 +143,11 @@ def packed(products: int, in_parts: bool = False):
     in_parts: of what is visited some is not computed.
     """
 
-    def counted(f: Facts) -> hlo.Counted:
+    def counted(f: Facts) -> Counted:
         T, head = f.width, f.H * f.itemsize
         streamed = math.ceil(T / TILE) * f.keys * 2 * f.K * head
         computed = f.computed if in_parts else 1.0
-        return hlo.Counted(
+        return Counted(
             flops=2.0 * products * f.rows * T * f.keys * computed * f.N * f.H,
             read=f.rows * (T * f.N * head * (products - 1) + streamed),
             written=f.rows * T * f.N * head,
@@ -155,7 +156,7 @@ def packed(products: int, in_parts: bool = False):
     return counted
 
 
-def backward(f: Facts) -> hlo.Counted:
+def backward(f: Facts) -> Counted:
     """TPU's backward pass of packed attention: each tile of keys reads its queries.
 
     One call of a few: each is of a share of the queries, and of all keys.
@@ -163,7 +164,7 @@ def backward(f: Facts) -> hlo.Counted:
     T, head, kernel = f.width, f.H * f.itemsize, choice.module("attention", "tpu")
     calls = len(kernel.shares(f.N // f.K, f.H, T, kernel.TILE_T))
     streamed = math.ceil(T / FETCHED) * f.keys * 2 * f.N * head
-    return hlo.Counted(
+    return Counted(
         flops=2.0 * 5 * f.rows * T * f.keys * f.computed * f.N * f.H / calls,
         read=f.rows * (3 * T * f.K * head + streamed / calls),
         written=f.rows * T * (f.N * head / calls + 2 * 4 * f.K * f.H),
@@ -180,10 +181,10 @@ def splash(residuals: bool):
     once for every lane, as it writes the sums.
     """
 
-    def counted(f: Facts) -> hlo.Counted:
+    def counted(f: Facts) -> Counted:
         T, head, lanes = f.width, f.H * f.itemsize, 4 * LANES
         streamed = walks(T, f.tile[0]) * f.keys * 2 * head
-        return hlo.Counted(
+        return Counted(
             flops=4.0 * f.rows * T * f.keys * f.N * f.H,
             read=f.rows * f.N * (T * (head + lanes) + streamed),
             written=f.rows * f.N * T * (head + lanes * residuals),
@@ -192,36 +193,36 @@ def splash(residuals: bool):
     return counted
 
 
-def splash_backward(f: Facts) -> hlo.Counted:
+def splash_backward(f: Facts) -> Counted:
     """Its fused backward pass; each tile of keys writes what it adds to all queries' gradient."""
     T, head, tiles = f.width, f.H * f.itemsize, walks(f.width, f.tile[1])
     streamed = tiles * f.keys * (2 * head + 3 * 4 * SUBLANES)
-    return hlo.Counted(
+    return Counted(
         flops=10.0 * f.rows * T * f.keys * f.N * f.H,
         read=f.rows * (2 * T * f.K * head + f.N * streamed),
         written=f.rows * (2 * T * f.K * head + tiles * T * f.N * head),
     )
 
 
-def ragged_pages(f: Facts) -> hlo.Counted:
+def ragged_pages(f: Facts) -> Counted:
     """jax's ragged_paged_attention: a tile's queries are multiplied for each of its rows.
 
     context: positions that a row's pages hold, its window's among them; keys: those that
     its blocks of pages compute.
     """
     queries = f.rows * f.width * f.N * f.H * f.itemsize
-    return hlo.Counted(
+    return Counted(
         flops=4.0 * f.rows * f.tile[0] * f.keys * f.N * f.H,
         read=queries + f.rows * f.context * 2 * f.K * f.H * f.itemsize,
         written=queries,
     )
 
 
-def experts(f: Facts, *, empty: bool = False) -> hlo.Counted:
+def experts(f: Facts, *, empty: bool = False) -> Counted:
     """Rows that chose one of all experts, by its matrix; empty: it reads others', too."""
     choices = f.windows * f.width * f.X
     matrices = f.E if empty else min(f.E, choices)
-    return hlo.Counted(
+    return Counted(
         flops=2.0 * choices * f.D * f.I,
         read=(matrices * f.D * f.I + choices * f.D) * f.itemsize,
         written=choices * f.I * f.itemsize,
@@ -251,12 +252,12 @@ KERNELS = {
 }
 
 
-def with_kernels(counted: hlo.Counted, sizes: Facts) -> hlo.Counted:
+def with_kernels(counted: Counted, sizes: Facts) -> Counted:
     """Returns the figures with those of the kernels added.
 
     Raises ValueError for a kernel that KERNELS does not know.
     """
-    total = hlo.Counted()
+    total = Counted()
     total.add(counted)
     for name, times in counted.kernels.items():
         if name not in KERNELS:
@@ -268,7 +269,7 @@ def with_kernels(counted: hlo.Counted, sizes: Facts) -> hlo.Counted:
 # ---- Times ---------------------------------------------------------------------------
 
 
-def seconds(counted: hlo.Counted, topology: str) -> float:
+def seconds(counted: Counted, topology: str) -> float:
     """Returns the least seconds that a program can take."""
     chip = chips.chip(topology)
     busy = max(
@@ -300,7 +301,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 def ideal_forward(
     model: ModelConfig, rows: float, sizes: Facts, share: int, layer_size: int
-) -> hlo.Counted:
+) -> Counted:
     """Returns what a forward of blocks must do on one device.
 
     rows: of the devices that share the weights; share: how many these are. layer_size:
@@ -310,7 +311,7 @@ def ideal_forward(
     itemsize, keys = sizes.itemsize, 2 * sizes.K * sizes.H * model.layers
     windows = rows * (1 + 1 / STEPS)
     attention = 4.0 * windows * Q * sizes.context * sizes.N * sizes.H * model.layers
-    return hlo.Counted(
+    return Counted(
         flops=2.0 * Q * (weights.layers * windows + weights.head * rows) / share
         + attention,
         read=(weights.stored * layer_size + weights.head * itemsize) / share

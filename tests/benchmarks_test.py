@@ -20,11 +20,11 @@ import pytest
 
 from benchmarks import (
     against,
+    cost_analysis,
     counted,
     decode,
     fill,
     gradient_variance,
-    hlo,
     kernels,
     methods,
     mutants,
@@ -189,7 +189,7 @@ KERNELS_OF = [  # an op, its shape's end, a kernel, and its products of those th
 @pytest.mark.parametrize(("op", "end", "kernel", "most"), KERNELS_OF)
 def test_a_kernel_does_what_its_op_needs_and_little_more(op, end, kernel, most):
     case = cases("gpu")[op, end]
-    alone = hlo.Counted(kernels={kernel: 1})
+    alone = cost_analysis.Counted(kernels={kernel: 1})
     found, needed = counted.with_kernels(alone, case), counted.least(case)
     assert needed.flops <= found.flops <= most * needed.flops
     numbers = counted.figures(found, alone, needed, "h200:1")
@@ -200,7 +200,9 @@ def test_the_head_is_read_again_for_every_tile_of_rows():
     case = cases("tpu")["token_logprob", "ids"]
     tall = jax.ShapeDtypeStruct((1, 2048, 2048), jnp.bfloat16)
     case = case._replace(inputs=(tall, *case.inputs[1:]))
-    found = counted.with_kernels(hlo.Counted(kernels={"pick_kernel": 1}), case)
+    found = counted.with_kernels(
+        cost_analysis.Counted(kernels={"pick_kernel": 1}), case
+    )
     assert found.read == 2 * (4 * 2048 * 4096 + 2048 * 2048)
 
 
@@ -214,14 +216,18 @@ def test_calls_for_shares_of_the_queries_multiply_what_one_for_all_would(group, 
 
 
 def test_what_is_not_counted_has_no_time():
-    needed = hlo.Counted(flops=1e12, read=1e9)
-    row = counted.figures(hlo.Counted(read=1e9), hlo.Counted(), needed, "v5p:2x2x1")
+    needed = cost_analysis.Counted(flops=1e12, read=1e9)
+    row = counted.figures(
+        cost_analysis.Counted(read=1e9), cost_analysis.Counted(), needed, "v5p:2x2x1"
+    )
     assert "us" not in row and "not all is counted" in row["says"]
 
 
 def test_what_needs_no_products_is_told_by_its_bytes():
     needed = counted.least(cases("tpu")["cache_update", "positions"])
-    assert needed == hlo.Counted(read=4 * 4 * 8 * 128 * 4, written=4 * 4 * 8 * 128 * 4)
+    assert needed == cost_analysis.Counted(
+        read=4 * 4 * 8 * 128 * 4, written=4 * 4 * 8 * 128 * 4
+    )
 
 
 # ---- Two checkouts -------------------------------------------------------------------

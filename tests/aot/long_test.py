@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import budget, hlo, programs, topologies
+from benchmarks import hlo, performance_model, programs, topologies
 from benchmarks.shapes import RELEASED
 from dllm_jax import memory, pallas_kernels, sharding
 from dllm_jax.models import acting
@@ -67,7 +67,8 @@ def test_the_loop_over_forwards_of_many_long_rows(topology, monkeypatch, capsys)
     assert kernels >= {"paged_attention", "cache_update"}
     run = types.SimpleNamespace(cfg=types.SimpleNamespace(sampler=CFG), model=model)
     place = placement.Placement(made, weights, "")
-    assert budget.rollout_faults(program, body, place, run) == []
+    loop = performance_model.Loop(program, body, place, run)
+    assert performance_model.rollout_faults(loop) == []
 
 
 @pytest.mark.parametrize("topology", [*TPUS, "h200:1"])
@@ -111,4 +112,4 @@ def test_an_update_of_long_answers_fits(capsys):
         print(f"\nh200:8: {size / GIB:.2f} GiB, rows of {tokens:,} slots")
     assert size < run.limit
     program = hlo.parsed(compiled.as_text())
-    assert budget.update_faults(program, run.model, tokens) == []
+    assert performance_model.update_faults(program, run.model, tokens) == []

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import hlo
+from benchmarks import cost_analysis, hlo
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models import hf, mask, moe, transformer
 from dllm_jax.models.mask import FAR, Mask
+from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
 from tests.models.common import primitives
@@ -311,7 +312,12 @@ def test_bfloat16_computes_near_its_f32_masters(tiny):
     low = dataclasses.replace(cfg, dtype="bfloat16")
     x, fresh = hidden(params, tokens, pos, seen, cfg=low)
     assert x.dtype == fresh.k_LBSKH.dtype == jnp.bfloat16
-    assert transformer.logits(params, x, low).dtype == jnp.float32
+    weight_DV, _, forbidden = transformer.head(params, low)
+    want = np.delete(np.asarray(x, np.float64) @ weight_DV, forbidden, axis=-1)
+    lies = Transposed(jnp.moveaxis(weight_DV, -1, 0))
+    for other in (params, params | {"head": lies}):  # neither rounds its sums to bf16
+        found = np.delete(transformer.logits(other, x, low), forbidden, axis=-1)
+        np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
     assert np.abs(x - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
@@ -368,7 +374,7 @@ def test_a_table_whose_width_is_split_is_not_sent(tiny, shape):
         x, grad = ran(table, *rows)
     np.testing.assert_array_equal(x, want[0])
     np.testing.assert_allclose(grad, want[1], rtol=1e-6, atol=1e-6)
-    sent = hlo.count(program, program.entry).sent
+    sent = cost_analysis.count(program, program.entry).sent
     group = tuple(device.id for device in mesh.devices[0, :, 0])
     over_fsdp = {name: n for (name, of), n in sent.items() if of == group}
     assert "all-to-all" in over_fsdp, sent
