@@ -19,7 +19,8 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         pages: (k, v), each [L, P, O, K, H]; layer: a scalar. There may be more queries than
         keys k, v: the first ones see none of these, and what is given for them is finite
         where they see no page either. Pages that begin at `start` or beyond are never read
-        and may hold NaN; the row's pages before them are finite to their ends. "any", and
+        and may hold NaN; the row's pages before them are finite to their ends: where these
+        hold NaN, only the row's own answer does. "any", and
         `reference`, read more than that: for them a row's pages are finite up to the next
         power of two of the longest row's, or all.
         A module may also have

@@ -101,10 +101,10 @@ class Batches:
             if stopped:
                 return
 
-    @sharding.on_own_mesh
     def release(self):
         """Drops what is kept between calls: nothing."""
 
+    @sharding.on_own_mesh
     def lower(self, params):
         """Returns (the loop over forwards, lowered; its rows as shapes)."""
         one_1T = np.ones((1, self.cfg.max_prompt), np.int32)

@@ -59,15 +59,19 @@ class SamplerConfig:
     # Q: positions denoised together, on the absolute grid pos // Q. 0: the block of the
     # checkpoint, which a run puts here (config.completed).
     block: int = 4
-    steps_per_block: int = 0  # step t unmasks at least its share of Q; 0: one a token
+    # Step t unmasks at least its share of Q; 0: one a token. Not of "entropy_bounded", which
+    # takes as many steps as its bound makes.
+    steps_per_block: int = 0
     # "even": steps have equal shares; cosine, linear, sigmoid, pow2 ...: as many as leave
-    # the masks that a function of time says (schedules.MASKED).
+    # the masks that a function of time says (schedules.MASKED). With a step for each token
+    # all are alike.
     unmasking: str = "even"
     strategy: str = "dynamic"  # which masked positions to unmask: a key of STRATEGIES
     threshold: float = 0.9  # "dynamic": unmask every score above it
-    tempered_threshold: bool = False  # scores of what is drawn from, not of the model
-    untempered_ranks: bool = False  # ranks by scores of the model, as LLaDA
-    target: str = "confidence"  # how "static", "dynamic" score: a key of TARGETS
+    tempered_threshold: bool = False  # ... of what is drawn from, not of the model
+    # The others up to pad_penalty are of "static" and "dynamic" alone, which rank.
+    untempered_ranks: bool = False  # by scores of the model, as LLaDA
+    target: str = "confidence"  # how they score: a key of TARGETS
     rank_temperature: float = 0.0  # > 0: draw the best-scored instead of taking them
     rank_cooling: bool = False  # times 1 - t / T at every step t of T, cumulatively
     pad_penalty: float = 1.0  # > 1: scores of padding are that many times lower
@@ -366,6 +370,8 @@ def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:
                     f"{name}: {checks.shown(key)} cannot be varied; choose from "
                     + ", ".join(VARIED)
                 )
+            if key in changes:
+                raise ValueError(f"{name}: {key} is set twice")
             try:
                 known = {"true": True, "false": False} if types[key] is bool else None
                 changes[key] = known[value.lower()] if known else types[key](value)

@@ -17,7 +17,14 @@ from dllm_jax import sharding
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.sampling import denoise, forwards, state
 from dllm_jax.sampling.config import SamplerConfig
-from dllm_jax.sampling.rows import Rows, admit, copy_pages, empty, some_traces
+from dllm_jax.sampling.rows import (
+    Rows,
+    admit,
+    copy_pages,
+    empty,
+    not_finite,
+    some_traces,
+)
 from dllm_jax.sampling.scheduler import AHEAD, Request, Scheduler
 from dllm_jax.sampling.state import Answer
 
@@ -171,20 +178,13 @@ class Engine:
         if params is not self.params:
             self.scheduler.forget()
             self.params = params
-        if self.tainted:
-            # What a page hides has probability zero, but zero times NaN is NaN: pages
-            # begin anew, and the rows that were active with them.
-            self.scheduler.forget()
-            self.rows, self.tainted = None, False
-        if self.rows is None:
-            self.rows = empty(
-                sharding.place_rows(self.scheduler.no_changes(), self.mesh),
-                key,
-                model=self.model,
-                cfg=self.cfg.static,
-                pages=self.page_count,
-            )
+        if self.tainted or self.rows is None:
+            self.begin(key)
         changes = self.scheduler.admit()
+        if self.left_not_finite():
+            self.begin(key)
+            changes = self.scheduler.admit()
+        self.scheduler.left.clear()
         self.changed = changes is not None
         if self.changed:
             copies = (changes.target_B < self.scheduler.pages_per_shard).any()
@@ -204,6 +204,35 @@ class Engine:
             cfg=self.cfg.static,
             rides=self.rides,
         )
+
+    def begin(self, key):
+        """Lays rows and pages out anew; the rows that were active start again.
+
+        What a page hides has probability zero, but zero times NaN is NaN: no page may keep
+        what is not finite for whoever has it next.
+        """
+        self.scheduler.forget()
+        self.scheduler.left.clear()
+        self.rows, self.tainted = None, False  # its memory goes before the other comes
+        self.rows = empty(
+            sharding.place_rows(self.scheduler.no_changes(), self.mesh),
+            key,
+            model=self.model,
+            cfg=self.cfg.static,
+            pages=self.page_count,
+        )
+
+    def left_not_finite(self) -> bool:
+        """Returns whether a row that left before its answer's end left a NaN in its pages.
+
+        Of a prompt's keys no draw tells until the row has one.
+        """
+        left = self.scheduler.left
+        if not left or not self.page_count:
+            return False
+        left_B = np.isin(np.arange(self.scheduler.row_count), list(left))
+        left_B = sharding.place_rows(left_B, self.mesh)
+        return bool(sharding.fetch(not_finite(self.rows, left_B)).any())
 
     def until(self, watched: bool) -> tuple[int, int]:
         """Returns after how many forwards, and ended rows, the host is to come back."""

@@ -23,7 +23,8 @@ class Rows:
     """Rows in flight over a pool of pages."""
 
     s: SamplingState  # its cache is a PagedKVCache
-    table_BA: jax.Array  # the row's pages, in their order, counted on its shard
+    # The row's pages, in their order, counted on its shard; behind the last its first again.
+    table_BA: jax.Array
     # Positions whose keys are in the pages, where these are final; otherwise where the
     # block ends for which the row's canvas was run, 0 for none.
     filled_B: jax.Array
@@ -89,6 +90,27 @@ def copy_pages(rows: Rows, changes: Changes) -> Rows:
         *sharding.per_device(copied, (dims, "B", "B"), dims, *arrays)
     )
     return constrained(rows.replace(s=rows.s.replace(cache=pool)))
+
+
+@jax.jit
+def not_finite(rows: Rows, left_B):
+    """Returns whether pages of the rows `left` hold what is not finite: [B, K]."""
+
+    def met(pool, table_BA, left_B):
+        def in_pages(table_A):
+            finite = [jnp.isfinite(x[:, table_A]).all((0, 1, 2, 4)) for x in pool]
+            return ~(finite[0] & finite[1])
+
+        def in_row(row):
+            table_A, left = row
+            none_K = jnp.zeros(pool[0].shape[3], bool)
+            return jax.lax.cond(left, in_pages, lambda _: none_K, table_A)
+
+        return jax.lax.map(in_row, (table_BA, left_B))
+
+    pool, dims = rows.s.cache, ("LPOKH", "LPOKH")
+    arrays = (pool.k_LPOKH, pool.v_LPOKH), rows.table_BA, left_B
+    return sharding.per_device(met, (dims, "BA", "B"), "BK", *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cfg"), donate_argnames="rows")

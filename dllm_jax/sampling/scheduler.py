@@ -96,6 +96,7 @@ class Scheduler:
         self.asked: set[int] = set()  # the indices of both
         self.pools = [Pages(self.pages_per_shard) for _ in range(shards)]
         self.gone: set[int] = set()  # rows that the device has not heard of leaving
+        self.left: set[int] = set()  # those of them whose answers had not ended
         # Whether the last admission passed over one whose prompt is being prefilled.
         self.awaits_prompt = False
 
@@ -162,7 +163,9 @@ class Scheduler:
 
     def end(self, request: Request):
         """Takes a request that is answered out of its row; its index is free again."""
+        row = request.row
         self.evict(request)
+        self.left.discard(row)
         self.asked.discard(request.index)
 
     def evict(self, request: Request):
@@ -170,6 +173,7 @@ class Scheduler:
         self.active.remove(request)
         self.pool_of(request).release(request.pages)
         self.gone.add(request.row)
+        self.left.add(request.row)
         request.row, request.pages = None, []
 
     def send_back(self, request: Request):
@@ -236,6 +240,9 @@ class Scheduler:
         changes.gone_B[list(self.gone)] = True
         self.gone.clear()
         for request in self.active:
+            # What is behind its pages may be read and hidden, and zero times NaN is NaN: no
+            # other row's stand there.
+            changes.table_BA[request.row] = request.pages[:1]
             changes.table_BA[request.row, : len(request.pages)] = request.pages
             room = len(request.pages) * self.cfg.page_slots
             changes.room_B[request.row] = room if self.policy.final else FAR

@@ -84,6 +84,23 @@ def test_paged_attention_is_the_specification(implementation, B, W, N, K, H, cap
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+def test_a_row_that_is_not_finite_spoils_no_other(implementation):
+    """A device's buffers keep what an earlier row had there."""
+    q, (k_pool, v_pool), layer, table_BA, start_B, k, v = case(8, 4, 4, 2, 64)
+    want = SPECIFIED(q, (k_pool, v_pool), layer, table_BA, start_B, k, v)
+    ill = np.asarray(start_B) == 99  # whose pages are all read, before those of 17
+    of_ill = np.asarray(table_BA)[ill]
+    pages = tuple(pool.at[:, of_ill].set(jnp.nan) for pool in (k_pool, v_pool))
+    found = pallas_kernels.paged_attention(
+        *(q, pages, layer, table_BA, start_B, k, v),
+        implementation=implementation,
+        interpret=True,
+    )
+    assert np.isnan(found[ill]).all()
+    np.testing.assert_allclose(found[~ill], want[~ill], atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("scalars, calls", [(5 * (A + 4), 1), (4 * (A + 4), 2), (1, 5)])
 def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
     """A call for so many rows as fit, one at the least; the numbers are the same."""

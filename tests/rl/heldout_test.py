@@ -161,6 +161,7 @@ def test_samplers_are_told_by_their_keys():
         ("Wide:block=8", "'Wide:block=8': a name of small"),
         ("a:block=8/a:block=4", "'a:block=4': a name of small"),
         ("a:rows=3", "a: 'rows' cannot be varied; choose from block, steps"),
+        ("a:block=8,top_k=3,block=4", "a: block is set twice"),
         ("a:block=x", "a: block='x': needs a int"),
         ("a:before_stop=1", "a: before_stop='1': needs a bool"),
         ("a:threshold=nan", "a: threshold=nan"),

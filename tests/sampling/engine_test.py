@@ -444,6 +444,50 @@ def test_no_page_keeps_what_an_answer_nobody_took_left_there(tiny, leaves):
     answers_as(made, bad, defined((model, bad), CFG, asked))
 
 
+def test_a_prompt_with_a_nan_spoils_no_answer_but_its_own(tiny):
+    """It has the first page, which is read behind the pages of others, too, and hidden."""
+    model, params = tiny
+    bad = params | {"embed": params["embed"].at[41].set(np.nan)}
+    asked = [(0, [41] * 19, 1.0, 16), *((i, [10 + i] * 3, 1.0, 5) for i in (1, 2, 3))]
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, asked)
+    answers_as(made, bad, defined((model, bad), CFG, asked))
+
+
+@pytest.mark.parametrize("leave", ["cancelled", "sent back", "other weights"])
+def test_no_page_keeps_what_a_row_left_there_before_it_drew(tiny, monkeypatch, leave):
+    """Of a prompt with a NaN, most of which is in pages after one forward."""
+    model, params = tiny
+    bad = params | {"embed": params["embed"].at[41].set(np.nan)}
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    ask(made, [(0, [41] * 19, 1.0, 16)])
+    assert made.turn(bad, KEY, watch=lambda *_: None) == []
+    (request,) = made.scheduler.active
+    assert request.filled and not request.forwards
+    asked = [(i, [10 + i] * 19, 1.0, 16) for i in (1, 2, 3, 4)]  # of all pages
+    if leave == "cancelled":
+        made.cancel(0)
+    elif leave == "other weights":
+        bad, asked = params, [*asked, (0, [41] * 19, 1.0, 16)]
+    else:  # as for want of pages, within an admission
+
+        def extend_pages():
+            monkeypatch.undo()
+            made.cancel(0)
+            return False, False
+
+        monkeypatch.setattr(made.scheduler, "extend_pages", extend_pages)
+    want = defined((model, bad), CFG, asked)
+    ask(made, asked[:4])
+    got = []
+    while made.busy:
+        got += made.turn(bad, KEY)
+    assert sorted(request.index for request, _ in got) == sorted(want)
+    for request, row in got:
+        same(row, want[request.index])
+    empty_again(made)
+
+
 def test_who_watches_may_cancel(tiny):
     model, params = tiny
     made = Engine(model=model, cfg=CFG, mesh=ONE())

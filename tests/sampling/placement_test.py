@@ -166,6 +166,20 @@ def test_rows_without_a_cache_have_the_same_ids_too(tiny):
     assert ((found[0].len_B > 0) == [False, True, True, True, True, False]).all()
 
 
+def test_batches_are_lowered_on_their_own_mesh_whichever_is_in_force(tiny):
+    """As the plan of a run does while the mesh of training is."""
+    model = dataclasses.replace(tiny[0], attention="full")
+    cfg = dataclasses.replace(CFG, cache="none", guidance=1.5, blank=(7, 8))
+    mesh = mesh_of(1, 4, 1)
+    where = placement.place(model=model, cfg=cfg, mesh=mesh, rollout="model")
+    assert where.answerer.mesh.shape["model"] == 4
+    texts = [where.answerer.lower(where.weights)[0].as_text()]
+    for other in (mesh, where.answerer.mesh):
+        with jax.set_mesh(other):
+            texts.append(where.answerer.lower(where.weights)[0].as_text())
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkeypatch):
     model, mesh = tiny[0], mesh_of(1, 8, 1)
     needs = {}

@@ -196,3 +196,12 @@ def test_a_horizon_belongs_to_prefix(cache):
 def test_an_unknown_policy_lists_the_known():
     with pytest.raises(ValueError, match="cache='all': choose from auto, none"):
         SamplerConfig(cache="all")
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_pages_where_there_are_none_are_refused(cache):
+    cfg = dataclasses.replace(CFG, cache=cache, pages=20)
+    with pytest.raises(ValueError, match="sampler.pages=20: with sampler.cache='none'"):
+        policy.choose(cfg, "full")
+    assert policy.choose(dataclasses.replace(cfg, cache="dual"), "full").cached
+    assert cache == "none" or policy.choose(cfg, "block").cached

@@ -53,8 +53,8 @@ def test_what_the_device_is_told_of_a_new_row():
     assert changes.prompt_BT[row, :14].tolist() == RAGGED
     assert (changes.prompt_len_B[row], changes.limit_B[row]) == (14, 19)
     assert changes.filled_B[row] == 0 and changes.target_B[row] == 16  # no such page
-    # 19 positions are three pages; the rest of the table is of no meaning.
-    assert changes.table_BA[row, :3].tolist() == request.pages
+    # 19 positions are three pages; of another row nothing is read behind them.
+    assert changes.table_BA[row].tolist() == [*request.pages, request.pages[0]]
     assert changes.room_B[row] == 24
     assert scheduler.admit() is None  # nothing has changed
 

@@ -240,6 +240,7 @@ def without_a_model(monkeypatch, shards: int):
         ("empty", empty),
         ("copy_pages", copy_pages),
         ("admit", admit),
+        ("not_finite", lambda device, left_B: np.zeros_like(left_B)),
         ("some_traces", lambda device, row_n, stop_ids: device.traces(row_n)),
     ):
         monkeypatch.setattr(engine, name, stand_in)

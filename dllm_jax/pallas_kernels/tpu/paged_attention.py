@@ -125,8 +125,16 @@ def kernel(
             1 - slot,
         )
         copies(lambda copy: copy.wait(), b, n, slot)
+        left = start_ref[b] - n * positions  # keys of the row, from this chunk on
+
+        @pl.when(last)
+        def _():
+            # Behind them lies what an earlier row had there: zero times its NaN is NaN.
+            at_s11 = jax.lax.broadcasted_iota(jnp.int32, (positions, 1, 1), 0)
+            v_buffer[slot] = jnp.where(at_s11 < left, v_buffer[slot], 0)
+
         at_11s = jax.lax.broadcasted_iota(jnp.int32, (1, 1, positions), 2)
-        seen_11s = at_11s < start_ref[b] - n * positions
+        seen_11s = at_11s < left
         return fold(carry, k_buffer[slot], v_buffer[slot], seen_11s)
 
     zero_KfH = jnp.zeros(q_KfH.shape, jnp.float32)
