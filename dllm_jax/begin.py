@@ -27,7 +27,7 @@ from dllm_jax import (
     sharding,
     trackers,
 )
-from dllm_jax.checkpoint import Checkpoints, Misfit, check_resume
+from dllm_jax.checkpoint import Checkpoints, Misfit, Newer, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
@@ -184,6 +184,8 @@ def check_targets(cfg: config.Config, folder: pathlib.Path) -> None:
 def check_fit(here: Scene) -> None:
     """Raises ValueError where the newest checkpoint is not of what is trained.
 
+    Newer, which is one, where a newer version of the program has written it.
+
     Before anything is compiled. Of one that cannot be read `progress` tells, when it takes
     the one before it.
     """
@@ -194,6 +196,8 @@ def check_fit(here: Scene) -> None:
     except Misfit as error:
         changed = config.changes(error.meta.get("config", {}), here.cfg)
         raise ValueError("\n  ".join([str(error), *changed.values()])) from None
+    except Newer:
+        raise
     except Exception:  # noqa: BLE001  (Orbax has another for each way of being damaged)
         return
     check_same(here.cfg, meta)
@@ -494,9 +498,9 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
 
 def evaluated(cfg: config.Config) -> dict:
     """Returns what an evaluation's metrics are of, by the keys that say so, as JSON has it."""
-    files = filter(None, cfg.data.heldout.split(","))
+    files = filter(None, data.files(cfg.data.heldout))
     return {
-        "data.heldout": [processes.content(path.strip()) for path in files],
+        "data.heldout": [processes.content(path) for path in files],
         "eval.problems": cfg.eval.problems,
         "eval.temperature": cfg.eval.temperature,
         "rl.reward": cfg.rl.reward,

@@ -10,6 +10,7 @@ stay out.
 
 import concurrent.futures
 import contextlib
+import glob
 import json
 import pathlib
 import shutil
@@ -23,10 +24,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
+from dllm_jax import processes
 from dllm_jax.exits import CannotGoOn, free, room, warn
 
 SUMS = "checksums.json"
 META = "meta/metadata"  # where Orbax puts the JSON
+# What Orbax's errors say where what it writes is removed meanwhile.
+REMOVED = ("NOT_FOUND", "No ArrayMetadata found")
 # What a step's meta says of how its state and meta are laid out. A change of either is a
 # new number, and a row of MIGRATIONS.
 FORMAT = 1
@@ -45,14 +49,33 @@ class Misfit(ValueError):
         self.meta = meta
 
 
+class Newer(ValueError):
+    """A step that a newer version of the program has written."""
+
+
 MIGRATIONS = {0: from_0}  # format: what makes the next one of its meta
+
+
+def check_path(folder: pathlib.Path) -> None:
+    """Raises ValueError for a path from which Orbax reads something else than it wrote.
+
+    It takes the whole path for a pattern of files, and a backslash for a slash.
+    """
+    path = str(folder.absolute())
+    if "\\" in path or glob.escape(path) != path:
+        raise ValueError(
+            f"{folder}: checkpoints would not be found again in a folder with *, ?, [ or \\ "
+            "in its path; choose another name"
+        )
 
 
 def check_resume(folder: pathlib.Path, resume: str) -> bool:
     """Returns whether a run's folder of checkpoints holds any.
 
-    Makes nothing there. Raises ValueError where that is not what --resume asks for.
+    Makes nothing there. Raises ValueError where that is not what --resume asks for, and as
+    `check_path`.
     """
+    check_path(folder)
     if folder.exists() and not folder.is_dir():  # Orbax would try, and wait for minutes
         raise ValueError(f"{folder} is no folder; choose another run.folder")
     has_step = any(item.name.isdigit() for item in folder.glob("*"))
@@ -77,9 +100,11 @@ class Checkpoints:
         self, folder, keep: int | None = 2, keep_every: int | None = None
     ) -> None:
         self.folder, self.keep = pathlib.Path(folder).absolute(), keep
+        check_path(self.folder)
         # Orbax tells every file that it touches, and of a save that fails 600 lines more;
-        # what counts of these is raised.
-        logging.set_verbosity(logging.FATAL)
+        # what counts of these is raised, or heard.
+        logging.set_verbosity(logging.ERROR)
+        logging.get_absl_logger().filters = [self.hear]
         sys.unraisablehook = report
         self.saving, self.wanted = None, 0  # the step, and its bytes
         self.manager = ocp.CheckpointManager(
@@ -175,7 +200,8 @@ class Checkpoints:
     def written(self):
         """Raises exits.CannotGoOn where the step being saved finds no room on the disk.
 
-        What it has written goes: the steps before it are whole.
+        And where somebody removes it meanwhile. What it has written goes: the steps before
+        it are whole.
         """
         try:
             with room(self.folder, self.wanted):
@@ -183,6 +209,28 @@ class Checkpoints:
         except CannotGoOn:
             self.clear_partial()
             raise
+        except ValueError as error:
+            if not any(words in str(error) for words in REMOVED):
+                raise
+            raise CannotGoOn(
+                f"{self.folder}: files of step {self.saving} were removed while it was "
+                "written; start the same command again, from the steps that are left"
+            ) from None
+
+    def hear(self, record) -> bool:
+        """Ends all processes of a run where this one's part of a save fails; prints nothing.
+
+        record: what Orbax logs, which is where it tells of it first: it lets this process
+        wait for the others at one barrier, and these for this one at another, and raises
+        after 20 minutes that these are over.
+        """
+        if record.exc_info and record.threadName == "async_save":
+            try:
+                with room(self.folder, self.wanted):
+                    raise record.exc_info[1]
+            except BaseException as error:  # noqa: BLE001 (whatever Orbax has met)
+                processes.fail(error)
+        return record.levelname == "CRITICAL"
 
     def clear_partial(self) -> None:
         """Removes what saves have written that were never whole; of process 0 alone.
@@ -209,7 +257,8 @@ class Checkpoints:
         it is taken.
 
         Raises CannotGoOn when none is whole, Misfit when a tree does not have the target's
-        structure and shapes, and ValueError when it is of a newer format.
+        structure and shapes, Newer when it is of a newer format, and ValueError when there is
+        no such step.
         """
         self.wait()
         steps = self.steps()
@@ -232,7 +281,8 @@ class Checkpoints:
     def check_fit(self, step: int, target) -> dict:
         """Returns a step's meta.
 
-        Raises Misfit when its tree does not have the target's structure and shapes.
+        Raises Misfit when its tree does not have the target's structure and shapes, and
+        Newer as `meta` does.
         """
         meta, stored = self.meta(step), self.manager.item_metadata(step).state
         if fault := misfit(stored, target):
@@ -247,12 +297,12 @@ class Checkpoints:
     def meta(self, step: int) -> dict:
         """Returns a step's meta, as this version of the program writes it.
 
-        Raises ValueError where a newer one has written it.
+        Raises Newer where a newer one has written it.
         """
         args = ocp.args.Composite(meta=ocp.args.JsonRestore())
         meta = self.manager.restore(step, args=args).meta
         if (number := meta.get("format", 0)) > FORMAT:
-            raise ValueError(
+            raise Newer(
                 f"checkpoint {self.folder / str(step)} is of format {number}, which a newer "
                 f"dllm_jax has written; this one reads formats up to {FORMAT}"
             )
@@ -335,8 +385,10 @@ def damage(folder: pathlib.Path) -> str | None:
     """Returns how a step's files differ from its checksums, or None."""
     try:
         sums = json.loads((folder / SUMS).read_text())
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no JSON
+    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, or no JSON
         return f"{SUMS} cannot be read ({error})"
+    if not (isinstance(sums, dict) and META in sums):
+        return f"{SUMS} does not tell the sum of {META}"
     try:
         sums_now = crc32s([folder / name for name in sums])
     except OSError as error:

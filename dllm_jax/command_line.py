@@ -9,7 +9,9 @@ known ends of a command are one line and an exit code (exits.py), wherever they 
 import contextlib
 import dataclasses
 import difflib
+import errno
 import gc
+import os
 import pathlib
 import re
 import runpy
@@ -59,6 +61,7 @@ NO_DEVICE = (
     "JAX finds no device here of JAX_PLATFORMS={!r}: unset it, or install what drives one: "
     "make install EXTRAS=cuda, or tpu"
 )
+UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
@@ -72,6 +75,13 @@ def end_of_imports() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def open_outputs() -> None:
+    """Lets what is said go nowhere where the output was closed, as by >&-: Python has none."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 @processes.together()
 def entry(main, help_text: str = "") -> None:
     """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
@@ -79,6 +89,7 @@ def entry(main, help_text: str = "") -> None:
     help_text: what --help prints; "" where `main` has a help of its own.
     """
     end_of_imports()
+    open_outputs()
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
     if help_text and HELP & set(sys.argv[1:]):
@@ -90,7 +101,7 @@ def entry(main, help_text: str = "") -> None:
             raise ValueError(
                 "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
             )
-        with read_or_not():
+        with reachable(), read_or_not():
             main()
     except ValueError as error:
         fail(error)
@@ -127,6 +138,28 @@ def read_or_not():
         if not closed(sys.stdout):
             raise
         exits.unheard(sys.stdout)  # or Python would complain at its end
+
+
+@contextlib.contextmanager
+def reachable():
+    """Refuses what is inside where a path cannot even be looked at.
+
+    Wherever that is: a long text stands in place of a file's name, or a folder is somebody
+    else's. A full disk, which the output may go to, is told as `exits.room` tells others.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in exits.FULL:
+            if error.filename is None:  # Python would try again at its end
+                exits.unheard(sys.stdout)
+            place = error.filename or "what it prints or writes"
+            raise exits.CannotGoOn(f"{place}: {error.strerror}") from None
+        if error.errno not in UNREACHABLE or error.filename is None:
+            raise
+        raise ValueError(
+            f"{checks.shown(str(error.filename))}: {error.strerror}"
+        ) from None
 
 
 def closed(stream) -> bool:
@@ -253,22 +286,45 @@ def facts(cfg: config.Config) -> dict[str, str]:
     out = {f"config.{key}": repr(x) for key, x in leaves.items() if key not in LOCAL}
     train = data.mixture(cfg.data.train) if cfg.data.train else {}
     out["data.train's content"] = processes.contents(train)
-    heldout = filter(None, map(str.strip, cfg.data.heldout.split(",")))
+    heldout = filter(None, data.files(cfg.data.heldout))
     out["data.heldout's content"] = " ".join(map(processes.content, heldout))
-    model = pathlib.Path(cfg.model.path)
+    model = snapshot(cfg.model.path)
     for name in MODEL_FILES if model.is_dir() else ():
         out[f"model.path's {name}"] = processes.content(model / name)
     for key in ("model.path", "model.vq", "rl.value_path", "reward.model"):
-        checkpoint = pathlib.Path(leaves[key])
+        checkpoint = model if key == "model.path" else pathlib.Path(leaves[key])
         if leaves[key] and (checkpoint / "config.json").is_file():
             with contextlib.suppress(OSError):  # what is damaged is refused by name
                 for name, (size, crc) in hf.marks(checkpoint).items():
                     out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
-        elif key in LOCAL:  # of the hub
+        elif key in LOCAL:  # whoever reads it says what is wrong
             out[key] = repr(leaves[key])
     out["the source of dllm_jax"] = processes.sources()
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}
+
+
+def snapshot(path: str) -> pathlib.Path:
+    """Returns the folder of a checkpoint, by a hub's name too; the path where it is none."""
+    with contextlib.suppress(ValueError):
+        return hf.find(path)
+    return pathlib.Path(path)
+
+
+def check_weights(path: str, marks: dict) -> None:
+    """Raises ValueError where a checkpoint, read by now, is no more what it was before.
+
+    marks: of that time, hf.marks of its files: what is written down of the answers.
+    """
+    now = {}
+    with contextlib.suppress(ValueError, OSError):  # where it is gone
+        now = hf.marks(hf.find(path))
+    changed = [x for x in {**marks, **now} if marks.get(x) != now.get(x)]
+    if changed:
+        raise ValueError(
+            f"model.path={path!r}: {changed[0]} changed while it was read: nobody can tell "
+            "which weights these are; start the same command again"
+        )
 
 
 def without_file(argv: list[str]) -> tuple[list[str], str]:
@@ -342,11 +398,13 @@ def parse(
     tree: ml_collections.ConfigDict,
     flag_values: flags.FlagValues = flags.FLAGS,
     arguments: int = 0,
+    meant: dict[str, str] | None = None,
 ) -> tuple[ml_collections.ConfigDict, list[str]]:
     """Parses absl's flags, and with them --config.a.b=value, changes of the tree.
 
-    Returns (the tree, what is no flag: at most so many `arguments`). Raises ValueError for
-    anything unknown: a flag, a leaf of Config; and for a value that a leaf cannot have.
+    meant: see `unknown_flag`. Returns (the tree, what is no flag: at most so many
+    `arguments`). Raises ValueError for anything unknown: a flag, a leaf of Config; and for a
+    value that a leaf cannot have.
     """
     check_overrides(argv)
     given = {"flag_values": flag_values, "sys_argv": argv}
@@ -354,7 +412,7 @@ def parse(
         holder = config_flags.DEFINE_config_dict("config", tree, **given)
         words = flag_values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        raise ValueError(unknown_flag(error.flagname, flag_values)) from None
+        raise ValueError(unknown_flag(error.flagname, flag_values, meant)) from None
     except (flags.Error, TypeError, ValueError) as error:
         raise ValueError(
             of_kind(argv, tree) or str(error).strip().splitlines()[-1]
@@ -366,16 +424,28 @@ def parse(
     return holder.value, words
 
 
-def unknown_flag(name: str, known: flags.FlagValues) -> str:
-    """Returns the message for a flag that does not exist, with what may be meant."""
-    keys = config.keys(dataclasses.asdict(config.Config()))
+def unknown_flag(
+    name: str, known: flags.FlagValues, meant: dict[str, str] | None = None
+) -> str:
+    """Returns the message for a flag that does not exist, with what may be meant.
+
+    meant: the keys that have an effect on the command, and flags that stand for some of
+    them, by how each is written on its command line; None: all keys have one.
+    """
+    if meant is None:
+        meant = {
+            f"--config.{key}": key
+            for key in config.keys(dataclasses.asdict(config.Config()))
+        }
     bare = name.replace("-", "_")
-    named = [key for key in keys if bare in (key, key.rpartition(".")[2])]
-    near = difflib.get_close_matches(bare, [x for x in known if "." not in x], n=1)
-    meant = [f"--config.{key}" for key in named] or [
-        f"--{x.replace('_', '-') if '-' in name else x}" for x in near
-    ]
-    hint = f"; did you mean {' or '.join(meant)}?" if meant else "; see --help"
+    named = [x for x, key in meant.items() if bare in (key, key.rpartition(".")[2])]
+    own = {x: f"--{x.replace('_', '-') if '-' in name else x}" for x in known}
+    own |= {x[2:].replace("-", "_"): x for x in meant}
+    flat = [x for x in own if "." not in x]
+    begun = [x for x in flat if x.startswith(f"{bare}_")]
+    near = begun or difflib.get_close_matches(bare, flat, n=1)
+    found = named or [own[x] for x in near]
+    hint = f"; did you mean {' or '.join(found)}?" if found else "; see --help"
     return f"Unknown command line flag {name!r}{hint}"
 
 

@@ -228,7 +228,7 @@ class MeshConfig:
 class RunConfig:
     """What a run leaves behind, and how it survives."""
 
-    folder: str = "runs/default"
+    folder: str = "runs/default"  # no *, ?, [ or \ in its path
     save_every: int = 1  # steps between checkpoints: what a crash can lose
     keep: int = 2  # newest checkpoints that stay
     # Multiples of it stay for good, and it is one of save_every; 0: none.

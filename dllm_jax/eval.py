@@ -95,7 +95,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    streams = streams_of(cfg, model, tok, mesh, say, grader)
+    streams = streams_of(cfg, model, tok, mesh, say, grader, marks)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
@@ -116,7 +116,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
                 setting, streams(setting.cfg), asked.problems, grade, timer, stop, run
             )
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
-        told = told_of(records, cfg.eval.answers, found) | timer.pop()
+        told = told_of(records, cfg.eval.answers, found) | spent(setting, timer)
         if run.writes:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
         out |= setting.named(told)
@@ -152,10 +152,18 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
     ]
 
 
-def streams_of(cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader):
+def spent(setting: Setting, timer: metrics.Timer) -> dict[str, float]:
+    """Returns the seconds of a setting; {} where some of its answers were there before."""
+    seconds = timer.pop()
+    return {} if setting.sink.lines else seconds
+
+
+def streams_of(
+    cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader, marks: dict
+):
     """Returns a function from a setting's Config to its `stream`, but for prompts.
 
-    grader: what lies beside it.
+    grader: what lies beside it. marks: of the checkpoint's files, which must have them still.
     All have the same weights, and the same programs: what settings differ in are arrays.
     """
     answerer, params = placement.loaded(
@@ -167,6 +175,7 @@ def streams_of(cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader
         say=say,
         beside=pictures.claim(cfg, model, tok, grader, 0).resident,
     )
+    command_line.check_weights(cfg.model.path, marks)
 
     def stream(own: config.Config):
         made = answers.answerer(model=model, cfg=own.sampler, mesh=answerer.mesh)
@@ -376,12 +385,7 @@ def versus(paths: list[str]) -> str:
     if len(paths) != 2:
         raise ValueError(f"compare needs two evaluations, and not {len(paths)}")
     files = [traces.read(str(evaluated(path))) for path in paths]
-    shared = compare.common(files[0].rows, files[1].rows)
-    if not shared:
-        raise ValueError(
-            f"{files[0].path} and {files[1].path} have no problem in common: nothing to "
-            "compare"
-        )
+    shared = compare.check_common(*files)
     told = compare.summary(files[0].rows, files[1].rows, shared)
     lines = [scores.line(["", *paths, "difference, 95 %"]), scores.line(["---"] * 4)]
     for name, first, second, gain, low, high in told["measures"]:
@@ -389,6 +393,10 @@ def versus(paths: list[str]) -> str:
         cells = [f"{first:.4g}", f"{second:.4g}", f"{gain:+.4g}{ends}"]
         lines.append(scores.line([name, *cells]))
     lines += ["", f"{told['problems']} problems in common"]
+    key_of = compare.key_for(files[0].rows, files[1].rows)
+    asked = [len(compare.groups(file.rows, key_of)) for file in files]
+    if max(asked) > told["problems"]:
+        lines[-1] += f", of {asked[0]} and {asked[1]}"
     if told["wins"]:
         ahead = "; the first is ahead on {} of them, the second on {}"
         lines[-1] += ahead.format(*told["wins"])

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -70,7 +71,8 @@ def exhausted(error: BaseException) -> bool:
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What libraries make of them: Orbax a ValueError, safetensors an error of its own.
-FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+TOO_LARGE = "File too large"
+FULL_WORDS = ("No space left on device", "Disk quota exceeded", TOO_LARGE)
 
 
 @contextlib.contextmanager
@@ -84,23 +86,46 @@ def room(folder, wanted: int = 0, *, first: bool = False):
     try:
         yield
     except Exception as error:
-        full = getattr(error, "errno", None) in FULL
-        if full or any(words in str(error) for words in FULL_WORDS):
+        number = number_of(error)
+        if number in FULL or any(words in str(error) for words in FULL_WORDS):
             reason = (
                 f"no room: {wanted or 'some'} bytes are wanted, {free(folder)} free"
             )
-        elif isinstance(error, OSError) and first:
-            raise ValueError(
-                f"run.folder={folder}: it cannot be written to: {error.strerror}; name "
-                "another folder"
-            ) from None
-        elif isinstance(error, OSError) and error.errno is not None:
-            reason = f"cannot be written to: {error.strerror}"
-        else:
+            if TOO_LARGE in str(error):
+                reason += ", but a file may not grow so large here, see `ulimit -f`"
+        elif number is None:
             raise
+        elif first:
+            raise ValueError(
+                f"run.folder={folder}: it cannot be written to: {os.strerror(number)}; "
+                "name another folder"
+            ) from None
+        else:
+            reason = f"cannot be written to: {os.strerror(number)}"
+            file = getattr(error, "filename2", None) or getattr(error, "filename", None)
+            reason += f" ({file})" if file and str(file) != str(folder) else ""
         raise CannotGoOn(
             f"{folder}: {reason}; what was whole is whole: mend that, and start the same "
             "command again"
+        ) from None
+
+
+def number_of(error: Exception) -> int | None:
+    """Returns the errno of an error, also of one that TensorStore tells; None: it has none."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(told[1]) if told else None
+
+
+def read(file: pathlib.Path) -> bytes:
+    """Returns what a file holds; raises CannotGoOn where it is there and cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CannotGoOn(
+            f"{file} cannot be read: {error.strerror}; mend that, or take it away, and start "
+            "the same command again"
         ) from None
 
 

@@ -30,6 +30,7 @@ from dllm_jax.exits import (
     Stopped,
     StoppedAtOnce,
     exhausted,
+    read,
     room,
     unheard,
     warn,
@@ -67,12 +68,14 @@ class Lock:
         of: what is locked, for messages. A lock without a sign of life is taken over, which
         is said.
         """
-        self.path, self.of, self.ended = path, of, threading.Event()
+        # Absolute: a function that a user gave may change the working directory.
+        self.path, self.of, self.ended = path.absolute(), of, threading.Event()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": now()}
         self.text = json.dumps(owner | {"pids": numbering()})
         while not self.made():
             self.clear()
-        threading.Thread(target=self.beat, daemon=True).start()
+        self.beating = threading.Thread(target=self.beat, daemon=True)
+        self.beating.start()
 
     def made(self) -> bool:
         """Returns whether the file is made; it is not where there is one."""
@@ -131,6 +134,7 @@ class Lock:
         wait.
         """
         warn(f"{self.of}: waiting {STALE_S:.0f} s for a sign of life of {told(text)}")
+        age = max(age, 0.0)  # the clock was set back meanwhile
         touched = self.path.stat().st_mtime
         while age <= STALE_S:
             time.sleep(BEAT_S / 10)
@@ -145,17 +149,32 @@ class Lock:
 
         Two that write to one folder would leave a mixture, so nothing is saved.
         """
+        last = time.monotonic()
         while not self.ended.wait(BEAT_S):
             with contextlib.suppress(OSError):
-                if content(self.path) == self.text:
+                if self.mine(late=time.monotonic() - last > STALE_S):
                     os.utime(self.path)
+                    last = time.monotonic()
                 elif not self.ended.is_set():
-                    warn(f"{self.of}: another command has taken it over")
+                    warn(f"{self.of}: another command has taken it over, or removed it")
                     os._exit(STUCK)
+
+    def mine(self, *, late: bool) -> bool:
+        """Returns whether the file is this lock's; it is made again where it was removed.
+
+        late: it was not touched for so long that another may have come and have ended.
+        """
+        if self.path.exists():
+            return content(self.path) == self.text
+        if late or not self.made():
+            return False
+        warn(f"{self.path} was removed: it is there again, as the folder is in use")
+        return True
 
     def close(self) -> None:
         """Takes the file away."""
         self.ended.set()
+        self.beating.join(BEAT_S)  # it must not make it again
         with contextlib.suppress(OSError):
             if content(self.path) == self.text:
                 self.path.unlink()
@@ -291,20 +310,23 @@ class Folder:
         if self.log is None:
             self.lines.append(line)
             return
-        with contextlib.suppress(OSError):  # a full disk is for the run itself to tell
-            self.log.write(line)
-            self.log.flush()
+        # A full disk is for the run itself to tell.
+        with contextlib.suppress(OSError), opened(self.log) as log:
+            log.write(line)
 
     def defaults(self) -> dict | None:
         """Returns the defaults of the keys when the run began; None where none are kept."""
         return self.read().get("defaults")
 
     def read(self) -> dict:
-        """Returns run.json; {} where there is none."""
+        """Returns run.json; {} where there is none.
+
+        Raises exits.CannotGoOn where it cannot be read.
+        """
         file = self.path / "run.json"
         if not file.exists():
             return {}
-        run = object_of(file.read_bytes()) or {}
+        run = object_of(read(file)) or {}
         attempts, defaults = run.get("attempts"), run.get("defaults")
         lists = isinstance(attempts, list) and isinstance(defaults, dict)
         if lists and all(isinstance(attempt, dict) for attempt in attempts):
@@ -351,12 +373,10 @@ class Folder:
         self.kept = defaults
         write(self.path / "config.json", json.dumps(config, indent=2) + "\n")
         self.save()
-        with room(self.path):
-            self.log = open(  # noqa: SIM115
-                self.path / "run.log", "a", encoding="utf-8", errors="backslashreplace"
-            )
-            self.log.write("".join(self.lines))
-            self.log.flush()
+        file = (self.path / "run.log").absolute()
+        with room(self.path), opened(file) as log:
+            log.write("".join(self.lines))
+        self.log = file
 
     def save(self) -> None:
         """Writes run.json."""
@@ -376,7 +396,6 @@ class Folder:
             self.attempts[-1] |= {"end": now(), "ended": ending}
             with contextlib.suppress(CannotGoOn):
                 self.save()
-            self.log.close()
         self.lock.close()
         self.leave()
 
@@ -385,6 +404,11 @@ class Folder:
         for folder in self.made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def opened(log: pathlib.Path):
+    """Returns a log to write to; each time anew, as another may stand there by now."""
+    return log.open("a", encoding="utf-8", errors="backslashreplace")
 
 
 # ---- Answers as they end -----------------------------------------------------------------
@@ -437,13 +461,15 @@ class Answers:
                 f"{self.path} is there, and no {self.note.name} that says what its answers "
                 f"depend on; {OTHER}"
             )
-        for key in sorted(known.keys() | self.job.keys()):
-            before, after = known.get(key), self.job.get(key)
-            if before != after:
-                raise ValueError(
-                    f"{self.path} holds the answers of another job: {key} was {before!r}, "
-                    f"is now {after!r}; {OTHER}"
-                )
+        keys = sorted(known.keys() | self.job.keys())
+        differ = [key for key in keys if known.get(key) != self.job.get(key)]
+        if differ in ([], ["model.path"]):  # a copy of the checkpoint, file by file
+            return
+        before, after = known.get(differ[0]), self.job.get(differ[0])
+        raise ValueError(
+            f"{self.path} holds the answers of another job: {differ[0]} was {before!r}, is "
+            f"now {after!r}; {OTHER}"
+        )
 
     def foreign(self, number: int, reason: str) -> ValueError:
         """Returns the error for a line that is not this job's."""

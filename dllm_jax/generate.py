@@ -106,14 +106,15 @@ def help_text() -> str:
     options |= {"--image=FILE": IMAGE, "--image-out=FILE.png": DRAWN}
     options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
     options["--config=FILE[:PRESET]"] = CONFIG
-    used = {
-        key: value
-        for key, value in leaves.items()
-        if key.startswith(USED) and not key.startswith(UNUSED)
-    }
+    used = {key: value for key, value in leaves.items() if has_effect(key)}
     value = "its value in the file of --config" if named else "its default"
     heading = f"Every key that has an effect here, and {value}:"
     return command_line.usage(__doc__, options, heading, used)
+
+
+def has_effect(key: str) -> bool:
+    """Returns whether a key of the configuration has an effect on answers to prompts."""
+    return key.startswith(USED) and not key.startswith(UNUSED)
 
 
 # ---- The command line --------------------------------------------------------------------
@@ -145,7 +146,7 @@ def report_idle(argv: list[str]):
     """Tells of overrides that have no effect here: nobody is to wait for one."""
     for arg in argv:
         key = re.match(r"--config\.([^=]+)", arg)
-        if key and (not key[1].startswith(USED) or key[1].startswith(UNUSED)):
+        if key and not has_effect(key[1]):
             exits.warn(f"{arg}: nothing of it is used to answer prompts")
 
 
@@ -169,7 +170,10 @@ def parsed(argv: list[str]):
     named = words[: words.index("--")] if "--" in words else words
     if not file and any(re.match(r"--image_out(=|$)", word) for word in named):
         tree.sampler.update(DRAWING)
-    _, prompts = command_line.parse(words, tree, values, arguments=1)
+    keys = filter(has_effect, config.flat(tree.to_dict()))
+    meant = {f"--config.{key}": key for key in keys}
+    meant |= {f"--{name}": key for name, (key, _) in SHORT.items()}
+    _, prompts = command_line.parse(words, tree, values, arguments=1, meant=meant)
     report_idle(words)
     if bool(prompts) == (values.prompts is not None):
         raise ValueError("give either one prompt or --prompts=FILE.jsonl")
@@ -327,13 +331,13 @@ def check_out(out: str, prompts: str | None, flag: str = "--out"):
         os.unlink(out)
 
 
-def job_of(tree: ml_collections.ConfigDict, home: pathlib.Path) -> dict:
+def job_of(tree: ml_collections.ConfigDict, marks: dict) -> dict:
     """Returns what the answer to a prompt depends on, flat.
 
-    home: the checkpoint's folder.
+    marks: hf.marks of the checkpoint's files.
     """
     leaves = config.flat(tree.to_dict())
-    job = {"model.path": leaves["model.path"], **hf.marks(home)}
+    job = {"model.path": leaves["model.path"], **marks}
     deciding = ("seed", "model.", "sampler.")
     idle = (*UNUSED, "model.path", "sampler.rows", "sampler.pages")
     return job | {
@@ -364,6 +368,17 @@ class Terminal:
             except BrokenPipeError:  # whoever read it, such as `| head`, has enough
                 exits.unheard(self.file)
                 sys.exit()
+
+
+def sink_of(options, marks: dict):
+    """Returns what takes the answers to a file of prompts.
+
+    options: see `parsed`; marks: see `job_of`.
+    """
+    if not again(options.out):
+        return Terminal(options.out)
+    job = job_of(options.config, marks)
+    return folder.Answers(options.out, job, overwrite=options.overwrite)
 
 
 def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
@@ -529,11 +544,8 @@ def answer(prompt: str | None, options, stop):
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
     path = hf.find(given.model.path)
     model, tok, cfg, made = opened(path, given)
-    if again(options.out):
-        job = job_of(options.config, path)
-        sink = folder.Answers(options.out, job, overwrite=options.overwrite)
-    else:
-        sink = Terminal(options.out)
+    marks = hf.marks(path)
+    sink = sink_of(options, marks)
     prompts, rows = asked(prompt, options, given, path, model, tok)
     codec = codes.Codec(made) if made else None
 
@@ -559,6 +571,7 @@ def answer(prompt: str | None, options, stop):
         say=functools.partial(print, file=sys.stderr),
         beside=sum(x.nbytes for x in jax.tree.leaves(codec and codec.params)),
     )
+    command_line.check_weights(given.model.path, marks)
     key = jax.random.key(options.config.seed)
     stream = functools.partial(
         answerer.stream, params, key=key, temperature=cfg.temperature

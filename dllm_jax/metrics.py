@@ -13,7 +13,7 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax.exits import room, warn
+from dllm_jax.exits import read, room, warn
 
 # The console line: metric, its short name and format.
 CONSOLE = (
@@ -86,15 +86,17 @@ class Writer:
         saved_rows: dict[int, dict] | None = None,
         *,
         enabled: bool = True,
+        pending: bool = False,
         trackers=None,
     ):
-        """Opens the files of a run of `total` steps, of which `step` was the last done.
+        """Begins the files of a run of `total` steps, of which `step` was the last done.
 
         What a killed run wrote beyond that step is cut off. saved_rows: the metrics of
         steps, as checkpoints tell them: they take the place of rows that are lost, and of
         the last one, if the run was killed before it wrote it. enabled: whether to write at
-        all; one process of a run does. trackers: called with the first step to be written,
-        returns the run's Trackers; None: there are none.
+        all; one process of a run does. pending: a signal stopped the evaluation of `step`,
+        which is written once it is made up for. trackers: called with the first step to be
+        written, returns the run's Trackers; None: there are none.
         """
         self.enabled = enabled
         if not enabled:
@@ -107,11 +109,12 @@ class Writer:
         saved = {n: x for n, x in (saved_rows or {}).items() if n not in past}
         last_row = saved.pop(step, None)
         past |= {n: row_of(n, x) for n, x in saved.items() if n < step}
-        # Of a step whose evaluation a signal stopped, and that was told before a kill: it is
-        # evaluated once more, and its row takes the place of this one.
-        self.told = step if step in past else None
+        # It was evaluated and told, and then the run was killed: it is evaluated once more,
+        # and its row takes the place of this one.
+        self.told = step if pending and step in past else None
         self.begin(past)
-        self.trackers = trackers(next_step) if trackers else None
+        first = step if pending else next_step
+        self.trackers = trackers(first) if trackers else None
         self.bar = tqdm(
             total=total,
             initial=step,
@@ -125,14 +128,26 @@ class Writer:
             self.write(step, last_row)
 
     def begin(self, rows: dict[int, dict]) -> None:
-        """Makes the file hold these rows, by their steps, and opens it behind them."""
+        """Makes the file hold these rows, by their steps."""
         partial = self.path.with_suffix(".partial")
         with room(self.path.parent):
             partial.write_text(
                 "".join(json.dumps(rows[n]) + "\n" for n in sorted(rows))
             )
             os.replace(partial, self.path)
-            self.file = self.path.open("a")
+
+    def append(self, row: dict) -> None:
+        """Appends a row, which is on the disk when this returns.
+
+        The file is opened anew: another may stand there by now, as of who edited it, and
+        what is written to one that was removed is nowhere.
+        """
+        if not self.path.exists():
+            warn(f"{self.path} was removed: it begins anew")
+        with room(self.path.parent), self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def write(self, step: int, metrics: dict) -> None:
         """Writes one step; numbers that are not finite become null and are called out."""
@@ -141,13 +156,9 @@ class Writer:
         values = {name: float(x) for name, x in metrics.items()}
         bad = sorted(name for name, x in values.items() if not math.isfinite(x))
         if step == self.told:
-            self.file.close()
             before = history(self.path.parent)
             self.begin({row["step"]: row for row in before if row["step"] < step})
-        with room(self.path.parent):
-            self.file.write(json.dumps(row_of(step, values)) + "\n")
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        self.append(row_of(step, values))
         now = time.perf_counter()
         if step > self.first_step:
             self.paces.append(now - self.last_time)
@@ -175,10 +186,9 @@ class Writer:
         return "  ".join(parts)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the bar and the trackers."""
         if self.enabled:
             self.bar.close()
-            self.file.close()
             if self.trackers:
                 self.trackers.close()
 
@@ -195,9 +205,10 @@ def history(folder) -> list[dict]:
     """Returns the rows of metrics.jsonl by their steps.
 
     A line that is damaged is left out and said, and of two of one step the last one counts.
+    Raises exits.CannotGoOn where the file cannot be read.
     """
     path, rows, damaged = pathlib.Path(folder) / "metrics.jsonl", {}, []
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = read(path).split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -74,9 +74,14 @@ class Group:
 
     # ---- Causes ----------------------------------------------------------------------
 
-    def tell(self, kind: str, text: str, code: int = exits.STOPPED) -> None:
-        """Writes down what ends this process, if it is the first of its kind."""
-        cause = {"text": text, "error": self.error_text, "code": code}
+    def tell(
+        self, kind: str, text: str, code: int = exits.STOPPED, error: str | None = None
+    ) -> None:
+        """Writes down what ends this process, if it is the first of its kind.
+
+        error: of which nothing was printed; None: that by which this process ends, if any.
+        """
+        cause = {"text": text, "error": error or self.error_text, "code": code}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.key_value_set(kind, json.dumps(cause))
 
@@ -337,6 +342,15 @@ def together():
         group.leave(error)
     if group is not None:
         group.leave(None)
+
+
+def fail(error: BaseException) -> None:
+    """Ends all processes, if there are many, with an error of a thread beside the main one."""
+    if group is not None:
+        text, code = ending(error)
+        if isinstance(error, exits.CannotGoOn):
+            text, code = str(error), exits.STUCK
+        group.tell("cause", f"{group.name(group.index)} ended: {text}", code, text)
 
 
 def end(code: int, line: str = "") -> None:

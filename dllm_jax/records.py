@@ -3,6 +3,7 @@
 What cannot be read is one line that names the file, the line or record, and what is wrong.
 """
 
+import collections
 import gzip
 import hashlib
 import json
@@ -14,24 +15,25 @@ ENDINGS = (".jsonl", ".json", ".parquet", "")  # "": read as .jsonl
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
 
 
-def records(path: str) -> list[dict]:
+def records(path: str, what: str = "dataset") -> list[dict]:
     """Reads a .jsonl, .json or .parquet file of records; the first two may be .gz.
 
-    Raises ValueError naming the file, and the line where one is not a JSON object.
+    what: how people call it. Raises ValueError naming the file, and the line where one is
+    not a JSON object.
     """
-    return hashed(path)[0]
+    return hashed(path, what)[0]
 
 
-def hashed(path: str) -> tuple[list[dict], str]:
+def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
     """Returns the `records` of a file, and the SHA-256 of what they were read from.
 
     It is read once: a pipe has nothing for a second reader, and a file may change.
     """
-    file = pathlib.Path(path)
+    file, named = pathlib.Path(path), f"{what} {path!r}"
     if path and file.is_dir():
-        raise ValueError(f"dataset {path!r}: a folder; name a file in it")
+        raise ValueError(f"{named}: a folder; name a file in it")
     if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
-        raise ValueError(f"dataset {path!r}: no such file")
+        raise ValueError(f"{named}: no such file")
     kind, hint = pathlib.Path(file.name.removesuffix(".gz")).suffix, ""
     if kind not in ENDINGS and file.is_file():
         hint = f"; .jsonl, .json and .parquet are read: convert this {kind} to one"
@@ -41,13 +43,12 @@ def hashed(path: str) -> tuple[list[dict], str]:
         rows = read(data)
     except ValueError as error:
         comma = "," if str(error).startswith(("line", "record")) else ":"
-        raise ValueError(f"dataset {path!r}{comma} {error}{hint}") from None
+        raise ValueError(f"{named}{comma} {error}{hint}") from None
     for number, row in enumerate(rows, 1):
         if type(row) is not dict:
-            reason = f"record {number} is not a JSON object{hint}"
-            raise ValueError(f"dataset {path!r}: {reason}")
+            raise ValueError(f"{named}: record {number} is not a JSON object{hint}")
     if not rows:
-        raise ValueError(f"dataset {path!r}: it is empty")
+        raise ValueError(f"{named}: it is empty")
     return rows, hashlib.sha256(data).hexdigest()
 
 
@@ -56,7 +57,7 @@ def content(file: pathlib.Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot be read: {error}") from None
+        raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
 def text(file: pathlib.Path) -> str:
@@ -81,14 +82,19 @@ def decoded(data: bytes) -> str:
         raise ValueError(f"cannot be read: {error}") from None
 
 
-def of_json(written: str):
+def of_json(written: str, made=dict):
     """Returns a JSON value; raises ValueError, in a few words, for what is none.
 
     Nor are NaN, infinities, half of a surrogate pair, more digits than Python reads and
-    more levels than it follows.
+    more levels than it follows. made: makes an object of the pairs of its keys and values.
     """
     try:
-        value = json.loads(written, parse_constant=no_number, parse_float=finite)
+        value = json.loads(
+            written,
+            parse_constant=no_number,
+            parse_float=finite,
+            object_pairs_hook=made,
+        )
         if SURROGATE.search(written):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -98,9 +104,24 @@ def of_json(written: str):
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error})") from None
     except ValueError as error:
-        reason = "a number of thousands of digits" if "digits" in str(error) else error
+        # Python's own limit, whose message tells of a setting of Python's.
+        long = str(error).startswith("Exceeds the limit")
+        reason = "a number of thousands of digits" if long else error
         raise ValueError(f"not JSON that can be read ({reason})") from None
     return value
+
+
+def once(pairs: list[tuple]) -> dict:
+    """Returns an object of a record; raises ValueError where a key stands twice.
+
+    Which of the two values is meant nobody can tell. In a checkpoint's files the last one
+    counts, as all who read them have it.
+    """
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        ((twice, _),) = collections.Counter(x for x, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r:.60} stands twice")
+    return row
 
 
 def no_number(written: str):
@@ -116,7 +137,7 @@ def finite(written: str) -> float:
 
 def of_list(data: bytes) -> list:
     """Returns the items of a .json file; raises ValueError if it is not one list."""
-    rows = of_json(decoded(data))
+    rows = of_json(decoded(data), once)
     if type(rows) is not list:
         raise ValueError("a .json file must hold a list of records")
     return rows
@@ -129,7 +150,7 @@ def of_lines(data: bytes) -> list:
     for number, line in enumerate(decoded(data).split("\n"), 1):
         if line.strip():
             try:
-                rows.append(of_json(line))
+                rows.append(of_json(line, once))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
     return rows

@@ -11,6 +11,7 @@ import pathlib
 import sys
 
 from dllm_jax import command_line, folder
+from dllm_jax.exits import warn
 from dllm_jax.viewer import compare, page, runs, traces
 
 OUT = "the page; default: report.html in RUN"
@@ -47,6 +48,11 @@ def samples(folders: list[pathlib.Path], images: str) -> dict:
     made = {"files": [traces.packed(x, traces.tokenizer(x.model)) for x in files]}
     rows = [file.rows for file in files]
     shared = compare.common(*rows) if len(rows) == 2 else []
+    if evaluated and not shared:
+        warn(
+            "the two evaluations have no problem in common, and no difference is told: "
+            + compare.why_apart(*rows)
+        )
     # A page holds some of very many answers, and pairs are of all.
     whole = all(len(x) <= traces.MOST for x in rows)
     made["pairs"] = (compare.pairs(shared) or None) if whole else None

@@ -27,16 +27,12 @@ def content(files: list[traces.File], model: str = "") -> dict:
     """Returns what a page shows of one file of answers, or of two; see web/show_trace.js.
 
     model: a folder with their tokenizer; "": that of the command that wrote them. Raises
-    ValueError for two without a common prompt.
+    ValueError for two without a common problem.
     """
     if len(files) == 1:
         return {"files": [shown(files[0], model)], "pairs": None, "summary": None}
     first, second = files
-    shared = compare.common(first.rows, second.rows)
-    if not shared:
-        raise ValueError(
-            f"{first.path} and {second.path} have no prompt in common: nothing to compare"
-        )
+    shared = compare.check_common(first, second)
     summary = compare.summary(first.rows, second.rows, shared)
     # Only what is compared is shown, pair by pair, so that both have as many.
     pairs, notice = traces.some(compare.pairs(shared))

@@ -19,6 +19,8 @@ import math
 import os
 import pathlib
 import re
+import socket
+import time
 
 from dllm_jax.exits import warn
 
@@ -43,26 +45,52 @@ class Run:
 
 
 class TensorBoard:
-    """Events in the run's folder, for `tensorboard --logdir`."""
+    """Events in the run's folder, for `tensorboard --logdir`.
+
+    Records as tensorboardX makes them, but not by its writer: the thread of that one ends
+    where it finds no room, and whoever tells it more waits for ever.
+    """
 
     package = "tensorboardX"
 
     def __init__(self, run: Run):
-        from tensorboardX import SummaryWriter
+        from tensorboardX import record_writer, summary
+        from tensorboardX.proto import event_pb2
 
-        self.board = SummaryWriter(
-            str(run.folder / "tensorboard"), purge_step=run.next_step
-        )
+        self.proto, self.scalar = event_pb2, summary.scalar
+        folder = (run.folder / "tensorboard").absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{after(folder)}.{socket.gethostname()}"
+        self.file = record_writer.RecordWriter(str(folder / name))
+        self.write(file_version="brain.Event:2")
+        # What was told of this step and later ones is shown no more.
+        start = self.proto.SessionLog(status=self.proto.SessionLog.START)
+        self.write(step=run.next_step, session_log=start)
+
+    def write(self, **fields) -> None:
+        """Writes an event, which is on the disk when this returns."""
+        event = self.proto.Event(wall_time=time.time(), **fields)
+        self.file.write(event.SerializeToString())
+        self.file.flush()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Writes a step."""
-        for name, x in values.items():
-            self.board.add_scalar(name, x, step)
-        self.board.flush()
+        parts = [self.scalar(name, x).value[0] for name, x in values.items()]
+        self.write(step=step, summary={"value": parts})
 
     def close(self) -> None:
         """Closes the file."""
-        self.board.close()
+        self.file.close()
+
+
+def after(folder: pathlib.Path) -> int:
+    """Returns the second by which a file of events is named, later than all that are there.
+
+    TensorBoard reads them in the order of their names, and a clock may be set back.
+    """
+    files = folder.glob("events.out.tfevents.*")
+    seconds = [path.name.split(".")[3] for path in files]
+    return max([int(time.time()), *(int(x) + 1 for x in seconds if x.isdecimal())])
 
 
 class Wandb:

@@ -11,6 +11,7 @@ lives in one folder and goes on from its newest checkpoint when started again.
 import contextlib
 import dataclasses
 import math
+import pathlib
 import sys
 
 import jax
@@ -117,6 +118,7 @@ class Training:
             start,
             rows,
             enabled=here.main,
+            pending=self.pending,
             trackers=lambda next_step: trackers.Trackers(
                 here.boards,
                 trackers.Run(here.folder, next_step, config.flat(self.resolved)),
@@ -286,8 +288,7 @@ class Training:
         here.checkpoints.close()
         self.writer.close()
         if here.main:
-            with exits.room(here.folder):
-                curves.draw(metrics.history(here.folder), here.folder / "curves.png")
+            draw(here.folder)
             leave.after_run(here.folder, here.tok, here.say)
         if here.stopping():
             raise exits.Stopped(
@@ -333,6 +334,14 @@ class Training:
         networks.export(
             here.folder / name, state.params, here.cfg.model.path, here.model, here.mesh
         )
+
+
+def draw(folder: pathlib.Path) -> None:
+    """Draws curves.png; what goes wrong is said and costs nothing: the export comes after."""
+    try:
+        curves.draw(metrics.history(folder), folder / "curves.png")
+    except Exception as error:  # noqa: BLE001 (as matplotlib may raise anything)
+        exits.warn(f"no curves: {error}")
 
 
 def main():

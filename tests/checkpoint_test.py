@@ -446,13 +446,17 @@ checkpoints.close()
 """
 
 
-def test_two_processes_share_a_folder_and_agree(tmp_path):
+def two(script: str, *args: str) -> tuple[list[int], list[str]]:
+    """Returns (exit codes, what they said) of a script run as two processes of a group.
+
+    args: of the script, behind the port of the coordinator and the process's number.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESSES, port, str(me), str(tmp_path)],
+            [sys.executable, "-c", script, port, str(me), *args],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -463,10 +467,89 @@ def test_two_processes_share_a_folder_and_agree(tmp_path):
     finally:
         for run in runs:
             run.kill()
-    assert [run.returncode for run in runs] == [0, 0], told
+    return [run.returncode for run in runs], told
+
+
+def test_two_processes_share_a_folder_and_agree(tmp_path):
+    codes, told = two(PROCESSES, str(tmp_path))
+    assert codes == [0, 0], told
     assert f"{tmp_path / '2'} is damaged" in told[0]
     assert "warning: checkpoint" not in told[1]  # one voice is enough
 
     got, _, step = Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))
     assert step == 2
     np.testing.assert_array_equal(got["w"], tree(3)["w"])
+
+
+ONE_WITHOUT_ROOM = """
+import resource, sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from dllm_jax import checkpoint, processes, sharding
+
+port, me, folder, victim = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+with processes.together():
+    processes.join(f"localhost:{port}", 2, me)
+    place = NamedSharding(sharding.make_mesh(fsdp=16), PartitionSpec("fsdp"))
+    x = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)
+    w = jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+    checkpoints = checkpoint.Checkpoints(folder)
+    checkpoints.save(1, {"w": w}, {})
+    checkpoints.wait()
+    if me == int(victim):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    checkpoints.save(2, {"w": w}, {})
+    checkpoints.wait()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_without_room_ends_the_other_that_waits_for_it(tmp_path, victim):
+    codes, told = two(ONE_WITHOUT_ROOM, str(tmp_path), str(victim))
+    assert codes == [exits.STUCK] * 2, told
+    for text in told:
+        line = text.strip().splitlines()[-1]
+        assert line.startswith(f"error: process {victim} on ")
+        assert f" ended: {tmp_path}: no room: {512 * 256 * 4} bytes are wanted" in line
+        assert "see `ulimit -f`" in line
+    assert Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))[2] == 1
+
+
+@pytest.mark.parametrize("sums", ["null", "3", "{}", "[]", "[" * 100_000])
+def test_checksums_that_are_none_fall_back(tmp_path, capsys, sums):
+    checkpoints = fill(tmp_path, [1, 2])
+    (tmp_path / "2" / SUMS).write_text(sums)
+    assert checkpoints.restore(target(tree(0)))[2] == 1
+    assert f"{tmp_path / '2'} is damaged: {SUMS} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr[1]", "a*", "a?", "a\\b"])
+def test_a_path_that_orbax_reads_as_another_is_refused(tmp_path, name):
+    folder = tmp_path / name / "checkpoints"
+    for made in (Checkpoints, lambda x: checkpoint.check_resume(x, "auto")):
+        with pytest.raises(ValueError, match="would not be found again in a folder"):
+            made(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_names_are_found_again(tmp_path):
+    folder = tmp_path / "ü a=b#1%20{x}'\"~\n日本:|&$" / "checkpoints"
+    fill(folder, [1]).close()
+    assert Checkpoints(folder).restore(target(tree(0)))[2] == 1
+
+
+def test_a_save_whose_files_are_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
+    checkpoints = fill(tmp_path, [1])
+    checkpoints.saving = 2
+
+    def waits():
+        raise ValueError(said)
+
+    monkeypatch.setattr(checkpoints.manager, "wait_until_finished", waits)
+    for said in ("NOT_FOUND: Error", "No ArrayMetadata found for process_index=0"):
+        with pytest.raises(exits.CannotGoOn, match="files of step 2 were removed"):
+            checkpoints.wait()
+    said = "something else"
+    with pytest.raises(ValueError, match="something else"):
+        checkpoints.wait()

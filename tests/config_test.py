@@ -800,6 +800,28 @@ def test_a_pipe_of_its_own_that_breaks_is_a_defect(monkeypatch):
         command_line.entry(main)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it has no /dev/full")
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_an_output_without_room_is_one_line(monkeypatch, capsys, buffering):
+    """Where it prints, or at its end; nothing is left that Python would write again."""
+    with open("/dev/full", "w", buffering) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["command"])
+        monkeypatch.setattr(exits, "leave", lambda: sys.exit(exits.STUCK))
+        with pytest.raises(SystemExit, match=str(exits.STUCK)):
+            command_line.entry(lambda: print("a line"))
+    assert capsys.readouterr().err == (
+        "error: what it prints or writes: No space left on device\n"
+    )
+
+
+def test_a_closed_output_is_none_to_fail_by(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(sys, "stdout", None)  # as >&- leaves it
+    command_line.entry(lambda: sys.stdout.write("nobody hears this"))
+    sys.stdout.close()
+
+
 def test_defects_keep_their_traceback():
     with pytest.raises(ValueError, match="invalid literal"):
         try:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data, limits
+from dllm_jax.rl import heldout
 from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import Grader, grader
 
@@ -474,6 +475,18 @@ def test_files_with_weights(tmp_path):
         (str(odd), {str(odd): 1}),  # a name that is a file is that one
     ):
         assert data.mixture(spec) == want
+
+
+def test_held_out_files_have_commas_between_or_in_their_name(tmp_path):
+    for name in ("a", "b", "a,b"):
+        (tmp_path / name).touch()
+    assert data.files("") == []
+    assert data.files(f"{tmp_path}/a, {tmp_path}/b") == [
+        f"{tmp_path}/{x}" for x in "ab"
+    ]
+    assert data.files(f"{tmp_path}/a,b") == [f"{tmp_path}/a,b"]
+    assert data.files("none,") == ["none", ""]
+    assert heldout.files(f"{tmp_path}/a,b", []) == {"": f"{tmp_path}/a,b"}
 
 
 @pytest.mark.parametrize(

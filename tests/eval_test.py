@@ -21,6 +21,7 @@ from dllm_jax import eval as evaluation
 from dllm_jax.rl import scores as scores_of
 from dllm_jax.sampling import state
 from tests import served
+from tests.viewer import common as written
 
 MODEL = pathlib.Path(__file__).parents[1] / "examples/arithmetic/model"
 
@@ -272,6 +273,18 @@ def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
     done = served.run("dllm_jax.eval", flags, env=on(1))
     assert f"{kept} of 96 answers are there, and stay" in done.stderr
     assert len(file.read_text().splitlines()) == 96
+    told = json.loads((tmp_path / "eval.json").read_text())
+    assert told["answers"] == 3 and "seconds/eval" not in told  # of some of them
+
+
+def test_how_many_problems_are_compared_is_told(tmp_path):
+    for name, questions in {"a": "123", "b": "1234"}.items():
+        rows = [written.answer(question=x, reward=float(x < "3")) for x in questions]
+        written.write(tmp_path / name, rows)
+    told = evaluation.versus([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "\n3 problems in common, of 3 and 4; the first is" in told
+    told = evaluation.versus([str(tmp_path / "a")] * 2)
+    assert "\n3 problems in common; the first is" in told
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_a_minute_is_spent():

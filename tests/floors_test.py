@@ -128,8 +128,10 @@ def test_no_test_imports_another():
 # the files that it reads and writes. 30 for rows that are cut into the others' gaps, 40 for
 # profiles, problems that are learned from too, and ends of answers; 420 for what a second
 # reading of weights, locks, configurations and kernels found: adapters of other weights, hosts
-# that wait, keys that nothing reads, groups that teach nothing, and what a check let pass.
-CORE, FILE = 18_750, 500
+# that wait, keys that nothing reads, groups that teach nothing, and what a check let pass. 200
+# for rows that are not finite, saves of which one process's part fails, files of a run that
+# somebody removes, and which of two inputs a command means.
+CORE, FILE = 18_950, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -139,8 +141,9 @@ CORE, FILE = 18_750, 500
 # 200 for functions that change nothing, relations that are no equality, names of tests that a
 # program has too, filters that a container refuses, and judges who are functions.
 REWARDS = 3_990  # a jail, a judge, seven formats; formulas among short answers
-# 40 for problems paired whatever their prompts' ids, and blocks as full attention has them.
-LOOKED_AT = 750
+# 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
+# for why two files have no problem in common, and files that cannot be read.
+LOOKED_AT = 790
 VISION = 1_210  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import pytest
@@ -147,6 +149,42 @@ def test_the_lock_is_kept_fresh_until_the_end(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_was_removed_is_made_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    mine = folder.Lock(pathlib.Path("lock"), of=tmp_path)
+    monkeypatch.chdir(tmp_path / "elsewhere")  # as a user's function may
+    (tmp_path / "lock").unlink()
+    while not (tmp_path / "lock").exists():
+        assert mine.beating.is_alive()
+    mine.close()
+    assert not (tmp_path / "lock").exists()
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: {tmp_path / 'lock'} was removed: it is there")
+
+
+def test_who_slept_while_another_may_have_come_and_ended_does_not_go_on(tmp_path):
+    mine = folder.Lock(tmp_path / "lock", of=tmp_path)
+    assert mine.mine(late=True)
+    mine.path.unlink()
+    assert not mine.mine(late=True)
+    mine.path.write_text("another's")
+    assert not mine.mine(late=False)
+    mine.close()
+    assert mine.path.read_text() == "another's"
+
+
+def test_a_clock_that_was_set_back_makes_nobody_wait_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    monkeypatch.setattr(folder, "STALE_S", 0.2)
+    lock(tmp_path / "lock")
+    age(tmp_path / "lock", -3600)
+    began = time.monotonic()
+    folder.Folder(tmp_path).__exit__(None, None, None)
+    assert time.monotonic() - began < 60
+
+
 SLEEPER = """
 import pathlib, sys, time
 from dllm_jax import folder
@@ -262,6 +300,13 @@ def test_a_damaged_run_json_begins_anew(tmp_path, text, capsys):
     with enter(tmp_path):
         assert len(attempts(tmp_path)) == 1
     assert "run.json is damaged" in capsys.readouterr().err
+
+
+def test_a_run_json_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "run.json").mkdir()
+    unread = pytest.raises(exits.CannotGoOn, match="run.json cannot be read: Is a dir")
+    with folder.Folder(tmp_path) as run, unread:
+        run.defaults()
 
 
 def test_the_commit_is_that_of_the_checkout(monkeypatch, tmp_path):
@@ -392,6 +437,18 @@ def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
     broken = pytest.raises(exits.CannotGoOn, match="cannot be written to: Input/output")
     with broken, exits.room(tmp_path / "not" / "there"):
         raise OSError(5, "Input/output error")
+    read_only = pytest.raises(exits.CannotGoOn, match="cannot be written to: Read-only")
+    with read_only, exits.room(tmp_path):  # as TensorStore tells it
+        raise ValueError("PERMISSION_DENIED: Error writing [os_error_code='30']")
+    large = pytest.raises(exits.CannotGoOn, match="may not grow so large here, see `ul")
+    with large, exits.room(tmp_path, 4096):
+        raise OSError(27, "File too large")
+    in_the_way = pytest.raises(
+        exits.CannotGoOn, match=rf"Is a directory \({tmp_path}/a\)"
+    )
+    (tmp_path / "a").mkdir()
+    with in_the_way:
+        folder.write(tmp_path / "a", "text")
     with pytest.raises(ValueError, match="^a defect$"), exits.room(tmp_path):
         raise ValueError("a defect")
 

@@ -194,14 +194,35 @@ def test_answers_of_another_job_are_refused_and_stay(ask, tmp_path):
 
 
 def test_answers_of_other_weights_are_refused(ask, model, tmp_path):
+    whole = ask()
     copied = shutil.copytree(model, tmp_path / "model")
-    ask(f"--model={copied}")
+    assert ask(f"--model={copied}", again="--nooverwrite") == whole  # the same ones
     file = copied / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ValueError, match="another job: model.safetensors was"):
         ask(f"--model={copied}", again="--nooverwrite")
+
+
+def test_weights_that_change_while_they_are_read_are_refused(
+    ask, model, tmp_path, monkeypatch
+):
+    """What stands beside the answers is of the files as they were before."""
+    copied = shutil.copytree(model, tmp_path / "model")
+    loaded = generate.placement.loaded
+
+    def late(*args, **options):
+        found = loaded(*args, **options)
+        with (copied / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\1")
+        return found
+
+    monkeypatch.setattr(generate.placement, "loaded", late)
+    with pytest.raises(ValueError, match="safetensors changed while it was read: nob"):
+        ask(f"--model={copied}")
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize("link", ["", "symbolic", "hard"])
@@ -541,6 +562,23 @@ def test_bad_flags_are_named(ask, model, tmp_path):
             ask(flag)
     with pytest.raises(ValueError, match="unknown argument 'two'"):
         ask("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--steps=4", "; did you mean --steps-per-block?"),  # not rl.steps
+        ("--lr=1", "; see --help"),  # no key that is used here
+        ("--templature=1", "; did you mean --temperature?"),
+        ("--max_tokens=8", "; did you mean --max-new-tokens?"),
+        ("--compile_cache=DIR", "; did you mean --config.run.compile_cache?"),
+        ("--image-outt=x.png", "; did you mean --image-out?"),
+    ],
+)
+def test_an_unknown_flag_is_told_what_has_an_effect_here(flag, meant, model):
+    with pytest.raises(ValueError, match="^Unknown command line flag") as told:
+        generate.main([f"--model={model}", flag, "1+1"])
+    assert str(told.value).endswith(meant)
 
 
 def test_a_hub_name_brings_its_tokenizer(tmp_path, monkeypatch, capsys):

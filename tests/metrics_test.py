@@ -1,8 +1,8 @@
 """Metrics: what is kept on resume, what is called out, and whose time it is."""
 
-import io
 import json
 import math
+import shutil
 
 import pytest
 
@@ -125,7 +125,11 @@ def test_rows_that_are_lost_come_from_what_checkpoints_tell(tmp_path, capsys):
 def test_a_step_that_is_evaluated_again_has_one_row(tmp_path):
     """A signal stopped its evaluation; the attempt after that told it, and was killed."""
     fill(tmp_path, 3)
-    writer = metrics.Writer(tmp_path, 10, 3, {2: {"reward": 0.1 * 2}})
+    told = []
+    writer = metrics.Writer(
+        tmp_path, 10, 3, {2: {"reward": 0.1 * 2}}, pending=True, trackers=told.append
+    )
+    assert told == [3]
     assert steps(tmp_path) == [1, 2, 3]  # it stays until there is another
     writer.write(3, {"reward": 0.1 * 3, "heldout_accuracy": 0.5})
     writer.write(4, {"reward": 0.1 * 4})
@@ -137,11 +141,34 @@ def test_a_step_that_is_evaluated_again_has_one_row(tmp_path):
 
 def test_a_row_that_finds_no_room_ends_the_run_with_a_line(tmp_path):
     writer = metrics.Writer(tmp_path, 10, 0)
-    writer.file.close()
-    full = pytest.raises(exits.CannotGoOn, match=f"{tmp_path}: no room: ")
-    with open("/dev/full", "ab", buffering=0) as file, full:
-        writer.file = io.TextIOWrapper(file, write_through=True)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(exits.CannotGoOn, match=f"{tmp_path}: no room: "):
         writer.write(1, {"reward": 1.0})
+
+
+def test_rows_are_where_the_file_is_by_now(tmp_path, capsys):
+    """It was edited, which makes another file of it; removed; and its folder with it."""
+    writer = metrics.Writer(tmp_path / "run", 10, 0)
+    path = tmp_path / "run" / "metrics.jsonl"
+    for step in (1, 2, 3):
+        writer.write(step, {"reward": 1.0})
+        (tmp_path / "edited").write_text(path.read_text())
+        (tmp_path / "edited").replace(path)
+    assert steps(tmp_path / "run") == [1, 2, 3]
+    path.unlink()
+    writer.write(4, {"reward": 1.0})
+    assert steps(tmp_path / "run") == [4]
+    assert f"{path} was removed: it begins anew" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(exits.CannotGoOn, match="No such file or directory"):
+        writer.write(5, {"reward": 1.0})
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(exits.CannotGoOn, match="metrics.jsonl cannot be read: Is a"):
+        metrics.Writer(tmp_path, 10, 0)
 
 
 def test_numbers_that_are_not_finite_become_null_and_are_called_out(tmp_path, capsys):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import huggingface_hub.constants
 import jax
 import numpy as np
 import pytest
@@ -317,6 +318,27 @@ def test_of_many_files_contents_and_weights_must_be_alike(tmp_path):
     )
     for key in ("model__path", "model__vq", "rl__value_path", "reward__model"):
         assert facts(**{key: one}) == facts(**{key: same}) != facts(**{key: other})
+
+
+def test_a_name_of_the_hub_is_its_snapshot(tmp_path, monkeypatch):
+    """As one host has it in the hub's cache, and another on a disk of its own."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "models--org--one"
+    (stored / "snapshots").mkdir(parents=True)
+    folder = checkpoint(stored / "snapshots", commit, 1)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def facts(path: str) -> dict:
+        tree = config.default()
+        tree.model.path = path
+        found = command_line.facts(config.freeze(tree))
+        return {name: x for name, x in found.items() if name.startswith("model.path")}
+
+    assert facts("org/one") == facts(folder) and len(facts(folder)) > 2
+    assert facts("org/none") == {"model.path": "'org/none'"} != facts("org/other")
 
 
 def slurm(index: int, number: int) -> dict[str, str]:

@@ -76,6 +76,15 @@ def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch
     [
         ("x.jsonl", '{"a": 1}\n\n{"a": 2\n', r"x.jsonl', line 3: not JSON"),
         ("x.jsonl", '{"a": 1}\n[1]\n', "record 2 is not a JSON object"),
+        (
+            "x.jsonl",
+            '{"a": 1}\n{"a": 1, "b": 2, "a": 2}\n',
+            "line 2: .*key 'a' stands tw",
+        ),
+        ("x.jsonl", '{"digits": {"b": 1, "b": 1}}', "key 'b' stands twice"),
+        ("x.jsonl", '{"digits": 1, "digits": 2}', "key 'digits' stands twice"),
+        ("x.jsonl", '{"a": ' + "1" * 5000 + "}", "a number of thousands of digits"),
+        ("x.json", '[{"a": 1, "a": 1}]', "key 'a' stands twice"),
         ("x.jsonl", "\n", "it is empty"),
         ("x.json", "[]", "it is empty"),
         ("x.json", '{"a": 1}', "must hold a list of records"),

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import math
 import pathlib
+import resource
 import sqlite3
 import sys
+import time
 import types
 
 import pytest
@@ -196,9 +198,72 @@ def test_the_writer_tells_them_every_row(tmp_path):
     assert told == [3, (3, {"reward": 1.0}), "closed"]
 
 
+def events_of(folder) -> list:
+    """Returns all events that TensorBoard finds in a run's folder, in its order."""
+    from tensorboardX.proto import event_pb2
+
+    events = []
+    for path in sorted((folder / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:  # size, its checksum, an event, its checksum
+            size = int.from_bytes(data[:8], "little")
+            events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return events
+
+
+def shown(folder) -> list[tuple]:
+    """Returns (step, value) of all that TensorBoard shows: no steps from a start on."""
+    rows = []
+    for event in events_of(folder):
+        if event.session_log.status:
+            rows = [row for row in rows if row[0] < event.step]
+        rows += [(event.step, value.simple_value) for value in event.summary.value]
+    return rows
+
+
 def test_tensorboard_leaves_events_in_the_folder(tmp_path):
     told = trackers.Trackers(["tensorboard"], run_of(tmp_path))
-    told.log(3, {"reward": 0.5})
+    told.log(3, {"reward": 0.5, "pass@1": 1.0})
+    version, start, step = events_of(tmp_path)  # on the disk, if it is killed now
     told.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"reward" in events.read_bytes()
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (3, 1)
+    assert abs(step.wall_time - time.time()) < 100
+    assert [x.tag for x in step.summary.value] == ["reward", "pass_1"]
+
+
+def test_tensorboard_shows_the_last_word_on_each_step(tmp_path, monkeypatch):
+    """An attempt killed after step 4, one whose last step is evaluated again, one more."""
+
+    def made(first):
+        return trackers.Trackers(["tensorboard"], trackers.Run(tmp_path, first, {}))
+
+    attempts = [(0, False, [1, 2, 3, 4]), (2, False, [3, 4]), (4, True, [4, 5])]
+    for number, (done, pending, steps) in enumerate(attempts):
+        clock = types.SimpleNamespace(time=lambda now=1e9 - number: now)  # set back
+        monkeypatch.setattr(trackers, "time", clock)
+        writer = metrics.Writer(tmp_path, 9, done, pending=pending, trackers=made)
+        for step in steps:
+            writer.write(step, {"reward": step + number / 4})
+        writer.close()
+    assert shown(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.25), (4, 4.5), (5, 5.5)]
+
+
+def test_tensorboard_without_room_is_left_out_and_nobody_waits(tmp_path, capsys):
+    full = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = trackers.Trackers(["tensorboard"], run_of(tmp_path))
+    told.log(3, {"reward": 0.5})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, full[1]))
+    try:
+        for step in (4, 5):
+            told.log(step, {f"metric_{i}": 1.0 for i in range(100)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full)
+    told.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "warning: run.trackers: tensorboard is left out from here on"
+    )
+    assert [event.step for event in events_of(tmp_path)] == [0, 3, 3]

@@ -18,7 +18,16 @@ import pytest
 import safetensors.numpy
 
 from configs import tracerl
-from dllm_jax import begin, config, convert, exits, metrics, sharding, train
+from dllm_jax import (
+    begin,
+    checkpoint,
+    config,
+    convert,
+    exits,
+    metrics,
+    sharding,
+    train,
+)
 from dllm_jax.checkpoint import Checkpoints
 from tests import served
 
@@ -745,6 +754,31 @@ def test_a_folder_of_another_run_is_refused(meta, says):
         here = types.SimpleNamespace(cfg=cfg, model=None, mesh=None)
         with refused:
             begin.begin_or_resume(here, ({}, meta, 3))
+
+
+def test_a_newer_checkpoint_is_refused_before_a_minute_is_spent():
+    """One that is damaged is told of later, when the one before it is taken."""
+
+    def found(error):
+        raise error
+
+    for error in (checkpoint.Newer("of format 2"), KeyError("damaged")):
+        kept = types.SimpleNamespace(
+            steps=lambda: [3], check_fit=lambda *args, error=error: found(error)
+        )
+        here = types.SimpleNamespace(checkpoints=kept, saved=None)
+        newer = pytest.raises(ValueError, match="of format 2")
+        with newer if isinstance(error, ValueError) else contextlib.nullcontext():
+            begin.check_fit(here)
+
+
+def test_curves_that_cannot_be_drawn_cost_nothing_else(monkeypatch, tmp_path, capsys):
+    def fails(*args):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(train.curves, "draw", fails)
+    train.draw(tmp_path)
+    assert capsys.readouterr().err == "warning: no curves: no fonts\n"
 
 
 def test_of_other_records_nothing_is_known(monkeypatch, tmp_path):

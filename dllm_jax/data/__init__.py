@@ -29,7 +29,7 @@ from dllm_jax.data.prompts import (
     text,
     tokenizer,
 )
-from dllm_jax.data.stream import mixed, mixture, order
+from dllm_jax.data.stream import files, mixed, mixture, order
 
 __all__ = [
     "BOXED",
@@ -47,6 +47,7 @@ __all__ = [
     "check_known",
     "conversation",
     "examples",
+    "files",
     "ids",
     "ids_of",
     "mixed",

@@ -36,6 +36,7 @@ PIECE = 2**20
 # What a server, or the way to it, fails with.
 LOST = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
 HUB = "https://huggingface.co/datasets/{}/resolve/main/{}"
+SHA256 = re.compile("[0-9a-f]{64}")
 GITHUB = "https://raw.githubusercontent.com/{}"
 
 
@@ -280,7 +281,11 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     what the download must have, where nothing is known of it. Raises ValueError naming an
     unknown set, a wrong checksum, a download that fails, and a record that is none.
     """
-    known = known_set(name)
+    known, sha256 = known_set(name), sha256.lower()
+    if sha256 and not SHA256.fullmatch(sha256):  # known before much is downloaded
+        raise ValueError(
+            f"--sha256={sha256}: a SHA-256 has 64 digits of 0 to 9 and a to f"
+        )
     if sha256 and known.sha256 not in ("", sha256):
         raise ValueError(
             f"--sha256={sha256}: {name} is known to be of a file with SHA-256 {known.sha256}"
@@ -317,7 +322,9 @@ def known_set(name: str) -> Set:
         return SETS[name]
     parts = name.removeprefix("hub:").split("/")
     if name.startswith("hub:") and len(parts) >= 3 and all(parts):
-        return Set(HUB.format("/".join(parts[:2]), "/".join(parts[2:])), "", "")
+        # A blank or a "#" ends an address; a "%" stays, as names are copied from addresses.
+        file = urllib.parse.quote("/".join(parts[2:]), safe="/%")
+        return Set(HUB.format("/".join(parts[:2]), file), "", "")
     raise ValueError(
         f"unknown data set {name!r}: choose from {', '.join(SETS)}, name a file on the "
         "hub as hub:OWNER/NAME/PATH.jsonl, or a generated task of `python -m "

@@ -21,6 +21,16 @@ def order(size: int, start: int, count: int, *, seed: int, shuffle: bool):
     return np.concatenate(out)[first : first + count]
 
 
+def files(spec: str) -> list[str]:
+    """Returns the files that data.heldout names, with commas between.
+
+    A name that is a file as it stands is that one, commas and all, as in `mixture`.
+    """
+    if os.path.exists(spec):
+        return [spec]
+    return [path.strip() for path in spec.split(",")] if spec else []
+
+
 def mixture(spec: str) -> dict[str, float]:
     """Returns the weights of the files that data.train names, which sum to 1.
 

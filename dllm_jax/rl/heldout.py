@@ -72,7 +72,7 @@ def files(heldout: str, samplers) -> dict[str, str]:
     the name of the file for each other. samplers: names of eval.samplers. Raises ValueError
     where two files have one name, or files and samplers would give two metrics one.
     """
-    found, paths = {}, [path.strip() for path in heldout.split(",")]
+    found, paths = {}, data.files(heldout)
     if len(set(paths)) < len(paths) or (heldout and not all(paths)):
         raise ValueError(
             f"data.heldout={heldout!r}: files with commas between, each once"

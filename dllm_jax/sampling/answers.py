@@ -43,9 +43,14 @@ def answerer(*, model: ModelConfig, cfg: SamplerConfig, mesh):
 
     Guidance, for which every row has a second canvas, and what stands behind an answer are
     of whole batches: drawn answers have one length and end together. Raises ValueError as
-    `policy.choose` does.
+    `policy.choose` does, and for pages where nothing is cached.
     """
-    policy.choose(cfg, model.attention)
+    cached = policy.choose(cfg, model.attention).cached
+    if cfg.pages and not cached:
+        raise ValueError(
+            f"sampler.pages={cfg.pages}: there are none with sampler.cache="
+            f"{policy.name_of(cfg, model.attention)!r}; set it to 0"
+        )
     if cfg.guidance or cfg.tail:
         return Batches(model=model, cfg=cfg, mesh=mesh)
     return Engine(model=model, cfg=cfg, mesh=mesh)

@@ -77,7 +77,7 @@ def choose(cfg, attention: str) -> CachePolicy:
     """Returns the policy that `name_of` names.
 
     attention: ModelConfig.attention. Raises ValueError for a policy, or a block, that
-    does not serve the family, and for what the policy does not read.
+    does not serve the family.
     """
     if attention == "causal" and cfg.block > 1:
         raise ValueError(
@@ -98,10 +98,5 @@ def choose(cfg, attention: str) -> CachePolicy:
         raise ValueError(
             f"sampler.cache={name!r} does not serve a model with {attention} "
             f"attention; choose from auto (the exact one), {', '.join(fitting)}"
-        )
-    if cfg.pages and not policy.cached:
-        raise ValueError(
-            f"sampler.pages={cfg.pages}: with sampler.cache={name!r} there are none; set "
-            "it to 0"
         )
     return policy

@@ -8,6 +8,7 @@ import pathlib
 import re
 
 from dllm_jax import images
+from dllm_jax.data import files
 
 TOTAL = 12 * 2**20  # characters of all pictures of a page
 DRAWN = 2**20  # characters of one that a record holds
@@ -100,7 +101,7 @@ def roots_of(file: pathlib.Path, data: dict) -> tuple[str, ...]:
     """
     if root := data.get("image_root"):
         return (str(root),)
-    paths = f"{data.get('train') or ''},{data.get('heldout') or ''}".split(",")
-    datasets = [pathlib.Path(x.strip()) for x in paths if x.strip()]
     # "a.jsonl:3" has a weight, which is no part of the folder.
+    named = [x for key in ("train", "heldout") for x in files(str(data.get(key) or ""))]
+    datasets = [pathlib.Path(x) for x in named if x]
     return tuple(dict.fromkeys(str(x.parent) for x in datasets)) or (str(file.parent),)

@@ -67,11 +67,54 @@ def common(first: list[dict], second: list[dict]) -> list[tuple[list, list]]:
     Ids are compared where nothing better is told: another tokenizer, or chat template, has
     others for the same problem.
     """
-    told = (key for key in (by_record, by_question) if all(map(key, first + second)))
-    key_of = next(told, by_ids)
+    key_of = key_for(first, second)
     there = groups(second, key_of)
     ours = groups(first, key_of)
     return [(ids, there[key]) for key, ids in ours.items() if key in there]
+
+
+def key_for(first: list[dict], second: list[dict]):
+    """Returns the best of the functions above that tells a problem of every line."""
+    told = (key for key in (by_record, by_question) if all(map(key, first + second)))
+    return next(told, by_ids)
+
+
+def check_common(first, second) -> list[tuple[list, list]]:
+    """Returns `common` of two traces.File; raises ValueError, with the reason, for []."""
+    shared = common(first.rows, second.rows)
+    if not shared:
+        raise ValueError(
+            f"{first.path} and {second.path} have no problem in common: nothing to compare; "
+            + why_apart(first.rows, second.rows)
+        )
+    return shared
+
+
+def why_apart(first: list[dict], second: list[dict]) -> str:
+    """Returns why two files without a common problem have none, as far as lines tell."""
+    key_of = key_for(first, second)
+    if key_of is by_record and (same := both(by_question, first, second)):
+        return (
+            f"{same}: they have the same gold answer and images, and other fields of their "
+            "records differ, whose hash is compared (`problem`)"
+        )
+    same = both(lambda row: row.get("question"), first, second)
+    if key_of is by_ids:
+        found = same and f"{same}; but "
+        return (
+            f"{found}lines without a question are known by their prompt_ids, which all "
+            "differ: other prompts, another tokenizer or another chat template"
+        )
+    if same:
+        return f"{same}, with other gold answers or images"
+    return "no question of the one stands in the other"
+
+
+def both(key_of, first: list[dict], second: list[dict]) -> str:
+    """Returns how many problems stand in both by a weaker key, for a message; "": none."""
+    count = len(groups(first, key_of).keys() & groups(second, key_of).keys())
+    what = "1 question stands" if count == 1 else f"{count} questions stand"
+    return f"{what} in both" if count else ""
 
 
 def pairs(shared: list[tuple[list, list]]) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ import json
 import pathlib
 import re
 
-from dllm_jax import curves, metrics, records, statistics
+from dllm_jax import curves, data, metrics, records, statistics
+from dllm_jax.exits import warn
 from dllm_jax.viewer import traces
 
 HAPPENED = re.compile(
@@ -26,13 +27,13 @@ def told(path: str) -> dict:
     """
     folder = pathlib.Path(path)
     rows = metrics.history(folder) if folder.is_dir() else []
-    run = traces.object_of(folder / "run.json")
+    run = object_in(folder / "run.json")
     if not rows and not run:
         raise ValueError(f"{path}: no run's folder: neither metrics.jsonl nor run.json")
     attempts = run.get("attempts")
     attempts = attempts if isinstance(attempts, list) else []
     attempts = [x for x in attempts if isinstance(x, dict)]
-    cfg = traces.object_of(folder / "config.json")
+    cfg = object_in(folder / "config.json")
     return {
         "name": folder.absolute().name,
         "facts": facts(rows, cfg, attempts),
@@ -46,6 +47,14 @@ def told(path: str) -> dict:
         "config": flat(cfg),
         "defaults": flat(traces.group(run, "defaults")),
     }
+
+
+def object_in(file: pathlib.Path) -> dict:
+    """Returns `traces.object_of` a file, and says so where it is there and is none."""
+    found = traces.object_of(file)
+    if not found and file.exists():
+        warn(f"{file}: left out: it holds no JSON object that can be read")
+    return found
 
 
 def facts(rows: list[dict], cfg: dict, attempts: list[dict]) -> list[list[str]]:
@@ -121,8 +130,8 @@ def heldout_size(cfg: dict) -> int:
     Of several files it is the first, as heldout_accuracy is.
     """
     limit = traces.whole(traces.group(cfg, "eval").get("problems"))
-    files = str(traces.group(cfg, "data").get("heldout")).split(",")
-    path = pathlib.Path(files[0].strip())
+    files = data.files(str(traces.group(cfg, "data").get("heldout") or ""))
+    path = pathlib.Path(next(iter(files), ""))
     try:  # of a pipe nobody can tell: it was read by the run, and would be waited for
         size = len(records.records(str(path))) if path.is_file() else limit
     except ValueError:

@@ -32,6 +32,7 @@ MOST = 2000  # answers on a page; of more, some are taken
 # Of ids, and of steps: what a page keeps for each of them would not fit beyond that.
 BELOW = {"response_ids": 2**31, "step_map": 2**20, "prompt_ids": 2**31}
 OPENED = ("/dev", "/dev/fd", "/proc/self/fd")  # where files are that a shell opened
+LARGEST = 1e30  # of numbers, in size: what f32 holds, with some room
 LONG_PROMPT = 20_000  # characters of a prompt that are shown
 # Values of model_type with full attention where config.json has no attention_pattern: as
 # models.families has them, which lies above this floor.
@@ -75,7 +76,7 @@ def read(path: str, images: str = "") -> File:
     Raises ValueError naming the file and the answer that is none.
     """
     file = found(pathlib.Path(path))
-    rows = records.records(str(file))
+    rows = records.records(str(file), "file of answers")
     for number, row in enumerate(rows, 1):
         try:
             check(row)
@@ -119,20 +120,20 @@ def check(row: dict) -> None:
             found = len(given) if isinstance(given, list) else "no list of"
             raise ValueError(f"{name} has {found} numbers for {count} tokens")
         if not all(x is None or number(x) for x in given):
-            raise ValueError(f"{name} must be numbers")
+            raise ValueError(f"{name} must be numbers of at most {LARGEST:g} in size")
     for name in TEXTS:
         if type(row.get(name)) not in (str, type(None)):
             raise ValueError(f"{name} must be a text")
     numbers = {name: row.get(name) for name in NUMBERS} | group(row, "rewards")
     for name, x in numbers.items():
         if not (x is None or number(x)):
-            raise ValueError(f"{name} must be a number")
+            raise ValueError(f"{name} must be a number of at most {LARGEST:g} in size")
     album.check(row)
 
 
 def number(x) -> bool:
-    """Returns whether a JSON value is a number, and a finite one."""
-    return type(x) in (int, float) and abs(x) < math.inf
+    """Returns whether a JSON value is a number that a page can show, a sane one."""
+    return type(x) in (int, float) and abs(x) <= LARGEST
 
 
 def settings(file: pathlib.Path, rows: list[dict]) -> File:

@@ -73,7 +73,7 @@ def test_a_set_is_downloaded_once_and_its_checksum_is_noted(mirror):
     with pytest.raises(
         ValueError, match="is of a file with SHA-256 .*: remove it first"
     ):
-        sets.get("aime24", "00")
+        sets.get("aime24", "0" * 64)
 
     # Gone from the cache, and another upstream: what was noted is what is asked for.
     kept.unlink()
@@ -188,7 +188,7 @@ def test_files_of_the_hub_packed_or_parquet(mirror):
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     sha = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(ValueError, match=f"is {sha}, and should be 00"):
-        sets.get("hub:mine/sums/two.parquet", "00")
+        sets.get("hub:mine/sums/two.parquet", "0" * 64)
     kept, count = sets.get("hub:mine/sums/two.parquet", sha)
     assert kept != sets.get("hub:mine/sums/data/one.jsonl.gz")[0]
     assert records.records(str(kept)) == rows
@@ -211,11 +211,32 @@ def test_files_of_the_hub_with_names_alike_are_two(mirror):
         assert records.records(str(sets.get(f"hub:{name}")[0])) == [{"name": name}]
 
 
+@pytest.mark.parametrize("name", ["a b#c?.jsonl", "a%20b.jsonl"])
+def test_a_file_of_the_hub_may_have_any_name(mirror, name):
+    """As the hub shows it, or copied from its address."""
+    mirror(sets.HUB.format("a/b", name.replace("%20", " ")), b'{"a": 1}')
+    kept, count = sets.get(f"hub:a/b/{name}")
+    assert count == 1 and " " not in kept.name
+
+
+def test_a_checksum_is_known_by_its_digits(mirror):
+    """In either case of letters; what is none is refused before anything is downloaded."""
+    text = b'{"a": 1}'
+    mirror(sets.HUB.format("a/b", "c.jsonl"), text)
+    for wrong in ("xyz", "ab", "0" * 65):
+        with pytest.raises(
+            ValueError, match=f"--sha256={wrong}: a SHA-256 has 64 digits"
+        ):
+            sets.get("hub:a/b/c.jsonl", wrong)
+    sha = hashlib.sha256(text).hexdigest().upper()
+    assert sets.get("hub:a/b/c.jsonl", sha) == sets.get("hub:a/b/c.jsonl", sha.lower())
+
+
 def test_a_checksum_that_is_not_the_known_one_is_refused(mirror):
     with pytest.raises(
-        ValueError, match="--sha256=00: math500 is known to be of a file"
+        ValueError, match="--sha256=0{64}: math500 is known to be of a file"
     ):
-        sets.get("math500", "00")
+        sets.get("math500", "0" * 64)
     known = sets.SETS["math500"].sha256
     mirror(sets.SETS["math500"].url, b"[]")
     with pytest.raises(ValueError, match=f"and should be {known}"):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from dllm_jax import sharding
 from dllm_jax.models import mask, transformer
 from dllm_jax.models.mask import FAR
-from dllm_jax.sampling import denoise, logits, policy
+from dllm_jax.sampling import answers, denoise, logits, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.state import GIVEN
@@ -201,7 +202,8 @@ def test_an_unknown_policy_lists_the_known():
 @pytest.mark.parametrize("cache", ["auto", "none"])
 def test_pages_where_there_are_none_are_refused(cache):
     cfg = dataclasses.replace(CFG, cache=cache, pages=20)
-    with pytest.raises(ValueError, match="sampler.pages=20: with sampler.cache='none'"):
-        policy.choose(cfg, "full")
-    assert policy.choose(dataclasses.replace(cfg, cache="dual"), "full").cached
-    assert cache == "none" or policy.choose(cfg, "block").cached
+    model = types.SimpleNamespace(attention="full")
+    with pytest.raises(
+        ValueError, match="pages=20: there are none with .*='none'; set"
+    ):
+        answers.answerer(model=model, cfg=cfg, mesh=None)

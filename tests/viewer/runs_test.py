@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from dllm_jax import report
-from dllm_jax.viewer import runs
-from tests.viewer.common import write
+from dllm_jax.viewer import album, runs
+from tests.viewer.common import answer, write
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
@@ -54,6 +54,16 @@ def test_a_damaged_file_costs_what_it_told(name, content, tmp_path):
     told = runs.told(str(tmp_path))
     assert told["panels"][0]["lines"][0]["points"] == [(step, 0.5) for step in range(3)]
     assert json.dumps(told)
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.json"])
+def test_what_a_damaged_file_costs_is_said(name, tmp_path, capsys):
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    runs.told(str(tmp_path))
+    assert capsys.readouterr().err == ""
+    (tmp_path / name).mkdir()
+    runs.told(str(tmp_path))
+    assert f"{tmp_path / name}: left out: it holds no" in capsys.readouterr().err
 
 
 def test_only_what_is_unusual_is_told_of_the_log(tmp_path):
@@ -109,3 +119,20 @@ def test_an_evaluation_is_told_with_its_intervals(tmp_path):
         assert runs.scores(tmp_path) == bare
     card.write_text('{"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}')
     assert runs.scores(tmp_path) == [["accuracy", 0.5, 0.1, 0.9], bare[1]]
+
+
+def test_a_comma_in_a_held_out_files_name_is_no_border(tmp_path):
+    write(tmp_path / "a,b.jsonl", [{"question": "1"}] * 5)
+    cfg = {"data": {"heldout": str(tmp_path / "a,b.jsonl")}, "eval": {"problems": 0}}
+    assert runs.heldout_size(cfg) == 5
+    assert album.roots_of(tmp_path / "x.jsonl", cfg["data"]) == (str(tmp_path),)
+
+
+def test_two_evaluations_without_a_common_problem_are_told(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+        write(tmp_path / name / "eval.jsonl", [answer(question=name)])
+    made = report.content([str(tmp_path / name) for name in "ab"])
+    assert made["summary"] is None
+    assert "no question of the one stands in the other" in capsys.readouterr().err

@@ -102,6 +102,11 @@ REFUSED = {
     ),
     "number": (answer() | {"logprobs": ["a"] * 3}, "logprobs must be numbers"),
     "reward": (answer() | {"reward": "high"}, "reward must be a number"),
+    "large": (answer() | {"logprobs": [1e308] * 3}, "logprobs must be numbers of at m"),
+    "digits": (
+        answer() | {"forwards": 10**400},
+        "forwards must be a number of at most",
+    ),
     "parts": (answer() | {"rewards": {"math": "1"}}, "math must be a number"),
     "text": (answer() | {"question": 5}, "question must be a text"),
     "prompt": (answer() | {"prompt_ids": [-1]}, "prompt_ids must be"),
@@ -146,9 +151,16 @@ def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
     assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
     told = run(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
     assert told.returncode == 2 and told.stdout == ""
-    assert told.stderr.splitlines()[-1].endswith(
-        "have no prompt in common: nothing to compare"
+    assert "have no problem in common: nothing" in told.stderr.splitlines()[-1]
+    told = run(tmp_path / "none.jsonl")
+    assert told.returncode == 2
+    assert (
+        told.stderr == f"error: file of answers '{tmp_path}/none.jsonl': no such file\n"
     )
+    told = run("x" * 300)
+    assert told.returncode == 2
+    assert told.stderr.endswith("xxx...: File name too long\n")
+    assert told.stderr.count("\n") == 1
     write(tmp_path / "c.jsonl", [answer()])
     told = run(tmp_path / "a.jsonl", tmp_path / "c.jsonl", f"--model={MODEL}")
     assert told.stdout.splitlines()[0] == (
@@ -202,6 +214,41 @@ def test_where_a_line_lacks_the_record_questions_are_compared():
 def test_the_same_words_about_another_image_are_another_prompt():
     shown = [answer(prompt_ids=[1], images=[{"mark": mark}]) for mark in "aba"]
     assert compare.common(shown, shown[1:]) == [([0, 2], [1]), ([1], [0])]
+
+
+LINES = [answer(question=x, answer="1", problem=x * 16) for x in "ab"]
+APART = {  # what another file has in place of the fields of LINES, and what is said
+    "other questions": (
+        {"question": "c", "problem": "0" * 16},
+        "no question of the one stands in the other",
+    ),
+    "other gold answers": (
+        {"answer": "9", "problem": None},
+        "2 questions stand in both, with other gold answers or images",
+    ),
+    "other records": (
+        {"problem": "0" * 16},
+        "2 questions stand in both: they have the same gold answer and images",
+    ),
+    "other ids": (
+        {"question": None, "prompt_ids": [9], "problem": None},
+        "lines without a question are known by their prompt_ids, which all differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_two_files_without_a_common_problem_are_told_why(name):
+    fields, reason = APART[name]
+    second = [row | fields for row in LINES]
+    rows = {"a": LINES, "b": second}
+    files = [traces.File(pathlib.Path(x), rows[x], "", 0) for x in rows]
+    with pytest.raises(ValueError, match="^a and b have no problem in common") as told:
+        compare.check_common(*files)
+    assert f"nothing to compare; {reason}" in str(told.value)
+    second.append(answer(prompt_ids=[8]))
+    if name == "other gold answers":
+        assert "both; but lines without" in compare.why_apart(LINES, second)
 
 
 def test_a_file_compared_with_itself_gives_zero_and_no_interval():
