@@ -698,7 +698,9 @@ command_line.entry(lambda: print(signal.getsignal(2) is signal.default_int_handl
     [("os.kill(os.getpid(), 2)", STOPPED), (LISTENS, (0, "True\n", ""))],
 )
 def test_a_command_that_imports_is_stopped_in_a_line(code, ends):
-    begun = "import os, signal, sys\nsys.argv = ['-m']\nimport dllm_jax\n"
+    begun = "import os, signal, sys\nsys.argv = ['-m']\n"
+    # As a terminal has it: a shell's background lets interrupts be ignored.
+    begun += "signal.signal(2, signal.default_int_handler)\nimport dllm_jax\n"
     told = subprocess.run(
         [sys.executable, "-c", begun + code],
         capture_output=True,
