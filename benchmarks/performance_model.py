@@ -127,12 +127,6 @@ class Loop(NamedTuple):
         """Rows of a shard."""
         return self.place.answerer.scheduler.rows_per_shard
 
-    @property
-    def prefills(self) -> bool:
-        """Whether it has programs for chunks of prompts: see forwards.forward."""
-        cfg = self.run.cfg.sampler
-        return cfg.max_prompt >= 2 * cfg.block
-
     def facts(self, **sizes) -> roofline.Facts:
         """Returns the Facts of a forward."""
         return roofline.facts(self.run.model, self.mesh.shape["model"], **sizes)
@@ -176,7 +170,7 @@ def of_rollout(cell: Cell, run: programs.Run) -> dict:
     if scheduler.overbooked:
         enough = rows * scheduler.pages_per_row
         row["percent_of_pages"] = significant(100 * scheduler.pages_per_shard / enough)
-    if loop.prefills:
+    if run.cfg.sampler.has_chunks:
         row["prompt"] = of_prompts(loop, cell.topology)
     return row
 
@@ -199,7 +193,7 @@ def of_blocks(loop: Loop) -> tuple[cost_analysis.Counted, roofline.Facts]:
         context=min(roofline.CONTEXT, cfg.slots // 2),
         keys=0.0,
     )
-    programs_there = len(sizes) + loop.prefills * len(cfg.chunk_counts(rows))
+    programs_there = len(sizes) + cfg.has_chunks * len(cfg.chunk_counts(rows))
     chosen = []
 
     def choose(depth: int, branches: int) -> int | None:

@@ -280,6 +280,11 @@ class SamplerConfig:
         width = min(max(self.max_prompt // 16, least), 256)
         return -(-min(width, self.prefill, self.max_prompt) // self.block) * self.block
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a prompt may have more than one whole block, which chunks are for."""
+        return self.max_prompt >= 2 * self.block
+
     def chunk_counts(self, rows: int) -> tuple[int, ...]:
         """Returns how many chunks of `rows` rows' prompts a forward may be made for.
 

@@ -106,8 +106,7 @@ def forward(
         now_B = joined(places.now_db)
         fits, branches = decoders(params, rows, places, counts, rides, model, cfg)
         prompts = (places.due_db > 1).any()
-        # Or none has more than one whole block.
-        prefilled, fill = not rides and cfg.max_prompt >= 2 * cfg.block, prefillers
+        prefilled, fill = not rides and cfg.has_chunks, prefillers
     else:
         now_B = able(rows.s, rows.room_B, cfg.block)
         fits, branches = canvases.decoders(params, rows, **static)
