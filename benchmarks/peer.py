@@ -70,21 +70,26 @@ ANSWERS = {"0.6m": 32, "30m": 8, "135m": 4}  # of an update
 BUNDLED = "0.6m"  # the shape of the model that `first` asks
 
 
+def fields_of(model: ModelConfig) -> dict:
+    """Returns what the config.json of the other side's model says of its shape."""
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.ffw,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "tie_word_embeddings": model.tied,
+        "eos_token_id": model.eos_id,
+    }
+
+
 class Torch:
     """The other side's process: `ask` returns its seconds for a task."""
 
     def __init__(self, python: str, folder: str, model: ModelConfig):
         """Starts it; it makes the model in `folder` where there is none."""
-        fields = {
-            "vocab_size": model.vocab,
-            "hidden_size": model.d_model,
-            "intermediate_size": model.ffw,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "tie_word_embeddings": model.tied,
-        }
         self.process = subprocess.Popen(
             # -P: files beside the program, such as kernels.py, are no packages of PyTorch's.
             [
@@ -92,7 +97,7 @@ class Torch:
                 "-P",
                 ROOT / "benchmarks/torch_loop.py",
                 folder,
-                json.dumps(fields),
+                json.dumps(fields_of(model)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from benchmarks import (
     against,
@@ -441,6 +442,21 @@ def test_both_sides_are_asked_for_the_same(part, more, asked, capsys):
     assert len(tasks[0]["prompts"]) == len(tasks[0]["new"]) == asked["requests"]
     assert line["tokens"] == sum(tasks[0]["new"])
     assert line["pytorch_seconds"] == "2 / 2 / 2"
+
+
+@pytest.mark.parametrize("name", list(peer.SHAPES))
+def test_the_other_sides_model_is_read_as_the_shape(name, tmp_path):
+    """As torch_loop makes it."""
+    shape = peer.SHAPES[name]
+    made = transformers.Qwen3Config(
+        **peer.fields_of(shape), block_size=shape.block, mask_token_id=shape.mask_id
+    )
+    made.save_pretrained(tmp_path)
+    found = hf.read_config(tmp_path)
+    for field in ("vocab", "d_model", "layers", "heads", "kv_heads", "head_dim", "ffw"):
+        assert getattr(found, field) == getattr(shape, field), field
+    for field in ("tied", "eos_id", "block", "mask_id"):
+        assert getattr(found, field) == getattr(shape, field), field
 
 
 def test_the_first_answer_is_of_models_of_one_size(monkeypatch, tmp_path, capsys):
