@@ -821,6 +821,7 @@ def test_a_closed_output_is_none_to_fail_by(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command"])
     monkeypatch.setattr(sys, "stdout", None)  # as >&- leaves it
     command_line.entry(lambda: sys.stdout.write("nobody hears this"))
+    assert sys.stdout.name == os.devnull
     sys.stdout.close()
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.pallas_kernels import choice, cpu_products, noise, tiles
-from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.reference import NEVER, logits
 
 TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
 
@@ -43,8 +43,7 @@ def draw(
 
     R = len(x_RD)
     if choice.platform() != "cpu":  # a step of a loop costs launches
-        logits_RV = jnp.dot(x_RD, head_DV, preferred_element_type=jnp.float32)
-        return ask(logits_RV, jnp.arange(R))
+        return ask(logits(x_RD, head_DV), jnp.arange(R))
     head_VD = head_DV.T  # what samples has it so: outside of loops the two cancel out
     tile = min(-(-R // STEP) * STEP, TILE)
     order_R = jnp.argsort(~wanted_R, stable=True)  # those wanted come first
