@@ -22,7 +22,7 @@ from benchmarks import topologies
 from benchmarks.shapes import RELEASED
 from configs import tracerl
 from dllm_jax import begin, config, data, exits, memory, metrics, sharding
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import codes, look, magvit
 from dllm_jax.pallas_kernels import choice, held_pages
@@ -168,7 +168,7 @@ class Run:
         """The run's source of batches, on problems that are no matter."""
         tools = sources.Tools(
             mesh=self.mesh,
-            tok=data.tokenizer(hf.find(f"{TINY}/model")),
+            tok=data.tokenizer(repository.find(f"{TINY}/model")),
             grader=rewards.grader(self.cfg.rl.reward, self.cfg.reward),
             truncated_wrong=self.cfg.rl.truncated_wrong,
             timer=metrics.Timer(),

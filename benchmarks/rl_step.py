@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from benchmarks import decode, report
 from dllm_jax import command_line
-from dllm_jax.models import hf
+from dllm_jax.models import hf, repository
 
 SMALL = "examples/arithmetic/model"
 DENSE = [name for name, x in decode.SHAPES.items() if not (x.experts or x.vision)]
@@ -31,7 +31,7 @@ DENSE = [name for name, x in decode.SHAPES.items() if not (x.experts or x.vision
 def written(name: str, folder: str) -> str:
     """Returns a folder with random weights of a shape and the small model's tokenizer."""
     home, shape = pathlib.Path(folder) / "model", decode.SHAPES[name]
-    shutil.copytree(SMALL, home, ignore=shutil.ignore_patterns(hf.SINGLE))
+    shutil.copytree(SMALL, home, ignore=shutil.ignore_patterns(repository.SINGLE))
     config = json.loads((home / "config.json").read_text()) | {
         "hidden_size": shape.d_model,
         "intermediate_size": shape.ffw,
@@ -50,7 +50,9 @@ def written(name: str, folder: str) -> str:
             x = rng.standard_normal(size, np.float32) * 0.02
             x = np.ones(size) if spec.init == "ones" else x
             weights[place.name] = x.astype("bfloat16")
-    safetensors.numpy.save_file(weights, home / hf.SINGLE, metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        weights, home / repository.SINGLE, metadata={"format": "pt"}
+    )
     return str(home)
 
 

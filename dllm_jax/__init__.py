@@ -93,7 +93,9 @@ and for who wants to know how it is fast, or what surrounds it:
     sampling/answers.py          the front door of sampling: prompts in, answers out
     pallas_kernels/choice.py     which kernel is taken where
     models/families.py           what a published model's fields and names mean here
-    models/hf.py                 Hugging Face folders, in and out
+    models/repository.py         a Hugging Face folder's files, and their tensors by name
+    models/hf.py                 weights out of such a folder, and into one
+    models/export.py             what else an export has
     models/vision/magvit.py      images to codes, and back
     models/vision/soft.py        what a model reads of an image: rows of a table
     models/vision/siglip.py      the tower that makes features of it

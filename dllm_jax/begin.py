@@ -29,7 +29,7 @@ from dllm_jax import (
 )
 from dllm_jax.checkpoint import Checkpoints, Misfit, Newer, check_resume
 from dllm_jax.folder import Folder
-from dllm_jax.models import hf
+from dllm_jax.models import export, repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import best, budget, learner, networks, rewards, sources
 from dllm_jax.sampling import looking, placement
@@ -178,7 +178,7 @@ def check_targets(cfg: config.Config, folder: pathlib.Path) -> None:
     exports = {"best": run.keep_best, "export": run.export, "value": run.export_value}
     for name, wanted in exports.items():
         if wanted:
-            hf.check_target(folder / name, cfg.model.path)
+            export.check_target(folder / name, cfg.model.path)
 
 
 def check_fit(here: Scene) -> None:
@@ -224,7 +224,7 @@ def check_same(cfg: config.Config, meta: dict) -> None:
 @functools.cache
 def origin(path: str) -> dict:
     """Returns what tells the weights that a run begins with from others, as JSON has it."""
-    return hf.marks(hf.find(path))
+    return repository.marks(repository.find(path))
 
 
 def check_origin(path: str) -> None:
@@ -234,7 +234,7 @@ def check_origin(path: str) -> None:
     """
     marks = None  # where the folder is gone, or a file in it
     with contextlib.suppress(ValueError, OSError):
-        marks = hf.marks(hf.find(path))
+        marks = repository.marks(repository.find(path))
     if marks != origin(path):
         raise exits.CannotGoOn(
             f"model.path={path!r}: its weights or its config.json are others than those that "

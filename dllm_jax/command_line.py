@@ -28,7 +28,7 @@ from ml_collections import config_flags
 
 import dllm_jax
 from dllm_jax import checks, config, data, exits, folder, processes, sharding
-from dllm_jax.models import hf
+from dllm_jax.models import repository
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -40,7 +40,8 @@ OPTIONS = {  # of a command that runs a config file: what --help says of them
 }
 # Keys that may differ between the processes of a run. Of files the content counts.
 LOCAL = ("run.compile_cache", "data.train", "data.heldout", "model.path")
-MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json")  # beside hf.marks
+# Beside those of repository.marks.
+MODEL_FILES = ("model.safetensors.index.json", "tokenizer.json")
 MODEL_FILES += ("tokenizer_config.json", "chat_template.jinja")
 HELP = {"--help", "-h", "--helpshort"}
 OF_FILE = (
@@ -295,7 +296,7 @@ def facts(cfg: config.Config) -> dict[str, str]:
         checkpoint = model if key == "model.path" else pathlib.Path(leaves[key])
         if leaves[key] and (checkpoint / "config.json").is_file():
             with contextlib.suppress(OSError):  # what is damaged is refused by name
-                for name, (size, crc) in hf.marks(checkpoint).items():
+                for name, (size, crc) in repository.marks(checkpoint).items():
                     out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
         elif key in LOCAL:  # whoever reads it says what is wrong
             out[key] = repr(leaves[key])
@@ -307,18 +308,18 @@ def facts(cfg: config.Config) -> dict[str, str]:
 def snapshot(path: str) -> pathlib.Path:
     """Returns the folder of a checkpoint, by a hub's name too; the path where it is none."""
     with contextlib.suppress(ValueError):
-        return hf.find(path)
+        return repository.find(path)
     return pathlib.Path(path)
 
 
 def check_weights(path: str, marks: dict) -> None:
     """Raises ValueError where a checkpoint, read by now, is no more what it was before.
 
-    marks: of that time, hf.marks of its files: what is written down of the answers.
+    marks: of that time, repository.marks of its files: what is written down of the answers.
     """
     now = {}
     with contextlib.suppress(ValueError, OSError):  # where it is gone
-        now = hf.marks(hf.find(path))
+        now = repository.marks(repository.find(path))
     changed = [x for x in {**marks, **now} if marks.get(x) != now.get(x)]
     if changed:
         raise ValueError(

@@ -20,7 +20,7 @@ import ml_collections
 
 from dllm_jax import checks, compatible, pallas_kernels, pictures, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
-from dllm_jax.models import families, hf, selfcheck
+from dllm_jax.models import families, hf, repository, selfcheck
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.models.vision import codes
@@ -365,7 +365,7 @@ def completed(cfg: Config):
     The model is what the checkpoint becomes in this run. Raises ValueError for what it
     cannot become.
     """
-    path = hf.find(cfg.model.path)
+    path = repository.find(cfg.model.path)
     stored = hf.read_config(path)
     model = cfg.model.adapted(stored)
     if cfg.model.tower and not model.vision:

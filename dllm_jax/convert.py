@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from dllm_jax import command_line, config, sharding
 from dllm_jax.checkpoint import Checkpoints, misfit
-from dllm_jax.models import hf, lora, transformer
+from dllm_jax.models import export, hf, lora, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision.config import TOWERS
 
@@ -93,7 +93,7 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
         folder /= "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder")
-    hf.check_target(out, like)
+    export.check_target(out, like)
     original = language_model(like)
     checkpoints = Checkpoints(folder, keep=None)
     step = whole_step(checkpoints, folder, step)
@@ -116,7 +116,7 @@ def check_base(meta: dict, like: str) -> None:
     meta: of the run's step. What is no file of weights may have changed.
     """
     known = meta.get("model", {})  # older checkpoints do not tell it
-    for name, mark in hf.marks(hf.find(like)).items():
+    for name, mark in repository.marks(repository.find(like)).items():
         if name.endswith(".safetensors") and known and known.get(name) != mark:
             path = meta["config"]["model"].get("path")
             raise ValueError(
@@ -127,7 +127,7 @@ def check_base(meta: dict, like: str) -> None:
 
 def language_model(path: str) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face folder; raises ValueError for another's."""
-    cfg = hf.read_config(hf.find(path))
+    cfg = hf.read_config(repository.find(path))
     if cfg.family in TOWERS:
         raise ValueError(f"{path}: a vision tower, {cfg.family}, is no language model")
     return cfg

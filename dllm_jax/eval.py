@@ -44,7 +44,7 @@ from dllm_jax import (
 )
 from dllm_jax.data import sets
 from dllm_jax.folder import Answers, Folder, write
-from dllm_jax.models import hf
+from dllm_jax.models import repository
 from dllm_jax.records import hashed
 from dllm_jax.rl import rewards, rollout, scores
 from dllm_jax.sampling import answers, looking, placement, state
@@ -79,7 +79,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     processes.watch(timer, cfg.run.stuck_after)
     stop = exits.StopSignal(timer.moving(sharding.anywhere))
     cfg, model, tok = config.completed(cfg)
-    marks = hf.marks(hf.find(cfg.model.path))
+    marks = repository.marks(repository.find(cfg.model.path))
     settings = settings_of(cfg, run.path, marks, overwrite)
     sharding.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**cfg.mesh.axes)

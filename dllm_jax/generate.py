@@ -42,7 +42,7 @@ from dllm_jax import (
     sharding,
 )
 from dllm_jax.data.prompts import NO_TOKENIZER
-from dllm_jax.models import hf
+from dllm_jax.models import hf, repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import codes
@@ -334,7 +334,7 @@ def check_out(out: str, prompts: str | None, flag: str = "--out"):
 def job_of(tree: ml_collections.ConfigDict, marks: dict) -> dict:
     """Returns what the answer to a prompt depends on, flat.
 
-    marks: hf.marks of the checkpoint's files.
+    marks: repository.marks of the checkpoint's files.
     """
     leaves = config.flat(tree.to_dict())
     job = {"model.path": leaves["model.path"], **marks}
@@ -542,9 +542,9 @@ def answer(prompt: str | None, options, stop):
         raise ValueError("--model=DIR is required: a Hugging Face folder")
 
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
-    path = hf.find(given.model.path)
+    path = repository.find(given.model.path)
     model, tok, cfg, made = opened(path, given)
-    marks = hf.marks(path)
+    marks = repository.marks(path)
     sink = sink_of(options, marks)
     prompts, rows = asked(prompt, options, given, path, model, tok)
     codec = codes.Codec(made) if made else None

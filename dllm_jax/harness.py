@@ -19,7 +19,7 @@ from absl import flags
 
 from dllm_jax import checks, command_line, config, data, sharding
 from dllm_jax.folder import Folder, write
-from dllm_jax.models import hf
+from dllm_jax.models import hf, repository
 from dllm_jax.rl.likelihood import Likelihood
 from dllm_jax.sampling import answers, placement
 
@@ -74,7 +74,7 @@ class Model:
     @functools.cached_property
     def likelihood(self) -> Likelihood:
         """What scores given answers."""
-        path = hf.find(self.cfg.model.path)
+        path = repository.find(self.cfg.model.path)
         _, params = hf.load(path, mesh=self.mesh, dtype=self.model.dtype, heads=("lm",))
         return Likelihood(
             params,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from dllm_jax import memory
-from dllm_jax.models import hf
+from dllm_jax.models import repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import codes, prompts
 from dllm_jax.sampling import answers, policy
@@ -69,7 +69,7 @@ def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
         return prompts.Reader(model, keep_newline=args.keep_newline)
     if not model.codebook:
         return None
-    made = functools.partial(format_of, args, hf.find(args.path), model, tok)
+    made = functools.partial(format_of, args, repository.find(args.path), model, tok)
 
     def codec():  # for who asks for an image, and nobody else
         return codes.Codec(made(), args.image_fit)
@@ -86,7 +86,7 @@ def decoder(cfg, model: ModelConfig, tok):
     """
     if cfg.sampler.answers != "image":
         return functools.partial(answers.decode, tok=tok)
-    made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
+    made = format_of(cfg.model, repository.find(cfg.model.path), model, tok)
     return codes.Codec(made, cfg.model.image_fit).drawn
 
 
@@ -98,6 +98,6 @@ def claim(cfg, model: ModelConfig, tok, grader, beside: int) -> memory.Claim:
     """
     claims = [functools.partial(grader.claim, slots=cfg.sampler.slots)]
     if cfg.sampler.answers == "image":
-        made = format_of(cfg.model, hf.find(cfg.model.path), model, tok)
+        made = format_of(cfg.model, repository.find(cfg.model.path), model, tok)
         claims.append(lambda _: made.claim(draws=True))
     return memory.claimed(claims, beside)

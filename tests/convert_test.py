@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from dllm_jax import convert, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf, transformer
+from dllm_jax.models import hf, repository, transformer
 from dllm_jax.models.config import Lora
 from dllm_jax.rl.learner import TrainState
 from tests import served
@@ -117,7 +117,7 @@ def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
     cfg = dataclasses.replace(hf.read_config(TIED), lora=Lora(2, 4.0, ("wq",)))
     adapters = transformer.init(jax.random.key(0), cfg)
     model = {"path": str(TIED), "lora_rank": 2, "lora_targets": ["wq"]}
-    meta = {"config": {"model": model}, "model": hf.marks(TIED)}
+    meta = {"config": {"model": model}, "model": repository.marks(TIED)}
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     checkpoints.save(1, {"policy": {"params": adapters}}, meta)
     checkpoints.close()
@@ -126,9 +126,9 @@ def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
     convert.main(
         ["to-hf", str(tmp_path / "run"), str(tmp_path / "a"), f"--like={like}"]
     )
-    stored = safetensors.numpy.load_file(like / hf.SINGLE)
+    stored = safetensors.numpy.load_file(like / repository.SINGLE)
     stored = {name: 2 * x for name, x in stored.items()}
-    safetensors.numpy.save_file(stored, like / hf.SINGLE)
+    safetensors.numpy.save_file(stored, like / repository.SINGLE)
     message = "its model.safetensors is another than that which the run's adapters were"
     with pytest.raises(ValueError, match=f"{message} trained .*path='{TIED}'; name"):
         convert.to_hf(str(tmp_path / "run"), str(tmp_path / "b"), str(like))

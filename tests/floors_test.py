@@ -144,7 +144,7 @@ REWARDS = 3_990  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read.
 LOOKED_AT = 790
-VISION = 1_210  # what images become: a tower's features, and codes; answers learned about them
+VISION = 1_250  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
 

@@ -7,191 +7,29 @@ the tensors, and an index over these says which tensor.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import json
 import math
-import os
-import pathlib
 import re
 import shutil
-import zlib
+from pathlib import Path
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (teaches numpy and safetensors about bfloat16)
 import numpy as np
-import safetensors
 import safetensors.numpy
-from flax import traverse_util
 
-from dllm_jax import exits, sharding
-from dllm_jax.models import transformer
+from dllm_jax import sharding
+from dllm_jax.models import export, repository, transformer
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.models.families import changes, family_of, read_config
-from dllm_jax.models.special import read_json
-from dllm_jax.models.vision import magvit, siglip
+from dllm_jax.models.families import family_of, read_config
+from dllm_jax.models.repository import Tensors, refuse
+from dllm_jax.models.vision import autoencoders, siglip
 
 HEADS = ("lm", "value", "record", "vision")  # all that a checkpoint may have
-# Files of weights: the first are read, the others are neither fetched nor exported.
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5")
-WEIGHTS += ("*.msgpack", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.ot", "*.tflite")
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-TRAINED = b"""> dllm_jax has trained the weights beside this text further: it was written about
-> others, and not all of it holds any more.
-
-"""
-# What else a file of all weights is called: the released MAGVIT-v2's, diffusers'.
-OTHER_NAMES = ("pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
-# Checkpoints without a language model, by _class_name of config.json. A module has
-#   read(raw) -> its config, of what config.json says
-#   shapes(cfg) -> {tensor name: shape}
-#   IGNORED: how the names of tensors begin that it does not need
-AUTOENCODERS = {magvit.KIND: magvit}
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
-def find(path) -> pathlib.Path:
-    """Returns the folder of a checkpoint: a local one, or a hub repository's snapshot.
-
-    Raises ValueError when it is neither.
-    """
-    if not str(path):
-        raise ValueError("model.path is empty: name a Hugging Face folder")
-    folder = pathlib.Path(path)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(path).count("/") != 1:
-        seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
-        raise ValueError(
-            f"{str(path)!r} is not a folder, nor a hub repository like org/name{seen_from}"
-        )
-    try:
-        return snapshot(str(path))
-    except Exception as error:  # noqa: BLE001 (its HTTP client has errors of its own)
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"{str(path)!r} is not a folder, and the hub did not give it: {reason}"
-        ) from None
-
-
-@functools.cache
-def snapshot(name: str) -> pathlib.Path:
-    """Returns the folder of a hub repository, the same until the process ends.
-
-    What a run began with is to be what its export is made with, days later, whatever the hub
-    has by then.
-    """
-    others = [pattern for pattern in WEIGHTS if pattern != "*.safetensors"]
-    return pathlib.Path(huggingface_hub.snapshot_download(name, ignore_patterns=others))
-
-
-def marks(folder: pathlib.Path) -> dict[str, list[int]]:
-    """Returns size and CRC-32 of a checkpoint's files of weights and config.
-
-    Other weights by the same path have others. Of a large file the CRC is of 256 pieces.
-    """
-    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
-    return {file.name: mark(file) for file in files}
-
-
-def mark(file: pathlib.Path) -> list[int]:
-    """Returns a file's size and CRC-32."""
-    piece, size, crc = 2**14, file.stat().st_size, 0
-    with file.open("rb") as data:
-        for start in range(0, size, max(piece, size // 256)):
-            data.seek(start)
-            crc = zlib.crc32(data.read(piece), crc)
-    return [size, crc]
 
 
 # ---- Where a parameter is stored --------------------------------------------------------
-
-
-class Tensors:
-    """The tensors of a folder by name; nothing is read before it is asked for."""
-
-    def __init__(self, folder: pathlib.Path):
-        if (folder / SINGLE).is_file():
-            files = [SINGLE]
-        elif (folder / INDEX).is_file():
-            files = files_of(folder / INDEX)
-        elif there := [name for name in OTHER_NAMES if (folder / name).is_file()]:
-            files = there[:1]
-        else:
-            raise ValueError(
-                f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
-                + pickled(folder)
-            )
-        self.handle_of, self.file_of = {}, {}  # by file, by tensor name
-        for file in files:
-            try:
-                self.handle_of[file] = safetensors.safe_open(folder / file, "np")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise ValueError(f"{folder / file}: cannot be read: {error}") from None
-            names = self.handle_of[file].keys()
-            if twice := sorted(self.file_of.keys() & names):
-                # An index says which is meant, and transformers does not ask it.
-                raise ValueError(
-                    f"{folder}: tensor {twice[0]!r} is in two files, "
-                    f"{self.file_of[twice[0]]} and {file}"
-                )
-            self.file_of |= dict.fromkeys(names, file)
-
-    def slice(self, name: str):
-        """Returns a handle that reads only the part it is indexed with."""
-        return self.handle_of[self.file_of[name]].get_slice(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
-        return tuple(self.slice(name).get_shape())
-
-    def dtype(self, name: str) -> np.dtype:
-        """Returns a tensor's dtype."""
-        kind = self.slice(name).get_dtype()
-        if kind not in DTYPES:
-            raise ValueError(
-                f"{self.file_of[name]}: tensor {name!r}: dtype {kind} is not supported"
-            )
-        return jnp.dtype(DTYPES[kind])
-
-    def size(self, name: str) -> int:
-        """Returns the bytes of a tensor; 0 of a dtype that is copied alone, not read."""
-        kind = DTYPES.get(self.slice(name).get_dtype())
-        return math.prod(self.shape(name)) * jnp.dtype(kind).itemsize if kind else 0
-
-
-def pickled(folder: pathlib.Path) -> str:
-    """Returns what is to be said of weights that are not read; "": there are none."""
-    files = sorted(file.name for file in folder.glob("*.bin"))
-    way = "write the model anew with transformers' save_pretrained, which makes safetensors"
-    if files:
-        return f"; {files[0]} is not read, as a .bin file is a program: {way}"
-    if folder.parent.name == "snapshots":
-        return f"; of a hub repository no others are fetched: {way}"
-    return ""
-
-
-def files_of(index: pathlib.Path) -> list[str]:
-    """Returns the names of an index's files.
-
-    Raises ValueError where it names none, or anything but a file beside it: an export
-    writes the same names.
-    """
-    names = read_json(index).get("weight_map")
-    if not names or not isinstance(names, dict):
-        raise ValueError(f"{index}: it has no weight_map of tensor names to file names")
-    for tensor, name in names.items():
-        plain = isinstance(name, str) and "\0" not in name
-        if not plain or name in ("", ".", "..") or name != os.path.basename(name):
-            raise ValueError(
-                f"{index}: {tensor!r} is in {name!r}, which is not the name of a file in "
-                "this folder"
-            )
-    return sorted(set(names.values()))
 
 
 def leaves(cfg: ModelConfig, heads):
@@ -330,7 +168,7 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
     refuse(folder, faults)
 
 
-def check(folder: pathlib.Path, cfg: ModelConfig) -> None:
+def check(folder: Path, cfg: ModelConfig) -> None:
     """Raises ValueError where the weights' headers are not what its config.json says.
 
     cfg: of `read_config`.
@@ -338,7 +176,7 @@ def check(folder: pathlib.Path, cfg: ModelConfig) -> None:
     check_tensors(Tensors(folder), cfg, ("lm",), folder)
 
 
-def headers(folder: pathlib.Path) -> tuple[ModelConfig, bool]:
+def headers(folder: Path) -> tuple[ModelConfig, bool]:
     """Returns (the ModelConfig that `load` returns, whether a value head is stored).
 
     It reads headers alone. Raises ValueError as `check` does.
@@ -348,13 +186,6 @@ def headers(folder: pathlib.Path) -> tuple[ModelConfig, bool]:
     check_tensors(tensors, cfg, ("value",), folder)
     dtype = tensors.dtype(names["embed"]).name
     return dataclasses.replace(cfg, dtype=dtype), names.get("value") in tensors.file_of
-
-
-def refuse(folder, faults: list[str]):
-    """Raises ValueError with the first of the faults, if there are any."""
-    if faults:
-        others = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(f"{folder}: " + "; ".join(faults[:8]) + others)
 
 
 # ---- In --------------------------------------------------------------------------------
@@ -376,9 +207,9 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
 
     Raises ValueError for anything that is not a supported checkpoint, naming it.
     """
-    folder = find(path)
-    if module := autoencoder_of(folder):
-        return load_autoencoder(folder, module, dtype)
+    folder = repository.find(path)
+    if module := autoencoders.module_of(folder):
+        return autoencoders.load(folder, module, dtype)
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
@@ -430,7 +261,7 @@ def refuse_other_head(tensors: Tensors, cfg: ModelConfig, folder) -> None:
         )
 
 
-def refuse_empty(folder: pathlib.Path, leaves: list) -> None:
+def refuse_empty(folder: Path, leaves: list) -> None:
     """Raises ValueError for tensors that are not finite, or all zero where none is to be.
 
     leaves: of each parameter the array, its Spec, and its tensors by their index. One
@@ -447,48 +278,6 @@ def refuse_empty(folder: pathlib.Path, leaves: list) -> None:
             elif sums[index] == 0 and spec.init != "zeros":
                 all_zero.append(f"{name} is all zero")
     refuse(folder, not_finite + all_zero)
-
-
-def autoencoder_of(folder: pathlib.Path):
-    """Returns the module of AUTOENCODERS that a folder is of, or None."""
-    file = folder / "config.json"
-    raw = read_json(file) if file.is_file() else {}
-    kind = raw.get("_class_name")
-    return AUTOENCODERS.get(kind) if isinstance(kind, str) else None
-
-
-def read_autoencoder(folder: pathlib.Path, module):
-    """Returns what the config.json of a folder of AUTOENCODERS says."""
-    file = folder / "config.json"
-    try:
-        return module.read(read_json(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-
-
-def load_autoencoder(folder: pathlib.Path, module, dtype=None):
-    """Returns (its config, params) of a folder of AUTOENCODERS, on the default device.
-
-    params: the tensors by name, cut at the dots. Raises ValueError as `load` does.
-    """
-    cfg = read_autoencoder(folder, module)
-    tensors, shapes = Tensors(folder), module.shapes(cfg)
-    faults = [f"missing {name}" for name in shapes if name not in tensors.file_of]
-    for name in tensors.file_of:
-        if name not in shapes:
-            faults += [] if name.startswith(module.IGNORED) else [f"unknown {name}"]
-        elif tensors.shape(name) != shapes[name]:
-            found = tensors.shape(name)
-            faults.append(f"{name} has shape {found}, expected {shapes[name]}")
-    refuse(folder, faults)
-    params = {}
-    for name in shapes:
-        x = tensors.slice(name)[:].astype(dtype or tensors.dtype(name))
-        if not np.isfinite(x).all():
-            faults.append(f"{name} is not finite")
-        params[name] = jnp.asarray(x)
-    refuse(folder, faults)
-    return cfg, traverse_util.unflatten_dict(params, sep=".")
 
 
 def read_parameter(
@@ -554,9 +343,9 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
     written one at a time into a temporary folder which then takes the name `path`, so a
     crash never leaves half a checkpoint. Every process must call it; process 0 writes.
 
-    Raises ValueError when `like` is another model, and as `check_target` does.
+    Raises ValueError when `like` is another model, and as `export.check_target` does.
     """
-    target, origin = check_target(path, like)
+    target, origin = export.check_target(path, like)
     tensors = Tensors(origin)
     check_tensors(tensors, cfg, (), origin)
     sources = sources_of(cfg, params, tensors)
@@ -571,11 +360,11 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
     writing = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
     sizes = {}  # bytes of each tensor
-    with written(partial if writing else None, tensors):
+    with export.written(partial if writing else None, tensors):
         if writing:
-            begin_export(partial, origin, cfg)
+            export.begin_export(partial, origin, cfg)
             if trained:
-                begin_card(partial / "README.md")
+                export.begin_card(partial / "README.md")
         for file, names in names_in.items():
             sizes |= write_shard(
                 partial / file if writing else None, names, sources, tensors, cfg
@@ -583,50 +372,10 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
         if writing:
             for file in names_in:  # safetensors' are for the owner alone
                 shutil.copymode(partial / "config.json", partial / file)
-            extend_index(partial, last_file, {name: sizes[name] for name in added})
-            swap(partial, target)
-
-
-def check_target(path, like) -> tuple[pathlib.Path, pathlib.Path]:
-    """Returns the folders of an export and of its original, without symbolic links.
-
-    Raises ValueError where the export would write over the original, or over files that
-    the original's are links to, or over something else than a checkpoint.
-    """
-    target, origin = pathlib.Path(path).resolve(), find(like).resolve()
-    homes = {origin} | {item.resolve().parent for item in origin.iterdir()}
-    if origin in target.parents or any(
-        target == home or target in home.parents for home in homes
-    ):
-        raise ValueError(f"cannot export to {path}: the original {like} is there")
-    if not replaceable(target):
-        raise ValueError(f"cannot export to {path}: it is there and not an export")
-    return target, origin
-
-
-@contextlib.contextmanager
-def written(partial: pathlib.Path | None, tensors: Tensors):
-    """Leaves no half-written folder behind where what is inside fails.
-
-    partial: None in processes that write nothing. Raises exits.CannotGoOn where the disk
-    is full.
-    """
-    if partial is None:
-        yield
-        return
-    wanted = sum(map(tensors.size, tensors.file_of))
-    try:
-        with exits.room(partial.parent, wanted):
-            yield
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def replaceable(target: pathlib.Path) -> bool:
-    """Returns whether an export may take this name: it is free, empty or a checkpoint's."""
-    taken = [target] if target.is_file() else list(target.glob("*"))
-    return not taken or any((target / name).is_file() for name in (SINGLE, INDEX))
+            export.extend_index(
+                partial, last_file, {name: sizes[name] for name in added}
+            )
+            export.swap(partial, target)
 
 
 def sources_of(cfg: ModelConfig, params, tensors: Tensors) -> dict[str, list[tuple]]:
@@ -646,27 +395,8 @@ def sources_of(cfg: ModelConfig, params, tensors: Tensors) -> dict[str, list[tup
     return dict(sources)
 
 
-def begin_export(folder: pathlib.Path, origin: pathlib.Path, cfg: ModelConfig) -> None:
-    """Makes the folder anew with all of the original but weights, and our config.json."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    copy_others(origin, folder)
-    if changed := changes(cfg, read_config(origin)):
-        raw = read_json(origin / "config.json") | changed
-        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-
-
-def begin_card(file: pathlib.Path) -> None:
-    """Says in a model card, where there is one, that it is about other weights."""
-    text = file.read_bytes() if file.exists() else TRAINED
-    if TRAINED not in text:
-        head = re.match(rb"---\n.*?\n---\n", text, re.DOTALL)  # for the hub's search
-        end = head.end() if head else 0
-        file.write_bytes(text[:end] + TRAINED + text[end:])
-
-
 def write_shard(
-    file: pathlib.Path | None,
+    file: Path | None,
     names: list[str],
     sources: dict[str, list[tuple]],
     tensors: Tensors,
@@ -711,55 +441,3 @@ def tensor_of(name: str, sources, tensors: Tensors, cfg: ModelConfig) -> np.ndar
 def unstacked(leaf, index):
     """Returns one tensor's worth of a parameter."""
     return leaf[index]
-
-
-def extend_index(folder: pathlib.Path, file: str, added: dict[str, int]) -> None:
-    """Adds tensors of `file` (name: bytes) to the folder's index, where it has one."""
-    if not added or not (folder / INDEX).is_file():
-        return
-    index = read_json(folder / INDEX)
-    index["weight_map"] |= dict.fromkeys(added, file)
-    if size := (index.get("metadata") or {}).get("total_size"):
-        index["metadata"]["total_size"] = size + sum(added.values())
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def swap(partial: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a finished folder its name; an older export there goes only then."""
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
-    os.replace(partial, target)
-    shutil.rmtree(old, ignore_errors=True)  # also one that a killed swap has left
-
-
-def copy_others(origin: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies what is not weights: tokenizer, configs, remote code, model card.
-
-    Those of a tokenizer of images, a folder inside, are copied too: no run changes them.
-
-    A link that leads out of the folder is not followed, as what it leads to may be no part
-    of the model. Two are: a hub snapshot's into its repository's blobs, and config.json,
-    which was read as the model's.
-    """
-    homes = [origin]
-    if origin.parent.name == "snapshots":
-        homes.append(origin.parents[1] / "blobs")
-    for item in origin.rglob("*"):
-        name = item.relative_to(origin)
-        hidden = any(folder.startswith(".") for folder in name.parts[:-1])
-        weights = any(map(item.match, WEIGHTS)) and not (
-            item.parent != origin and autoencoder_of(item.parent)
-        )
-        if not item.is_file() or hidden or weights:
-            continue
-        source = item.resolve()
-        inside = any(home in source.parents for home in homes)
-        if not inside and name != pathlib.Path("config.json"):
-            exits.warn(
-                f"{item} leads out of its folder, to {source}: it is not exported"
-            )
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(item, target / name)

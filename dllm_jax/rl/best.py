@@ -10,7 +10,7 @@ import shutil
 
 from dllm_jax import folder as folders
 from dllm_jax.exits import room
-from dllm_jax.models import hf
+from dllm_jax.models import export
 
 MARK = "best.json"  # in the run's folder
 # What is known before the first evaluation. of: what evaluations ask, see `still`.
@@ -115,4 +115,4 @@ def publish(folder: pathlib.Path) -> None:
     with room(folder):
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(folder / "best", partial)
-        hf.swap(partial, folder / "export")
+        export.swap(partial, folder / "export")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import exits, sharding
-from dllm_jax.models import acting, hf, lora, mask, transformer
+from dllm_jax.models import acting, hf, lora, mask, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision.look import Eyes
 from dllm_jax.models.vision.soft import Seen
@@ -130,7 +130,7 @@ def as_reference(policy, like):
 def check_value(path: str, model: ModelConfig) -> None:
     """Raises ValueError where a checkpoint's layers are no value network beside a policy."""
     try:
-        stored = hf.read_config(hf.find(path))
+        stored = hf.read_config(repository.find(path))
     except ValueError as error:
         raise ValueError(f"rl.value_path: {error}") from None
     has, wants = (

@@ -118,7 +118,7 @@ def card(cfg, records: list[dict], asked: Asked, scores: dict, marks: dict) -> d
     """Returns what an evaluation found, and all that its numbers depend on; JSON-able.
 
     cfg: the configuration, completed. asked: the problem of each record. scores: of
-    `of_records`. marks: hf.marks of the checkpoint's files.
+    `of_records`. marks: repository.marks of the checkpoint's files.
     """
     each, by = cfg.eval.answers, cfg.eval.by
     fields = dataclasses.asdict(cfg.sampler)

@@ -22,7 +22,7 @@ from huggingface_hub import errors
 
 from dllm_jax import exits, sharding
 from dllm_jax.config import stops_of
-from dllm_jax.models import families, hf, transformer
+from dllm_jax.models import export, families, hf, repository, transformer
 from dllm_jax.sampling.config import SamplerConfig
 from tests.goldens import reader
 
@@ -33,7 +33,9 @@ VOCAB, LAST = (
     TOLD["sdar_tied"]["vocab_size"],
     TOLD["sdar_tied"]["num_hidden_layers"] - 1,
 )
-SHARDS = json.loads((SDAR / hf.INDEX).read_text())["weight_map"]  # {tensor: file}
+SHARDS = json.loads((SDAR / repository.INDEX).read_text())[
+    "weight_map"
+]  # {tensor: file}
 FIRST_SHARD, *_, LAST_SHARD = sorted(set(SHARDS.values()))
 
 
@@ -59,9 +61,11 @@ def variant(folder, *, origin=TIED, config=(), tensors=(), drop=()) -> pathlib.P
     raw = json.loads((folder / "config.json").read_text()) | dict(config)
     raw = {name: value for name, value in raw.items() if name not in drop}
     (folder / "config.json").write_text(json.dumps(raw))
-    stored = safetensors.numpy.load_file(folder / hf.SINGLE) | dict(tensors)
+    stored = safetensors.numpy.load_file(folder / repository.SINGLE) | dict(tensors)
     stored = {name: x for name, x in stored.items() if name not in drop}
-    safetensors.numpy.save_file(stored, folder / hf.SINGLE, metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        stored, folder / repository.SINGLE, metadata={"format": "pt"}
+    )
     return folder
 
 
@@ -112,13 +116,13 @@ def test_the_card_of_trained_weights_says_that_it_is_about_others(tmp_path, head
     for name, like in ("out", origin), ("again", tmp_path / "out"):
         hf.save(tmp_path / name, cfg, params, like=like, trained=True)
         card = (tmp_path / name / "README.md").read_bytes()
-        assert card == head + hf.TRAINED + b"It adds. \xe9\n"
+        assert card == head + export.TRAINED + b"It adds. \xe9\n"
     hf.save(tmp_path / "bare", cfg, params, like=SDAR, trained=True)
     assert (tmp_path / "bare" / "README.md").exists() == (SDAR / "README.md").exists()
 
 
 def test_f32_masters_of_bfloat16_weights(tmp_path):
-    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    stored = safetensors.numpy.load_file(TIED / repository.SINGLE)
     low = {name: x.astype(ml_dtypes.bfloat16) for name, x in stored.items()}
     origin = variant(tmp_path / "origin", tensors=low)
     cfg, params = hf.load(origin)
@@ -133,7 +137,7 @@ def test_f32_masters_of_bfloat16_weights(tmp_path):
 
 def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
-    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)[name]
+    stored = safetensors.numpy.load_file(TIED / repository.SINGLE)[name]
     low = {name: stored.astype(ml_dtypes.bfloat16)}
     origin = variant(tmp_path / "origin", tensors=low)
     cfg, params = hf.load(origin)
@@ -153,7 +157,9 @@ def test_what_nothing_is_computed_with_may_have_any_dtype(dtype, tmp_path):
 
 
 def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
-    embed = safetensors.numpy.load_file(TIED / hf.SINGLE)["model.embed_tokens.weight"]
+    embed = safetensors.numpy.load_file(TIED / repository.SINGLE)[
+        "model.embed_tokens.weight"
+    ]
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     both = {"lm_head.weight": embed} | tables
     origin = variant(tmp_path / "origin", tensors=both)
@@ -161,7 +167,7 @@ def test_a_tied_head_that_is_stored_too_follows_the_embedding(tmp_path):
     assert "head" not in params
     params["embed"] = params["embed"] + 1
     hf.save(tmp_path / "out", cfg, params, like=origin)
-    out = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)
+    out = safetensors.numpy.load_file(tmp_path / "out" / repository.SINGLE)
     np.testing.assert_array_equal(out["lm_head.weight"], embed + 1)
     np.testing.assert_array_equal(out["model.embed_tokens.weight"], embed + 1)
     assert all(np.array_equal(out[name], x) for name, x in tables.items())
@@ -172,7 +178,7 @@ def test_a_tied_head_that_is_another_matrix_is_refused(family, key, tmp_path):
     """Newer versions of transformers take it, older ones the embedding."""
     names = families.FAMILIES[TOLD[family]["model_type"]].names
     origin = ORIGINS[family]
-    embed = safetensors.numpy.load_file(origin / hf.SINGLE)[names["embed"]]
+    embed = safetensors.numpy.load_file(origin / repository.SINGLE)[names["embed"]]
     low = embed.astype(ml_dtypes.bfloat16)
     for number, head in enumerate((embed + 1, embed[1:], low)):
         folder = variant(
@@ -192,7 +198,7 @@ def test_a_tied_head_that_is_another_matrix_is_refused(family, key, tmp_path):
 
 def test_merged_experts_are_the_same_model(tmp_path):
     plain = ORIGINS["llada2"]
-    stored = safetensors.numpy.load_file(plain / hf.SINGLE)
+    stored = safetensors.numpy.load_file(plain / repository.SINGLE)
     cfg = hf.read_config(plain)
     merged, parts = {}, []
     for layer, kind in itertools.product(
@@ -213,7 +219,7 @@ def test_merged_experts_are_the_same_model(tmp_path):
 
 
 def test_a_fused_projection_is_query_key_value_in_this_order():
-    stored = safetensors.numpy.load_file(ORIGINS["llada2"] / hf.SINGLE)
+    stored = safetensors.numpy.load_file(ORIGINS["llada2"] / repository.SINGLE)
     cfg, params = hf.load(ORIGINS["llada2"])
     stacks = {"first": cfg.dense_layers, "layers": cfg.layers - cfg.dense_layers}
     places = [(stack, i) for stack, count in stacks.items() for i in range(count)]
@@ -270,8 +276,8 @@ def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
     cfg, params = hf.load(SDAR, heads=("lm", "value"))
     params["value"] = params["value"] + 0.25
     hf.save(tmp_path / "out", cfg, params, like=SDAR)
-    index = json.loads((tmp_path / "out" / hf.INDEX).read_text())
-    was = json.loads((SDAR / hf.INDEX).read_text())
+    index = json.loads((tmp_path / "out" / repository.INDEX).read_text())
+    was = json.loads((SDAR / repository.INDEX).read_text())
     assert index["weight_map"] == SHARDS | {"value_head.weight": LAST_SHARD}
     added = index["metadata"]["total_size"] - was["metadata"]["total_size"]
     assert added == 4 * cfg.d_model
@@ -279,9 +285,11 @@ def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
     assert stored["value_head.weight"].shape == (1, cfg.d_model)
     assert same(hf.load(tmp_path / "out")[1], params)
     silent = shutil.copytree(SDAR, tmp_path / "silent")
-    (silent / hf.INDEX).write_text(json.dumps({"weight_map": SHARDS, "metadata": None}))
+    (silent / repository.INDEX).write_text(
+        json.dumps({"weight_map": SHARDS, "metadata": None})
+    )
     hf.save(tmp_path / "again", cfg, params, like=silent)
-    index = json.loads((tmp_path / "again" / hf.INDEX).read_text())
+    index = json.loads((tmp_path / "again" / repository.INDEX).read_text())
     assert index["metadata"] is None  # nor is the new head's size that of all
     assert "value_head.weight" in index["weight_map"]
 
@@ -291,7 +299,7 @@ def test_export_takes_what_params_lack_from_the_original(tmp_path):
     params["norm"] = 2 * params["norm"]
     hf.save(tmp_path / "out", cfg, params, like=VALUE)
     out, was = (
-        safetensors.numpy.load_file(folder / hf.SINGLE)
+        safetensors.numpy.load_file(folder / repository.SINGLE)
         for folder in (tmp_path / "out", VALUE)
     )
     differ = [name for name in was if not np.array_equal(out[name], was[name])]
@@ -337,9 +345,9 @@ class Meter:
 @pytest.mark.parametrize("sizes", MESHES)
 def test_load_reads_every_number_once_and_only_slices(sizes, monkeypatch):
     log = []
-    plain = hf.Tensors.slice
+    plain = repository.Tensors.slice
     monkeypatch.setattr(
-        hf.Tensors, "slice", lambda self, name: Meter(plain(self, name), log)
+        repository.Tensors, "slice", lambda self, name: Meter(plain(self, name), log)
     )
     mesh = sharding.make_mesh(**{"fsdp": 1} | sizes)
     _, params = hf.load(SDAR, mesh=mesh)
@@ -442,8 +450,10 @@ INDICES = [None, [], {}, {"weight_map": None}, {"weight_map": []}, {"weight_map"
 @pytest.mark.parametrize("index", INDICES, ids=range(len(INDICES)))
 def test_an_index_without_names_is_refused(tmp_path, index):
     folder = shutil.copytree(SDAR, tmp_path / "model")
-    (folder / hf.INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"{hf.INDEX}: .*no (weight_map|JSON object)"):
+    (folder / repository.INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=f"{repository.INDEX}: .*no (weight_map|JSON object)"
+    ):
         hf.load(folder)
 
 
@@ -458,10 +468,10 @@ def test_a_name_in_an_index_never_leaves_the_folder(tmp_path, name):
     name = name.format(tmp_path) if isinstance(name, str) else name
     for place in (tmp_path, folder, folder / "sub"):
         place.mkdir(exist_ok=True)
-        shutil.copy(folder / hf.SINGLE, place / "base.safetensors")
-    (folder / hf.SINGLE).unlink()
-    names = dict.fromkeys(hf.Tensors(TIED).file_of, name)
-    (folder / hf.INDEX).write_text(json.dumps({"weight_map": names}))
+        shutil.copy(folder / repository.SINGLE, place / "base.safetensors")
+    (folder / repository.SINGLE).unlink()
+    names = dict.fromkeys(repository.Tensors(TIED).file_of, name)
+    (folder / repository.INDEX).write_text(json.dumps({"weight_map": names}))
     before = files(tmp_path)
     for go in (
         lambda: hf.load(folder),
@@ -816,7 +826,7 @@ def test_fast_dllm_is_a_qwen_that_fills_blocks(tmp_path, config, block):
 
 
 def test_a_llama_that_fills_blocks(tmp_path):
-    stored = safetensors.numpy.load_file(TIED / hf.SINGLE)
+    stored = safetensors.numpy.load_file(TIED / repository.SINGLE)
     norms = [name for name in stored if "q_norm" in name or "k_norm" in name]
     origin = variant(tmp_path / "origin", config={"model_type": "llama"}, drop=norms)
     cfg, params = hf.load(origin)
@@ -1066,14 +1076,14 @@ def test_configs_of_families_refused(tmp_path, family, config, message):
 
 def spoiled(name: str, value: float, dtype="float32") -> dict:
     """Returns a golden tensor with one number replaced."""
-    x = safetensors.numpy.load_file(TIED / hf.SINGLE)[name].astype(dtype)
+    x = safetensors.numpy.load_file(TIED / repository.SINGLE)[name].astype(dtype)
     x.flat[3] = value
     return {name: x}
 
 
 NORM = f"model.layers.{LAST}.input_layernorm.weight"
 DOWN = f"model.layers.{LAST}.mlp.down_proj.weight"
-DOWN_SHAPE = safetensors.numpy.load_file(TIED / hf.SINGLE)[DOWN].shape
+DOWN_SHAPE = safetensors.numpy.load_file(TIED / repository.SINGLE)[DOWN].shape
 
 
 @pytest.mark.parametrize(
@@ -1140,7 +1150,7 @@ def test_files_refused(tmp_path):
     shutil.copy(SDAR / "config.json", folder)
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         hf.load(folder)
-    shutil.copy(SDAR / hf.INDEX, folder)
+    shutil.copy(SDAR / repository.INDEX, folder)
     with pytest.raises(ValueError, match=f"{FIRST_SHARD}: cannot be read"):
         hf.load(folder)
     for shard in SDAR.glob("*.safetensors"):
@@ -1153,9 +1163,9 @@ def test_files_refused(tmp_path):
 
 def test_an_index_that_names_too_few_files(tmp_path):
     folder = shutil.copytree(SDAR, tmp_path / "model")
-    index = json.loads((folder / hf.INDEX).read_text())
+    index = json.loads((folder / repository.INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], FIRST_SHARD)
-    (folder / hf.INDEX).write_text(json.dumps(index))
+    (folder / repository.INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="missing ") as refused:
         hf.load(folder)
     assert any(
@@ -1179,11 +1189,11 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """Returns a function by which another answers for the hub; nothing is remembered."""
-    hf.snapshot.cache_clear()
+    repository.snapshot.cache_clear()
     yield functools.partial(
-        monkeypatch.setattr, hf.huggingface_hub, "snapshot_download"
+        monkeypatch.setattr, repository.huggingface_hub, "snapshot_download"
     )
-    hf.snapshot.cache_clear()
+    repository.snapshot.cache_clear()
 
 
 def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(hub):
@@ -1198,11 +1208,11 @@ def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(hub):
         return str(SDAR)
 
     hub(fetch)
-    assert hf.find("org/model") == SDAR
+    assert repository.find("org/model") == SDAR
     with pytest.raises(ValueError, match="the hub did not give it: no such repository"):
-        hf.find("org/other")
+        repository.find("org/other")
     with pytest.raises(ValueError, match="nor a hub repository"):
-        hf.find("models")
+        repository.find("models")
     assert asked == ["org/model", "org/other"]
 
 
@@ -1228,7 +1238,7 @@ def test_what_the_hubs_client_fails_with_is_one_line(hub):
 
         hub(fetch)
         with pytest.raises(ValueError, match="the hub did not give it: ") as refused:
-            hf.find("org/model")
+            repository.find("org/model")
         return str(refused.value)
 
     assert fail(ProxyError("403\n Forbidden")).endswith(

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models import hf, mask, moe, transformer
+from dllm_jax.models import hf, mask, moe, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
@@ -323,7 +323,9 @@ def qwen_moe(folder, step: int, layers: int) -> dict[str, np.ndarray]:
         f"{name}.weight": (len(shape) == 1) + rng.normal(0, 0.3, shape).astype("f4")
         for name, shape in shapes.items()
     }
-    safetensors.numpy.save_file(tensors, folder / hf.SINGLE, metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        tensors, folder / repository.SINGLE, metadata={"format": "pt"}
+    )
     return tensors
 
 
@@ -397,7 +399,7 @@ def test_experts_in_every_so_many_layers(step, layers, tmp_path):
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
 
     hf.save(tmp_path / "out", cfg, params, like=origin)
-    again = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)
+    again = safetensors.numpy.load_file(tmp_path / "out" / repository.SINGLE)
     assert again.keys() == tensors.keys()
     for name, x in tensors.items():
         np.testing.assert_array_equal(again[name], x)

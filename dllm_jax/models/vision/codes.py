@@ -27,8 +27,8 @@ from PIL import Image
 
 from dllm_jax import data, images, memory, sharding
 from dllm_jax.images import MARK
-from dllm_jax.models import hf
-from dllm_jax.models.vision import magvit
+from dllm_jax.models import hf, repository
+from dllm_jax.models.vision import autoencoders, magvit
 from dllm_jax.models.vision.prompts import Picture, Prompt
 
 RESERVED = "<|reserved_token_{}|>"
@@ -126,15 +126,15 @@ def find(model_path, given: str) -> pathlib.Path:
     given: model.vq; "": a folder inside of the model's. Raises ValueError where it is none.
     """
     if given:
-        folder = hf.find(given)
-        if hf.autoencoder_of(folder) is not magvit:
+        folder = repository.find(given)
+        if autoencoders.module_of(folder) is not magvit:
             raise ValueError(
                 f"model.vq={given!r} is no {magvit.KIND}: its config.json has no "
                 f'"_class_name": "{magvit.KIND}"'
             )
         return folder
     files = sorted(pathlib.Path(model_path).glob("*/config.json"))
-    found = [x.parent for x in files if hf.autoencoder_of(x.parent) is magvit]
+    found = [x.parent for x in files if autoencoders.module_of(x.parent) is magvit]
     if not found:
         raise ValueError(
             f"{str(model_path)!r} needs the tokenizer of its images, and has no folder with "
@@ -162,7 +162,7 @@ class Format:
 
         draws: whether that makes images of codes, or codes of an image.
         """
-        cfg, mesh = hf.read_autoencoder(self.folder, magvit), own_mesh()
+        cfg, mesh = autoencoders.read(self.folder, magvit), own_mesh()
         params = magvit.abstract(cfg, jax.NamedSharding(mesh, jax.P()))
         with jax.set_mesh(mesh):
             if draws:
@@ -194,7 +194,7 @@ def format_of(
     codebook: how many codes the model knows. Raises ValueError for what does not go together.
     """
     folder = find(model_path, vq)
-    cfg = hf.read_autoencoder(folder, magvit)
+    cfg = autoencoders.read(folder, magvit)
     if 2**cfg.bits != codebook:
         raise ValueError(
             f"{folder} has {2**cfg.bits} codes, and {str(model_path)!r} knows {codebook} "

@@ -15,7 +15,7 @@ import zlib
 import jax
 
 from dllm_jax import data, memory
-from dllm_jax.models import families, hf, transformer
+from dllm_jax.models import families, hf, repository, transformer
 from dllm_jax.models.vision import codes, look, prompts
 from dllm_jax.rl.rewards.endpoint import TOP_P, UNREADABLE, Failed
 from dllm_jax.sampling import answers, placement
@@ -48,7 +48,7 @@ class Lent:
                 f"reward.judge.at={cfg.at!r}: a checkpoint judges in a run of one process; "
                 "serve it over HTTP, and name the URL"
             )
-        path = hf.find(cfg.at)
+        path = repository.find(cfg.at)
         model = families.adapt(hf.read_config(path), attention="", shift=-1, mask_id=-1)
         tiles = max(TILES * cfg.rows, 40) if model.vision and self.looks else 0
         self.model = dataclasses.replace(model, dtype="bfloat16", tiles=tiles)
@@ -118,7 +118,7 @@ class Lent:
         if self.place is None:
             self.claim(0, 0)
         self.answerer, self.params = placement.filled(
-            hf.find(self.cfg.at),
+            repository.find(self.cfg.at),
             self.place,
             model=self.model,
             mesh=jax.sharding.get_mesh(),

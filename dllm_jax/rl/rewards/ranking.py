@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import data, memory, sharding
-from dllm_jax.models import hf, mask, transformer
+from dllm_jax.models import hf, mask, repository, transformer
 
 ROWS = 16  # canvases of a forward
 
@@ -32,7 +32,7 @@ class Ranker:
 
     def begin(self) -> list[str]:
         """Reads what the model is; raises ValueError where it cannot judge the policy's."""
-        folder = hf.find(self.path)
+        folder = repository.find(self.path)
         own = data.tokenizer(folder)
         if self.tok is not None and own.get_vocab() != self.tok.get_vocab():
             raise ValueError(
@@ -65,7 +65,7 @@ class Ranker:
 
     def load(self):
         """Loads the weights, but for a language head."""
-        folder, kind = hf.find(self.path), self.model.dtype
+        folder, kind = repository.find(self.path), self.model.dtype
         _, self.params = hf.load(folder, mesh=self.mesh, dtype=kind, heads=("value",))
 
     def grade(self, trace) -> np.ndarray:
