@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.shapes import RELEASED
 from dllm_jax import command_line, pallas_kernels
-from dllm_jax.models import mask, transformer
+from dllm_jax.models import layer, mask
 from dllm_jax.pallas_kernels import attend as attend_ops
 from dllm_jax.pallas_kernels import choice, reference
 
@@ -239,12 +239,12 @@ def queries(scale: Scale):
         name: scale.normal(key, (H,), scale.dtype)
         for name, key in zip(("q_norm", "k_norm"), keys)
     }
-    turn = transformer.turns(jnp.broadcast_to(jnp.arange(W)[None], (C, W)), model)
+    turn = layer.turns(jnp.broadcast_to(jnp.arange(W)[None], (C, W)), model)
 
     def apart(all_CWKJH, p, turn):
-        q_CWKGH, k_CWKH, v_CWKH = transformer.of_heads(all_CWKJH)
+        q_CWKGH, k_CWKH, v_CWKH = layer.of_heads(all_CWKJH)
         cut = q_CWKGH.reshape(C, W, -1, H), k_CWKH
-        return *transformer.of_two_products(*cut, p, turn, model), v_CWKH
+        return *layer.of_two_products(*cut, p, turn, model), v_CWKH
 
     def by_heads(made):
         def run(*inputs):
@@ -253,7 +253,7 @@ def queries(scale: Scale):
 
         return run
 
-    of_one = functools.partial(transformer.of_one_product, cfg=model)
+    of_one = functools.partial(layer.of_one_product, cfg=model)
     ways = {"reference": by_heads(apart), "of_one": by_heads(of_one)}
     inputs = scale.normal(keys[2], shape, scale.dtype), p, turn
     yield Case("queries", f"{size['tokens']} slots", inputs, ways)

@@ -63,6 +63,7 @@ The reading order, for who wants to know how a prompt becomes a gradient:
     sampling/policy.py           what is computed again, and what a cache keeps
     models/mask.py               who sees whom, as ranges
     models/transformer.py        the one tower, its parameters declared once
+    models/layer.py              a layer of it
     pallas_kernels/reference.py  what every op computes, in plain jnp
     rl/noise.py                  which tokens are masked together, and how they weigh
     rl/selection.py              the likelihood of a step, with what it threw away

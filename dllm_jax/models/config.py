@@ -44,7 +44,7 @@ class ModelConfig:
     ffw: int = 9728
     norm_eps: float = 1e-6
     rope_theta: float = 1e6
-    rope_llama3: tuple[float, ...] = ()  # transformer.frequencies; (): plain ones
+    rope_llama3: tuple[float, ...] = ()  # layer.frequencies; (): plain ones
     qkv_bias: bool = False
     qk_norm: bool = True
     tied: bool = False  # the head is the embedding

@@ -1,7 +1,7 @@
 """LoRA: a frozen weight W acts as W + alpha / rank A B, and only A and B are trained.
 
 arXiv 2106.09685, section 4.1. A starts at random and B at zero, so that training starts
-from W. Sampling and training use W, A and B as they are (transformer.project); only an
+from W. Sampling and training use W, A and B as they are (layer.project); only an
 export adds them up. So there are three trees: the base (the whole tower, frozen), what is
 trained (pairs of A and B, and a value head), and the two joined, which the tower takes.
 """

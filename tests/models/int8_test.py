@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import memory, sharding
-from dllm_jax.models import acting, int8, lora, mask, transformer
+from dllm_jax.models import acting, int8, layer, lora, mask, transformer
 from dllm_jax.models.config import Lora
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
@@ -59,7 +59,7 @@ def test_each_output_has_a_scale_and_half_a_step_of_error(dims, shape, dtype):
     # The product, with a bias, is that of what the numbers stand for.
     x = jnp.asarray(rng.normal(size=(2, *shape[:inner])), jnp.float32)
     bias = jnp.asarray(rng.normal(size=outer), jnp.float32)
-    found = transformer.project(x, made, dims, bias)
+    found = layer.project(x, made, dims, bias)
     want = np.tensordot(np.asarray(x, np.float64), whole * scale, inner)
     want += np.asarray(bias)
     np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-4)
@@ -68,7 +68,7 @@ def test_each_output_has_a_scale_and_half_a_step_of_error(dims, shape, dtype):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(bad):
     w = jnp.ones((4, 3)).at[1, 2].set(bad)
-    y_BD = transformer.project(jnp.ones((1, 4)), int8.quantized(w, 1, "float32"), "DF")
+    y_BD = layer.project(jnp.ones((1, 4)), int8.quantized(w, 1, "float32"), "DF")
     np.testing.assert_array_equal(np.isfinite(y_BD), [[True, True, False]])
 
 
@@ -93,12 +93,12 @@ def test_layers_are_rounded_alike_on_every_mesh_and_stacked(tiny, monkeypatch):
         shared,
         like,
     )
-    layer = alone["layers"][1]
-    of_weights = {name for name in layer if name.startswith("w")}
-    for name, x in layer.items():
+    second = alone["layers"][1]
+    of_weights = {name for name in second if name.startswith("w")}
+    for name, x in second.items():
         x = x.w if isinstance(x, lora.Adapted) else x
         assert int8.is_int8(x) == (name in of_weights), name
-    assert layer["wq"].a.dtype == alone["embed"].dtype == jnp.bfloat16
+    assert second["wq"].a.dtype == alone["embed"].dtype == jnp.bfloat16
     monkeypatch.setattr(acting, "APART_INT8", ())
     like = acting.abstract(model, mesh_of(), in_int8=True)
     stack = acting.laid_out(params, like)["layers"]

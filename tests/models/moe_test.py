@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.models import hf, mask, moe, repository, transformer
+from dllm_jax.models import hf, layer, mask, moe, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels.reference import NEVER
 from tests.goldens import reader
@@ -281,9 +281,9 @@ def test_only_the_first_dimensions_of_a_head_turn():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)))
     angle = jnp.ones((1, 3, 2))
     turn = jnp.cos(angle), jnp.sin(angle)
-    turned = transformer.rope(x, turn)
+    turned = layer.rope(x, turn)
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_allclose(turned[..., :4], transformer.rope(x[..., :4], turn))
+    np.testing.assert_allclose(turned[..., :4], layer.rope(x[..., :4], turn))
     assert np.abs(turned - x)[..., :4].min() > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import cost_analysis, hlo
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
-from dllm_jax.models import hf, mask, moe, transformer
+from dllm_jax.models import hf, layer, mask, moe, transformer
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -122,7 +122,7 @@ def test_every_hidden_state_of_the_reference(family):
         layers = jax.tree.map(lambda x, n=depth: x[:n], params["layers"])
         x, _ = hidden(params | {"layers": layers}, tokens, pos, seen, cfg=cfg)
         if depth < cfg.layers:  # theirs is before the final norm, except the last
-            want = transformer.rms_norm(want, params["norm"], cfg.norm_eps)
+            want = layer.rms_norm(want, params["norm"], cfg.norm_eps)
         np.testing.assert_allclose(x, want, **NEAR)
 
 
@@ -176,7 +176,7 @@ def test_every_hidden_state_of_full_attention(family):
         layers = jax.tree.map(lambda x, n=depth: x[:n], params["layers"])
         x, _ = hidden(params | {"layers": layers}, tokens, pos, seen, cfg=cfg)
         if depth < cfg.layers:  # theirs is before the final norm, except the last
-            want = transformer.rms_norm(want, params["norm"], cfg.norm_eps)
+            want = layer.rms_norm(want, params["norm"], cfg.norm_eps)
         np.testing.assert_allclose(x, want, **NEAR)
     assert depth == cfg.layers
 
@@ -385,10 +385,8 @@ def test_a_table_whose_width_is_split_is_not_sent(tiny, shape):
 def test_halves_that_change_places_are_what_is_turned(tiny, rotary):
     cfg = dataclasses.replace(tiny[0], rotary=rotary, dtype="bfloat16")
     x_BTNH = jax.random.normal(jax.random.key(0), (2, 3, 4, cfg.head_dim), "bfloat16")
-    turn = transformer.turns(positions(2, 3) + 7, cfg)
-    want, found = (
-        f(x_BTNH, turn) for f in (transformer.rope, transformer.rope_swapping)
-    )
+    turn = layer.turns(positions(2, 3) + 7, cfg)
+    want, found = (f(x_BTNH, turn) for f in (layer.rope, layer.rope_swapping))
     np.testing.assert_array_equal(found, want)
     assert (np.asarray(found) != np.asarray(x_BTNH)).any()
 
@@ -399,14 +397,14 @@ def test_rope_in_f32_rounds_once(tiny, rotary):
     exact = dataclasses.replace(cfg, rope_f32=True)
     x_BTNH = jax.random.normal(jax.random.key(0), (2, 3, 4, cfg.head_dim), "bfloat16")
     pos_BT = positions(2, 3) + 1000
-    angle_BTh = np.asarray(pos_BT)[..., None] * np.asarray(transformer.frequencies(cfg))
+    angle_BTh = np.asarray(pos_BT)[..., None] * np.asarray(layer.frequencies(cfg))
     cos, sin = (f(angle_BTh.astype(np.float32))[:, :, None] for f in (np.cos, np.sin))
     h = cos.shape[-1]
     a, b, still = np.split(np.asarray(x_BTNH, np.float32), (h, 2 * h), axis=-1)
     want = np.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
-    for rope in (transformer.rope, transformer.rope_swapping):
-        found = rope(x_BTNH, transformer.turns(pos_BT, exact))
-        rounded = rope(x_BTNH, transformer.turns(pos_BT, cfg))
+    for rope in (layer.rope, layer.rope_swapping):
+        found = rope(x_BTNH, layer.turns(pos_BT, exact))
+        rounded = rope(x_BTNH, layer.turns(pos_BT, cfg))
         assert found.dtype == rounded.dtype == jnp.bfloat16
         # Half a unit in the last place of eight bits, or where f32 itself is not exact more.
         far = abs(np.asarray(found, np.float32) - want)
@@ -417,7 +415,7 @@ def test_rope_in_f32_rounds_once(tiny, rotary):
 def test_a_norm_of_what_is_too_large_says_so():
     """Its own gradient, too, is that of the formula."""
     x_TD = jnp.array([[3.0, 4.0], [2e38, 1.0], [1e-3, 0.0]])
-    found = np.asarray(transformer.rms_norm(x_TD, jnp.array([1.0, 2.0]), 1e-6))
+    found = np.asarray(layer.rms_norm(x_TD, jnp.array([1.0, 2.0]), 1e-6))
     np.testing.assert_allclose(found[0], [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6)
     assert np.isnan(found[1]).all() and np.isfinite(found[2]).all()
 
@@ -427,7 +425,7 @@ def test_a_norm_of_what_is_too_large_says_so():
     ones = jnp.ones(2)
     want, got = (
         jax.jacobian(f)(x_TD[0])
-        for f in (plain, lambda x_D: transformer.rms_norm(x_D, ones, 1e-6))
+        for f in (plain, lambda x_D: layer.rms_norm(x_D, ones, 1e-6))
     )
     np.testing.assert_allclose(got, want, atol=1e-6)
 
@@ -435,9 +433,9 @@ def test_a_norm_of_what_is_too_large_says_so():
 def test_frequencies_of_llama_3_1(tiny):
     scaling = 8.0, 1.0, 4.0, 64.0
     cfg = dataclasses.replace(tiny[0], head_dim=32, rope_theta=1e4)
-    plain = np.asarray(transformer.frequencies(cfg))
+    plain = np.asarray(layer.frequencies(cfg))
     np.testing.assert_allclose(plain, 1e4 ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
-    found = transformer.frequencies(dataclasses.replace(cfg, rope_llama3=scaling))
+    found = layer.frequencies(dataclasses.replace(cfg, rope_llama3=scaling))
     kinds = set()
     for f, got in zip(plain, found, strict=True):
         wave = 2 * np.pi / f  # positions per turn
@@ -455,10 +453,10 @@ def test_frequencies_of_llama_3_1(tiny):
 
 def test_a_theta_may_be_a_whole_number_beyond_32_bits(tiny):
     cfg = dataclasses.replace(tiny[0], head_dim=8, rope_theta=10**10)
-    found = transformer.frequencies(cfg)
+    found = layer.frequencies(cfg)
     np.testing.assert_allclose(found, 1e10 ** -(np.arange(0, 8, 2) / 8), rtol=1e-6)
     long = dataclasses.replace(cfg, rope_llama3=(8, 1, 4, 10**10))
-    assert np.isfinite(transformer.frequencies(long)).all()
+    assert np.isfinite(layer.frequencies(long)).all()
 
 
 def test_bias_and_norm_are_fields(tiny):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import images, sharding
-from dllm_jax.models import hf, mask, transformer
+from dllm_jax.models import hf, layer, mask, transformer
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import siglip, soft
 from dllm_jax.rl import learner, views
@@ -118,7 +118,7 @@ def test_logits_of_what_is_embedded():
         begin_BT = jnp.broadcast_to(first_B[:, None], (B, T))
         seen = mask.packed(begin_BT, begin_BT + len_B[:, None], jnp.full((B, T), -1))
         x, _, _ = transformer.trunk(params, shown, pos_BT, seen, cfg)
-        logits = transformer.project(x, transformer.head(params, cfg)[0], "DV")
+        logits = layer.project(x, transformer.head(params, cfg)[0], "DV")
         real = key_BT[..., None]
         gap = np.where(real, logits - golden[name], 0)
         assert np.abs(gap).max() < 1e-4, name
