@@ -100,5 +100,6 @@ lock: .venv/bin/uv ## Rewrite constraints.txt; ARGS=--upgrade takes newer versio
 
 .venv-torch/.installed: | .venv-torch/bin/python
 	@echo "Installing PyTorch into .venv-torch"
-	@.venv-torch/bin/python -m pip install --quiet torch==2.13.0 transformers safetensors pytest
+	@.venv-torch/bin/python -m pip install --quiet torch==2.13.0 transformers peft safetensors \
+	    pytest
 	@touch $@

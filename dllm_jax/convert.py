@@ -3,11 +3,14 @@
     python -m dllm_jax.convert to-orbax HF_DIR OUT_DIR
     python -m dllm_jax.convert to-hf ORBAX_DIR OUT_DIR --like=HF_DIR [--step=N]
         [--network=value]
+    python -m dllm_jax.convert to-peft RUN_DIR OUT_DIR --like=HF_DIR [--step=N]
 
 `to-orbax` writes the weights as step 0, laid out as in a run's checkpoints. `to-hf` reads
 what it wrote, or a run's folder; of a training state only the weights of one network are
 read, and LoRA's adapters are added to those of the original. What a run has made of the
 original (its attention, shift, block and mask token) is told in the export's config.json.
+`to-peft` writes LoRA's adapters alone, for PEFT, which adds them to the original; of what else
+a run has made of the original, adapters tell nothing.
 """
 
 import argparse
@@ -18,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dllm_jax import command_line, config, sharding
+from dllm_jax import command_line, config, exits, sharding
 from dllm_jax.checkpoint import Checkpoints, misfit
-from dllm_jax.models import export, hf, lora, repository, transformer
+from dllm_jax.models import export, hf, lora, peft, repository, transformer
 from dllm_jax.models.config import ModelConfig
+from dllm_jax.models.families import changes
 from dllm_jax.models.vision.config import TOWERS
 
 
@@ -49,26 +53,31 @@ def parser() -> Parser:
         choices=["bfloat16", "float32"],
         help="of the weights; default: as they are stored",
     )
-    export = commands.add_parser("to-hf", help="Orbax -> Hugging Face folder")
-    export.add_argument(
-        "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
-    )
-    export.add_argument("out", metavar="OUT_DIR", help="a new folder, for Hugging Face")
-    export.add_argument(
-        "--like",
-        metavar="HF_DIR",
-        required=True,
-        help="the original, whose names, dtypes and other files the export takes over",
-    )
-    export.add_argument(
-        "--step", type=int, help="which checkpoint; default: the newest"
-    )
-    export.add_argument(
-        "--network",
-        default="policy",
-        metavar="NAME",
-        help="which network of a run: policy (default) or value",
-    )
+    for command, made in (
+        ("to-hf", "Hugging Face folder"),
+        ("to-peft", "PEFT adapters"),
+    ):
+        out = commands.add_parser(command, help=f"Orbax -> {made}")
+        out.add_argument(
+            "source", metavar="ORBAX_DIR", help="a run's folder, or what to-orbax wrote"
+        )
+        out.add_argument("out", metavar="OUT_DIR", help="a new folder")
+        out.add_argument(
+            "--like",
+            metavar="HF_DIR",
+            required=True,
+            help="the original, whose names, dtypes and other files an export takes over",
+        )
+        out.add_argument(
+            "--step", type=int, help="which checkpoint; default: the newest"
+        )
+        if command == "to-hf":
+            out.add_argument(
+                "--network",
+                default="policy",
+                metavar="NAME",
+                help="which network of a run: policy (default) or value",
+            )
     return p
 
 
@@ -88,26 +97,50 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     and other files the export takes over. step: None for the newest. Raises ValueError for
     what is not there, is damaged, or does not fit the original.
     """
+    export.check_target(out, like)
+    mesh = sharding.make_mesh()
+    cfg, params, meta = read(source, like, step, network, mesh)
+    if cfg.lora:
+        _, base = hf.load(like, mesh=mesh)
+        params = lora.merge(lora.join(base, params, cfg.lora))
+    trained = "config" in meta  # of a run
+    cfg = dataclasses.replace(cfg, lora=None)
+    hf.save(out, cfg, params, like=like, trained=trained)
+
+
+def to_peft(source: str, out: str, like: str, step=None) -> None:
+    """Writes the adapters of a run as a folder of PEFT's; see `to_hf`.
+
+    Raises ValueError also where the run has trained all weights.
+    """
+    cfg, params, _ = read(source, like, step, "policy", sharding.make_mesh())
+    if not cfg.lora:
+        raise ValueError(f"{source} has no adapters, but all weights: use to-hf")
+    changed = changes(cfg, hf.read_config(repository.find(like)))
+    if changed:
+        told = ", ".join(f"{key}={value}" for key, value in changed.items())
+        exits.warn(f"adapters do not tell what the run made of {like}: {told}")
+    peft.save(out, cfg, params, like)
+
+
+def read(source: str, like: str, step: int | None, network: str, mesh):
+    """Returns (ModelConfig, params, meta) of a step's network, adapters apart.
+
+    source, like, step: see `to_hf`.
+    """
     folder = pathlib.Path(source)
     if (folder / "checkpoints").is_dir():
         folder /= "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder")
-    export.check_target(out, like)
     original = language_model(like)
     checkpoints = Checkpoints(folder, keep=None)
     step = whole_step(checkpoints, folder, step)
-    cfg = as_trained(original, checkpoints, step)
+    cfg, meta = as_trained(original, checkpoints, step), checkpoints.meta(step)
     if cfg.lora:
-        check_base(checkpoints.meta(step), like)
-    mesh = sharding.make_mesh()
+        check_base(meta, like)
     params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
-    if cfg.lora:
-        _, base = hf.load(like, mesh=mesh)
-        params = lora.merge(lora.join(base, params, cfg.lora))
-    trained = "config" in checkpoints.meta(step)  # of a run
-    cfg = dataclasses.replace(cfg, lora=None)
-    hf.save(out, cfg, params, like=like, trained=trained)
+    return cfg, params, meta
 
 
 def check_base(meta: dict, like: str) -> None:
@@ -219,8 +252,10 @@ def main(argv=None):
         ) from None
     if args.command == "to-orbax":
         to_orbax(args.source, args.out, args.dtype)
-    else:
+    elif args.command == "to-hf":
         to_hf(args.source, args.out, args.like, args.step, args.network)
+    else:
+        to_peft(args.source, args.out, args.like, args.step)
     print(args.out)
 
 

@@ -1,6 +1,7 @@
 """The command that converts checkpoints: to Orbax, back, and from a training state."""
 
 import dataclasses
+import json
 import pathlib
 import re
 import shutil
@@ -14,7 +15,7 @@ import safetensors.numpy
 
 from dllm_jax import convert, sharding
 from dllm_jax.checkpoint import Checkpoints
-from dllm_jax.models import hf, repository, transformer
+from dllm_jax.models import hf, peft, repository, transformer
 from dllm_jax.models.config import Lora
 from dllm_jax.rl.learner import TrainState
 from tests import served
@@ -113,14 +114,66 @@ def test_what_a_run_made_of_its_model_is_told(orbax, tmp_path):
     assert cfg.mask_id == was.mask_id
 
 
-def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
-    cfg = dataclasses.replace(hf.read_config(TIED), lora=Lora(2, 4.0, ("wq",)))
+def run_with_adapters(folder: pathlib.Path, path: pathlib.Path, targets=()) -> str:
+    """Returns a folder, of a run with random adapters of rank 2 beside a checkpoint's weights."""
+    cfg = dataclasses.replace(hf.read_config(path), lora=Lora(2, 4.0, targets))
     adapters = transformer.init(jax.random.key(0), cfg)
-    model = {"path": str(TIED), "lora_rank": 2, "lora_targets": ["wq"]}
-    meta = {"config": {"model": model}, "model": repository.marks(TIED)}
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    adapters = jax.tree.map(
+        lambda x: x + jax.random.normal(jax.random.key(1), x.shape), adapters
+    )
+    model = {
+        "path": str(path),
+        "lora_rank": 2,
+        "lora_alpha": 4.0,
+        "lora_targets": targets,
+    }
+    meta = {"config": {"model": model}, "model": repository.marks(path)}
+    checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(1, {"policy": {"params": adapters}}, meta)
     checkpoints.close()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "name, targets, wide",
+    [
+        ("sdar", (), {}),
+        ("llada", ("wq", "w_down"), {}),
+        ("llada2", (), {"query_key_value": 3}),
+        ("llada2", ("wk",), {}),
+    ],
+)
+def test_adapters_alone_are_what_an_export_adds(name, targets, wide, tmp_path):
+    like = reader.checkpoint(name)
+    source = run_with_adapters(tmp_path / "run", like, targets)
+    convert.main(["to-hf", source, str(tmp_path / "whole"), f"--like={like}"])
+    out = tmp_path / "adapters"
+    convert.main(["to-peft", source, str(out), f"--like={like}"])
+    told = json.loads((out / peft.CONFIG).read_text())
+    pairs = safetensors.numpy.load_file(out / peft.WEIGHTS)
+    assert told["base_model_name_or_path"] == str(like)
+    assert len(pairs) == 2 * len(told["target_modules"])
+    was, became = (hf_tensors(folder) for folder in (like, tmp_path / "whole"))
+    changed = {x for x in was if not np.array_equal(was[x], became[x])}
+    assert changed == {f"{module}.weight" for module in told["target_modules"]}
+    for module in told["target_modules"]:
+        a, b = (pairs[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB")
+        rank = told["rank_pattern"].get(module, told["r"])
+        times = wide.get(module.split(".")[-1], 1)
+        assert rank == len(a) == 2 * times
+        alpha = told["alpha_pattern"].get(module, told["lora_alpha"])
+        want = was[f"{module}.weight"] + alpha / rank * b @ a
+        np.testing.assert_allclose(became[f"{module}.weight"], want, atol=1e-5)
+
+
+def hf_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns all tensors of a folder, f32."""
+    tensors = repository.Tensors(folder)
+    return {x: tensors.slice(x)[:].astype(np.float32) for x in tensors.file_of}
+
+
+def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
+    run_with_adapters(tmp_path / "run", TIED, ("wq",))
     like = shutil.copytree(TIED, tmp_path / "like")
     (like / "config.json").write_text((like / "config.json").read_text() + "\n")
     convert.main(
@@ -133,6 +186,28 @@ def test_adapters_go_with_the_weights_that_they_were_trained_beside(tmp_path):
     with pytest.raises(ValueError, match=f"{message} trained .*path='{TIED}'; name"):
         convert.to_hf(str(tmp_path / "run"), str(tmp_path / "b"), str(like))
     assert not (tmp_path / "b").exists()
+    with pytest.raises(ValueError, match=message):
+        convert.to_peft(str(tmp_path / "run"), str(tmp_path / "b"), str(like))
+
+
+def test_a_run_without_adapters_has_none(run, tmp_path):
+    with pytest.raises(ValueError, match="run.* has no adapters, .* use to-hf"):
+        convert.to_peft(str(run), str(tmp_path / "out"), str(VALUE))
+
+
+def test_what_adapters_do_not_tell_is_said(tmp_path, capsys):
+    source = run_with_adapters(tmp_path / "run", TIED)
+    meta = Checkpoints(f"{source}/checkpoints", keep=None).meta(1)
+    meta["config"]["model"]["attention"] = "full"
+    cfg = dataclasses.replace(hf.read_config(TIED), lora=Lora(2, 4.0))
+    checkpoints = Checkpoints(tmp_path / "other" / "checkpoints")
+    params = {"policy": {"params": transformer.init(jax.random.key(0), cfg)}}
+    checkpoints.save(1, params, meta)
+    checkpoints.close()
+    convert.to_peft(str(tmp_path / "other"), str(tmp_path / "out"), str(TIED))
+    said = capsys.readouterr()
+    assert "adapters do not tell what the run made of" in said.out + said.err
+    assert "attention_pattern=full" in said.out + said.err
 
 
 def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's transformers in, and ours out, with equal logits.
+"""Checkpoints of PyTorch's transformers in, ours and adapters out, with equal logits.
 
 Its own environment, without JAX: `make test-torch` names the interpreter that has it in
 DLLM_PYTHON.
@@ -7,12 +7,14 @@ DLLM_PYTHON.
 import os
 import pathlib
 import subprocess
+import warnings
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHAPE = {
@@ -93,3 +95,11 @@ def test_logits_of_import_and_export(kind, fields, tmp_path):
             found[..., answers], want[..., answers], atol=1e-4, rtol=1e-4
         )
     assert np.abs(ours["after"] - ours["before"])[..., answers].max() > 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of tensors that are not there
+        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters").eval()
+    want = logits(adapted, ours["ids"])
+    assert np.abs(want - ours["before"])[..., answers].max() > 0.1
+    np.testing.assert_allclose(
+        ours["adapted"][..., answers], want[..., answers], atol=1e-4, rtol=1e-4
+    )

@@ -2,10 +2,11 @@
 
     python tests/torch/make_export.py FOLDER
 
-Writes FOLDER/export and FOLDER/ours.npz: `ids`, and our logits `before` and `after` the
-change.
+Writes FOLDER/export, FOLDER/adapters and FOLDER/ours.npz: `ids`, and our logits `before` and
+`after` the change, and `adapted` ones.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.models import hf, mask, transformer
+from dllm_jax.models import hf, lora, mask, peft, transformer
+from dllm_jax.models.config import Lora
 
 
 def main(folder: pathlib.Path) -> None:
@@ -40,7 +42,15 @@ def main(folder: pathlib.Path) -> None:
         lambda x: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype), params
     )
     hf.save(folder / "export", cfg, trained, like=folder / "origin")
+    low = dataclasses.replace(cfg, lora=Lora(3, 6.0))
+    pairs = transformer.init(jax.random.key(0), low)
+    pairs = jax.tree.map(
+        lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), pairs
+    )
+    peft.save(folder / "adapters", low, pairs, str(folder / "origin"))
+    adapted = lora.join(params, pairs, low.lora)
     out = {"before": logits(params), "after": logits(trained)}
+    out["adapted"] = logits(adapted)
     np.savez(folder / "ours.npz", ids=ids, mask_id=cfg.mask_id, **out)
 
 
