@@ -208,7 +208,10 @@ def chunks(scale: Scale):
 
     ways = implementations("paged_attention", attend, scale.platform)
     if scale.platform == "gpu":
-        gathered = functools.partial(attend, op=attend_ops.gathered_attention)
+        by_xla = functools.partial(
+            attend_ops.gathered_attention, gather=reference.gathered
+        )
+        gathered = functools.partial(attend, op=by_xla)
         ways["gathered"] = functools.partial(gathered, implementation="gpu")
     q = scale.normal(keys[2], (C, W, N, H), scale.dtype)
     for positions in (size["context"], 2 * size["context"]):

@@ -227,8 +227,9 @@ def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
         sizes += shared_out_and_whole(wide, wide.block)
     if here == "tpu":
         kernel = choice.module("paged_attention", here)
-        page = wide.page, wide.kv_heads, wide.head_dim
-        sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, wide.dtype) + 1))
+        page = wide.page, wide.kv_heads, wide.head_dim, wide.dtype
+        queries = wide.block * wide.heads // wide.kv_heads
+        sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, queries) + 1))
     return sizes
 
 
@@ -245,10 +246,15 @@ def shared_out_and_whole(wide: Widths, width: int) -> list[tuple[int, int]]:
 
 
 def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
-    """Returns (rows, pages of each, positions) of chunks: a GPU's kernel takes them."""
+    """Returns (rows, pages of each, positions) of chunks: for chips, on which kernels read them.
+
+    On a TPU more pages than two steps of `gathered` copy.
+    """
+    width = -(-CHUNK // wide.block) * wide.block
+    if here == "tpu":
+        return [(1, 2 * choice.module("paged_attention", here).AT_ONCE + 1, width)]
     if here != "gpu":
         return []
-    width = -(-CHUNK // wide.block) * wide.block
     return [(*size, width) for size in shared_out_and_whole(wide, width)]
 
 
@@ -325,7 +331,7 @@ def pages(wide: Widths, rng, rows: int = ROWS, held: int = HELD):
 def paged_attention(wide: Widths, rng):
     """A block, or two of which the second has keys, over pages of various lengths.
 
-    On a GPU chunks of prompts, too: a block sees itself and those before it.
+    On a chip chunks of prompts, too: a block sees itself and those before it.
     """
     here, cases = choice.platform(), []
     for rows, held in page_sizes(here, wide):

@@ -208,10 +208,13 @@ def chunk_attention(
     its end. A module of `paged_attention` that has `attend_chunk` reads them where they
     lie; without one it is `attention` over what is gathered.
     """
-    how = {"implementation": implementation, "interpret": interpret}
     module = kernel("paged_attention", implementation, q_BWNH.shape[3])
     if not hasattr(module, "attend_chunk"):
-        return gathered_attention(q_BWNH, pages, layer, table_BA, mask, **how)
+        how = {"implementation": implementation, "interpret": interpret}
+        gather = reference.gathered
+        if hasattr(module, "gathered"):
+            gather = functools.partial(module.gathered, interpret=interpret)
+        return gathered_attention(q_BWNH, pages, layer, table_BA, mask, gather, **how)
     run = functools.partial(module.attend_chunk, interpret=interpret)
     N, K = head_letters(q_BWNH.shape[2], pages[0].shape[3])
     q_dims, pool_dims = f"BW{N}H", f"LPO{K}H"
@@ -221,17 +224,18 @@ def chunk_attention(
     )
 
 
-def gathered_attention(q_BWNH, pages, layer, table_BA, mask, **how):
+def gathered_attention(q_BWNH, pages, layer, table_BA, mask, gather, **how):
     """Returns `attention` over the pages of rows, gathered: [B, W, N, H].
 
     Of the pages no more are gathered than the farthest query sees, rounded up as
-    `held_pages.over_held` does. how: implementation and interpret.
+    `held_pages.over_held` does. gather: `reference.gathered`, or what does the same. how:
+    implementation and interpret.
     """
     pool_dims = "LPOKH", "LPOKH"
 
     def run(table_BA, q_BWNH, pages, layer, mask):
         k_BSKH, v_BSKH = sharding.per_device(
-            reference.gathered,
+            gather,
             (pool_dims, "", "BA"),
             ("BAKH", "BAKH"),  # of A pages the positions
             *(pages, layer, table_BA),

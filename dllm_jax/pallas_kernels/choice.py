@@ -28,7 +28,9 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
             -> out_BWNH in q's dtype
         Each query sees the positions before its own end in its row's pages, and nothing
         else: where that is 0 it gets zero. Pages that begin at or beyond a row's greatest
-        end are never read. Without it `attention` runs over gathered pages.
+        end are never read. Without it `attention` runs over gathered pages, by its own
+        gathered(pages, layer, table_BA, *, interpret) -> (k_BSKH, v_BSKH)
+        if there is one. All of these pages are read, and no product is made of them.
     cache_update
         update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
             -> pages, the same memory, written where `keep`

@@ -54,10 +54,11 @@ def by_transpose(x_RD, w_FD, dtype=None):
     """Returns x W [R, F], of W's transpose, in `dtype` or that of x.
 
     With the slots on the right while these are few; the barrier is there because XLA would write
-    the product the other way round.
+    the product the other way round. Not of narrower numbers than the result's: where W is not
+    stored as its transpose, XLA has no such product of them, and it is no faster.
     """
     R, dims = len(x_RD), (((1,), (1,)), ((), ()))
-    if R > FEW_LEFT:
+    if R > FEW_LEFT or dtype not in (None, x_RD.dtype):
         return jax.lax.dot_general(x_RD, w_FD, dims, preferred_element_type=dtype)
     x_rD = jnp.pad(x_RD, ((0, filled(R) - R), (0, 0)))
     y_Fr = jax.lax.dot_general(w_FD, x_rD, dims, preferred_element_type=dtype)

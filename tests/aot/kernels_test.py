@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import topologies
+from benchmarks import hlo, topologies
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models.mask import Mask, ranged
 
@@ -93,6 +93,26 @@ def test_the_head(topology, implementation):
     compiled(topology, draw, few, head, key, *arrays(jnp.float32, (128,)))
 
 
+@pytest.mark.parametrize("D, dtype", [(2560, jnp.float32), (8192, jnp.bfloat16)])
+def test_the_head_of_a_wide_model(D, dtype):
+    """A tile of 512 rows and columns has no room in a v5p's fast memory: float32's is exact."""
+
+    def gradient(x, head, token, weight):
+        def logprob(x, head):
+            return pallas_kernels.token_logprob(
+                x, head, token, forbidden=7, implementation="tpu"
+            )
+
+        _, pull = jax.vjp(logprob, x, head)
+        return pull((weight, weight))
+
+    x, head = arrays(dtype, (2, 500, D), (D, 32768))
+    token, weight = *arrays(jnp.int32, (2, 500)), *arrays(jnp.float32, (2, 500))
+    exact = "highest" if dtype == jnp.float32 else None  # sharding.keep_exact
+    with jax.default_matmul_precision(exact):
+        compiled("v5p:2x2x1", gradient, x, head, token, weight)
+
+
 @pytest.mark.parametrize("topology, implementation", CHIPS)
 @pytest.mark.parametrize("V", [40, 112, 50257])
 def test_the_head_of_any_vocabulary(topology, implementation, V):
@@ -164,6 +184,21 @@ def test_pages_of_many_long_rows(topology, implementation):
 
 
 @pytest.mark.parametrize("topology, implementation", CHIPS)
+def test_pages_of_many_queries(topology, implementation):
+    """16 heads to one of keys, as a part of 64 to 4 on four devices, and wide windows."""
+    rows, W, A, O, heads, size = 64, 64, 87, 32, 16, 128
+
+    def step(*args):
+        return pallas_kernels.paged_attention(*args, implementation=implementation)
+
+    pool, q, k = arrays(
+        jnp.bfloat16, (2, 4 * A, O, 1, size), (rows, W, heads, size), (rows, W, 1, size)
+    )
+    layer, table, start = arrays(jnp.int32, (), (rows, A), (rows,))
+    compiled(topology, step, q, (pool, pool), layer, table, start, k, k)
+
+
+@pytest.mark.parametrize("topology, implementation", CHIPS)
 @pytest.mark.parametrize("rows, Q", [(256, 4), (64, 32)])
 @pytest.mark.parametrize(
     "heads, kv_heads, size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 2, 128)]
@@ -223,3 +258,38 @@ def test_chunks_of_prompts(rows, W, heads, kv_heads, size):
     program = compiled("h100:1", attend, q, (pool, pool), layer, table, end)
     # Queries in the order of key heads, and no keys.
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * q.size * 2
+
+
+@pytest.mark.parametrize("kv_heads, size", [(8, 128), (4, 128), (2, 128), (2, 64)])
+def test_chunks_of_prompts_copy_no_pool(kv_heads, size):
+    """SDAR-8B, its parts on two and on four devices, heads of 64: layer by layer, on a TPU."""
+    rows, W, A, O = 4, 128, 32, 32
+
+    def layer(carry, number):
+        pages, q = carry
+        fresh = q[:, :, :kv_heads]
+        table, end = jnp.zeros((rows, A), jnp.int32), jnp.ones((rows, W), jnp.int32)
+        pages = pallas_kernels.cache_update(
+            pages, number, table, end[:, 0], end[:, 0] > 0, fresh, fresh
+        )
+        slots = jnp.broadcast_to(jnp.arange(A * O)[None], (rows, A * O))
+        seen = ranged(end, slots)
+        q = pallas_kernels.chunk_attention(q, pages, number, table, seen)
+        return (pages, q), None
+
+    def layers(pages, q):
+        return jax.lax.scan(layer, (pages, q), jnp.arange(36))[0]
+
+    pool, q = arrays(
+        jnp.bfloat16, (36, 8 * A, O, kv_heads, size), (rows, W, 4 * kv_heads, size)
+    )
+    program = hlo.parsed(
+        compiled("v6e:1x1", layers, (pool, pool), q, donate_argnums=0).as_text()
+    )
+    inside = hlo.reached(program, program.entry) - {program.entry}  # of the loop
+    assert any("while" in x.opcode for x in hlo.all_lines(program, program.entry))
+    for line in (
+        x for name in inside for x in program.computations[name].lines.values()
+    ):
+        copies = line.opcode.startswith("copy")
+        assert not (copies and pool.shape in [x.dims for x in line.arrays]), line.name

@@ -312,10 +312,13 @@ def test_on_a_gpu_rows_are_shared_out_and_whole_and_their_buffers_turn(shape):
 def test_on_a_tpu_a_row_has_several_chunks(shape):
     wide = wide_of(*shape)
     page = wide.page, wide.kv_heads, wide.head_dim
-    chunk = tpu_paged_attention.pages_of_chunk(*page, wide.dtype)
+    queries = wide.block * wide.heads // wide.kv_heads
+    chunk = tpu_paged_attention.pages_of_chunk(*page, wide.dtype, queries)
     (_, (rows, held)) = selfcheck.page_sizes("tpu", wide)
     assert -(-held // chunk) == 4 and rows % 2 == 1
     assert 4 * held * np.prod(page) * 2 < 2**24  # bytes of a layer's keys
+    ((rows, held, _),) = selfcheck.chunk_sizes("tpu", wide)
+    assert rows * held > 2 * tpu_paged_attention.AT_ONCE
 
 
 def test_on_a_chip_sums_go_over_several_tiles_of_keys():

@@ -114,6 +114,20 @@ def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
     np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
 
 
+def test_many_queries_have_smaller_chunks(monkeypatch):
+    """Their scores of a chunk lie in fast memory; the numbers are the same."""
+    q, pages, *at, k, v = case(4, 3, 4, 2, 64)
+    want = SPECIFIED(q, pages, *at, k, v)
+    assert tpu_paged_attention.pages_of_chunk(O, 2, 64, "float32", 6) == 2
+    monkeypatch.setattr(tpu_paged_attention, "SCORES", 2 * 6 * O)
+    assert tpu_paged_attention.pages_of_chunk(O, 2, 64, "float32", 6) == 1
+    assert tpu_paged_attention.pages_of_chunk(O, 2, 64, "float32", 999) == 1
+    found = tpu_paged_attention.attend(
+        q, spoiled(pages, *at), *at, k, v, interpret=True
+    )
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
+
+
 def test_few_rows_share_the_chip_out():
     """132 processors; parts of a tile (here 16 positions) and more; never none."""
     parts_of = gpu_paged_attention.parts_of
@@ -315,6 +329,39 @@ def test_chunks_of_prompts(monkeypatch, W, N, K, H, O, tile, parts, capfd):
     found = pallas_kernels.chunk_attention(*args, implementation="gpu", interpret=True)
     np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
     assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "B, A, K, scalars", [(3, 5, 2, 999), (4, 40, 1, 999), (5, 33, 4, 50)]
+)
+def test_pages_are_gathered_in_their_order(monkeypatch, B, A, K, scalars):
+    """As many as two steps of a kernel take, fewer and more; tables in one piece and several."""
+    monkeypatch.setattr(tpu_paged_attention, "SCALARS", scalars)
+    rng = np.random.default_rng(0)
+    pages = tuple(normal(L, 170, 8, K, 64, seed=seed) for seed in (1, 2))
+    table_BA = jnp.asarray(rng.integers(0, 170, (B, A)), jnp.int32)
+    found = tpu_paged_attention.gathered(pages, 1, table_BA, interpret=True)
+    want = reference.gathered(pages, 1, table_BA)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_chunks_over_pages_that_a_kernel_gathers(monkeypatch):
+    (q, pages, layer, table_BA, seen), want = chunk_case(24, 4, 2, 64, 8)
+    pages = tuple(
+        jnp.nan_to_num(x) for x in pages
+    )  # all that is gathered is multiplied
+    gathered = []
+    plain = tpu_paged_attention.gathered
+    monkeypatch.setattr(
+        tpu_paged_attention,
+        "gathered",
+        lambda *args, **how: gathered.append(1) or plain(*args, **how),
+    )
+    found = pallas_kernels.chunk_attention(
+        q, pages, layer, table_BA, seen, implementation="tpu", interpret=True
+    )
+    assert gathered
+    np.testing.assert_allclose(found, want, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["gpu", "tpu"])

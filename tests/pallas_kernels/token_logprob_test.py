@@ -163,6 +163,25 @@ def test_empty_seats_tell_and_teach_nothing(monkeypatch, op, implementation, siz
             np.testing.assert_allclose(y, z, atol=1e-4, rtol=1e-4)
 
 
+def test_tiles_of_wide_models_are_smaller(monkeypatch):
+    """D is 32 here, of which fast memory has room for whole tiles."""
+    args = *inputs(), (normal(B, U, seed=2), normal(B, U, seed=3))
+    monkeypatch.setattr(tpu_token_logprob, "TILE_R", 512)
+    monkeypatch.setattr(tpu_token_logprob, "TILE_V", 512)
+    sizes = tpu_token_logprob.tile_sizes
+    assert sizes(4096, 5120, 151936, 2) == sizes(4096, 2048, 151936, 4) == (512, 512)
+    assert sizes(4096, 2560, 151936, 4) == (256, 512)
+    assert sizes(36, 8192, 300, 2) == (48, 384)
+    monkeypatch.setattr(tpu_token_logprob, "ROOM", 0)
+    assert sizes(4096, 4096, 151936, 2) == (128, 128)
+    with jax.set_mesh(mesh({})):
+        f = kernel(pallas_kernels.token_logprob, "tpu")
+        found = jax.jit(functools.partial(with_gradients, f))(*args)
+    want = SPECIFIED(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
+
+
 def test_many_rows_have_a_second_program():
     assert heads.row_counts(4096) == [2560, 4096]
     assert heads.row_counts(1000) == [1000]
@@ -225,6 +244,16 @@ def test_draws_are_made_where_they_are_wanted(monkeypatch, platform, count):
         assert np.isfinite(y).all()
         rows = np.flatnonzero(~wanted.any(axis=1))  # of which nothing is computed
         assert platform == "gpu" or len(rows) < 2 or (y[rows] == y[rows[0], 0]).all()
+
+
+@pytest.mark.parametrize("rows, width", [(1, 1), (2, 4)])
+def test_a_cpu_draws_few_rows_of_bfloat16(rows, width):
+    """Of a head as it lies where weights learn, whose transpose XLA folds into the product."""
+    x, head = normal(rows, width, D, dtype="bfloat16"), normal(D, V, dtype="bfloat16")
+    f = jax.jit(kernel(pallas_kernels.token_draw, "any"))
+    found, *_ = f(x, head, jax.random.split(jax.random.key(0), rows), jnp.zeros(rows))
+    logits = x.astype(jnp.float32) @ head.astype(jnp.float32)
+    assert (found == logits.at[..., FORBIDDEN].set(-np.inf).argmax(axis=-1)).all()
 
 
 @pytest.mark.parametrize("implementation", ["any", "tpu"])

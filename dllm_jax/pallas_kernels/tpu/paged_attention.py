@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from dllm_jax.pallas_kernels.reference import NEVER
 
 CHUNK = 2**19  # bytes of keys that are fetched together
+AT_ONCE = 64  # pages of which copies are begun together by `gathered`
+SCORES = 2**20  # f32, of a chunk and all queries, for which fast memory has room
 SCALARS = 3 * 2**16  # numbers of tables: 768 KiB of the MiB that a core has for scalars
 
 
@@ -148,10 +150,10 @@ def kernel(
     out_ref[0] = (acc_KfH / sum_Kf1).astype(out_ref.dtype)
 
 
-def pages_of_chunk(O: int, K: int, H: int, dtype) -> int:
-    """Returns how many pages [O, K, H] are fetched together."""
+def pages_of_chunk(O: int, K: int, H: int, dtype, queries: int) -> int:
+    """Returns how many pages [O, K, H] are fetched together, for `queries` of a key head."""
     bytes_of_a_page = O * K * max(H, 128) * jnp.dtype(dtype).itemsize
-    return max(CHUNK // bytes_of_a_page, 1)
+    return max(min(CHUNK // bytes_of_a_page, SCORES // (O * K * queries)), 1)
 
 
 def plan(start_B, size: int, cores: int):
@@ -196,7 +198,8 @@ def attend_at_once(
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
     blind = (W - k_BQKH.shape[1]) * q_BKWGH.shape[3]
     A = table_BA.shape[1]
-    chunk_pages = min(pages_of_chunk(O, K, H, pages[0].dtype), A)
+    of_chunk = pages_of_chunk(O, K, H, pages[0].dtype, q_BKfH.shape[2])
+    chunk_pages = min(of_chunk, A)
     start_B = jnp.minimum(start_B, A * O)  # as many as there are pages
     cores = 2 if B % 2 == 0 else 1
     scalars = (
@@ -232,3 +235,61 @@ def attend_at_once(
         name="paged_attention",
     )(*(x.astype(jnp.int32) for x in scalars), q_BKfH, k_BQKH, v_BQKH, *pages)
     return jnp.swapaxes(out_BKfH.reshape(B, K, W, -1, H), 1, 2).reshape(q_BWNH.shape)
+
+
+def gather_kernel(layer_ref, table_ref, k_pool, v_pool, k_out, v_out, done):
+    """Copies pages of the table, AT_ONCE a step; waits for those of the step before.
+
+    The last step copies none.
+    """
+    i, pages = pl.program_id(0), table_ref.shape[0]
+
+    def copies(act, step):
+        """Does `act` with the copies of a step."""
+
+        def copy_page(n, _):
+            for pool, out in ((k_pool, k_out), (v_pool, v_out)):
+                source = pool.at[layer_ref[0], table_ref[n]]
+                act(pltpu.make_async_copy(source, out.at[n], done.at[step % 2]))
+
+        first = step * AT_ONCE
+        end = jnp.minimum(first + AT_ONCE, pages)
+        jax.lax.fori_loop(first, end, copy_page, None)
+
+    copies(lambda copy: copy.start(), i)
+
+    @pl.when(i > 0)
+    def _():
+        copies(lambda copy: copy.wait(), i - 1)
+
+
+def gathered(pages, layer, table_BA, *, interpret=False):
+    """Returns the keys and values of rows' pages, in their order: (k_BSKH, v_BSKH).
+
+    Page by page, from memory to memory. XLA's gather wants positions where a kernel has heads,
+    unless these fill a tile: it would copy all pages of all layers, in each layer anew.
+    """
+    B, A = table_BA.shape
+    if B > 1 and B * A > SCALARS:
+        halves = table_BA[: B // 2], table_BA[B // 2 :]
+        each = [gathered(pages, layer, half, interpret=interpret) for half in halves]
+        return tuple(jnp.concatenate(pair) for pair in zip(*each, strict=True))
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    shape = B * A, *pages[0].shape[2:]
+    out = pl.pallas_call(
+        gather_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, pool.dtype) for pool in pages],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(-(-B * A // AT_ONCE) + 1,),
+            in_specs=[in_memory] * 2,
+            out_specs=[in_memory] * 2,
+            scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="gathered",
+    )(jnp.reshape(layer, 1).astype(jnp.int32), table_BA.reshape(-1), *pages)
+    return tuple(x.reshape(B, -1, *x.shape[2:]) for x in out)

@@ -19,9 +19,10 @@ from dllm_jax.pallas_kernels import noise, tiles
 from dllm_jax.pallas_kernels.reference import NEVER
 from dllm_jax.pallas_kernels.tpu.attention import NT, dot
 
-TILE_R, TILE_V = 512, 512
+TILE_R, TILE_V = 512, 512  # at most, see `tile_sizes`
 LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 VMEM = 64 * 2**20  # bytes that a kernel may use; the default, 16 MiB, is half a tile
+ROOM = VMEM - 8 * 2**20  # bytes of what is D long; the rest is for tiles of logits
 
 
 def column(ref, n: int):
@@ -289,6 +290,26 @@ def shape(dims: str, size: dict[str, int]) -> list[int]:
     return [int(n) if n.isdigit() else size[n] for n in dims]
 
 
+def tile_sizes(R: int, D: int, V: int, itemsize: int) -> tuple[int, int]:
+    """Returns how many rows and how many columns a tile has.
+
+    Fewer of a wide model, or of float32, so that the largest kernel has room, that of the
+    head's gradient: twice x, its transpose, the head and its gradient, and a sum in f32.
+    An exact product of float32 has its factors in three parts of bfloat16, too.
+    """
+    most_r, most_v = TILE_R, TILE_V
+    bytes_of_both = 4 * itemsize + (6 if itemsize == 4 else 0)
+    while True:
+        r, v = tiles.fit(most_r, R, 16), tiles.fit(most_v, V)
+        needed = D * (bytes_of_both * (r + v) + 4 * v)
+        if needed <= ROOM or max(most_r, most_v) <= 128:
+            return r, v
+        if most_r >= most_v:
+            most_r //= 2
+        else:
+            most_v //= 2
+
+
 def launch(
     name: str,
     kernel,
@@ -309,10 +330,9 @@ def launch(
     extent = {}
     for dims, x in inputs:
         extent |= dict(zip(dims, x.shape, strict=True))
-    tile = {
-        "R": tiles.fit(TILE_R, extent["R"], 16),
-        "V": tiles.fit(TILE_V, extent["V"]),
-    }
+    itemsize = inputs[0][1].dtype.itemsize
+    r, v = tile_sizes(*(extent[n] for n in "RDV"), itemsize)
+    tile = {"R": r, "V": v}
     share = extent | tile
     minor = "RV".replace(major, "")
 
@@ -344,10 +364,10 @@ def launch(
     )(jnp.asarray(offset, jnp.int32)[None], *(x for _, x in inputs))
 
 
-def filled(*arrays):
-    """Returns arrays [R, columns] with rows added, of zeros, to a whole tile."""
-    unit = tiles.fit(TILE_R, arrays[0].shape[0], 16)
-    return [tiles.pad(x, 0, unit) for x in arrays]
+def filled(head_DV, x_RD, *arrays):
+    """Returns x and other arrays [R, columns] with rows added, of zeros, to a whole tile."""
+    r, _ = tile_sizes(*x_RD.shape, head_DV.shape[1], x_RD.dtype.itemsize)
+    return [tiles.pad(x, 0, r) for x in (x_RD, *arrays)]
 
 
 def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
@@ -356,7 +376,7 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
     The last is zero where this part of the head does not hold the token.
     """
     R = len(x_RD)
-    x_RD, token_R1 = filled(x_RD, token_R[:, None])
+    x_RD, token_R1 = filled(head_DV, x_RD, token_R[:, None])
     (out_R3,) = launch(
         "pick_kernel",
         pick_kernel,
@@ -374,7 +394,7 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
 def behind(x_RD, head_DV, limit_R, offset, *, forbidden: int, interpret=False):
     """Returns (log of the sum of exponentials behind the limit, tokens before it), [R]."""
     R = len(x_RD)
-    x_RD, limit_R1 = filled(x_RD, limit_R[:, None])
+    x_RD, limit_R1 = filled(head_DV, x_RD, limit_R[:, None])
     (out_R2,) = launch(
         "behind_kernel",
         behind_kernel,
@@ -395,7 +415,9 @@ def pick_gradient(
     """Returns (dx, dhead) of this part of the head; saved: see `logit_gradient`."""
     R = len(x_RD)
     columns = f"R{len(saved)}"
-    x_RD, token_R1, saved = filled(x_RD, token_R[:, None], jnp.stack(saved, axis=1))
+    x_RD, token_R1, saved = filled(
+        head_DV, x_RD, token_R[:, None], jnp.stack(saved, axis=1)
+    )
     run = functools.partial(launch, forbidden=forbidden, interpret=interpret)
     of_logits = [("DV", head_DV), ("R1", token_R1), (columns, saved)]
     (dx_RD,) = run(
@@ -439,7 +461,7 @@ def draw(
     R = len(x_RD)
     greedy_R = temperature_R == 0
     scale_R2 = jnp.stack([1 / jnp.where(greedy_R, 1, temperature_R), ~greedy_R], axis=1)
-    x_RD, words_R3, scale_R2 = filled(x_RD, words_R3, scale_R2)
+    x_RD, words_R3, scale_R2 = filled(head_DV, x_RD, words_R3, scale_R2)
     out_R5, token_R1 = launch(
         "draw_kernel",
         functools.partial(draw_kernel, width=width),
