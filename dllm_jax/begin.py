@@ -31,7 +31,7 @@ from dllm_jax.checkpoint import Checkpoints, Misfit, Newer, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import export, repository
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import best, budget, learner, networks, rewards, sources
+from dllm_jax.rl import best, budget, learner, networks, rewards, scores, sources
 from dllm_jax.sampling import looking, placement
 from dllm_jax.sampling.config import variants
 
@@ -42,6 +42,9 @@ from dllm_jax.sampling.config import variants
 LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
 LEARNING += ("value_optim.", "rl.", "sft.", "reward.")
 MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
+# Keys, or the begin of some, that say what an evaluation asks, and how it judges.
+EVALUATED = ("sampler.", "eval.problems", "eval.temperature", "eval.samplers")
+EVALUATED += ("data.template", "data.raw", "rl.reward", "reward.model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -473,10 +476,11 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
         here.say(line)
     restored = here.checkpoints.restore(here.saved)
     states, base, start, meta = begin_or_resume(here, restored)
-    if start and start >= source.steps:
+    done = start and start >= source.steps
+    if done:
         check_unfinished(cfg, meta, source.steps)
-    else:  # what is done has its best
-        meta["best"] = best.still(meta.get("best"), evaluated(cfg), here.say)
+    of = None if done else evaluated(cfg)
+    meta["best"] = best.still(meta.get("best"), cfg.run.keep_best, of, here.say)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())
     here.run.begin(dataclasses.asdict(cfg), defaults, mesh)
@@ -499,12 +503,15 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
 def evaluated(cfg: config.Config) -> dict:
     """Returns what an evaluation's metrics are of, by the keys that say so, as JSON has it."""
     files = filter(None, data.files(cfg.data.heldout))
-    return {
+    sampler = {f"sampler.{name}" for name in (*scores.IDLE, "temperature")}
+    told = {
+        key: value
+        for key, value in config.leaves_of(cfg).items()
+        if key.startswith(EVALUATED) and key not in sampler
+    }
+    return told | {
         "data.heldout": [processes.content(path) for path in files],
-        "eval.problems": cfg.eval.problems,
-        "eval.temperature": cfg.eval.temperature,
-        "rl.reward": cfg.rl.reward,
-        "rl.truncated_wrong": cfg.rl.truncated_wrong,
+        "rl.truncated": cfg.rl.truncated_wrong,  # all that an evaluation reads of it
     }
 
 

@@ -1,4 +1,4 @@
-"""Trains a diffusion language model: RL on verifiable rewards, SFT, or DPO on pairs.
+"""Trains a diffusion language model: RL, SFT, or pairs (DPO and reward models).
 
     python -m dllm_jax.train --config=configs/tracerl.py [--config.a.b=value ...]
 
@@ -133,7 +133,7 @@ class Training:
             meta.get("norms", {}),
         )
         self.champion = best.Best(
-            here.cfg.run.keep_best, here.cfg.run.patience, meta.get("best"), here.say
+            here.cfg.run.keep_best, here.cfg.run.patience, meta["best"]
         )
 
     def evaluate_first(self):

@@ -74,14 +74,18 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     LightningRL's decoupled normalisation (arXiv 2603.13319): each reward is made
     relative to its group on its own, then they are added, and their sum is z-scored
     over all that is kept of the step, as its published code does (z-scores, weight 1).
+    Of what is dropped a value network may learn (rl.value_all): it has the same unit.
     speed_n: tokens per forward.
     """
     adv_n = relative(reward_n, group_n, kind)
     if not speed:
         return adv_n
     adv_n = adv_n + speed * relative(speed_n, group_n, kind)
-    adv_n[keep_n] = relative(adv_n[keep_n], np.zeros(keep_n.sum()), "zscore")
-    return adv_n
+    kept_n = adv_n[keep_n]
+    if not kept_n.size or kept_n.min() == kept_n.max():
+        return np.where(keep_n, 0, adv_n)
+    share_n = (adv_n - kept_n.min()) / np.ptp(kept_n)
+    return (share_n - share_n[keep_n].mean()) / share_n[keep_n].std()
 
 
 def overlong(len_n, longest: int, tail: int):

@@ -9,7 +9,7 @@ import pathlib
 import shutil
 
 from dllm_jax import folder as folders
-from dllm_jax.exits import room
+from dllm_jax.exits import read, room
 from dllm_jax.models import export
 
 MARK = "best.json"  # in the run's folder
@@ -20,21 +20,15 @@ NOTHING = {"value": None, "step": 0, "stale": 0, "of": None}
 class Best:
     """The highest value of a metric so far; ties go to the earlier step."""
 
-    def __init__(self, name: str, patience: int, memory: dict | None = None, say=print):
+    def __init__(self, name: str, patience: int, memory: dict | None = None):
         """name: of the metric, "": none is watched; patience: see RunConfig.
 
-        memory: what another's `memory` was; None, or {}: nothing was evaluated yet. That of
-        another metric counts for nothing, which is said.
+        memory: of `still`; None, or {}: nothing was evaluated yet.
         """
         self.name, self.patience = name, patience
         memory = NOTHING | (memory or {})
-        self.of = memory["of"]
-        before = memory.get("name", name)  # older checkpoints do not tell it
-        if before != name:
-            memory = NOTHING
-            if before and name:
-                say(f"run.keep_best={name!r} was {before!r}: the best begins anew")
-        self.value, self.step = memory["value"], int(memory["step"])
+        self.of, self.value = memory["of"], memory["value"]
+        self.step = int(memory["step"])
         self.stale = int(memory["stale"])  # evaluations since
 
     @property
@@ -74,21 +68,28 @@ class Best:
         return True
 
 
-def still(memory: dict | None, of: dict, say) -> dict:
-    """Returns a `Best.memory` to go on with; it forgets where evaluations ask otherwise now.
+def still(memory: dict | None, name: str, of: dict | None, say) -> dict:
+    """Returns a `Best.memory` to go on with; it forgets what is of no use now, and says so.
 
-    memory: of a checkpoint, None, or {}: nothing was evaluated yet. of: by their keys, the
-    settings that decide what a value is a value of: as high a one of others is no better.
+    That is the best of another metric, and of evaluations that ask otherwise.
+
+    memory: of a checkpoint, None, or {}: nothing was evaluated yet. name: of the metric, "":
+    none is watched. of: by their keys, the settings that decide what a value is a value of:
+    as high a one of others is no better; None: nothing will be evaluated any more.
     """
     memory = memory or {}
-    before = memory.get("of") or of  # older checkpoints do not tell it
-    changed = [key for key in of if before.get(key) != of[key]]
-    if not changed or memory.get("value") is None:
+    of = memory.get("of") if of is None else of
+    asked = memory.get("of") or {}  # older checkpoints tell fewer of them, and no name
+    before = memory.get("name", name)
+    changed = [key for key in of or () if asked.get(key, of[key]) != of[key]]
+    if before != name:
+        why = f"{before!r}"
+    elif changed:
+        why = f"of evaluations before {' and '.join(changed)} changed"
+    else:
         return memory | {"of": of}
-    say(
-        f"run.keep_best={memory.get('name', '')!r} was of evaluations before "
-        f"{' and '.join(changed)} changed: the best begins anew"
-    )
+    if before and name and memory.get("value") is not None:
+        say(f"run.keep_best={name!r} was {why}: the best begins anew")
     return {"of": of}
 
 
@@ -105,7 +106,7 @@ def holds(folder: pathlib.Path, step: int) -> bool:
     file = folder / MARK
     if not file.is_file():
         return True
-    told = folders.object_of(file.read_bytes()) or {}  # {}: it is damaged
+    told = folders.object_of(read(file)) or {}  # {}: it is damaged
     return told.get("step") == step
 
 

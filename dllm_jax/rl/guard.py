@@ -153,11 +153,19 @@ class Guard:
     def stuck(self, reason: str) -> exits.CannotGoOn:
         """Returns the error that ends the run, with the way back."""
         self.checkpoints.wait()
-        steps = [step for step in self.checkpoints.steps() if step <= self.good]
-        last = "there is no checkpoint from before"
-        if steps:
-            path = self.checkpoints.folder / str(steps[-1])
-            last = f"the last good checkpoint is {path}"
+        steps = self.checkpoints.steps()
+        good = [step for step in steps if step <= self.good]
+        if good:
+            last = (
+                f"the last good checkpoint is {self.checkpoints.folder / str(good[-1])}"
+            )
+        elif steps:
+            last = (
+                f"no update of its weights shows {self.checkpoints.folder / str(steps[0])}, "
+                "the earliest checkpoint, to be good: begin again in another run.folder"
+            )
+        else:
+            last = "there is no checkpoint from before"
         return exits.CannotGoOn(f"{reason}; {last}")
 
 

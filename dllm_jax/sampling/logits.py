@@ -58,7 +58,9 @@ def candidates(
         "log_confidence": (jnp.log(conf_BW), logp_BW),
         "neg_entropy": (-entropy_BW, -entropy_BW),
     }
-    score_BW, sure_BW = chosen(*scores[cfg.target], cfg)
+    # Of another target nothing reads a score: see `fused`.
+    told = scores.get(cfg.target, scores["confidence"])
+    score_BW, sure_BW = chosen(*told, cfg)
     return Draw(token_BW, logp_BW, conf_BW, entropy_BW, score_BW, sure_BW)
 
 
@@ -71,15 +73,17 @@ def chosen(drawn_from, own, cfg: SamplerConfig):
 def fused(cfg: SamplerConfig) -> bool:
     """Returns whether a head that draws by itself tells all that the config asks for.
 
-    Filters need the sorted vocabulary, margins its two best tokens. The head tells the
-    entropy of the distribution drawn from; a threshold or ranks may ask for the model's own.
+    Filters need the sorted vocabulary, margins its two best tokens, where the strategy reads
+    any score. The head tells the entropy of the distribution drawn from; a threshold or ranks
+    may ask for the model's own.
     """
     reads = STRATEGIES[cfg.strategy]
     untempered = reads.reads_sure and not cfg.tempered_threshold
     untempered |= reads.ranks and cfg.untempered_ranks
     targets = ("confidence", "log_confidence")
     targets += () if untempered else ("neg_entropy",)
-    return cfg.target in targets and cfg.top_k == 0 and cfg.top_p == 1
+    told = cfg.target in targets or not (reads.reads_sure or reads.ranks)
+    return told and cfg.top_k == 0 and cfg.top_p == 1
 
 
 def draw(key_B, logits_BWV, temperature_B, cfg: SamplerConfig) -> Draw:

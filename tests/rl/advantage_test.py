@@ -107,6 +107,22 @@ def test_speed_counts_as_much_as_its_weight():
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
+def test_what_is_dropped_has_the_unit_of_what_is_kept():
+    """As a value network learns from both."""
+    reward_n, group_n = np.float32([0, 1, 0, 0]), np.array([0, 0, 1, 1])
+    given = reward_n, np.float32([1, 2, 1, 2]), group_n
+    kept, dropped = advantage.combined(
+        *given, group_n == 0, "zscore", speed=1.0
+    ).reshape(2, 2)
+    np.testing.assert_allclose(kept, [-1, 1], rtol=1e-6)  # of -2 and 2
+    np.testing.assert_allclose(dropped, [-0.5, 0.5], rtol=1e-6)
+    none = advantage.combined(*given, group_n < 0, "zscore", speed=1.0)
+    np.testing.assert_allclose(none, [-2, 2, -1, 1])
+    fast = given[0], np.float32([1, 1, 1, 2]), group_n
+    alike = advantage.combined(*fast, np.arange(4) == 0, "zscore", speed=1.0)
+    np.testing.assert_allclose(alike, [0, 1, -1, 1])
+
+
 def test_one_right_answer_and_a_hundredth_of_speed_are_enough():
     mixed, wrong = np.array([0, 1.0]), np.zeros(2)
     assert advantage.paced(mixed, mixed >= 1, np.array([0, 0.01]), 0, 1)

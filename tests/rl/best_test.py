@@ -1,11 +1,13 @@
 """The best evaluation: ties go to the earlier, what is stale ends a run."""
 
+import errno
 import json
+import pathlib
 import types
 
 import pytest
 
-from dllm_jax import train
+from dllm_jax import begin, config, exits, train
 from dllm_jax.rl.best import MARK, Best, holds, mark, publish, still
 
 
@@ -32,13 +34,14 @@ def test_the_highest_is_kept_and_without_a_higher_one_the_run_ends():
         ),
     ],
 )
-def test_the_best_of_another_metric_is_no_measure(name, said):
+@pytest.mark.parametrize("of", [None, {"data.heldout": ["a"]}])
+def test_the_best_of_another_metric_is_no_measure(name, said, of):
     found, told = Best("heldout_accuracy", 3), []
     found.note(4, {"heldout_accuracy": 0.9})
     found.note(5, {"heldout_accuracy": 0.8})
     assert not found.before(4) and found.before(5)
     memory = json.loads(json.dumps(found.memory))
-    again = Best(name, 3, memory, told.append)
+    again = Best(name, 3, still(memory, name, of, told.append))
     assert told == [said] * bool(said)
     same = name == "heldout_accuracy"
     assert (again.value, again.step, again.stale) == (
@@ -52,28 +55,64 @@ def test_the_best_of_another_metric_is_no_measure(name, said):
 def test_a_memory_without_a_name_is_of_the_metric_that_is_watched():
     """As older checkpoints have it."""
     told = []
-    found = Best(
-        "heldout_accuracy", 0, {"value": 0.9, "step": 4, "stale": 1}, told.append
-    )
+    memory = {"value": 0.9, "step": 4, "stale": 1}
+    name = "heldout_accuracy"
+    found = Best(name, 0, still(memory, name, {"n": 8}, told.append))
     assert (found.value, told) == (0.9, [])
 
 
 def test_the_best_of_other_evaluations_is_no_measure():
     """An easier set of problems would have the best for good."""
     easy, hard = {"data.heldout": ["a"], "n": 8}, {"data.heldout": ["b"], "n": 8}
-    told = []
-    found = Best("heldout_accuracy", 3, still(None, easy, told.append))
-    found.note(4, {"heldout_accuracy": 0.9})
+    told, name = [], "heldout_accuracy"
+
+    def resumed(memory, of):
+        return Best(name, 3, still(memory, name, of, told.append))
+
+    found = resumed(None, easy)
+    found.note(4, {name: 0.9})
     memory = json.loads(json.dumps(found.memory))
-    assert Best("heldout_accuracy", 3, still(memory, easy, told.append)).value == 0.9
-    older = {name: x for name, x in memory.items() if name != "of"}
-    assert Best("heldout_accuracy", 3, still(older, hard, told.append)).value == 0.9
+    assert resumed(memory, easy).value == 0.9
+    older = {key: x for key, x in memory.items() if key != "of"}
+    assert resumed(older, hard).value == 0.9
+    assert resumed(memory, easy | {"eval.samplers": ""}).value == 0.9  # older, too
+    done = resumed(memory, None)  # there will be no further one to compare
+    assert (done.value, done.of) == (0.9, easy)
     assert not told
-    again = Best("heldout_accuracy", 3, still(memory, hard, told.append), told.append)
+    again = resumed(memory, hard)
     said = "was of evaluations before data.heldout changed: the best begins anew"
     assert told == [f"run.keep_best='heldout_accuracy' {said}"]
     assert (again.value, again.step, again.of) == (None, 0, hard)
     assert again.note(6, {"heldout_accuracy": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"sampler": {"strategy": "static"}}, "sampler.strategy"),
+        ({"sampler": {"stop_ids": (7,)}}, "sampler.stop_ids"),
+        ({"eval": {"samplers": "one:strategy=static"}}, "eval.samplers"),
+        ({"data": {"template": "{question}="}}, "data.template"),
+        ({"rl": {"truncated": "graded"}}, "rl.truncated"),
+        ({"sampler": {"rows": 8, "page": 64, "temperature": 0.5}}, ""),
+        ({"rl": {"steps": 7}, "eval": {"every": 3}}, ""),
+    ],
+)
+def test_what_answers_depend_on_tells_evaluations_apart(change, key):
+    def of(changed):
+        tree = config.default()
+        tree.data.heldout = "examples/arithmetic/heldout.jsonl"
+        for section, values in changed.items():
+            tree[section].update(values)
+        return begin.evaluated(config.freeze(tree))
+
+    told, name = [], "heldout_accuracy"
+    found = Best(name, 3, still(None, name, of({}), told.append))
+    found.note(4, {name: 0.9})
+    memory = json.loads(json.dumps(found.memory))
+    again = Best(name, 3, still(memory, name, of(change), told.append))
+    assert (again.value is None) == bool(key)
+    assert [f"before {key} changed" in line for line in told] == [True] * bool(key)
 
 
 def test_without_patience_it_never_ends():
@@ -114,6 +153,19 @@ def test_of_which_step_the_best_weights_are_is_known_beside_them(tmp_path):
     assert holds(tmp_path, 5) and not holds(tmp_path, 3)
     (tmp_path / MARK).write_bytes(b"\0\0")  # as a machine that lost power leaves it
     assert not holds(tmp_path, 5)
+
+
+def test_a_mark_that_cannot_be_read_ends_a_run_in_a_line(tmp_path, monkeypatch):
+    mark(tmp_path, 5)
+
+    def read_bytes(file):
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", read_bytes)
+    with pytest.raises(
+        exits.CannotGoOn, match="best.json cannot be read: Input/output"
+    ):
+        holds(tmp_path, 5)
 
 
 @pytest.mark.parametrize("held, exported", [(3, "best"), (5, "last")])

@@ -125,6 +125,18 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch):
         made(tmp_path).note(1, [update(skipped=1.0)], [BATCH])
 
 
+def test_a_checkpoint_that_no_update_has_shown_to_be_good_is_named_as_such(tmp_path):
+    watch = made(tmp_path)
+    watch.note(1, [update()], [BATCH])
+    assert watch.save(1, {"policy": {"w": jnp.ones(2)}}, {}) == 1
+    watch.note(2, [update(skipped=1.0, loss=np.inf)] * 3, [BATCH] * 3)
+    with pytest.raises(
+        exits.CannotGoOn,
+        match="not finite; no update of its weights shows run/checkpoints/1, the earliest",
+    ):
+        watch.check()
+
+
 def test_a_norm_that_is_too_large_is_the_reason(tmp_path):
     watch = made(tmp_path)
     for step in (1, 2, 3):
