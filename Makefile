@@ -38,7 +38,8 @@ endef
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
-	@echo 'ARGS="..." goes to the program; EXTRAS=cuda or EXTRAS=tpu adds an accelerator.'
+	@echo 'ARGS="..." goes to the program; EXTRAS=cuda or EXTRAS=tpu adds an accelerator,'
+	@echo 'EXTRAS=cuda,parquet,ocr,lm-eval optional packages, too.'
 
 install: $(INSTALLED) ## Create .venv and install the package
 

@@ -399,6 +399,11 @@ def unread(cfg) -> list[str]:
     if "reward_model" not in graders and cfg.reward.model:
         why = "rl.reward names no reward_model"
         idle.append(("reward.model", cfg.reward.model, why))
+    for key, why in waiting(cfg, graders).items():
+        section, name = key.split(".")
+        group = getattr(cfg, section)
+        if getattr(group, name) != getattr(type(group), name):
+            idle.append((key, getattr(group, name), why))
     for name in ("policy_optim", "value_optim"):
         optim = getattr(cfg, name)
         for key in ("horizon", "final") if optim.schedule == "constant" else ():
@@ -406,3 +411,34 @@ def unread(cfg) -> list[str]:
                 why = f"{name}.schedule is 'constant'"
                 idle.append((f"{name}.{key}", value, why))
     return [f"warning: {key}={x!r} is not read, as {why}" for key, x, why in idle]
+
+
+def waiting(cfg, graders) -> dict[str, str]:
+    """Returns the keys that are not read, and why: those that no preset sets in vain.
+
+    graders: of rl.reward.
+    """
+    learns, split, rl = cfg.method == "rl", cfg.reward.split, cfg.rl
+    # One's own grader may give tokens rewards.
+    tokens = split != "none" or any(":" in name for name in graders)
+    coins = cfg.noise.kind in ("bernoulli", "complement", "semi_ar")
+    names = cfg.sampler.strategy, cfg.eval.samplers
+    bounded = any("entropy_bounded" in name for name in names)
+    asked = {  # key: (whether it is read, the key that says so)
+        "noise.lower": (coins, "noise.kind"),
+        "reward.chunk": (split in ("tokens", "steps"), "reward.split"),
+        "reward.mark": (split == "marks", "reward.split"),
+        "reward.tail": (split != "none", "reward.split"),
+        "sampler.blank": (cfg.sampler.guidance, "sampler.guidance"),
+        "sampler.entropy_bound": (bounded, "sampler.strategy"),
+        "rl.outcome": (tokens or not learns, "reward.split"),
+        "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
+        "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),
+        "objective.value_weight": (not learns or rl.value == "head", "rl.value"),
+    }
+    why = {}
+    for key, (read, of) in asked.items():
+        section, name = of.split(".")
+        if not read:
+            why[key] = f"{of} is {getattr(getattr(cfg, section), name)!r}"
+    return why

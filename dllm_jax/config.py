@@ -266,6 +266,12 @@ class RunConfig:
         )
         if not self.folder:
             raise checks.Refused("folder", "='': name the run's folder")
+        if "://" in self.folder:
+            raise checks.Refused(
+                "folder",
+                f"={checks.shown(self.folder)}: an address, of which none is read: name a "
+                "folder",
+            )
         if self.keep_best and not self.keep_best.startswith("heldout"):
             raise checks.Refused(
                 "keep_best",

@@ -192,7 +192,9 @@ def draw_seconds(axis, rows: list[dict]):
     """Draws the seconds of each step as a bar, its phases on top of each other."""
     timed = {phase for row in rows for phase in phases_of(row)}
     phases = [phase for phase in PHASES if phase in timed]
-    stack = [[row.get(f"seconds/{phase}") or 0.0 for row in rows] for phase in phases]
+    stack = [
+        [float(row.get(f"seconds/{phase}") or 0) for row in rows] for phase in phases
+    ]
     colors = [COLORS[PHASES.index(phase)] for phase in phases]
     # Of both edges of a bar: a line to the next step would show seconds that nobody spent.
     edges = [row["step"] + side for row in rows for side in (-0.5, 0.5)]

@@ -197,6 +197,12 @@ def answered(setting: Setting, stream, asked, grade, timer, stop, run: Folder):
     The file is closed behind the last.
     """
     each, done = setting.cfg.eval.answers, len(setting.sink.lines)
+    unjudged = sum(not line.get("graded", True) for line in setting.sink.lines)
+    if unjudged:
+        exits.warn(
+            f"{setting.sink.path}: of its answers nobody could judge {unjudged}, which stay "
+            "so; --overwrite has all answered and judged anew"
+        )
     groups = missing(stream, asked, done, each, stop)
     with setting.sink.file or contextlib.nullcontext():
         return grown(groups, setting.sink, asked, each, grade, timer, writes=run.writes)
@@ -280,7 +286,8 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
     idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
     # A setting is what it is in any sweep, and beside any others.
     idle += ("eval.sweep", "eval.samplers", "eval.best", "eval.by")
-    return marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
+    job = marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
+    return job | rewards.sources(cfg.rl.reward, cfg.reward)
 
 
 def check_same(sink: Answers, asked: list[data.Problem]):

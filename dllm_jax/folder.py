@@ -36,6 +36,7 @@ from dllm_jax.exits import (
     warn,
 )
 
+LONGEST = 4096  # characters without an end that are logged as a line of their own
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
 RUNNING = "running"
@@ -242,11 +243,13 @@ class Tee:
     def write(self, text: str) -> int:
         """Writes to the terminal; what a carriage return has overwritten is not logged."""
         *lines, self.line = (self.line + text).split("\n")
+        self.line = self.line.rpartition("\r")[2]
+        if len(self.line) > LONGEST:  # else each further character would copy it
+            lines, self.line = [*lines, self.line], ""
         for line in lines:
             line = line.rpartition("\r")[2]
             if line.strip() and not re.match(r"\s*\d+%\|", line):
                 self.log(line)
-        self.line = self.line.rpartition("\r")[2]
         try:
             return self.stream.write(text)
         except OSError:
@@ -436,18 +439,17 @@ class Answers:
         """Reads what is there, and changes nothing.
 
         job: flat, JSON-able. overwrite: what is there is not to stay. Raises ValueError for
-        a file of another job, or of something else.
+        a file of another job, or of something else, and exits.CannotGoOn where it cannot be
+        read.
         """
         self.path, self.job = pathlib.Path(path), json.loads(json.dumps(job))
         self.note = note_of(path)
         self.lines, self.end, self.file = [], 0, None
         if overwrite or not self.path.is_file():
             return
-        data = self.path.read_bytes()
+        data = read(self.path)
         if data:
-            self.compare(
-                object_of(self.note.read_bytes()) if self.note.is_file() else None
-            )
+            self.compare(object_of(read(self.note)) if self.note.is_file() else None)
         for line in data.split(b"\n")[:-1]:
             if (row := object_of(line)) is None:
                 break

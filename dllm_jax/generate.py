@@ -41,7 +41,7 @@ from dllm_jax import (
     pictures,
     sharding,
 )
-from dllm_jax.data.prompts import NO_TOKENIZER
+from dllm_jax.data.prompts import NO_TOKENIZER, warn_special
 from dllm_jax.models import hf, repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -248,6 +248,7 @@ def question_of(row: dict) -> str | None:
 
 def turn(tok, text: str, shown=None) -> list[int]:
     """Returns the ids of a conversation of one turn, the user's; shown: see `data.render`."""
+    warn_special(tok, text, getattr(shown, "mark", ""))
     return data.render(tok, [{"role": "user", "content": text}], shown)
 
 

@@ -6,7 +6,7 @@ It answers and scores with the sampler and the weights that `python -m dllm_jax.
 leaves run.folder/lm_eval.json. Likelihoods are evidence bounds (128 draws of noise) where a
 model is not autoregressive, so that they make sense for base models and not for those that were
 taught to follow instructions. Tasks that execute what a model writes are refused: eval runs
-code in a jail (configs/eval.py:humaneval). Needs pip install 'dllm-jax[lm-eval]'.
+code in a jail (configs/eval.py:humaneval). Needs make install EXTRAS=lm-eval.
 """
 
 import dataclasses
@@ -274,7 +274,7 @@ def adapted(cfg: config.Config, draws: int, say=print):
         from lm_eval.api.model import LM
     except ImportError:
         raise ValueError(
-            "lm-evaluation-harness is missing: pip install 'dllm-jax[lm-eval]'"
+            "lm-evaluation-harness is missing: make install EXTRAS=lm-eval"
         ) from None
     return type("Adapted", (Model, LM), {})(cfg, draws, say)
 

@@ -163,10 +163,14 @@ def of_parquet(data: bytes) -> list:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(
-            "Parquet is read by pyarrow: pip install 'dllm-jax[parquet]'"
+            "Parquet is read by pyarrow: make install EXTRAS=parquet"
         ) from None
     try:
         table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+        for i, kind in enumerate(table.schema.types):
+            if kind == pyarrow.float32():  # 0.1, and not 0.10000000149011612
+                column = table[i].cast(pyarrow.string()).cast(pyarrow.float64())
+                table = table.set_column(i, table.schema.names[i], column)
         rows = table.to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())

@@ -8,6 +8,7 @@ Every interval is of 95 %, and every draw is seeded: the same answers give the s
 Letters: s answers to a problem, d draws, c columns.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -112,8 +113,10 @@ def clustered(value_n) -> tuple[float, float]:
 def bootstrap(statistic: Callable, x_nc) -> tuple[float | None, float | None]:
     """Returns the percentile interval of a statistic, over problems drawn anew.
 
-    statistic: from means of the columns, [d, c], to [d] numbers; x_nc: the problems. (None,
-    None) for a single problem.
+    At percentiles further out than 2.5 and 97.5, as Student's t is than Z, without which it
+    is too narrow of few problems: 10 have 91 % in place of 95 (Hesterberg, The American
+    Statistician 69, 2015, "expanded percentile"). statistic: from means of the columns, [d,
+    c], to [d] numbers; x_nc: the problems. (None, None) for a single problem.
     """
     n = len(x_nc)
     if n < 2:
@@ -123,7 +126,8 @@ def bootstrap(statistic: Callable, x_nc) -> tuple[float | None, float | None]:
         drawn_dn = rng.integers(0, n, (min(size, DRAWS - first), n))
         columns = [x_n[drawn_dn].mean(axis=1) for x_n in x_nc.T]
         found.append(statistic(np.stack(columns, axis=1)))
-    low, high = np.percentile(np.concatenate(found), [2.5, 97.5])
+    tail = 50 * math.erfc(student(n - 1) * math.sqrt(n / (n - 1) / 2))  # in per cent
+    low, high = np.percentile(np.concatenate(found), [tail, 100 - tail])
     return float(low), float(high)
 
 
@@ -172,6 +176,7 @@ def effective(value_n, samples: int) -> float:
     return min(max(told, n), n * samples)
 
 
+@functools.cache
 def student(freedom: int) -> float:
     """Returns the t that Student's distribution exceeds, in size, in 5 % of all cases.
 

@@ -55,9 +55,9 @@ def shown(file: traces.File, model: str) -> dict:
 
 
 def block_of(model: str) -> int:
-    """Returns the block of a local checkpoint; 0 where that is not known."""
+    """Returns the block of a checkpoint on this machine; 0 where that is not known."""
     try:
-        return hf.read_config(pathlib.Path(model)).block if model else 0
+        return hf.read_config(traces.folder_of(model)).block if model else 0
     except (OSError, ValueError):
         return 0
 

@@ -887,6 +887,30 @@ def test_what_training_does_not_read_is_told():
         ({"reward__model": "folder", "rl__reward": "math:0,reward_model"}, ""),
         ({"policy_optim__final": 0.1}, "policy_optim.final=0.1 is not read, as policy"),
         ({"policy_optim__final": 0.1, "policy_optim__schedule": "cosine"}, ""),
+        (
+            {"noise__lower": 0.2},
+            "noise.lower=0.2 is not read, as noise.kind is 'trace'",
+        ),
+        (
+            {"noise__lower": 0.2, "noise__kind": "bernoulli", "rl__value": "none"},
+            "",
+        ),
+        ({"reward__chunk": 8}, "reward.chunk=8 is not read, as reward.split is 'none'"),
+        ({"rl__gamma": 0.9, "rl__value": "none"}, "rl.gamma=0.9 is not read, as rl.va"),
+        ({"rl__gamma": 0.9}, ""),
+        ({"rl__gamma": 0.9, "rl__value": "none", "rl__reward": "own:keyed"}, ""),
+        (
+            {"objective__value_weight": 2.0, "rl__value": "own"},
+            "objective.value_weight",
+        ),
+        ({"sampler__entropy_bound": 0.5}, "sampler.entropy_bound=0.5 is not read"),
+        (
+            {
+                "sampler__entropy_bound": 0.5,
+                "eval__samplers": "a:strategy=entropy_bounded",
+            },
+            "",
+        ),
     ],
 )
 def test_values_that_change_nothing_are_told(leaves, line):

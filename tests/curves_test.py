@@ -118,6 +118,12 @@ def test_the_seconds_of_a_step_are_a_bar(count):
     assert not any("." in x for x in ticks)
 
 
+def test_whole_numbers_of_any_size_are_seconds(tmp_path):
+    rows = [{"step": step, "seconds/rollout": 2**70} for step in (1, 2)]
+    curves.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size
+
+
 def test_no_axis_is_told_as_differences_from_a_number():
     """Such as "1e-7 + 1.0000001" beside an axis, which people read as its values."""
     rows = [

@@ -354,7 +354,7 @@ def test_examples_that_are_too_long_are_counted(tmp_path, tok):
     path = write(tmp_path / "x.jsonl", short, long, long)
     got, dropped = data.examples(path, tok, CFG, **FORM | {"slots": 40})
     assert (len(got.len_B), dropped) == (1, 2)
-    with pytest.raises(ValueError, match="no record fits into 8 tokens"):
+    with pytest.raises(ValueError, match="no record fits into 8 tokens and has an"):
         data.examples(path, tok, CFG, **FORM | {"slots": 8})
 
 

@@ -363,6 +363,23 @@ def test_problems_are_read_once_and_others_are_not_gone_on_with(tmp_path):
     assert json.loads((folder / "card.json").read_text()) == card
 
 
+def test_answers_that_another_function_graded_are_not_gone_on_with(
+    tmp_path, monkeypatch
+):
+    file = tmp_path / "mine_of_eval.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def job(reward: str, source: str) -> dict:
+        file.write_text(source)
+        rl = dataclasses.replace(config.Config().rl, reward=reward)
+        return evaluation.job_of(dataclasses.replace(config.Config(), rl=rl), {})
+
+    before, after = (job("mine_of_eval:f", f"f = {x}\n") for x in ("len", "list"))
+    differ = [key for key in after if after[key] != before[key]]
+    assert differ == ["the source of mine_of_eval:f"]
+    assert before.keys() - job("math", "").keys() == {*differ}
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -414,6 +431,17 @@ def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
     run = types.SimpleNamespace(writes=True)
     assert evaluation.answered(setting, None, [], None, None, None, run) == []
     assert sink.file.closed
+
+
+def test_answers_that_stay_unjudged_are_told(tmp_path, capsys):
+    lines = [{"graded": False}, {"reward": 1.0}]
+    sink = types.SimpleNamespace(lines=lines, path=tmp_path / "eval.jsonl", file=None)
+    setting = evaluation.Setting("", config.Config(), tmp_path, sink)
+    run = types.SimpleNamespace(writes=True)
+    asked = [None] * 2
+    assert evaluation.answered(setting, None, asked, None, None, None, run) == lines
+    told = "eval.jsonl: of its answers nobody could judge 1, which stay so; --over"
+    assert told in capsys.readouterr().err
 
 
 def test_the_last_missing_answer_may_be_no_number(capsys):

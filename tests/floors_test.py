@@ -130,8 +130,10 @@ def test_no_test_imports_another():
 # reading of weights, locks, configurations and kernels found: adapters of other weights, hosts
 # that wait, keys that nothing reads, groups that teach nothing, and what a check let pass. 200
 # for rows that are not finite, saves of which one process's part fails, files of a run that
-# somebody removes, and which of two inputs a command means. 100 for adapters in PEFT's files.
-CORE, FILE = 19_050, 500
+# somebody removes, and which of two inputs a command means. 100 for adapters in PEFT's files; 120
+# for pages that a TPU's kernel gathers, tiles of wide heads, keys that nothing reads, and what
+# evaluations are of.
+CORE, FILE = 19_180, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -139,11 +141,12 @@ CORE, FILE = 19_050, 500
 # 10 for a judge that nobody serves; 20 for graders of one name, and infinite rewards; 90 for
 # calculations left undone within brackets, rates and money among units, and complex numbers;
 # 200 for functions that change nothing, relations that are no equality, names of tests that a
-# program has too, filters that a container refuses, and judges who are functions.
-REWARDS = 3_990  # a jail, a judge, seven formats; formulas among short answers
+# program has too, filters that a container refuses, and judges who are functions; 80 for what
+# functions of one's own raise, return, are and do to the working directory.
+REWARDS = 4_070  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
-# for why two files have no problem in common, and files that cannot be read.
-LOOKED_AT = 790
+# for why two files have no problem in common, and files that cannot be read; 10 for names of the hub.
+LOOKED_AT = 800
 VISION = 1_250  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same

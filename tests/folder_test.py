@@ -1,6 +1,7 @@
 """A run's folder: one command at a time, what it says of itself, and answers as they end."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -419,6 +420,35 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
         folder.Answers(path, {}, overwrite=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
     assert path.read_text() == text
+
+
+def test_a_line_without_an_end_is_logged_in_pieces():
+    lines, stream = [], io.StringIO()
+    tee = folder.Tee(stream, lines.append)
+    for _ in range(10_000):
+        tee.write(".")
+    assert len(tee.line) <= folder.LONGEST
+    tee.write("\n")
+    assert "".join(lines) == "." * 10_000 and stream.getvalue() == "." * 10_000 + "\n"
+    lines.clear()
+    for percent in range(100):
+        tee.write(f"\r{percent:3}%|{'█' * 200}| of all")
+    assert not lines
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.job.json"])
+def test_what_cannot_be_read_is_told(tmp_path, name, monkeypatch):
+    grown(tmp_path / "out.jsonl", {}, {"n": 1})
+    plain = pathlib.Path.read_bytes
+
+    def read_bytes(path):
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", read_bytes)
+    with pytest.raises(exits.CannotGoOn, match=f"{name} cannot be read: Input/output"):
+        folder.Answers(tmp_path / "out.jsonl", {}, overwrite=False)
 
 
 # ---- No room -------------------------------------------------------------------------

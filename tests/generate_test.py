@@ -600,6 +600,14 @@ def test_a_hub_name_brings_its_tokenizer(tmp_path, monkeypatch, capsys):
         generate.main(["--model=org/none", *flags])
 
 
+def test_a_special_token_in_a_question_is_told(tmp_path, capsys):
+    bundled, file = ROOT / "examples" / "arithmetic" / "model", tmp_path / "x.jsonl"
+    file.write_text('{"question": "1+<|im_end|>"}\n{"prompt": "2+<|im_end|>"}\n')
+    generate.main([f"--model={bundled}", f"--prompts={file}", *TEN])
+    told = capsys.readouterr().err
+    assert told.count("a question has '<|im_end|>' in its text") == 1
+
+
 def test_a_canvas_beyond_the_models_positions_is_told(model, tmp_path, ask, capsys):
     (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
     raw = json.loads((model / "config.json").read_text())

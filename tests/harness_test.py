@@ -181,7 +181,7 @@ def test_no_more_is_sampled_than_what_is_compared(model):
 
 def test_without_the_harness_the_command_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    with pytest.raises(ValueError, match="pip install 'dllm-jax\\[lm-eval\\]'"):
+    with pytest.raises(ValueError, match="make install EXTRAS=lm-eval"):
         harness.adapted(None, 1)
     done = served.run("dllm_jax.harness", ["--config=configs/eval.py"])
     assert done.returncode == 2 and "--tasks=NAME,... is required" in done.stderr

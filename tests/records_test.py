@@ -64,10 +64,19 @@ def test_parquet_is_read_as_json_would_be(tmp_path):
             records.records(file)
 
 
+def test_floats_of_32_bits_are_read_as_they_were_written(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="an extra: parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array([0.1, 1 / 3, None, 2, 1e-7], pyarrow.float32())
+    parquet.write_table(pyarrow.table({"answer": column}), tmp_path / "x.parquet")
+    rows = records.records(str(tmp_path / "x.parquet"))
+    assert [row["answer"] for row in rows] == [0.1, 0.33333334, None, 2, 1e-7]
+
+
 def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"pip install 'dllm-jax\[parquet\]'"):
+    with pytest.raises(ValueError, match="make install EXTRAS=parquet"):
         records.records(str(tmp_path / "x.parquet"))
 
 

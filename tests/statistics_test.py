@@ -220,3 +220,20 @@ def test_points_far_below_the_first_earn_no_area_and_a_last_one_is_refused():
 
 def test_the_best_of_a_sweep_is_its_own_where_no_other_is_named():
     assert statistics.aup(PUBLISHED) == statistics.aup(PUBLISHED, 74.02)
+
+
+@pytest.mark.parametrize("n", [10, 30, 300])
+def test_a_bootstrap_of_few_problems_is_as_wide_as_students(n):
+    value_n = np.random.default_rng(1).normal(size=n)
+    half = statistics.student(n - 1) * np.std(value_n, ddof=1) / n**0.5
+    _, low, high, _ = statistics.mean(value_n)
+    assert (high - low) / 2 == pytest.approx(half, rel=0.1)
+
+
+def test_intervals_of_differences_on_few_problems_hold_the_truth(monkeypatch):
+    monkeypatch.setattr(statistics, "DRAWS", 1000)
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(300):
+        gain = statistics.paired(np.zeros(8), rng.normal(0.2, 1, 8))
+        held += gain.low <= 0.2 <= gain.high
+    assert held / 300 > 0.92  # 0.86 with the percentiles 2.5 and 97.5

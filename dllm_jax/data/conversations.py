@@ -208,7 +208,9 @@ def examples(
         else:
             dropped += 1
     if not kept:
-        raise ValueError(f"dataset {path!r}: no record fits into {slots} tokens")
+        raise ValueError(
+            f"dataset {path!r}: no record fits into {slots} tokens and has an answer"
+        )
     return stacked(kept, pad, slots, tail), dropped
 
 

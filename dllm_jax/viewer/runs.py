@@ -116,7 +116,9 @@ def evals(rows: list[dict], problems: int) -> list[list]:
         share = row.get("heldout_accuracy")
         if share is not None:
             low, high = None, None
-            if count := row.get("heldout_problems") or problems:
+            count = row.get("heldout_problems") or problems
+            # Who wrote a row by hand may have meant per cent, of which this tells nothing.
+            if 0 <= share <= 1 <= count <= traces.LARGEST:
                 low, high = statistics.wilson(share, count)
             names = ("tokens_per_forward", "response_length")
             more = [row.get(f"heldout_{name}") for name in names]

@@ -177,13 +177,29 @@ def object_of(file: pathlib.Path) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def tokenizer(model: str):
-    """Returns the tokenizer of a local checkpoint, or None, which is said."""
+def folder_of(model: str) -> pathlib.Path:
+    """Returns a checkpoint's folder, of a hub's name the one in its cache; nothing is loaded."""
     folder = pathlib.Path(model)
+    if folder.is_dir() or folder.is_absolute() or model.count("/") != 1:
+        return folder
+    # Imported here: a local model needs none of it.
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(model, local_files_only=True)
+    except (OSError, ValueError):  # it is not there, or no such name can be
+        return folder
+    return pathlib.Path(found)
+
+
+def tokenizer(model: str):
+    """Returns the tokenizer of a checkpoint that is on this machine, or None, which is said."""
+    folder = folder_of(model)
     try:
         if model and folder.is_dir() and any(folder.glob("tokenizer*")):
             return data.tokenizer(folder)
-        reason = f"{model!r} is no folder with a tokenizer" if model else "not known"
+        what = "no folder with a tokenizer, nor a name in the hub's cache"
+        reason = f"{model!r} is {what}" if model else "not known"
     except ValueError as error:
         reason = str(error)
     warn(
@@ -199,7 +215,7 @@ def full(file: File, tok) -> bool:
     where the tokenizer was read: --model and a hub's snapshot are not where model.path is.
     """
     folders = filter(None, (getattr(tok, "name_or_path", ""), file.model))
-    found = (object_of(pathlib.Path(x) / "config.json") for x in folders)
+    found = (object_of(folder_of(x) / "config.json") for x in folders)
     raw = next(filter(None, found), {})
     told = file.attention or raw.get("attention_pattern")
     return told == "full" if told else raw.get("model_type") in FULL

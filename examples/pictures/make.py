@@ -224,7 +224,9 @@ def main():
     if args.data is None:
         found = importlib.util.find_spec("easy_vqa")
         if found is None:
-            sys.exit(f"error: the pictures are a package: pip install {PACKAGE}")
+            sys.exit(
+                f"error: the pictures are a package: .venv/bin/pip install {PACKAGE}"
+            )
         args.data = pathlib.Path(found.origin).parent / "data"
     if not (args.data / "train" / "questions.json").is_file():
         p.error(f"--data={args.data}: no train/questions.json; it is {PACKAGE}'s data")

@@ -85,12 +85,19 @@ def test_a_countdown_is_numbers_signs_and_brackets_however_they_are_written(
     assert not recwarn.list  # of Python's parser
 
 
-def test_a_countdown_may_be_a_fraction():
-    record = puzzles.countdown_record([90, 30, 12], 15)
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        (r"\frac{90}{30} + 12", 15),
+        (r"\frac{90}{\frac{30}{12}}", 36),
+        (r"12 \cdot \dfrac{90}{30}", 36),
+    ],
+)
+def test_a_countdown_may_be_a_fraction(text, target):
+    record = puzzles.countdown_record([90, 30, 12], target)
     grader = rewards.grader("countdown", RewardConfig())
     asked = [data.Problem([1], "", "", record)]
-    text = r"\boxed{\frac{90}{30} + 12}"
-    assert grader.grade([text], asked, None).reward_n == [1]
+    assert grader.grade([f"\\boxed{{{text}}}"], asked, None).reward_n == [1]
 
 
 def test_only_countdowns_are_read(monkeypatch, capsys, tmp_path):

@@ -66,6 +66,15 @@ def test_what_a_damaged_file_costs_is_said(name, tmp_path, capsys):
     assert f"{tmp_path / name}: left out: it holds no" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("share", "count"), [(63.5, 20), (-0.1, 20), (0.5, -3), (0.5, 1e-300), (0.5, 1e300)]
+)
+def test_a_row_by_hand_has_no_interval_where_there_can_be_none(share, count, tmp_path):
+    row = {"step": 1, "heldout_accuracy": share, "heldout_problems": count}
+    write(tmp_path / "metrics.jsonl", [row])
+    assert runs.told(str(tmp_path))["evals"] == [[1, share, None, None, None, None]]
+
+
 def test_only_what_is_unusual_is_told_of_the_log(tmp_path):
     lines = ["t step 1/4", "t warning: x", "t step 2: the step is skipped", "t fine"]
     (tmp_path / "run.log").write_text("\n".join(lines))

@@ -1,13 +1,16 @@
 """The page of answers: what it is made of, what it refuses, and what nobody can put into it."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import re
+import shutil
 import types
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from dllm_jax import data, trace
 from dllm_jax.models import families
@@ -42,6 +45,23 @@ def test_the_settings_are_those_of_the_command_that_wrote_the_file(tmp_path):
     loose = write(tmp_path / "x.jsonl", [answer()])
     (tmp_path / "x.job.json").write_text('{"model.path": "b", "sampler.block": 0}')
     assert (traces.read(str(loose)).model, traces.read(str(loose)).block) == ("b", 0)
+
+
+def test_a_hub_name_is_read_from_its_cache(tmp_path, monkeypatch, capsys):
+    stored, commit = tmp_path / "models--org--tiny", "0123456789abcdef"
+    shutil.copytree(MODEL, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    file = traces.read(str(write(tmp_path / "x.jsonl", [answer()])))
+    told, here = (
+        trace.shown(dataclasses.replace(file, model=model), "")
+        for model in ("org/tiny", str(MODEL))
+    )
+    assert told | {"model": ""} == here | {"model": ""} and told["block"]
+    assert capsys.readouterr().err == ""
+    trace.shown(dataclasses.replace(file, model="org/none"), "")
+    assert "'org/none' is no folder with a tokenizer, nor a" in capsys.readouterr().err
 
 
 ATTENTIONS = {

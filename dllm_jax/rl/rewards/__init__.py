@@ -436,43 +436,79 @@ def loaded(name: str) -> Grader:
 
     def grade(texts, problems, trace) -> Grades:
         given = judge.said("rl.reward", name, own, texts, problems, trace)
-        grades = given if isinstance(given, Grades) else Grades(array(name, given))
-        if np.shape(grades.reward_n) != (len(texts),):
+        grades = arrays(name, given if isinstance(given, Grades) else Grades(given))
+        for rewards in (grades.reward_n, *grades.parts.values()):
+            if rewards.shape != (len(texts),):
+                raise ValueError(
+                    f"rl.reward={name!r} returned grades of shape {rewards.shape} for "
+                    f"{len(texts)} answers"
+                )
+        tokens = grades.reward_nT
+        if tokens is not None and tokens.shape != trace.tokens_BT.shape:
             raise ValueError(
-                f"rl.reward={name!r} returned grades of shape {np.shape(grades.reward_n)} "
-                f"for {len(texts)} answers"
+                f"rl.reward={name!r} returned rewards of tokens of shape {tokens.shape}; the "
+                f"canvases are {trace.tokens_BT.shape}"
             )
-        if np.shape(grades.reward_nT) not in ((), trace.tokens_BT.shape):
-            raise ValueError(
-                f"rl.reward={name!r} returned rewards of tokens of shape "
-                f"{np.shape(grades.reward_nT)}; the canvases are {trace.tokens_BT.shape}"
-            )
-        check_finite(name, grades)
         return grades
 
-    check, aside = getattr(own, "check", anything), getattr(own, "aside", False)
+    def check(problem: Problem) -> None:
+        try:
+            with judge.staying("rl.reward", name):
+                own.check(problem)
+        except ValueError:  # its word on the record
+            raise
+        except Exception as error:
+            told = judge.raised(f"rl.reward={name!r}: its check", error)
+            raise ValueError(told) from error
+
     judges = "text", "image"
-    return Grader(grade, check, gold=False, aside=bool(aside), judges=judges)
+    return Grader(
+        grade,
+        check if hasattr(own, "check") else anything,
+        gold=False,
+        aside=bool(getattr(own, "aside", False)),
+        judges=judges,
+    )
+
+
+def sources(spec: str, cfg) -> dict[str, str]:
+    """Returns a hash of the source of each function of one's own that judges, by its name.
+
+    The arguments are those of `grader`; which raises ValueError for the same functions.
+    """
+    weighed = weights(spec)
+    own = [("rl.reward", name) for name in weighed if name not in GRADERS]
+    if "judge" in weighed and judge.names_function(cfg.judge.at):
+        own.append(("reward.judge.at", cfg.judge.at))
+    return {f"the source of {name}": judge.source(key, name) for key, name in own}
+
+
+def arrays(name: str, grades: Grades) -> Grades:
+    """Returns what a function has found, lists or other arrays, as arrays: see `array`."""
+    tokens = grades.reward_nT
+    return Grades(
+        array(name, grades.reward_n),
+        None if tokens is None else array(name, tokens),
+        {part: array(name, rewards) for part, rewards in grades.parts.items()},
+    )
 
 
 def array(name: str, given) -> np.ndarray:
-    """Returns numbers as an array; raises ValueError where they are none."""
+    """Returns numbers as an array; raises ValueError where they are none.
+
+    And for one that is infinite; NaN is "nobody can tell".
+    """
     try:
-        return np.array(given, np.float32)
+        with np.errstate(over="ignore"):  # what is infinite then is refused
+            rewards = np.array(given, np.float32)
     except (TypeError, ValueError):
         raise ValueError(
             f"rl.reward={name!r} returned what is no list of numbers"
         ) from None
-
-
-def check_finite(name: str, grades: Grades) -> None:
-    """Raises ValueError for a reward that is infinite; NaN is "nobody can tell"."""
-    given = [grades.reward_n, *grades.parts.values()]
-    given += [] if grades.reward_nT is None else [grades.reward_nT]
-    for rewards in given:
-        infinite = np.isinf(array(name, rewards))
-        if infinite.any():
-            raise ValueError(
-                f"rl.reward={name!r} returned {np.asarray(rewards)[infinite][0]}: a reward "
-                "is a finite number, or NaN where nobody can tell"
-            )
+    infinite = np.isinf(rewards)
+    if infinite.any():
+        raise ValueError(
+            f"rl.reward={name!r} returned {rewards[infinite][0]}: a reward is a finite "
+            "number, or NaN where nobody can tell"
+        )
+    return rewards

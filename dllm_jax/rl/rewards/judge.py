@@ -13,9 +13,14 @@ that raises does, with its place.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib
 import math as numbers
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 
@@ -170,29 +175,49 @@ def is_vote(given) -> bool:
     """Returns whether a function's verdict is one: a finite number, or None."""
     try:
         return given is None or numbers.isfinite(given)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 
 def function(key: str, name: str) -> Callable:
     """Returns the function that a `module:function` names.
 
-    key: where it stands. Raises ValueError where there is none.
+    key: where it stands. Raises ValueError where there is none, and with the place where its
+    module raised.
     """
     module, _, wanted = name.partition(":")
     try:
-        own = getattr(importlib.import_module(module), wanted)
-    except ImportError as error:
-        raise ValueError(
-            f"{key}={name!r}: {error}; its folder must be the one the command is "
-            "started in, or on PYTHONPATH"
-        ) from None
-    except AttributeError:
-        raise ValueError(f"{key}={name!r}: {module} has no {wanted}") from None
+        with staying(key, name):
+            there = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        hint = (
+            "; its folder must be the one the command is started in, or on PYTHONPATH"
+        )
+        raise ValueError(f"{key}={name!r}: {error}{hint if own else ''}") from None
+    except (Exception, SystemExit) as error:  # whatever its author wrote
+        told = raised(f"{key}={name!r}: its module", error)
+        raise ValueError(told) from error
+    own = getattr(there, wanted, None)
+    if own is None:
+        raise ValueError(f"{key}={name!r}: {module} has no {wanted}")
     called = callable(own)
     if not called:
         raise ValueError(f"{key}={name!r}: {wanted} is no function")
     return own
+
+
+def source(key: str, name: str) -> str:
+    """Returns a hash of the file in which the function of a `module:function` stands.
+
+    key: where it stands itself. "": its module is no file. Raises ValueError as `function`.
+    """
+    function(key, name)
+    file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    if file is None or not os.path.isfile(file):
+        return ""
+    with open(file, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()[:16]
 
 
 def said(key: str, name: str, function: Callable, *arguments):
@@ -201,16 +226,56 @@ def said(key: str, name: str, function: Callable, *arguments):
     key: where it stands. Raises ValueError with the place where the function raised.
     """
     try:
-        return function(*arguments)
+        with staying(key, name):
+            return function(*arguments)
     except exits.StoppedAtOnce:
         raise
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{key}={name!r} raised {type(error).__name__}: {text} ({frame.filename}, "
-            f"line {frame.lineno})"
-        ) from error
+        raise ValueError(raised(f"{key}={name!r}", error)) from error
+
+
+def raised(who: str, error: BaseException) -> str:
+    """Returns a line of who raised an error, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text, file, line = str(error), frame.filename, frame.lineno
+    if isinstance(error, SyntaxError) and error.filename:  # no frame is of its file
+        text, file, line = error.msg, error.filename, error.lineno
+    text = " ".join(text.split())[:300]
+    return f"{who} raised {type(error).__name__}: {text} ({file}, line {line})"
+
+
+@contextlib.contextmanager
+def staying(key: str, name: str):
+    """Puts the working directory back where what is inside changes it, and says so once.
+
+    Relative paths, such as the run's folder, are named from it. key, name: of the function.
+    """
+    try:
+        place = os.getcwd()
+    except OSError:  # somebody has removed it
+        yield
+        return
+    try:
+        yield
+    finally:
+        if not (os.path.isdir(".") and os.path.samefile(".", place)):
+            os.chdir(place)
+            warn_moved(key, name)
+
+
+@functools.cache
+def warn_moved(key: str, name: str) -> None:
+    """Says that a function has changed the working directory."""
+    exits.warn(
+        f"{key}={name!r} changes the working directory, from which the run's paths are named: "
+        "it is put back after each call"
+    )
+
+
+def names_function(at: str) -> bool:
+    """Returns whether a judge is a `module:function`."""
+    module, _, wanted = at.partition(":")
+    return all(x.isidentifier() for x in (*module.split("."), wanted))
 
 
 def judge(cfg, *, looks: bool = False) -> Judge:
@@ -219,10 +284,9 @@ def judge(cfg, *, looks: bool = False) -> Judge:
     looks: whether what is judged may be about images. Raises ValueError for a function that
     is not there.
     """
-    module, colon, wanted = cfg.at.partition(":")
     if "://" in cfg.at:
         return at_endpoint(cfg, looks=looks)
-    if colon and all(x.isidentifier() for x in (*module.split("."), wanted)):
+    if names_function(cfg.at):
         return of_function(cfg.at, function("reward.judge.at", cfg.at))
     lender = lent.Lent(cfg, looks=looks)
     return of_texts(cfg, lender.answers, lender.begin, aside=False, claim=lender.claim)

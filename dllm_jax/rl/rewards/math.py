@@ -52,12 +52,18 @@ def extract(text: str) -> str | None:
 
 # ---- stage 1: the same string
 
+VULGAR = "½12 ⅓13 ⅔23 ¼14 ¾34 ⅕15 ⅖25 ⅗35 ⅘45 ⅙16 ⅚56 ⅛18 ⅜38 ⅝58 ⅞78"
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "²": "^2"}
-    | {"∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "∪": r"\cup ", "³": "^3"}
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
+    | {"∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "∪": r"\cup "}
     | {"°": r"^\circ ", "∅": r"\emptyset ", "±": r"\pm ", "，": ","}
     | {"≈": r"\approx ", "≡": r"\equiv ", "≠": r"\neq "}
-    | {"⋅": r"\cdot ", "∗": "*", "⩽": r"\leq ", "⩾": r"\geq "}
+    | {"⋅": r"\cdot ", "∗": "*", "⩽": r"\leq ", "⩾": r"\geq ", "⁄": "/"}
+    | {char: f"\\frac{{{top}}}{{{bottom}}}" for char, top, bottom in VULGAR.split()}
+    | dict(zip("０１２３４５６７８９", "0123456789", strict=True))
+    | dict(zip(RAISED, "0123456789-", strict=True))
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # of no width
 )
 TEXT = (
     r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|boldsymbol|bm|[mh]box"
@@ -66,6 +72,7 @@ TEXT = (
 GREEK = r"\\(?:pi|theta)(?![A-Za-z])"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
+    (r"√ ?\(([^()]*)\)|√ ?([0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"\\sqrt{\1\2}"),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
     (r" ?\\! ?", ""),  # as in 10,\!080
     (r"\{,\}", ","),
@@ -156,9 +163,14 @@ def clean(text: str) -> str:
     return WHOLE.get(text) or WHOLE.get(text.casefold(), text)
 
 
+def typed(text: str) -> str:
+    """Returns the answer with what LaTeX writes for signs that few keyboards have."""
+    return re.sub(f"[{RAISED}]+", r"^{\g<0>}", text).translate(UNICODE)
+
+
 def without_unit(text: str) -> str:
     """Returns the answer in one spelling, still in its own words."""
-    text = " ".join(text.translate(UNICODE).split())
+    text = " ".join(typed(text).split())
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     text = drop_unit(" ".join(text.split()))

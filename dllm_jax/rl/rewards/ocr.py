@@ -3,7 +3,7 @@
 rapidocr reads on the host's CPU, with models that lie in its package: nothing is downloaded.
 It is an extra, imported when a run begins that asks for it:
 
-    pip install 'dllm-jax[ocr]'
+    make install EXTRAS=ocr
 """
 
 import functools
@@ -26,7 +26,7 @@ def reader():
     except ImportError as error:
         raise ValueError(
             f"rl.reward='ocr' reads words in pictures and needs an extra ({error}): "
-            "pip install 'dllm-jax[ocr]'"
+            "make install EXTRAS=ocr"
         ) from None
     return rapidocr.RapidOCR(params={"Global.log_level": "error"})
 

@@ -43,7 +43,7 @@ def countdown(answer: str, record: dict) -> bool:
     for sign, plain in SIGNS.items():
         answer = answer.replace(sign, plain)
     text, used = " ".join(answer.split("=")[0].split()), []
-    if len(text) <= MOST:
+    while len(text) <= MOST and FRACTION.search(text):  # one may stand in another
         text = FRACTION.sub(r"((\1)/(\2))", text)
     if len(text) > MOST or not EXPRESSION.fullmatch(text):
         return False

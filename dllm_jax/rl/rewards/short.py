@@ -58,7 +58,7 @@ def formula(text: str) -> str | None:
 
     It has no words: numbers, or single letters with operators.
     """
-    bare = TEX.sub(r"\1", text).translate(math.UNICODE)
+    bare = math.typed(TEX.sub(r"\1", text))
     bare = re.sub(r"\\?\$", "", unicodedata.normalize("NFKC", bare)).strip(AROUND)
     if bracketed := re.fullmatch(r"[(\[{]([^()\[\]{},;]*)[)\]}]", bare):
         bare = bracketed[1].strip()

@@ -1,6 +1,9 @@
 """Graders by name, several at once, and one's own from a file anywhere."""
 
+import dataclasses
 import json
+import os
+import sys
 import types
 
 import numpy as np
@@ -144,7 +147,9 @@ FORMULAS = {  # as above, of numbers and operators
     "x+1": (["1+x"], ["x 1", "x-1"]),
     "x>5": (["5<x"], ["x<5", "5"]),
     "(2, -3)": (["(2,-3)"], ["(2, 3)", "(-3, 2)", "2 3"]),
-    "1/2": (["0.5", r"\frac{1}{2}", "$1/2$"], ["1-2", "1 2", "12", "-1/2"]),
+    "x^2": (["x²", "x·x"], ["x2", "2x", "x³"]),
+    r"\sqrt{2}": (["√2", "√(2)"], ["2", "√3", "√20"]),
+    "1/2": (["0.5", r"\frac{1}{2}", "$1/2$", "½"], ["1-2", "1 2", "12", "-1/2"]),
     "0.5": ([".5", "1/2"], ["5", "-.5"]),
     "O+": (["o+"], ["O-", "O"]),
     "A+": (["a+", "$A+$"], ["A-", "A"]),
@@ -381,6 +386,7 @@ def test_what_was_not_judged_leaves_the_means(tmp_path):
 # ---- One's own -----------------------------------------------------------------------
 
 OWN = """
+import os
 import numpy as np
 from dllm_jax.rl.rewards import Grades
 
@@ -415,6 +421,27 @@ def words(texts, problems, trace):
 def tokens(texts, problems, trace):
     return Grades(np.ones(2), np.ones((2, 3)))
 
+def listed(texts, problems, trace):
+    return Grades([1.0, 0.5], np.ones(trace.tokens_BT.shape).tolist(), {"a": [1, None]})
+
+def parted(texts, problems, trace):
+    return Grades(np.ones(2), parts={"a": [1.0]})
+
+def wordless(texts, problems, trace):
+    return [1.0] * len(texts)
+
+wordless.check = lambda problem: problem.record["key"]
+
+def away(texts, problems, trace):
+    os.chdir("/")
+    return [1.0] * len(texts)
+
+away.check = lambda problem: os.chdir("/")
+
+def lost(texts, problems, trace):
+    os.chdir("/")
+    raise OSError("lost")
+
 number = 3
 """
 
@@ -424,6 +451,7 @@ def mine(tmp_path, monkeypatch):
     """A module outside of the repository."""
     (tmp_path / "mine_outside.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_outside", raising=False)
     return "mine_outside"
 
 
@@ -438,6 +466,15 @@ def test_a_function_of_ones_own_grades(mine):
     with pytest.raises(ValueError, match="no field 'key'"):
         grader.check(problem())
     assert RLConfig(reward=f"{mine}:brevity:0.5").reward
+
+
+def test_lists_of_a_function_are_arrays(mine):
+    for weight in (1.0, 0.5):
+        grades = grade(f"{mine}:listed:{weight}", ["a", "b"], [problem()] * 2)
+        np.testing.assert_array_equal(grades.reward_n, [weight, 0.5 * weight])
+        assert (grades.reward_nT == weight).all()
+    alone = grade(f"{mine}:listed", ["a", "b"], [problem()] * 2)
+    np.testing.assert_array_equal(alone.parts["a"], [1, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -468,9 +505,65 @@ def test_what_is_not_there_is_refused(mine, name, message):
 
 
 @pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\nos.nope", "its module raised AttributeError: .* line 2\\)$"),
+        ("raise RuntimeError('no gpu')", "raised RuntimeError: no gpu \\(.*line 1"),
+        ("import sys\nsys.exit(0)", "its module raised SystemExit: 0 \\(.*line 2"),
+        ("x = 1\ndef f(:", "raised SyntaxError: invalid syntax \\(.*_bad.py, line 2"),
+        ("import not_there_xyz", "'mine_bad:f': No module named 'not_there_xyz'$"),
+    ],
+)
+def test_a_module_that_raises_is_named_with_the_place(
+    tmp_path, monkeypatch, source, message
+):
+    (tmp_path / "mine_bad.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_bad", raising=False)
+    with pytest.raises(ValueError, match=message):
+        rewards.grader("mine_bad:f", CFG)
+
+
+def test_functions_are_known_by_their_source(mine, tmp_path):
+    spec = f"math,{mine}:brevity:0.5,judge"
+    cfg = dataclasses.replace(
+        CFG, judge=dataclasses.replace(CFG.judge, at=f"{mine}:words")
+    )
+    before = rewards.sources(spec, cfg)
+    told = [f"the source of {mine}:{name}" for name in ("brevity", "words")]
+    assert [*before] == told and all(before.values())
+    (tmp_path / "mine_outside.py").write_text(OWN + "\n")
+    after = rewards.sources(spec, cfg)
+    assert all(after[name] != before[name] for name in told)
+    assert rewards.sources("math", cfg) == {}
+    url = dataclasses.replace(CFG.judge, at="http://localhost:1/v1")
+    assert rewards.sources("judge", dataclasses.replace(CFG, judge=url)) == {}
+    with pytest.raises(ValueError, match="mine_outside has no f"):
+        rewards.sources(f"{mine}:f", CFG)
+
+
+def test_a_check_that_raises_is_named_with_the_place(mine):
+    with pytest.raises(ValueError, match="wordless': its check raised KeyError: 'key'"):
+        rewards.grader(f"{mine}:wordless", CFG).check(problem())
+
+
+def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert grade(f"{mine}:away", ["a"], [problem()]).reward_n.tolist() == [1]
+        rewards.grader(f"{mine}:away", CFG).check(problem())
+        assert os.getcwd() == str(tmp_path)
+    assert capsys.readouterr().err.count("changes the working directory") == 1
+    with pytest.raises(ValueError, match="raised OSError: lost"):
+        grade(f"{mine}:lost", ["a"], [problem()])
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("short", "grades of shape \\(1,\\) for 2 answers"),
+        ("parted", "grades of shape \\(1,\\) for 2 answers"),
         ("words", "returned what is no list of numbers"),
         (
             "boundless",

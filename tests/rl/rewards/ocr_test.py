@@ -47,7 +47,7 @@ def test_without_the_extra_a_run_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     ocr.reader.cache_clear()
     grader = rewards.grader("ocr", RewardConfig(), answers="image")
-    with pytest.raises(ValueError, match=r"pip install 'dllm-jax\[ocr\]'$") as caught:
+    with pytest.raises(ValueError, match="make install EXTRAS=ocr$") as caught:
         grader.begin()
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="rl.reward='ocr' judges no text"):
