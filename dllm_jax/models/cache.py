@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import Mask, ranged
+from dllm_jax.pallas_kernels.choice import platform
 from dllm_jax.sharding import constrain
 
 PAGED = 64  # positions of a window, at most, for which kernels of pages have room
@@ -159,6 +160,21 @@ def cut(end_B, width: int):
 
 def pool(cfg: ModelConfig, pages: int, size: int) -> PagedKVCache:
     """Returns zeroed pages of `size` positions; `pages` over all devices."""
-    shape = (cfg.layers, pages, size, cfg.kv_heads, cfg.head_dim)
+    shape = (cfg.layers, pages, size, held_heads(cfg), cfg.head_dim)
     zeros = constrain(jnp.zeros(shape, cfg.dtype), "LPOKH")
     return PagedKVCache(k_LPOKH=zeros, v_LPOKH=zeros)
+
+
+def held_heads(cfg: ModelConfig) -> int:
+    """Returns how many key heads pages have: the model's, or each of them twice.
+
+    On a TPU a head that is alone on its device has itself for a neighbour, and half of the
+    queries each. There a tile of 16-bit numbers has two rows at the least, so that a kernel's
+    pages of one head are as large; but XLA has other pages then, and would copy all of them
+    at the begin and at the end of each program.
+    """
+    parts = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    alone = cfg.kv_heads == parts and cfg.heads // cfg.kv_heads % 2 == 0
+    narrow = jnp.dtype(cfg.dtype).itemsize < 4
+    twice = platform() == "tpu" and alone and narrow
+    return 2 * cfg.kv_heads if twice else cfg.kv_heads

@@ -24,7 +24,7 @@ import numpy as np
 
 from dllm_jax import pallas_kernels, processes, sharding
 from dllm_jax.folder import write
-from dllm_jax.models import mask
+from dllm_jax.models import cache, mask
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
 
@@ -47,6 +47,7 @@ class Widths:
 
     heads: int
     kv_heads: int
+    held_heads: int  # key heads of pages
     head_dim: int
     d_model: int
     vocab: int
@@ -83,8 +84,10 @@ def widths(model: ModelConfig, block: int, page: int) -> Widths:
     vocab, experts = own.pop("vocab"), own.pop("experts")
     if model.experts % parts and inner % parts == 0:
         inner //= parts
+    twice = cache.held_heads(model) // model.kv_heads
     return Widths(
         **own,
+        held_heads=twice * own["kv_heads"],
         vocab=min(vocab, VOCAB + vocab % VOCAB),
         experts=min(experts, 8),
         head_dim=model.head_dim,
@@ -227,8 +230,8 @@ def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
         sizes += shared_out_and_whole(wide, wide.block)
     if here == "tpu":
         kernel = choice.module("paged_attention", here)
-        page = wide.page, wide.kv_heads, wide.head_dim, wide.dtype
-        queries = wide.block * wide.heads // wide.kv_heads
+        page = wide.page, wide.held_heads, wide.head_dim, wide.dtype
+        queries = wide.block * wide.heads // wide.held_heads
         sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, queries) + 1))
     return sizes
 
@@ -315,8 +318,8 @@ def pages(wide: Widths, rng, rows: int = ROWS, held: int = HELD):
     held: pages of a row, of which the last one fills all. More than ROWS share theirs.
     """
     kept = min(rows, ROWS) * held
-    pool = 2, kept, wide.page, wide.kv_heads, wide.head_dim
-    fresh = rows, wide.block, wide.kv_heads, wide.head_dim
+    pool = 2, kept, wide.page, wide.held_heads, wide.head_dim
+    fresh = rows, wide.block, wide.held_heads, wide.head_dim
     pools = tuple(normal(rng, pool, wide.dtype) for _ in "kv")
     table = rng.permutation(rows * held).reshape(rows, held) % kept
     most = held * wide.page // wide.block - 1

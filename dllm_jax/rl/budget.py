@@ -200,6 +200,6 @@ def check(budget: Budget, limit: int | None):
         need = sum(budget.always.values()) + sum(sizes.values())
         if limit is not None and need > limit:
             raise ValueError(
-                f"{table(budget)}\n{phase} needs {need / memory.GIB:.2f} GiB of a device's "
-                f"{limit / memory.GIB:.2f}; {REMEDIES[phase]}"
+                f"{phase} needs {need / memory.GIB:.2f} GiB of a device's "
+                f"{limit / memory.GIB:.2f}; {REMEDIES[phase]}\n{table(budget)}"
             )

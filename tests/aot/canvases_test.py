@@ -1,12 +1,14 @@
-"""The engine's programs where keys are not final, for chips that are not here."""
+"""The engine's programs, of canvases and of few heads, for chips that are not here."""
 
 import dataclasses
+import functools
 
 import jax
 import pytest
 
 from benchmarks import hlo, programs, topologies
 from benchmarks.shapes import RELEASED
+from dllm_jax import sharding
 from dllm_jax.models import acting
 from dllm_jax.models import cache as kv
 from dllm_jax.sampling.config import SamplerConfig
@@ -51,3 +53,30 @@ def test_canvases_and_windows_compile_and_copy_no_pages(topology, how, capsys):
     for line in lines:
         copies = line.opcode.startswith("copy")
         assert not (copies and pool in [x.dims for x in line.arrays]), line.name
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_prompts_and_blocks_copy_no_pages(parts, monkeypatch):
+    """Of few key heads on a TPU, and of one that is alone; not in a program, nor at its ends."""
+    try:
+        devices = topologies.devices("v6e:2x4")[:parts]
+    except topologies.SkipReason as reason:
+        pytest.skip(str(reason))
+    for name in ("window_counts", "chunk_counts"):  # of each the largest program
+        counts = getattr(SamplerConfig, name)
+        largest = functools.partialmethod(lambda *args, of: of(*args)[-1:], of=counts)
+        monkeypatch.setattr(SamplerConfig, name, largest)
+    mesh = sharding.make_mesh(fsdp=1, model=parts, devices=list(devices))
+    sizes = {"heads": 16, "kv_heads": 4, "layers": 2, "vocab": 8192}
+    model = dataclasses.replace(RELEASED["sdar-1.7b"], **sizes)
+    cfg = dataclasses.replace(CFG, block=4, rows=128)  # whose pages fill no fast memory
+    with jax.set_mesh(mesh), programs.trusted(model.dtype):
+        made = Engine(model=model, cfg=cfg, mesh=mesh)
+        lowered, rows = made.lower(acting.abstract(model, mesh))
+        program = hlo.parsed(lowered.compile().as_text())
+    pool = rows.s.cache.k_LPOKH.shape[:3]
+    for line in hlo.all_lines(program, program.entry):
+        copies = line.opcode.startswith("copy")
+        assert not (copies and pool in [x.dims[:3] for x in line.arrays]), line.name
+    kernels = {hlo.kernel_name(line) for line in hlo.all_lines(program, program.entry)}
+    assert kernels >= {"gathered", "paged_attention", "cache_update"}

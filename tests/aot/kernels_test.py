@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import hlo, topologies
+from benchmarks import topologies
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models.mask import Mask, ranged
 
@@ -258,38 +258,3 @@ def test_chunks_of_prompts(rows, W, heads, kv_heads, size):
     program = compiled("h100:1", attend, q, (pool, pool), layer, table, end)
     # Queries in the order of key heads, and no keys.
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * q.size * 2
-
-
-@pytest.mark.parametrize("kv_heads, size", [(8, 128), (4, 128), (2, 128), (2, 64)])
-def test_chunks_of_prompts_copy_no_pool(kv_heads, size):
-    """SDAR-8B, its parts on two and on four devices, heads of 64: layer by layer, on a TPU."""
-    rows, W, A, O = 4, 128, 32, 32
-
-    def layer(carry, number):
-        pages, q = carry
-        fresh = q[:, :, :kv_heads]
-        table, end = jnp.zeros((rows, A), jnp.int32), jnp.ones((rows, W), jnp.int32)
-        pages = pallas_kernels.cache_update(
-            pages, number, table, end[:, 0], end[:, 0] > 0, fresh, fresh
-        )
-        slots = jnp.broadcast_to(jnp.arange(A * O)[None], (rows, A * O))
-        seen = ranged(end, slots)
-        q = pallas_kernels.chunk_attention(q, pages, number, table, seen)
-        return (pages, q), None
-
-    def layers(pages, q):
-        return jax.lax.scan(layer, (pages, q), jnp.arange(36))[0]
-
-    pool, q = arrays(
-        jnp.bfloat16, (36, 8 * A, O, kv_heads, size), (rows, W, 4 * kv_heads, size)
-    )
-    program = hlo.parsed(
-        compiled("v6e:1x1", layers, (pool, pool), q, donate_argnums=0).as_text()
-    )
-    inside = hlo.reached(program, program.entry) - {program.entry}  # of the loop
-    assert any("while" in x.opcode for x in hlo.all_lines(program, program.entry))
-    for line in (
-        x for name in inside for x in program.computations[name].lines.values()
-    ):
-        copies = line.opcode.startswith("copy")
-        assert not (copies and pool.shape in [x.dims for x in line.arrays]), line.name

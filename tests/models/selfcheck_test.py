@@ -26,6 +26,7 @@ from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 WIDE = selfcheck.Widths(
     heads=4,
     kv_heads=2,
+    held_heads=2,
     head_dim=64,
     d_model=32,
     vocab=70,
@@ -288,8 +289,18 @@ SHAPES += [(32, 8, 128, 32), (14, 2, 64, 4)]
 
 def wide_of(heads: int, kv_heads: int, head_dim: int, block: int) -> selfcheck.Widths:
     """Returns Widths of bf16 and pages of 32."""
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page": 32}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "held_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "page": 32}
     return dataclasses.replace(WIDE, dtype="bfloat16", block=block, **sizes)
+
+
+def test_pages_are_checked_with_the_heads_that_they_have(tiny, monkeypatch):
+    monkeypatch.setattr(selfcheck.cache, "platform", lambda: "tpu")
+    model = dataclasses.replace(tiny[0], heads=8, kv_heads=1, dtype="bfloat16")
+    wide = selfcheck.widths(model, 4, 32)
+    assert (wide.kv_heads, wide.held_heads) == (1, 2)
+    (pool, _), *_, k, _ = selfcheck.pages(wide, np.random.default_rng(0))
+    assert pool.shape[3] == k.shape[2] == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,6 +12,7 @@ from benchmarks import cost_analysis, hlo
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import cache as kv
 from dllm_jax.models import hf, layer, mask, moe, transformer
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR, Mask
 from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.pallas_kernels.reference import NEVER
@@ -533,6 +534,58 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
 
     jax.eval_shape(everything)
     assert told == dict.fromkeys(ops, "reference")
+
+
+@pytest.mark.parametrize(
+    "name, dtype, heads, kv_heads, parts, times",
+    [
+        ("tpu", "bfloat16", 8, 1, 1, 2),
+        ("tpu", "bfloat16", 32, 4, 4, 2),
+        ("tpu", "bfloat16", 32, 4, 2, 1),
+        ("tpu", "bfloat16", 28, 4, 4, 1),  # 7 queries to a key
+        ("tpu", "float32", 8, 1, 1, 1),
+        ("gpu", "bfloat16", 8, 1, 1, 1),
+    ],
+)
+def test_a_key_head_alone_on_a_tpu_is_held_twice(
+    name, dtype, heads, kv_heads, parts, times, monkeypatch
+):
+    monkeypatch.setattr(kv, "platform", lambda: name)
+    cfg = ModelConfig(layers=1, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    mesh = sharding.make_mesh(fsdp=1, model=parts, devices=jax.devices()[:parts])
+    with jax.set_mesh(mesh):
+        made = jax.eval_shape(lambda: kv.pool(cfg, 2, 4))
+    assert made.k_LPOKH.shape[3] == times * kv_heads
+
+
+def test_heads_held_twice_answer_the_same(tiny):
+    cfg, rows = tiny[0], 2
+    params = transformer.init(jax.random.key(0), cfg)
+    tokens_BT, pos_BT = jnp.arange(rows * 8).reshape(rows, 8), positions(rows, 8)
+    x_BTD = transformer.embed(params, tokens_BT, cfg)
+    table_BA = jnp.arange(rows * 3).reshape(rows, 3)
+
+    @jax.jit
+    def answered(pool):
+        chunk = kv.chunk(table_BA, pos_BT, jnp.full(rows, 8), 4, pool)
+        _, pool, _ = transformer.trunk(params, x_BTD, pos_BT, chunk, cfg, pool)
+        start_B, found = jnp.full(rows, 8), []
+        window = kv.Window(table_BA, start_B, jnp.ones((rows, 1), bool))
+        for seen in (window, window.replace(end_B=start_B + 4)):
+            x, pool, _ = transformer.trunk(
+                params, x_BTD[:, :4], pos_BT[:, :4] + 8, seen, cfg, pool
+            )
+            found.append(x)
+        return found, pool
+
+    plain = kv.pool(cfg, 6, 4)
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=3), plain)
+    (want, held), (found, held_twice) = answered(plain), answered(twice)
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(held_twice), jax.tree.leaves(held), strict=True):
+        assert y.any()
+        np.testing.assert_allclose(x, np.repeat(y, 2, axis=3), atol=1e-5)
 
 
 def test_weights_are_rounded_where_a_forward_pass_would_round_them(tiny):
