@@ -475,9 +475,7 @@ class Answers:
 
     def foreign(self, number: int, reason: str) -> ValueError:
         """Returns the error for a line that is not this job's."""
-        return ValueError(
-            f"{self.path}, line {number}: {reason}; name another file, or add --overwrite"
-        )
+        return ValueError(f"{self.path}, line {number}: {reason}; {OTHER}")
 
     def begin(self, total: int) -> None:
         """Opens the file behind the lines that stay, and says how many of `total` do."""

@@ -381,8 +381,13 @@ def variants(text: str, cfg: SamplerConfig) -> dict[str, SamplerConfig]:
                 known = {"true": True, "false": False} if types[key] is bool else None
                 changes[key] = known[value.lower()] if known else types[key](value)
             except (KeyError, ValueError):
+                wanted = {
+                    int: "a whole number",
+                    float: "a number",
+                    bool: "true or false",
+                }
                 raise ValueError(
-                    f"{name}: {key}={checks.shown(value)}: needs a {types[key].__name__}"
+                    f"{name}: {key}={checks.shown(value)}: needs {wanted[types[key]]}"
                 ) from None
         if changes.get("block") == 0:  # the first sampler's has become the checkpoint's
             raise ValueError(

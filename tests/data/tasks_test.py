@@ -122,9 +122,9 @@ BAD = [
         "'numbers': a countdown needs a list",
     ),
     ("countdown", {"numbers": [1, "2"], "target": 3}, "'numbers': whole numbers"),
-    ("countdown", {"numbers": [1, 2]}, "'target': a countdown needs a int"),
+    ("countdown", {"numbers": [1, 2]}, "'target': a countdown needs a whole number"),
     ("sudoku", {"puzzle": "12"}, "'puzzle': 16 digits from 0 to 4"),
-    ("sudoku", {}, "'puzzle': a sudoku needs a str"),
+    ("sudoku", {}, "'puzzle': a sudoku needs a text"),
 ]
 
 

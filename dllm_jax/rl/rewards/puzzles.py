@@ -74,13 +74,14 @@ PUZZLES = {
     "countdown": (countdown, {"numbers": list, "target": int}),
     "sudoku": (sudoku, {"puzzle": str}),
 }
+WANTED = {list: "a list", int: "a whole number", str: "a text"}
 
 
 def check(name: str, record: dict) -> None:
     """Raises ValueError for a record that is no puzzle of the name."""
     for field, kind in PUZZLES[name][1].items():
         if type(record.get(field)) is not kind:
-            raise ValueError(f"field {field!r}: a {name} needs a {kind.__name__}")
+            raise ValueError(f"field {field!r}: a {name} needs {WANTED[kind]}")
     if name == "sudoku" and not re.fullmatch("[0-4]{16}", record["puzzle"]):
         raise ValueError("field 'puzzle': 16 digits from 0 to 4")
     if name == "countdown" and not all(type(x) is int for x in record["numbers"]):
