@@ -102,6 +102,12 @@ def written_pages(f: Facts) -> Counted:
     return Counted(read=kept, written=kept)
 
 
+def gathered_pages(f: Facts) -> Counted:
+    """A layer's pages of the rows of chunks, in and out."""
+    pages = f.held * f.context * 2 * f.K * f.H * f.itemsize
+    return Counted(read=pages, written=pages)
+
+
 def walks(size: int, tile: int) -> int:
     """Returns how often one side is read for the tiles of the other; 0: all are one."""
     return -(-size // tile) if tile else 1
@@ -233,6 +239,7 @@ def experts(f: Facts, *, empty: bool = False) -> Counted:
 KERNELS = {
     "paged_attention": paged,
     "cache_update": written_pages,
+    "gathered": gathered_pages,
     **dict.fromkeys(("draw_kernel", "token_draw"), of_head),
     **dict.fromkeys(("pick_kernel", "behind_kernel", "token_logprob"), of_head),
     "dx_kernel": of_rows,

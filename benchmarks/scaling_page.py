@@ -288,6 +288,11 @@ LOSSES = """
   holds that model, a forward reads 31.9 GiB and not 58.9, writes 1.2 and not 28.2, and is at 87 %
   of the ideal and not 34; prompts 28,530 tokens/s a device and not 12,270. Its update takes 6.4 GiB
   less. (That slice is in no cell of the file.)
+* The programs of this page have one width of pages' tables, and hid what XLA makes of several on a
+  TPU: its gather of prompts' pages had all pages of all layers copied in each layer, wherever a
+  device has fewer than 8 key heads. SDAR-4B's default rollout on v6e:2x4 took 37.5 GiB of 31.2
+  so, and takes 29.0 since a kernel gathers them (kernels.md); with one key head a device all pages
+  were copied at the ends of each program, too. `make aot` compiles such programs with all widths.
 * On a GPU gate and up are one matrix of the acting weights, its columns by turns: a layer has a
   product less, and one reading of its input. Bytes stay the same to three digits.
 * A program of the engine for one window of one row did not need all that the others do, and

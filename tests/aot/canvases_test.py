@@ -6,7 +6,7 @@ import functools
 import jax
 import pytest
 
-from benchmarks import hlo, programs, topologies
+from benchmarks import hlo, programs, roofline, topologies
 from benchmarks.shapes import RELEASED
 from dllm_jax import sharding
 from dllm_jax.models import acting
@@ -80,3 +80,4 @@ def test_prompts_and_blocks_copy_no_pages(parts, monkeypatch):
         assert not (copies and pool in [x.dims[:3] for x in line.arrays]), line.name
     kernels = {hlo.kernel_name(line) for line in hlo.all_lines(program, program.entry)}
     assert kernels >= {"gathered", "paged_attention", "cache_update"}
+    assert kernels - {None} <= roofline.KERNELS.keys()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.reference import NEVER
 
 CHUNK = 2**19  # bytes of keys that are fetched together
@@ -267,9 +268,12 @@ def gathered(pages, layer, table_BA, *, interpret=False):
     """Returns the keys and values of rows' pages, in their order: (k_BSKH, v_BSKH).
 
     Page by page, from memory to memory. XLA's gather wants positions where a kernel has heads,
-    unless these fill a tile: it would copy all pages of all layers, in each layer anew.
+    unless these fill tiles: it would copy all pages of all layers, in each layer anew. Where
+    they do it is the better one, as it writes heads where attention wants them.
     """
-    B, A = table_BA.shape
+    (B, A), (K, H) = table_BA.shape, pages[0].shape[3:]
+    if K % 8 == 0 and H % 128 == 0:
+        return reference.gathered(pages, layer, table_BA)
     if B > 1 and B * A > SCALARS:
         halves = table_BA[: B // 2], table_BA[B // 2 :]
         each = [gathered(pages, layer, half, interpret=interpret) for half in halves]
