@@ -47,7 +47,9 @@ def attend_paged(
     """
     q_BWNH, *own = queries_keys_values(x_BWD, p, turn, cfg)
     times = pages[0].shape[3] // own[0].shape[2]  # see cache.held_heads
-    k_BWKH, v_BWKH = (jnp.repeat(x_BWKH, times, axis=2) for x_BWKH in own)
+    if times > 1:
+        own = [jnp.repeat(x_BWKH, times, axis=2) for x_BWKH in own]
+    k_BWKH, v_BWKH = own
     B, J = window.keep_BJ.shape
     Q = x_BWD.shape[1] // J
     start_BJ = window.start_B[:, None] + Q * jnp.arange(J)[None]
