@@ -98,12 +98,13 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     what is not there, is damaged, or does not fit the original.
     """
     export.check_target(out, like)
+    checkpoints, folder, step, cfg = opened(source, like, step)
     mesh = sharding.make_mesh()
-    cfg, params, meta = read(source, like, step, network, mesh)
+    params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
     if cfg.lora:
         _, base = hf.load(like, mesh=mesh)
         params = lora.merge(lora.join(base, params, cfg.lora))
-    trained = "config" in meta  # of a run
+    trained = "config" in checkpoints.meta(step)  # of a run
     cfg = dataclasses.replace(cfg, lora=None)
     hf.save(out, cfg, params, like=like, trained=trained)
 
@@ -113,20 +114,21 @@ def to_peft(source: str, out: str, like: str, step=None) -> None:
 
     Raises ValueError also where the run has trained all weights.
     """
-    cfg, params, _ = read(source, like, step, "policy", sharding.make_mesh())
-    if not cfg.lora:
+    *found, cfg = opened(source, like, step)
+    if not cfg.lora:  # before anything large is read
         raise ValueError(f"{source} has no adapters, but all weights: use to-hf")
     changed = changes(cfg, hf.read_config(repository.find(like)))
     if changed:
         told = ", ".join(f"{key}={value}" for key, value in changed.items())
         exits.warn(f"adapters do not tell what the run made of {like}: {told}")
+    params = read_network(*found, "policy", cfg, sharding.make_mesh(), like)
     peft.save(out, cfg, params, like)
 
 
-def read(source: str, like: str, step: int | None, network: str, mesh):
-    """Returns (ModelConfig, params, meta) of a step's network, adapters apart.
+def opened(source: str, like: str, step: int | None):
+    """Returns (checkpoints, their folder, the step to read, the ModelConfig of its policy).
 
-    source, like, step: see `to_hf`.
+    source, like, step: see `to_hf`. No weights are read.
     """
     folder = pathlib.Path(source)
     if (folder / "checkpoints").is_dir():
@@ -136,11 +138,10 @@ def read(source: str, like: str, step: int | None, network: str, mesh):
     original = language_model(like)
     checkpoints = Checkpoints(folder, keep=None)
     step = whole_step(checkpoints, folder, step)
-    cfg, meta = as_trained(original, checkpoints, step), checkpoints.meta(step)
+    cfg = as_trained(original, checkpoints, step)
     if cfg.lora:
-        check_base(meta, like)
-    params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
-    return cfg, params, meta
+        check_base(checkpoints.meta(step), like)
+    return checkpoints, folder, step, cfg
 
 
 def check_base(meta: dict, like: str) -> None:

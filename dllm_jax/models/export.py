@@ -10,7 +10,7 @@ import shutil
 from dllm_jax import exits
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes, read_config
-from dllm_jax.models.repository import INDEX, SINGLE, WEIGHTS, Tensors, find
+from dllm_jax.models.repository import INDEX, SINGLE, WEIGHTS, find
 from dllm_jax.models.special import read_json
 from dllm_jax.models.vision import autoencoders
 
@@ -44,16 +44,15 @@ def replaceable(target: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def written(partial: pathlib.Path | None, tensors: Tensors):
+def written(partial: pathlib.Path | None, wanted: int):
     """Leaves no half-written folder behind where what is inside fails.
 
-    partial: None in processes that write nothing. Raises exits.CannotGoOn where the disk
-    is full.
+    partial: None in processes that write nothing; wanted: bytes. Raises exits.CannotGoOn
+    where the disk is full.
     """
     if partial is None:
         yield
         return
-    wanted = sum(map(tensors.size, tensors.file_of))
     try:
         with exits.room(partial.parent, wanted):
             yield

@@ -360,7 +360,8 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
     writing = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
     sizes = {}  # bytes of each tensor
-    with export.written(partial if writing else None, tensors):
+    wanted = sum(map(tensors.size, tensors.file_of))
+    with export.written(partial if writing else None, wanted):
         if writing:
             export.begin_export(partial, origin, cfg)
             if trained:

@@ -15,7 +15,6 @@ import shutil
 import numpy as np
 import safetensors.numpy
 
-from dllm_jax import exits
 from dllm_jax.models import export, hf
 from dllm_jax.models.config import ModelConfig
 
@@ -38,7 +37,7 @@ def save(path, cfg: ModelConfig, trained: dict, like: str) -> None:
     folder = pathlib.Path(path)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    with exits.room(folder.parent, sum(x.nbytes for x in tensors.values())):
+    with export.written(partial, sum(x.nbytes for x in tensors.values())):
         partial.mkdir()
         text = json.dumps(config(cfg.lora, ranks, like), indent=2)
         (partial / CONFIG).write_text(text + "\n")

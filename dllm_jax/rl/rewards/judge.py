@@ -16,7 +16,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import math as numbers
 import os
@@ -24,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 
-from dllm_jax import exits, memory
+from dllm_jax import exits, memory, processes
 from dllm_jax.data import Problem
 from dllm_jax.images import MARK
 from dllm_jax.rl.rewards import endpoint, lent, math
@@ -216,8 +215,7 @@ def source(key: str, name: str) -> str:
     file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     if file is None or not os.path.isfile(file):
         return ""
-    with open(file, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()[:16]
+    return processes.content(file)
 
 
 def said(key: str, name: str, function: Callable, *arguments):
