@@ -169,12 +169,11 @@ def held_heads(cfg: ModelConfig) -> int:
     """Returns how many key heads pages have: the model's, or each of them twice.
 
     On a TPU a head that is alone on its device has itself for a neighbour, and half of the
-    queries each. There a tile of 16-bit numbers has two rows at the least, so that a kernel's
+    queries each (`layer.dealt`). There a tile of 16-bit numbers has two rows at the least, so that a kernel's
     pages of one head are as large; but XLA has other pages then, and would copy all of them
     at the begin and at the end of each program.
     """
     parts = jax.sharding.get_abstract_mesh().shape.get("model", 1)
-    alone = cfg.kv_heads == parts and cfg.heads // cfg.kv_heads % 2 == 0
     narrow = jnp.dtype(cfg.dtype).itemsize < 4
-    twice = platform() == "tpu" and alone and narrow
+    twice = platform() == "tpu" and cfg.kv_heads == parts and narrow
     return 2 * cfg.kv_heads if twice else cfg.kv_heads

@@ -46,9 +46,10 @@ def attend_paged(
     windows of which x is returned; None: all.
     """
     q_BWNH, *own = queries_keys_values(x_BWD, p, turn, cfg)
-    times = pages[0].shape[3] // own[0].shape[2]  # see cache.held_heads
-    if times > 1:
-        own = [jnp.repeat(x_BWKH, times, axis=2) for x_BWKH in own]
+    K, held = own[0].shape[2], pages[0].shape[3]  # see cache.held_heads
+    if held > K:
+        own = [jnp.repeat(x_BWKH, held // K, axis=2) for x_BWKH in own]
+        q_BWNH = dealt(q_BWNH, K, held // K)
     k_BWKH, v_BWKH = own
     B, J = window.keep_BJ.shape
     Q = x_BWD.shape[1] // J
@@ -73,11 +74,34 @@ def attend_paged(
     out_BWNH = attend_window(
         (q_BWNH, k_BWKH, v_BWKH), window, pages, number, implementation=cfg.kernels
     )
+    out_BWNH = own_queries(out_BWNH, K, cfg.heads // cfg.kv_heads)
     # The next layer writes to what this one has read. XLA does not see through a choice of
     # widths, and copied all pages of all layers, four times a forward.
     out_BWNH, pages = jax.lax.optimization_barrier((out_BWNH, pages))
     x_BWD, out_BWNH = (asked(x, asked_da) for x in (x_BWD, out_BWNH))
     return add_attention(x_BWD, p, out_BWNH), pages
+
+
+def dealt(q_BWNH, K: int, times: int):
+    """Returns queries of K key heads, of which each is there so many times, for as many each.
+
+    Zeros are the last of a key head where they do not divide.
+    """
+    B, W, N, H = q_BWNH.shape
+    short = -(N // K) % times
+    if not short:
+        return q_BWNH
+    q_BWKGH = q_BWNH.reshape(B, W, K, N // K, H)
+    q_BWKGH = jnp.pad(q_BWKGH, ((0, 0), (0, 0), (0, 0), (0, short), (0, 0)))
+    return q_BWKGH.reshape(B, W, -1, H)
+
+
+def own_queries(out_BWNH, K: int, G: int):
+    """Returns the first G queries of each of K key heads: those that `dealt` was given."""
+    B, W, N, H = out_BWNH.shape
+    if N == K * G:
+        return out_BWNH
+    return out_BWNH.reshape(B, W, K, N // K, H)[:, :, :, :G].reshape(B, W, K * G, H)
 
 
 def attend_window(fresh, window: Window, pages, number, **how):

@@ -57,6 +57,11 @@ class Widths:
     block: int
     page: int
 
+    @property
+    def paged_heads(self) -> int:
+        """The heads that ask pages: `heads`, and zeros where those of pages do not divide."""
+        return -(-self.heads // self.held_heads) * self.held_heads
+
 
 def part_of(model: ModelConfig, parts: int) -> dict[str, int]:
     """Returns the heads, kv_heads, vocab and experts of one of `parts` devices along `model`.
@@ -231,7 +236,7 @@ def page_sizes(here: str, wide: Widths) -> list[tuple[int, int]]:
     if here == "tpu":
         kernel = choice.module("paged_attention", here)
         page = wide.page, wide.held_heads, wide.head_dim, wide.dtype
-        queries = wide.block * wide.heads // wide.held_heads
+        queries = wide.block * wide.paged_heads // wide.held_heads
         sizes.append((ROWS + 1, 3 * kernel.pages_of_chunk(*page, queries) + 1))
     return sizes
 
@@ -339,7 +344,8 @@ def paged_attention(wide: Widths, rng):
     here, cases = choice.platform(), []
     for rows, held in page_sizes(here, wide):
         pools, layer, table_BA, start_B, _, k, v = pages(wide, rng, rows, held)
-        q = normal(rng, (rows, 2 * wide.block, wide.heads, wide.head_dim), wide.dtype)
+        queries = rows, 2 * wide.block, wide.paged_heads, wide.head_dim
+        q = normal(rng, queries, wide.dtype)
         start_B += wide.block  # the first of two sees something
         cases.append((q, pools, layer, table_BA, start_B, k, v))
     chunks = [chunk(wide, rng, *size) for size in chunk_sizes(here, wide)]
@@ -358,7 +364,7 @@ def paged_attention(wide: Widths, rng):
 def chunk(wide: Widths, rng, rows: int, held: int, width: int):
     """Returns (q_BWNH, pages, layer, table_BA, mask) of chunks that begin anywhere."""
     pools, layer, table_BA, start_B, *_ = pages(wide, rng, rows, held)
-    q = normal(rng, (rows, width, wide.heads, wide.head_dim), wide.dtype)
+    q = normal(rng, (rows, width, wide.paged_heads, wide.head_dim), wide.dtype)
     slots, Q = held * wide.page, wide.block
     end_BW = start_B[:, None] + jnp.arange(width)[None] // Q * Q + Q
     slots_BS = jnp.broadcast_to(jnp.arange(slots)[None], (rows, slots))

@@ -616,9 +616,13 @@ def blank(
     # Whatever noise it has: without an answer nothing is supervised, and nothing is
     # packed.
     noised = noise.noised(trace, cfg, layout, np.random.default_rng(0))
-    row_n = np.zeros(cfg.copies, int)
-    batch, _ = pack(take(trace, row_n), noised, group_n=row_n)
+    row_n, most = np.zeros(cfg.copies, int), pack.keywords["most"]
+    # One microbatch, seen as many: all of them may be gigabytes of nothing.
+    batch, _ = pack(take(trace, row_n), noised, group_n=row_n, most=1)
     batch = batch.replace(**dict.fromkeys(fields, np.zeros_like(batch.weight_BU)))
+    batch = jax.tree.map(
+        lambda x: np.broadcast_to(x, (most, *x.shape[1:])) if x.ndim else x, batch
+    )
     return sharding.shapes_of_rows(batch, mesh, axis=1)
 
 

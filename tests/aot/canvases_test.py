@@ -55,8 +55,8 @@ def test_canvases_and_windows_compile_and_copy_no_pages(topology, how, capsys):
         assert not (copies and pool in [x.dims for x in line.arrays]), line.name
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_prompts_and_blocks_copy_no_pages(parts, monkeypatch):
+@pytest.mark.parametrize("parts, heads", [(1, 16), (4, 28)])
+def test_prompts_and_blocks_copy_no_pages(parts, heads, monkeypatch):
     """Of few key heads on a TPU, and of one that is alone; not in a program, nor at its ends."""
     try:
         devices = topologies.devices("v6e:2x4")[:parts]
@@ -67,7 +67,7 @@ def test_prompts_and_blocks_copy_no_pages(parts, monkeypatch):
         largest = functools.partialmethod(lambda *args, of: of(*args)[-1:], of=counts)
         monkeypatch.setattr(SamplerConfig, name, largest)
     mesh = sharding.make_mesh(fsdp=1, model=parts, devices=list(devices))
-    sizes = {"heads": 16, "kv_heads": 4, "layers": 2, "vocab": 8192}
+    sizes = {"heads": heads, "kv_heads": 4, "layers": 2, "vocab": 8192}
     model = dataclasses.replace(RELEASED["sdar-1.7b"], **sizes)
     cfg = dataclasses.replace(CFG, block=4, rows=128)  # whose pages fill no fast memory
     with jax.set_mesh(mesh), programs.trusted(model.dtype):

@@ -258,3 +258,12 @@ def test_chunks_of_prompts(rows, W, heads, kv_heads, size):
     program = compiled("h100:1", attend, q, (pool, pool), layer, table, end)
     # Queries in the order of key heads, and no keys.
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * q.size * 2
+
+
+@pytest.mark.parametrize("topology, implementation", CHIPS[-2:])
+def test_numbers_of_16_bits_where_float32_is_to_be_exact(topology, implementation):
+    """As JAX_DEFAULT_MATMUL_PRECISION=highest asks of all products."""
+    with jax.default_matmul_precision("highest"):
+        test_attention_and_its_gradient(topology, implementation, 14, 2, 64)
+        test_the_head_of_any_vocabulary(topology, implementation, 112)
+        test_pages_of_many_queries(topology, implementation)

@@ -294,13 +294,16 @@ def wide_of(heads: int, kv_heads: int, head_dim: int, block: int) -> selfcheck.W
     return dataclasses.replace(WIDE, dtype="bfloat16", block=block, **sizes)
 
 
-def test_pages_are_checked_with_the_heads_that_they_have(tiny, monkeypatch):
+@pytest.mark.parametrize("heads", [7, 8])
+def test_pages_are_checked_with_the_heads_that_they_have(tiny, heads, monkeypatch):
     monkeypatch.setattr(selfcheck.cache, "platform", lambda: "tpu")
-    model = dataclasses.replace(tiny[0], heads=8, kv_heads=1, dtype="bfloat16")
+    model = dataclasses.replace(tiny[0], heads=heads, kv_heads=1, dtype="bfloat16")
     wide = selfcheck.widths(model, 4, 32)
     assert (wide.kv_heads, wide.held_heads) == (1, 2)
     (pool, _), *_, k, _ = selfcheck.pages(wide, np.random.default_rng(0))
     assert pool.shape[3] == k.shape[2] == 2
+    _, (((q, *_), *_), _) = selfcheck.paged_attention(wide, np.random.default_rng(0))
+    assert q.shape[2] == 8
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -542,7 +542,7 @@ def test_every_op_is_told_which_kernels_to_take(tiny, monkeypatch):
         ("tpu", "bfloat16", 8, 1, 1, 2),
         ("tpu", "bfloat16", 32, 4, 4, 2),
         ("tpu", "bfloat16", 32, 4, 2, 1),
-        ("tpu", "bfloat16", 28, 4, 4, 1),  # 7 queries to a key
+        ("tpu", "bfloat16", 28, 4, 4, 2),  # 7 queries to a key
         ("tpu", "float32", 8, 1, 1, 1),
         ("gpu", "bfloat16", 8, 1, 1, 1),
     ],
@@ -558,8 +558,10 @@ def test_a_key_head_alone_on_a_tpu_is_held_twice(
     assert made.k_LPOKH.shape[3] == times * kv_heads
 
 
-def test_heads_held_twice_answer_the_same(tiny):
+@pytest.mark.parametrize("queries", [1, 2, 3])
+def test_heads_held_twice_answer_the_same(tiny, queries):
     cfg, rows = tiny[0], 2
+    cfg = dataclasses.replace(cfg, heads=queries * cfg.kv_heads)
     params = transformer.init(jax.random.key(0), cfg)
     tokens_BT, pos_BT = jnp.arange(rows * 8).reshape(rows, 8), positions(rows, 8)
     x_BTD = transformer.embed(params, tokens_BT, cfg)

@@ -1,6 +1,7 @@
 """A step's batches: what is scored, what the sampler's record may stand for, the fill."""
 
 import dataclasses
+import functools
 import itertools
 import threading
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from dllm_jax import config
-from dllm_jax.rl import batches, bounds, noise
+from dllm_jax.rl import batches, bounds, noise, views
 from dllm_jax.rl.config import (
+    BatchConfig,
     NoiseConfig,
     ObjectiveConfig,
     RLConfig,
@@ -293,6 +295,28 @@ def test_examples_of_which_noise_masks_nothing_are_no_update(masked):
         mesh=one_device(),
     )
     assert len(found) == masked and metrics["packed_slots"] == masked * 80
+
+
+def test_the_shapes_of_a_batch_are_known_without_its_arrays():
+    cfg = BatchConfig(rows=2, tokens=48)
+    shapes = batches.blank(
+        batches.take(rollouts().trace, np.arange(1)),
+        cfg=NoiseConfig(),
+        layout=LAYOUT,
+        pack=functools.partial(
+            views.pack,
+            mask_id=99,
+            layout=LAYOUT,
+            cfg=cfg,
+            most=2**40,
+            aggregate="token",
+        ),
+        mesh=one_device(),
+        fields=("adv_BU",),
+    )
+    assert shapes.used.shape == ()
+    assert shapes.tokens_BT.shape == (2**40, 2, 48)
+    assert shapes.adv_BU.shape == shapes.weight_BU.shape
 
 
 # ---- What is left out, and how many are dealt ----------------------------------------

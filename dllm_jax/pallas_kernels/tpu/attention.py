@@ -34,7 +34,12 @@ NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
 def dot(x, y, dims=NN):
     """Returns a product of tiles, accumulated in f32."""
-    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    # Products of 16-bit numbers are exact, and no compiler takes another precision for them
+    # that JAX_DEFAULT_MATMUL_PRECISION may name.
+    precision = jax.lax.Precision.DEFAULT if x.dtype.itemsize == 2 else None
+    return jax.lax.dot_general(
+        x, y, dims, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def score(q_Ht, k_sH, sees_st):

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax.pallas_kernels import reference
 from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.tpu.attention import dot
 
 CHUNK = 2**19  # bytes of keys that are fetched together
 AT_ONCE = 64  # pages of which copies are begun together by `gathered`
@@ -30,7 +31,7 @@ def scores(q_KfH, k_sKH):
     """Returns each head's scores [K, f, s], f32."""
     dims = ((2,), (2,)), ((0,), (0,))
     k_KsH = jnp.swapaxes(k_sKH, 0, 1)
-    return jax.lax.dot_general(q_KfH, k_KsH, dims, preferred_element_type=jnp.float32)
+    return dot(q_KfH, k_KsH, dims)
 
 
 def weighted(prob_Kfs, v_sKH):
@@ -38,9 +39,7 @@ def weighted(prob_Kfs, v_sKH):
     dims = ((2,), (1,)), ((0,), (0,))
     prob_Kfs = prob_Kfs.astype(v_sKH.dtype)
     v_KsH = jnp.swapaxes(v_sKH, 0, 1)
-    return jax.lax.dot_general(
-        prob_Kfs, v_KsH, dims, preferred_element_type=jnp.float32
-    )
+    return dot(prob_Kfs, v_KsH, dims)
 
 
 def kernel(
