@@ -23,7 +23,7 @@ Result to expect. reward: 0.83 of the pairs told apart in the last 20 of 150 upd
 from held-out problems (one seed). arithmetic: held-out accuracy goes from 62 to 64 to 71 % (256
 problems, three answers to each; ten runs; two minutes of a CPU core that others used as well).
 Without objective.reference_beta it is 16 and 2 % after 40 steps (two seeds), as the policy learns
-what the reward model takes for right (docs/rewards.md). The presets of released models are unrun.
+what the reward model takes for right (docs/judges.md). The presets of released models are unrun.
 """
 
 from configs import released, tracerl

@@ -36,7 +36,7 @@ CPU core; docs/multimodal.md). scenes:
 questions, from there: 16 % at temperature 1 (256 questions, one seed; under a minute). In the
 comparison of docs/methods.md, 60 updates each from 0.605 on: trace, on own right answers,
 0.764 ± 0.007; dpo, on own pairs, 0.603 ± 0.006: nothing is learned. functions: 41 % of
-128 problems solved after 200 updates, from half of wrong programs (one seed; docs/rewards.md).
+128 problems solved after 200 updates, from half of wrong programs (one seed; docs/code.md).
 sudoku: 55 % after 250 steps (one answer to each of 128 puzzles, one seed). sums: 8 % after 400
 steps, and 30 % after another 400 that begin there (128 problems, one seed; the commands are in
 examples/puzzles/sums/model/README.md). full: 57 %

@@ -23,7 +23,7 @@ is logged, and
 
 closes it at the price of a forward of the whole canvas at every step.
 
-process runs on the bundled model, too, with a judge of the sums' steps (docs/rewards.md). code
+process runs on the bundled model, too, with a judge of the sums' steps (docs/judges.md). code
 runs on a bundled model that writes functions, whose programs are tested in the sandbox.
 
 Result to expect. process: 0.766 ± 0.048 after 24 steps of 16 problems, and without its judge

@@ -423,7 +423,7 @@ class RLConfig:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig:
-    """Who judges answers, or chunks of them, and how it is asked (docs/rewards.md)."""
+    """Who judges answers, or chunks of them, and how it is asked (docs/judges.md)."""
 
     # http://HOST/v1: an endpoint of OpenAI's chat completions. module:function: one's own.
     # Else a checkpoint, sampled by the engine. "": nobody.
