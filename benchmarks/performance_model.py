@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from dllm_jax import exits, memory
 from dllm_jax.memory import GIB
-from dllm_jax.models import selfcheck
+from dllm_jax.models import cache, selfcheck
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice, head
 from dllm_jax.sampling import forwards, placement
@@ -128,8 +128,12 @@ class Loop(NamedTuple):
         return self.place.answerer.scheduler.rows_per_shard
 
     def facts(self, **sizes) -> roofline.Facts:
-        """Returns the Facts of a forward."""
-        return roofline.facts(self.run.model, self.mesh.shape["model"], **sizes)
+        """Returns the Facts of a forward; K: the key heads that pages have."""
+        model = self.run.model
+        own = roofline.facts(model, self.mesh.shape["model"], **sizes)
+        with jax.set_mesh(self.mesh):
+            held = cache.held_heads(model)
+        return own._replace(K=own.K * held // model.kv_heads)
 
     def counted(self, facts: roofline.Facts, choose) -> cost_analysis.Counted:
         """Returns what a forward does; choose: as of cost_analysis.count."""
