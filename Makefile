@@ -64,7 +64,7 @@ budget: .venv-aot/.installed ## Count what every program takes, against benchmar
 	.venv-aot/bin/python -m benchmarks.budget $(ARGS)
 
 test-torch: $(INSTALLED) .venv-torch/.installed ## Cross-check an export with PyTorch
-	DLLM_PYTHON=$(CURDIR)/.venv/bin/python .venv-torch/bin/python -m pytest -q \
+	DLLM_PYTHON="$(CURDIR)/.venv/bin/python" .venv-torch/bin/python -m pytest -q \
 	    --confcutdir=tests/torch tests/torch $(ARGS)
 
 lint: $(INSTALLED) ## Check format and style

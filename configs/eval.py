@@ -20,7 +20,7 @@ of questions about images, data/SEEDBench_IMG_32.json of dLLM-RL, and asked of l
 
 Result to expect. arithmetic, in half a minute on a CPU: accuracy (pass@1) 0.621, pass@2
 0.793, pass@3 0.875, 2.28 tokens per forward (256 problems, three answers to each; twelve to
-each say 0.605). Those of scenes, questions, pictures and codes: docs/multimodal.md. Presets of
+each say 0.605). Those of scenes, questions, pictures and codes: docs/tiny_images.md. Presets of
 published models are unrun.
 """
 

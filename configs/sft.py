@@ -29,9 +29,9 @@ noise draws, the same for the policy and the reference.
 Result to expect. arithmetic: the bundled model, which is right about 60 % of the time at
 temperature 1 (0.605 over twelve answers to each of 256 problems). smollm2: from 0 to 33 % in
 120 steps (64 problems, one seed; 11 minutes on two CPU cores; docs/smollm2.md). pictures: 75 % at
-temperature 1, 79 % at 0 (500 problems, one seed; five minutes of a CPU core; docs/multimodal.md). codes: 75 % at
+temperature 1, 79 % at 0 (500 problems, one seed; five minutes of a CPU core; docs/tiny_images.md). codes: 75 % at
 temperature 1, 81 % at 0, where the questions alone tell 66 % (500 problems, one seed; about ten minutes of a
-CPU core; docs/multimodal.md). scenes:
+CPU core; docs/tiny_images.md). scenes:
 23 % of the drawings of 12 held-out captions are right after 300 steps (576 drawings, one seed).
 questions, from there: 16 % at temperature 1 (256 questions, one seed; under a minute). In the
 comparison of docs/methods.md, 60 updates each from 0.605 on: trace, on own right answers,

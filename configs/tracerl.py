@@ -42,13 +42,13 @@ ten. full: nothing is learned in 30 steps, 57.7 to 56.1 % (256 problems, four an
 seeds; a minute of a CPU core; docs/paper.md), and at four times the rate 20 steps took 55 to
 21 % (two answers to each). countdown: from 9.4 to 20.9 % in 30 steps (the same; docs/paper.md).
 pictures: from 75 to 79 %, and at temperature 0 from 78.6 to 79.1 % (500 problems, three seeds;
-about a minute of a CPU core; docs/multimodal.md). codes: from 75 to 80 %, and at temperature 0
+about a minute of a CPU core; docs/tiny_images.md). codes: from 75 to 80 %, and at temperature 0
 from 80.8 to 81.2 %, where the questions alone tell 66 % (500 problems, one seed; a minute of a
-CPU core; docs/multimodal.md). scenes: right drawings of 12 held-out captions go from 23 to 25 % to
+CPU core; docs/tiny_images.md). scenes: right drawings of 12 held-out captions go from 23 to 25 % to
 between 32 and 59 % in 100 steps (576 drawings, six runs; three minutes of a CPU core;
-docs/multimodal.md). questions: right answers to 256 held-out ones from 19 % to between 73
+docs/tiny_images.md). questions: right answers to 256 held-out ones from 19 % to between 73
 and 75 % at temperature 1, from 36 to 75 % at 0, in 40 steps (three seeds; about two minutes of a CPU
-core; docs/multimodal.md). The presets of released models are unrun.
+core; docs/tiny_images.md). The presets of released models are unrun.
 """
 
 from configs import released

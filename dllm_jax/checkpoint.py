@@ -70,12 +70,18 @@ def check_path(folder: pathlib.Path) -> None:
 
 
 def check_resume(folder: pathlib.Path, resume: str) -> bool:
-    """Returns whether a run's folder of checkpoints holds any.
+    """Returns whether a run's folder of checkpoints holds any, in every process.
 
-    Makes nothing there. Raises ValueError where that is not what --resume asks for, and as
-    `check_path`.
+    Process 0 looks: others may see what it has written only after a while. Makes nothing
+    there. Raises ValueError where that is not what --resume asks for, and as `check_path`.
     """
     check_path(folder)
+    has_step = jax.process_index() == 0 and holds_step(folder, resume)
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(has_step)))
+
+
+def holds_step(folder: pathlib.Path, resume: str) -> bool:
+    """Does what `check_resume` says, in the process that looks."""
     if folder.exists() and not folder.is_dir():  # Orbax would try, and wait for minutes
         raise ValueError(f"{folder} is no folder; choose another run.folder")
     has_step = any(item.name.isdigit() for item in folder.glob("*"))

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import errno
 import gc
+import io
 import os
 import pathlib
 import re
@@ -29,6 +30,7 @@ from ml_collections import config_flags
 import dllm_jax
 from dllm_jax import checks, config, data, exits, folder, processes, sharding
 from dllm_jax.models import repository
+from dllm_jax.rl import rewards
 
 DISTRIBUTED = "join the other processes of this SLURM job, pod or mpirun"
 OPTIONS = {  # of a command that runs a config file: what --help says of them
@@ -63,6 +65,7 @@ NO_DEVICE = (
     "make install EXTRAS=cuda, or tpu"
 )
 UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+OVERRIDES = "overrides are --config.a.b=value"
 KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
@@ -77,10 +80,16 @@ def end_of_imports() -> None:
 
 
 def open_outputs() -> None:
-    """Lets what is said go nowhere where the output was closed, as by >&-: Python has none."""
+    """Lets what is said go nowhere where the output was closed, as by >&-: Python has none.
+
+    Characters that the output's encoding lacks, such as a table's ticks, are spelled out as
+    Python does: a run that trained for days must not end by them, before its export.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @processes.together()
@@ -91,6 +100,9 @@ def entry(main, help_text: str = "") -> None:
     """
     end_of_imports()
     open_outputs()
+    # What draws here has no window. In a notebook's shell it names the notebook's backend, of
+    # which Matplotlib knows nothing where that is not installed: it cannot even be imported.
+    os.environ["MPLBACKEND"] = "agg"
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
     if help_text and HELP & set(sys.argv[1:]):
@@ -104,8 +116,6 @@ def entry(main, help_text: str = "") -> None:
             )
         with reachable(), read_or_not():
             main()
-    except ValueError as error:
-        fail(error)
     except exits.CannotGoOn as error:
         print(f"error: {error}", file=sys.stderr)
         exits.leave()
@@ -117,11 +127,14 @@ def entry(main, help_text: str = "") -> None:
     except KeyboardInterrupt:  # where no exits.StopSignal listens
         print("stopped by a signal", file=sys.stderr)
         sys.exit(exits.STOPPED)
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not exits.exhausted(error):
+    except (jax.errors.JaxRuntimeError, MemoryError, ValueError) as error:
+        if exits.exhausted(error):
+            told = checks.shown(str(error))
+            print(f"error: {NO_MEMORY.format(told)}", file=sys.stderr)
+            exits.leave()
+        if exits.of_runtime(error):
             raise
-        print(f"error: {NO_MEMORY.format(checks.shown(str(error)))}", file=sys.stderr)
-        exits.leave()
+        fail(error)
     except (RuntimeError, AssertionError):
         if has_devices():
             raise
@@ -300,6 +313,8 @@ def facts(cfg: config.Config) -> dict[str, str]:
                     out[f"{key}'s {name}"] = f"{size:,} bytes with CRC-32 {crc:08x}"
         elif key in LOCAL:  # whoever reads it says what is wrong
             out[key] = repr(leaves[key])
+    with contextlib.suppress(ValueError):  # whoever makes the grader says what is wrong
+        out |= rewards.sources(cfg.rl.reward, cfg.reward)  # each process grades a share
     out["the source of dllm_jax"] = processes.sources()
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}
@@ -391,7 +406,12 @@ def place_and_reason(error: BaseException, path: str) -> str:
         place = ""  # no error of the file's
     refused = type(error) in (ValueError, checks.Refused)
     kind = "" if refused else f"{type(error).__name__}: "
-    return f"{place}: {kind}{' '.join(str(error).split())}"
+    hint = ""
+    if isinstance(error, ModuleNotFoundError) and error.name == "configs":
+        hint = (
+            "; a file of the repository's configs/ needs that folder: run where it lies"
+        )
+    return f"{place}: {kind}{' '.join(str(error).split())}{hint}"
 
 
 def parse(
@@ -418,10 +438,10 @@ def parse(
         raise ValueError(
             of_kind(argv, tree) or str(error).strip().splitlines()[-1]
         ) from None
-    if words[arguments:]:
-        raise ValueError(
-            f"unknown argument {words[arguments]!r}; overrides are --config.a.b=value"
-        )
+    for word in words[arguments:][:1]:
+        file = meant is None and word.partition(":")[0].endswith(".py")
+        hint = f"did you mean --config={word}?" if file else OVERRIDES
+        raise ValueError(f"unknown argument {word!r}; {hint}")
     return holder.value, words
 
 
@@ -439,12 +459,19 @@ def unknown_flag(
             for key in config.keys(dataclasses.asdict(config.Config()))
         }
     bare = name.replace("-", "_")
-    named = [x for x, key in meant.items() if bare in (key, key.rpartition(".")[2])]
+    named = [
+        x
+        for x, key in meant.items()
+        if bare in (key, key.rpartition(".")[2], key.replace(".", "_"))
+    ]
     own = {x: f"--{x.replace('_', '-') if '-' in name else x}" for x in known}
+    own |= {key: x for x, key in meant.items()}
     own |= {x[2:].replace("-", "_"): x for x in meant}
-    flat = [x for x in own if "." not in x]
-    begun = [x for x in flat if x.startswith(f"{bare}_")]
-    near = begun or difflib.get_close_matches(bare, flat, n=1)
+    dots = "." in bare  # it is to be a key, or else a flag
+    alike = [x for x in own if ("." in x) == dots]
+    begun = [x for x in alike if x.startswith(f"{bare}_")]
+    # Keys have much in common.
+    near = begun or difflib.get_close_matches(bare, alike, 1, 0.8 if dots else 0.6)
     found = named or [own[x] for x in near]
     hint = f"; did you mean {' or '.join(found)}?" if found else "; see --help"
     return f"Unknown command line flag {name!r}{hint}"

@@ -169,10 +169,11 @@ def check_bounds(cfg):
     """Raises ValueError where a loss does not get what it is a loss of."""
     loss, aggregate = cfg.objective.loss, cfg.objective.aggregate
     bounds = KINDS[cfg.noise.kind].bounds
+    bounded = " or ".join(repr(name) for name, kind in KINDS.items() if kind.bounds)
     spg = cfg.method == "rl" and loss == "spg"
     if (spg or cfg.method == "dpo") and not (bounds and aggregate == "elbo"):
         raise ValueError(
-            "spg and dpo train evidence bounds: they need noise.kind='subset' and "
+            f"spg and dpo train evidence bounds: they need noise.kind={bounded} and "
             "objective.aggregate='elbo'"
         )
     if cfg.method != "rl" or loss not in ("stable", "sequence"):
@@ -180,7 +181,7 @@ def check_bounds(cfg):
     if loss == "stable" and not (bounds and aggregate == "elbo_answer"):
         raise ValueError(
             "objective.loss='stable' weighs answers by their evidence bounds: it needs "
-            "noise.kind='subset' and objective.aggregate='elbo_answer'"
+            f"noise.kind={bounded} and objective.aggregate='elbo_answer'"
         )
     if loss == "sequence" and aggregate not in RATIOS[bounds]:
         raise ValueError(

@@ -51,7 +51,8 @@ def parser() -> Parser:
     orbax.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
-        help="of the weights; default: as they are stored",
+        help="of the weights, but for routers and heads of values, which compute in "
+        "float32; default: as they are stored",
     )
     for command, made in (
         ("to-hf", "Hugging Face folder"),
@@ -98,12 +99,13 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     what is not there, is damaged, or does not fit the original.
     """
     export.check_target(out, like)
-    checkpoints, folder, step, cfg = opened(source, like, step)
+    found, _, cfg = opened(source, like, step)
     mesh = sharding.make_mesh()
-    params = read_network(checkpoints, folder, step, network, cfg, mesh, like)
+    params = read_network(*found, network, cfg, mesh, like)
     if cfg.lora:
         _, base = hf.load(like, mesh=mesh)
         params = lora.merge(lora.join(base, params, cfg.lora))
+    checkpoints, _, step = found
     trained = "config" in checkpoints.meta(step)  # of a run
     cfg = dataclasses.replace(cfg, lora=None)
     hf.save(out, cfg, params, like=like, trained=trained)
@@ -114,10 +116,10 @@ def to_peft(source: str, out: str, like: str, step=None) -> None:
 
     Raises ValueError also where the run has trained all weights.
     """
-    *found, cfg = opened(source, like, step)
+    found, original, cfg = opened(source, like, step)
     if not cfg.lora:  # before anything large is read
         raise ValueError(f"{source} has no adapters, but all weights: use to-hf")
-    changed = changes(cfg, hf.read_config(repository.find(like)))
+    changed = changes(cfg, original)
     if changed:
         told = ", ".join(f"{key}={value}" for key, value in changed.items())
         exits.warn(f"adapters do not tell what the run made of {like}: {told}")
@@ -126,9 +128,10 @@ def to_peft(source: str, out: str, like: str, step=None) -> None:
 
 
 def opened(source: str, like: str, step: int | None):
-    """Returns (checkpoints, their folder, the step to read, the ModelConfig of its policy).
+    """Returns ((checkpoints, their folder, the step to read), original, policy).
 
-    source, like, step: see `to_hf`. No weights are read.
+    source, like, step: see `to_hf`. The original and the step's policy are ModelConfigs. No
+    weights are read.
     """
     folder = pathlib.Path(source)
     if (folder / "checkpoints").is_dir():
@@ -141,7 +144,7 @@ def opened(source: str, like: str, step: int | None):
     cfg = as_trained(original, checkpoints, step)
     if cfg.lora:
         check_base(checkpoints.meta(step), like)
-    return checkpoints, folder, step, cfg
+    return (checkpoints, folder, step), original, cfg
 
 
 def check_base(meta: dict, like: str) -> None:

@@ -146,7 +146,8 @@ def draw_panel(axis, title: str, lines: dict, legend_size: int):
     looks = itertools.cycle(itertools.product(DASHES, COLORS))
     for (dashes, color), (metric, points) in zip(looks, lines.items(), strict=False):
         look = {"color": color, "linestyle": dashes}
-        draw_line(axis, points, look, label_of(metric, lines))
+        # A file's name may have dollars, between which matplotlib reads a formula.
+        draw_line(axis, points, look, label_of(metric, lines).replace("$", r"\$"))
     if lines.keys() & set(LOG):
         axis.set_yscale("log")
     else:

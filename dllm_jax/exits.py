@@ -14,6 +14,7 @@ error that refuses, where this package raises it (command_line.entry).
 
 import contextlib
 import errno
+import functools
 import os
 import pathlib
 import re
@@ -27,8 +28,11 @@ from collections.abc import Callable
 import jax
 
 REFUSED, STUCK, STOPPED = 2, 3, 75
+LISTENED = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # that threads get, once there is nothing left but to end
 received = []  # the signals that came and were noted, by their numbers
+at_end = []  # called with the exit code and the last line, where `end` ends the program
+TWICE = "it was told to stop a second time"
 
 
 class NotFinite(ValueError):
@@ -60,12 +64,27 @@ def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
+# What the errors of JAX's runtime begin with.
+STATUS = re.compile(
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|"
+    "INVALID_ARGUMENT|RESOURCE_EXHAUSTED|UNAVAILABLE|UNIMPLEMENTED|UNKNOWN): "
+)
+
+
+def of_runtime(error: BaseException | None) -> bool:
+    """Returns whether an error is of JAX's runtime, and no ValueError that refuses.
+
+    A program that ran before raises the same as a bare ValueError.
+    """
+    bare = type(error) is ValueError and STATUS.match(str(error))
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(bare)
+
+
 def exhausted(error: BaseException) -> bool:
     """Returns whether an error says that a device, or the host, has no memory left."""
     words = "RESOURCE_EXHAUSTED", "Out of memory"
-    told = isinstance(error, jax.errors.JaxRuntimeError)
     return isinstance(error, MemoryError) or (
-        told and any(x in str(error) for x in words)
+        of_runtime(error) and any(x in str(error) for x in words)
     )
 
 
@@ -159,10 +178,25 @@ def cut_in_time(code: int) -> None:
     threading.Thread(target=cut, args=[code], daemon=True).start()
 
 
-def cut(code: int) -> None:
+def cut(code: int, line: str = "") -> None:
     """Ends the program with a code in GRACE_S, where its threads keep it until then."""
     time.sleep(GRACE_S)
-    os._exit(code)  # no flush, for which a pipe that nobody reads would keep it
+    told = f"{line}\n".encode() if line else b""
+    # No flush, for which a pipe that nobody reads would keep it.
+    end(code, line, functools.partial(os.write, 2, told))
+
+
+def end(code: int, line: str, *more: Callable) -> None:
+    """Ends the program at once, but for `at_end` and `more`, each of which gets 5 seconds."""
+    acts = *more, *(functools.partial(act, code, line) for act in at_end)
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    # RuntimeError: Python is at its own end, and starts no more.
+    with contextlib.suppress(RuntimeError):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)  # a pipe that nobody reads takes for ever
+    os._exit(code)
 
 
 class StopSignal:
@@ -171,31 +205,39 @@ class StopSignal:
     def __init__(self, agreed: Callable[[bool], bool] = bool):
         """agreed: returns whether any process says so, such as `sharding.anywhere`."""
         self.seen, self.agreed = False, agreed
-        # Started here: a handler may have interrupted the start of another thread.
-        self.twice = threading.Event()
-        threading.Thread(target=self.end, daemon=True).start()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # The handler of Python waits for the main thread, which may be in C for ever, as in
+        # a collective operation with a process that hangs: what C notes is heeded beside it.
+        signals, noted = os.pipe()
+        os.set_blocking(noted, False)
+        signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+        threading.Thread(target=self.heed, args=[signals], daemon=True).start()
+        for number in LISTENED:
             signal.signal(number, self.note)
 
     def note(self, number: int = signal.SIGTERM, _=None):
-        """Remembers the signal, and says so; a second one ends the program at once.
-
-        But for what threads are at, such as a grader that asks a judge: they get GRACE_S.
-        """
+        """Remembers the signal; a second one ends what the main thread is at."""
         received.append(number)
         if self.seen:
-            self.twice.set()
             raise StoppedAtOnce(STOPPED)
         self.seen = True
-        told = f"\n{signal.Signals(number).name}: stops when what it is at is whole; another"
-        # Not by print, which may be what the signal has interrupted.
-        with contextlib.suppress(OSError):  # of a terminal that is gone
-            os.write(2, f"{told} one stops it at once\n".encode())
 
-    def end(self) -> None:
-        """Waits for a second signal, and sees to it that the program ends."""
-        self.twice.wait()
-        cut(STOPPED)
+    def heed(self, signals: int):
+        """Says that a signal has come; a second one ends the program.
+
+        What the main thread and others are at, such as a grader that asks a judge, gets
+        GRACE_S. signals: a pipe's end, with the number of each.
+        """
+        came = []
+        while len(came) < 2:
+            came += [number for number in os.read(signals, 64) if number in LISTENED]
+            if len(came) == 1:
+                name = signal.Signals(came[0]).name
+                told = (
+                    f"\n{name}: stops when what it is at is whole; another one stops it"
+                )
+                with contextlib.suppress(OSError):  # of a terminal that is gone
+                    os.write(2, f"{told} at once\n".encode())
+        cut(STOPPED, f"stopped: {TWICE}")
 
     def __call__(self) -> bool:
         """Returns whether to stop now."""

@@ -24,12 +24,17 @@ import traceback
 
 import jax
 
+from dllm_jax import processes
 from dllm_jax.exits import (
+    REFUSED,
+    STOPPED,
     STUCK,
     CannotGoOn,
     Stopped,
     StoppedAtOnce,
+    at_end,
     exhausted,
+    of_runtime,
     read,
     room,
     unheard,
@@ -157,8 +162,16 @@ class Lock:
                     os.utime(self.path)
                     last = time.monotonic()
                 elif not self.ended.is_set():
-                    warn(f"{self.of}: another command has taken it over, or removed it")
-                    os._exit(STUCK)
+                    self.yield_to_it()
+
+    def yield_to_it(self) -> None:
+        """Ends the process, and with it all others of its run, as it cannot go on."""
+        reason = f"{self.of}: another command has taken it over, or removed it"
+        if processes.group is not None:
+            processes.fail(CannotGoOn(reason))
+            time.sleep(BEAT_S)  # they end meanwhile, and this one with them
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        os._exit(STUCK)
 
     def mine(self, *, late: bool) -> bool:
         """Returns whether the file is this lock's; it is made again where it was removed.
@@ -284,6 +297,7 @@ class Folder:
         self.path, self.writes = pathlib.Path(path), writes
         self.lines, self.log, self.attempts, self.kept = [], None, [], {}
         self.streams, self.start, complaint = (sys.stdout, sys.stderr), now(), None
+        self.ending, self.ended = threading.Lock(), False
         whole = self.path.absolute()
         places = (whole / "checkpoints", whole, *whole.parents) if writes else ()
         # By the writer alone: NFS lets others find for a while that what it made is missing.
@@ -291,11 +305,14 @@ class Folder:
         try:
             if writes:
                 self.take()
+                at_end.append(self.cut)
         except (ValueError, CannotGoOn) as error:
             self.leave()
             complaint = error
         if agreed(complaint is not None):
-            raise complaint or ValueError(f"{path}: refused by the first process")
+            known = {type(complaint).__name__: str(complaint)} if complaint else {}
+            ((kind, text),) = json.loads(processes.of_first(json.dumps(known))).items()
+            raise (CannotGoOn if kind == "CannotGoOn" else ValueError)(text)
 
     def take(self) -> None:
         """Makes the folder and its lock, and listens to what is said."""
@@ -390,17 +407,41 @@ class Folder:
         if not self.writes:
             return
         sys.stdout, sys.stderr = self.streams
-        if self.log is not None:
-            ending = ended(error)
-            if error is not None:
-                self.note(ending)
-            if ending.startswith("defect"):
-                self.note("".join(traceback.format_exception(error)))
-            self.attempts[-1] |= {"end": now(), "ended": ending}
-            with contextlib.suppress(CannotGoOn):
-                self.save()
-        self.lock.close()
-        self.leave()
+        many = processes.group is not None and error is not None
+        if many and processes.broken(error):  # of the cause `cut` is told
+            self.note("".join(traceback.format_exception(error)))
+            return
+        ending, told = ended(error), []
+        if error is not None:
+            told.append(ending)
+        if ending.startswith("defect"):
+            told.append("".join(traceback.format_exception(error)))
+        self.end(ending, told)
+
+    def cut(self, code: int, line: str) -> None:
+        """Ends the attempt as `exits.end` ends the program, whatever the main thread is at."""
+        kinds = {REFUSED: "refused", STUCK: "cannot go on", STOPPED: "stopped"}
+        reason = line.removeprefix("error: ").removeprefix("stopped: ")
+        self.end(f"{kinds.get(code, 'defect')}: {reason}", [line])
+
+    def end(self, ending: str, told: list[str]) -> None:
+        """Says in run.json how the attempt ended, once, and gives the folder free.
+
+        told: lines for the log.
+        """
+        with self.ending:
+            if self.ended:
+                return
+            self.ended = True
+            if self.log is not None:
+                for line in told:
+                    self.note(line)
+                self.attempts[-1] |= {"end": now(), "ended": ending}
+                with contextlib.suppress(CannotGoOn):
+                    self.save()
+            at_end.remove(self.cut)
+            self.lock.close()
+            self.leave()
 
     def leave(self) -> None:
         """Removes the folders that were made for it, as far as they are empty."""
@@ -523,7 +564,8 @@ def ended(error: BaseException | None) -> str:
         return "done"
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
-    return f"{names.get(type(error), 'defect')}: {str(error) or type(error).__name__}"
+    kind = "defect" if of_runtime(error) else names.get(type(error), "defect")
+    return f"{kind}: {str(error) or type(error).__name__}"
 
 
 def versions() -> dict[str, str]:

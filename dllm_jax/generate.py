@@ -8,11 +8,12 @@
 A prompt on the command line is shown while it is unmasked, where the output is a
 terminal. A line of a prompts file holds `prompt` or `question` (text, taken as the user's
 turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is needed), and
-for a model that looks `image`, a path below the file's folder, or several; the
-line written for it holds prompt_ids, response_ids, step_map (the denoising step at which
-each token was unmasked, from 1), logprobs (nats), confidence, forwards, finished ("stop",
-"length", or "nan" where the model met a number that is not finite), text, the text
-that was asked as question, and where the answers are images picture, a small one for people.
+for a model that looks `image`, a path below the file's folder (of a pipe the working one) or
+below --config.data.image_root=DIR, or several; the line written for it holds prompt_ids,
+response_ids, step_map (the denoising step at which each token was unmasked, from 1), logprobs
+(nats), confidence, forwards, finished ("stop", "length", or "nan" where the model met a
+number that is not finite), text, the text that was asked as question, and where the answers
+are images picture, a small one for people.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ from dllm_jax.records import records
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import DRAWING, SamplerConfig
 from dllm_jax.viewer import traces
+from dllm_jax.viewer.pieces import LOST
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
 SHORT = {
@@ -73,6 +75,8 @@ IMAGE = "what the prompt is about, for a model that looks; may be given again"
 OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
 DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
+# What a terminal would obey instead of showing it, but for line breaks and tabs.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # A flag that there is not, of former times or never: the key that is meant.
 MOVED = {
     field.name.replace("_", "-"): f"sampler.{field.name}"
@@ -80,7 +84,7 @@ MOVED = {
 } | {"kernels": "model.kernels", "model-parallel": "mesh.model"}
 MOVED["stop-ids"] += ", which adds to the checkpoint's"
 # How the keys begin that have an effect here, and those among them that have none.
-USED = ("seed", "model.", "sampler.", "mesh.", "run.compile_cache")
+USED = ("seed", "model.", "sampler.", "mesh.", "run.compile_cache", "data.image")
 UNUSED = ("model.remat", "model.lora", "model.tower", "sampler.max_prompt")
 
 
@@ -202,16 +206,19 @@ def parsed(argv: list[str]):
 # ---- Prompts in --------------------------------------------------------------------------
 
 
-def read(path: str, tok, vocab: int, reader=None) -> tuple[list[list[int]], list[dict]]:
+def read(path: str, tok, vocab: int, reader=None, cfg: data.DataConfig | None = None):
     """Returns (prompt ids, the lines) of a prompts file.
 
-    reader: models.vision.prompts.Reader of a model that looks. A line whose image cannot be
-    read is said, and has no prompt: it will be skipped. Raises ValueError naming the record
-    that has none of these fields, and the one whose ids are not a list of ids below `vocab`.
+    reader: models.vision.prompts.Reader of a model that looks; cfg: where a line names its
+    images, and where they lie. A line whose image cannot be read is said, and has no prompt:
+    it will be skipped. Raises ValueError naming the record that has none of these fields, and
+    the one whose ids are not a list of ids below `vocab`.
     """
     rows = records(path)  # once: it may be a pipe
-    prompts = [[] for _ in rows]
-    looker = data.Looker(reader, path, data.DataConfig())
+    prompts, cfg = [[] for _ in rows], cfg or data.DataConfig()
+    if not traces.named(path):  # the folder of a pipe has no images
+        cfg = dataclasses.replace(cfg, image_root=cfg.image_root or ".")
+    looker = data.Looker(reader, path, cfg)
     for number, row, shown in looker.rows(rows):
         with data.of_record(path, number):
             prompts[number - 1] = prompt_ids(row, tok, vocab, shown)
@@ -224,6 +231,11 @@ def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
     shown: see `data.render`.
     """
     if "prompt_ids" in row:
+        if pictures := getattr(shown, "pictures", ()):
+            raise ValueError(
+                f"it has prompt_ids and {len(pictures)} image(s), which ids do not show: "
+                "give the text that asks about them"
+            )
         if not data.ids(row, "prompt_ids", vocab):
             raise ValueError(f"prompt_ids must be one or more ids in 0..{vocab - 1}")
         return row["prompt_ids"]
@@ -268,7 +280,8 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     stream: an answerer's, but for the prompts and `watch`. stop: whether a signal came.
     Raises exits.Stopped after one.
     """
-    moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    people = sys.stdout.isatty()
+    moves = people and os.environ.get("TERM") != "dumb"
     first, clear = len(prompt), "\033[2J\033[H" if moves else ""
 
     def watch(_, start, answer):
@@ -276,7 +289,7 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
             "░" if answer.step_T[i] == FAR else tok.decode([answer.tokens_T[i]])
             for i in range(first, min(start + cfg.block, first + cfg.max_new))
         )
-        print(clear + text, flush=True)
+        print(clear + CONTROL.sub(LOST, text), flush=True)
 
     shown = stream([prompt], watch=watch if clear else None, stop=stop)
     ended = list(answers.checked(shown, 1))
@@ -284,7 +297,8 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
         raise exits.Stopped("stopped by a signal, before the answer was whole")
     ((_, answer),) = ended
     tokens = answer.tokens_T[first : first + answer.len]
-    print(clear + tok.decode(tokens, skip_special_tokens=True))
+    text = tok.decode(tokens, skip_special_tokens=True)
+    print(clear + (CONTROL.sub(LOST, text) if people else text))
     print(
         f"[{answer.len} tokens, {answer.forwards} forwards, "
         f"{answer.len / answer.forwards:.2f} tokens per forward]",
@@ -459,6 +473,7 @@ def rounded(longest: int, block: int) -> int:
 class Settings(NamedTuple):
     """The groups of the configuration that have an effect here."""
 
+    data: data.DataConfig
     model: config.ModelArgs
     mesh: config.MeshConfig
     sampler: SamplerConfig
@@ -515,7 +530,7 @@ def asked(prompt: str | None, options, given, path, model: ModelConfig, tok):
             f"--image=FILE: {str(path)!r} is no model that looks at images"
         )
     if prompt is None:
-        return read(options.prompts, tok, model.vocab, reader)
+        return read(options.prompts, tok, model.vocab, reader, given.data)
     if tok is None:
         raise ValueError(f"{str(path)!r} {NO_TOKENIZER}, or use --prompts with ids")
     ids = turn(tok, prompt, reader and reader.of_files(options.image, None))
@@ -528,7 +543,7 @@ def fitting(cfg: SamplerConfig, prompts: list, share: int) -> SamplerConfig:
     grid = 1 if cfg.answers == "image" else cfg.block
     return dataclasses.replace(
         cfg,
-        max_prompt=rounded(max(map(len, prompts)), grid),
+        max_prompt=rounded(max(map(len, [*prompts, cfg.blank])), grid),
         rows=-(-min(cfg.rows, len(prompts)) // share) * share,
     )
 

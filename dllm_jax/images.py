@@ -109,6 +109,8 @@ def pixels(image: Image.Image) -> np.ndarray:
     """Returns an opened image's pixels [height, width, 3], uint8 RGB; raises as decoders do."""
     if image.mode == "F":
         raise ValueError("its pixels are fractions, whose range nothing tells")
+    if image.mode == "I" and image.format == "TIFF":  # elsewhere these are of 16 bits
+        raise ValueError("its pixels have 32 bits or a sign, whose range nothing tells")
     if image.mode in SIXTEEN_BITS:  # Pillow would cut off what is above 255
         grey = np.clip(np.asarray(image), 0, 2**16 - 1) >> 8
         return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)

@@ -72,6 +72,29 @@ class Group:
         texts = self.client.key_value_dir_get(f"{kind}/")
         return {int(key.rsplit("/", 1)[1]): text for key, text in texts}
 
+    def enter(self) -> None:
+        """Takes this process's number, and learns the hosts of the others.
+
+        Where another has taken it, all end as where one is lost: launchers such as
+        Kubernetes start a process again before it is missed. Raises ValueError where
+        processes were told other numbers of them.
+        """
+        host = self.hosts[self.index]
+        try:
+            self.client.key_value_set(f"number/{self.index}", host)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            self.tell(
+                "cause",
+                f"a second process {self.index} has come, on {host}: the first is lost, or "
+                f"two were started as --process={self.index}",
+            )
+            time.sleep(PATIENCE_S)  # `listen` ends this process meanwhile
+            end(exits.STOPPED)
+        self.hosts = self.shared("host", host)
+        agree({"--processes": str(self.count)})
+
     # ---- Causes ----------------------------------------------------------------------
 
     def tell(
@@ -132,6 +155,22 @@ class Group:
             return False
         return True
 
+    def answers(self) -> bool:
+        """Returns whether the coordinator answers; one that is frozen takes connections."""
+        told = []
+
+        def ask():
+            try:
+                self.client.key_value_try_get("cause")
+                told.append(True)
+            except jax.errors.JaxRuntimeError as error:
+                told.append("NOT_FOUND" in str(error))
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(5)
+        return told == [True]
+
     def end_without_coordinator(self) -> None:
         """Ends this process, as the coordinator is gone."""
         lost = f"error: {self.name(0)} is lost, the coordinator at {self.coordinator}"
@@ -139,7 +178,7 @@ class Group:
 
     def aborted(self) -> None:
         """Ends this process if it aborts for want of the coordinator, as JAX lets it."""
-        if self.conclusion or not self.reachable():
+        if self.conclusion or not (self.reachable() and self.answers()):
             self.end_without_coordinator()
 
     # ---- The end ---------------------------------------------------------------------
@@ -191,7 +230,7 @@ def join(
     JAX_NUM_PROCESSES and JAX_PROCESS_ID, or from what JAX finds out of SLURM, Open MPI,
     Kubernetes or Cloud TPU. seconds: what the others may take to come. If they do not,
     the process ends as one to be started again, since they may only be late. Raises
-    ValueError where nothing says who is who.
+    ValueError where nothing says who is who, or not the same to all.
     """
     global group
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -210,7 +249,7 @@ def join(
     at_abort(group.aborted)
     for act in (group.listen, group.look):
         threading.Thread(target=act, daemon=True).start()
-    group.hosts = group.shared("host", group.hosts[group.index])
+    group.enter()
 
 
 def connect(coordinator, count, index, seconds: int) -> None:
@@ -366,10 +405,7 @@ def end(code: int, line: str = "") -> None:
         if line:
             os.write(2, f"{line}\n".encode())
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(5)  # a pipe that nobody reads takes for ever
-    os._exit(code)
+    exits.end(code, line, write)
 
 
 def at_abort(act) -> None:
@@ -388,7 +424,7 @@ def deaf() -> None:
     Launchers end a run's last processes by a signal as soon as the first has ended, such as
     srun: where nobody listens yet, the signal's own exit code would be the run's.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in exits.LISTENED:
         handle(number, ctypes.c_void_p(signal.SIG_IGN.value))
 
 
@@ -410,17 +446,19 @@ def ending(error: BaseException) -> tuple[str, int]:
     if not isinstance(error, SystemExit):
         return f"{type(error).__name__}: {one_line(error)}", 1
     if isinstance(error, exits.StoppedAtOnce):
-        return "it was told to stop a second time", int(error.code or 0)
+        return exits.TWICE, int(error.code or 0)
     return one_line(error.__context__), int(error.code or 0)
 
 
 def broken(error: BaseException) -> bool:
     """Returns whether an error may only be the effect of another process's end."""
+    if isinstance(error, SystemExit) and exits.of_runtime(error.__context__):
+        error = error.__context__  # by which a command has ended
     for cause in causes(error):
         if isinstance(cause, SystemExit):
             return False
         named = any(word in str(cause).lower() for word in BROKEN)
-        if named and isinstance(cause, jax.errors.JaxRuntimeError):
+        if named and exits.of_runtime(cause):
             return True
     return False
 
@@ -478,6 +516,11 @@ def agree(facts: dict[str, str]) -> None:
     raise ValueError(f"the processes differ: {'; '.join(parts[:3])}{more}")
 
 
+def of_first(text: str) -> str:
+    """Returns a text of process 0, in every process. All call it as often, in one order."""
+    return text if group is None else group.shared("first", text)[0]
+
+
 def difference(name: str, everyone: dict[int, dict[str, str]]) -> str:
     """Returns who has which value of a fact; "" where all have the same."""
     holders = {}
@@ -500,7 +543,7 @@ def see(file: pathlib.Path) -> None:
     if group is None:
         return
     whole = file.absolute()
-    mark = group.shared("mark", whole.read_text() if group.index == 0 else "")[0]
+    mark = of_first(whole.read_text() if group.index == 0 else "")
     seen = group.shared("seen", str(int(shows(whole, mark))))
     folders = group.shared("folder", str(whole.parent))
     parts = [

@@ -29,7 +29,7 @@ from dllm_jax import (
     trackers,
 )
 from dllm_jax.folder import Folder
-from dllm_jax.rl import best, guard, heldout, networks
+from dllm_jax.rl import best, guard, heldout, networks, rewards
 from dllm_jax.rl.step import StepBatches
 from dllm_jax.viewer import leave
 
@@ -54,6 +54,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     sampling, guest = begin.place(here, tools)
     programs = begin.programs(here, source, tools, sampling, guest)
     progress = begin.progress(here, source, tools, sampling.weights)
+    note_judges(here, progress)
 
     if progress.step >= source.steps:
         here.say(f"all {source.steps} steps are done: nothing is left to train")
@@ -76,6 +77,22 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     training.leave()
 
 
+def note_judges(here: begin.Scene, progress: begin.Progress) -> None:
+    """Notes the sources of functions of the user's that judge, and says which changed.
+
+    A run goes on all the same: whoever mends a reward on the way means it.
+    """
+    cfg, before = here.cfg, progress.meta.get("judges", {})
+    now = rewards.sources(cfg.rl.reward, cfg.reward) if here.samples else {}
+    for name, mark in now.items():
+        if before.get(name, mark) != mark:  # older checkpoints tell none
+            here.say(
+                f"warning: {name} is another than until step {progress.step}: rewards before "
+                "and after do not compare"
+            )
+    progress.meta["judges"] = now
+
+
 def profile_missed(here: begin.Scene, done: int, last: int) -> bool:
     """Returns whether `run.profile` names none of the steps from `done` + 1 to `last`.
 
@@ -93,6 +110,8 @@ def profiled(here: begin.Scene, step: int):
         yield
         return
     folder = here.folder / "profile"
+    if jax.process_count() > 1:  # those of one host would write the same files
+        folder /= f"process_{jax.process_index()}"
     with exits.room(here.folder), jax.profiler.trace(str(folder)):
         yield
     here.say(f"a profile of step {step} is in {folder}: for Perfetto, or xprof")
@@ -264,7 +283,7 @@ class Training:
         self.progress.step = step
         self.progress.meta = {
             "taken": self.progress.meta["taken"] + used,
-            **{name: self.progress.meta[name] for name in ("data", "model")},
+            **{name: self.progress.meta[name] for name in ("data", "judges", "model")},
             "config": self.resolved,
             "row": row,
             "norms": self.watch.norms,

@@ -20,6 +20,9 @@ if [[ $# -gt 0 && $1 != -* ]]; then
     shift
 fi
 
+if [[ -n $(git status --porcelain) ]]; then
+    echo "warning: the workers get the last commit, without the changes since" >&2
+fi
 archive=$(mktemp -t dllm_jax.XXXXXX)
 trap 'rm -f "$archive"' EXIT
 git archive --format=tar.gz --output="$archive" HEAD
@@ -29,7 +32,8 @@ gcloud compute tpus tpu-vm scp "$archive" "$tpu:dllm_jax.tar.gz" \
 # Quoted once more here because the remote shell splits the line again.
 train=$(printf '%q ' .venv/bin/python -m dllm_jax.train --distributed --config="$config" "$@")
 
-# TPU images bring an older Python; uv, from pip, adds one beside it. All workers must
+# TPU images bring an older Python; uv, from pip, adds one beside it, also where pip is told
+# to leave the system's packages alone, as by Ubuntu 24.04. All workers must
 # enter the collective program together, so one command does all and any failure shows.
 # What an earlier commit brought goes first: a file that this one has no more would be there
 # on some workers, and not on one that is new.
@@ -40,7 +44,7 @@ gcloud compute tpus tpu-vm ssh "$tpu" --worker=all --zone="$zone" --command="
     tar -tzf ../dllm_jax.tar.gz | grep -v '/\$' > .brought
     tar -xzf ../dllm_jax.tar.gz
     if ! make install EXTRAS=tpu; then
-        python3 -m pip install --quiet --user uv
+        PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
         python3 -m uv python install --quiet 3.12
         make install EXTRAS=tpu PYTHON=\$(python3 -m uv python find --managed-python 3.12)
     fi

@@ -323,6 +323,11 @@ COMMANDS = """
     train more  'more'
     train --rl.steps=3  did you mean --config.rl.steps?
     train --steps=3  did you mean --config.rl.steps or --config.sft.steps?
+    train --rl-steps=3  did you mean --config.rl.steps?
+    train --rl.step=3  did you mean --config.rl.steps?
+    train --conf.rl.steps=3  did you mean --config.rl.steps?
+    train --no.such=3  'no.such'; see --help
+    train configs/tracerl.py:sums  did you mean --config=configs/tracerl.py:sums?
     train --resum=must  did you mean --resume?
     train --config.rl  'rl' is a section: set its keys, such as 'rl.steps'
     train --config.rl.prompts=2.5  --config.rl.prompts=2.5: must be a whole number
@@ -421,6 +426,10 @@ HEAD = "from dllm_jax import config\ndef get_config():\n    c = config.default()
 CONFIG_FILES = {
     "x.py": ("def get_config(:\n", "x.py, line 1: SyntaxError"),
     "import.py": ("import nosuchmodule\n", "line 1: ModuleNotFoundError"),
+    "outside.py": (
+        "raise ModuleNotFoundError(name='configs')\n",
+        "needs that folder: run where it lies",
+    ),
     "raises.py": (HEAD + "    1 / 0\n", "line 4: ZeroDivisionError"),
     "key.py": (HEAD + "    c.none.x = 1\n", "line 4: AttributeError"),
     "new.py": (HEAD + "    c.rl.gruop = 1\n    return c\n", "'rl.gruop'"),

@@ -106,6 +106,19 @@ def test_nothing_there_is_none(tmp_path):
     assert Checkpoints(tmp_path / "new").restore(target(tree(0))) is None
 
 
+def test_whether_a_run_goes_on_is_what_process_0_sees(tmp_path, monkeypatch):
+    """Others, who may not see yet what it wrote, would go on otherwise."""
+    monkeypatch.setattr(checkpoint.jax, "process_index", lambda: 1)
+    for seen in (True, False):
+        monkeypatch.setattr(
+            checkpoint.multihost_utils,
+            "broadcast_one_to_all",
+            lambda own, seen=seen: np.bool_(seen),
+        )
+        for resume in ("auto", "must"):
+            assert checkpoint.check_resume(tmp_path / "none", resume) is seen
+
+
 def test_a_folder_is_refused_that_is_not_what_resume_asks_for(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     for resume in ("auto", "never"):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import io
 import json
 import operator
 import os
@@ -11,9 +12,11 @@ import pathlib
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -210,6 +213,23 @@ def test_known_flags_pass():
         command_line.check_overrides(["train", *flags, "--config.rl.groups=8"])
 
 
+def test_processes_grade_by_functions_of_one_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def facts(source: str) -> dict:
+        (tmp_path / "mine_of_facts.py").write_text(source)
+        tree = config.default()
+        tree.rl.reward = "mine_of_facts:f"
+        return command_line.facts(config.freeze(tree))
+
+    before, after = facts("f = len\n"), facts("f = list\n")
+    name = "the source of mine_of_facts:f"
+    assert [key for key in after if after[key] != before[key]] == [name]
+    tree = config.default()
+    tree.rl.reward = "mine_of_facts:none"  # whoever makes the grader refuses it
+    assert name not in command_line.facts(config.freeze(tree))
+
+
 SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "none"}
 
 
@@ -225,7 +245,7 @@ SELECTION, NO_VALUE = {"objective__likelihood": "selection"}, {"rl__value": "non
         ({"sampler__block": -1}, "^sampler.block=-1: must be >= 0$"),
         ({"sampler__top_p": 0.0}, "top_p"),
         ({"sampler__max_new": 0}, "max_new"),
-        ({"method": "dpo"}, "spg and dpo train .*noise.kind='subset'"),
+        ({"method": "dpo"}, "noise.kind='subset' or 'quadrature' and obj"),
         ({"objective__loss": "spg"}, "spg and dpo train"),
         (
             {
@@ -607,14 +627,32 @@ def test_errors_of_the_user_end_in_one_line(capsys):
     assert capsys.readouterr().err == "error: method='ppo': choose from rl, sft\n"
 
 
+@pytest.mark.parametrize(
+    "error, runtime, full",
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), True, True),
+        (ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8"), True, True),
+        (ValueError("INTERNAL: a kernel"), True, False),
+        (ValueError("sampler.rows=0: Out of memory"), False, False),
+        (MemoryError(), False, True),
+        (None, False, False),
+    ],
+)
+def test_an_error_of_the_runtime_is_known_as_a_bare_value_error(error, runtime, full):
+    """A program that ran before raises no other: it was told as a refusal."""
+    assert exits.of_runtime(error) == runtime
+    assert exits.exhausted(error) == full
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
 @pytest.mark.parametrize("flag", ["--rows", "--config.sampler.rows"])
-def test_no_memory_left_is_one_line(capsys, monkeypatch, flag):
+def test_no_memory_left_is_one_line(capsys, monkeypatch, flag, kind):
     """What XLA says of a device that is full, of 500 lines, is told in one."""
     told = "RESOURCE_EXHAUSTED: Out of memory allocating 38400012288 bytes.\nmore"
 
     def main():
         assert sys.argv[1] == f"{flag}={pathlib.Path.home() / 'x'}"
-        raise jax.errors.JaxRuntimeError(told)
+        raise kind(told)
 
     monkeypatch.setattr(sys, "argv", ["generate", f"{flag}=~/x"])
     with pytest.raises(SystemExit, match="3"):
@@ -622,6 +660,16 @@ def test_no_memory_left_is_one_line(capsys, monkeypatch, flag):
     said = capsys.readouterr().err
     assert said.startswith("error: no memory left ('RESOURCE_EXHAUSTED: Out of memory")
     assert "lower sampler.rows" in said and said.count("\n") == 1
+
+
+def test_an_error_of_the_runtime_is_no_refusal(capsys, monkeypatch):
+    # As if a file of the package had called the program.
+    place = pathlib.Path(command_line.__file__).with_name("x.py")
+    lost = compile("raise ValueError('UNKNOWN: Gloo failed')", place, "exec")
+    monkeypatch.setattr(sys, "argv", ["generate"])
+    with pytest.raises(ValueError, match="Gloo"):
+        command_line.entry(types.FunctionType(lost, {}))
+    assert not capsys.readouterr().err
 
 
 def test_threads_of_a_save_that_failed_keep_nobody(monkeypatch):
@@ -644,19 +692,42 @@ def test_threads_of_a_save_that_failed_keep_nobody(monkeypatch):
         thread.join()
 
 
-def test_a_second_signal_ends_a_run_whatever_its_threads_are_at(monkeypatch):
-    """A grader may wait minutes for its judge, in a thread that Python waits for."""
-    ended = queue.Queue()
-    monkeypatch.setattr(exits, "GRACE_S", 0.0)
-    monkeypatch.setattr(exits.os, "_exit", ended.put)
-    monkeypatch.setattr(exits, "received", [])
-    monkeypatch.setattr(exits.signal, "signal", lambda *args: None)
-    stop = exits.StopSignal()
-    stop.note()
-    assert stop() and ended.empty()
-    with pytest.raises(exits.StoppedAtOnce, match="75"):
-        stop.note()
-    assert ended.get(timeout=60) == exits.STOPPED
+HELD = """
+import sys, threading
+from dllm_jax import exits
+exits.GRACE_S = 0.0
+exits.at_end.append(lambda code, line: print(code, line, flush=True))
+held = threading.Event()
+if sys.argv[1] == "thread":  # Python waits for it
+    threading.Thread(target=held.wait).start()
+else:  # the main thread is in C, and Python's handler waits for it
+    exits.StopSignal.note = lambda *args: None
+exits.StopSignal()
+print("listens", flush=True)
+held.wait()
+"""
+
+
+@pytest.mark.parametrize("where", ["thread", "main"])
+def test_a_second_signal_ends_a_run_whatever_it_is_at(where):
+    """A grader may wait for its judge, and a collective operation for who does not come."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", HELD, where]
+    run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert run.stdout.readline() == "listens\n"
+        run.send_signal(signal.SIGINT)
+        said = [run.stderr.readline() for _ in range(2)]
+        assert said[1].startswith("SIGINT: stops when what it is at is whole; another")
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == exits.STOPPED, err
+    if where == "main":
+        assert err.endswith("a second time\n"), err
+        assert out == "75 stopped: it was told to stop a second time\n"
 
 
 def test_a_command_that_one_signal_stops_waits_for_no_thread(capsys, monkeypatch):
@@ -823,6 +894,26 @@ def test_a_closed_output_is_none_to_fail_by(monkeypatch):
     command_line.entry(lambda: sys.stdout.write("nobody hears this"))
     assert sys.stdout.name == os.devnull
     sys.stdout.close()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_output_cannot_spell_ends_no_command(monkeypatch, encoding):
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding=encoding)
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(sys, "stdout", out)
+    command_line.entry(lambda: print("✓ é"))
+    spelled = {"ascii": r"\u2713 \xe9", "latin-1": r"\u2713 é", "utf-8": "✓ é"}
+    assert written.getvalue() == f"{spelled[encoding]}\n".encode(encoding)
+
+
+def test_what_draws_needs_no_backend_of_a_notebook(monkeypatch):
+    code = "import matplotlib.pyplot; print(matplotlib.get_backend())"
+    run = [sys.executable, "-c", code]
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook.that_is_not_here")
+    command_line.entry(lambda: None)
+    assert subprocess.check_output(run, text=True) == "agg\n"
 
 
 def test_defects_keep_their_traceback():

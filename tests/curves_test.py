@@ -82,6 +82,13 @@ def test_further_files_and_samplers_are_drawn_with_the_first():
     }
 
 
+def test_dollars_in_a_files_name_are_no_formula(tmp_path):
+    name = "heldout_for_$\\x{$_accuracy"
+    rows = [{"step": i, "heldout_accuracy": 0.5, name: i / 5} for i in range(3)]
+    curves.draw(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("points", [3, 40])
 def test_every_line_is_drawn_and_looks_different(points):
     names = ["heldout_accuracy", *(f"heldout_{x}_accuracy" for x in "abcdefghij")]

@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from dllm_jax import config, data, exits, folder
 from dllm_jax import eval as evaluation
+from dllm_jax.models.vision import prompts as vision
 from dllm_jax.rl import scores as scores_of
 from dllm_jax.sampling import state
 from tests import served
@@ -342,6 +343,33 @@ def piped(pipe: pathlib.Path, rows: list[dict], *keys):
         under_way.send_signal(signal.SIGKILL)
     writer.join(timeout=60)
     return under_way.returncode, told, text
+
+
+def test_problems_that_are_asked_twice_are_told(tmp_path):
+    rows = [{"question": f"{i}+1", "answer": f"{i + 1}"} for i in (1, 2, 1, 1)]
+    rows[2]["id"] = 7  # other fields make no other problem
+    cfg, model, tok = config.completed(asking(tmp_path, rows))
+    told = []
+    grader = evaluation.grader_of(cfg, tok, looks=False)
+    asked = evaluation.asked_of(cfg, model, tok, told.append, grader)
+    assert len(asked.problems) == 4
+    (line,) = told
+    assert line.startswith(f"warning: 2 of 4 problems of '{tmp_path}/twice.jsonl' are")
+    first = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, problems=2))
+    evaluation.asked_of(first, model, tok, told.append, grader)
+    assert told == [line]
+    looked = [vision.Prompt([5], (vision.Picture("x", m, (1, 1)),)) for m in "ab"]
+    problems = [data.Problem(x, text="", answer="") for x in looked]
+    assert evaluation.asked_twice(problems, "x") == []
+    assert evaluation.asked_twice(problems * 2, "x")[0].startswith("warning: 2 of 4")
+
+
+def asking(folder, rows) -> config.Config:
+    """Returns the configuration of an evaluation of the bundled model on some records."""
+    (folder / "twice.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tree = config.default()
+    tree.model.path, tree.data.heldout = str(MODEL), str(folder / "twice.jsonl")
+    return config.freeze(tree)
 
 
 def test_problems_are_read_once_and_others_are_not_gone_on_with(tmp_path):

@@ -16,7 +16,7 @@ import time
 import jax
 import pytest
 
-from dllm_jax import exits, folder, sharding
+from dllm_jax import exits, folder, processes, sharding
 
 
 @pytest.fixture
@@ -235,12 +235,15 @@ def test_what_is_refused_before_it_begins_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_all_processes_refuse_together(tmp_path, other):
+def test_all_processes_refuse_together(tmp_path, other, monkeypatch):
     lock(tmp_path / "run" / "lock", host=socket.gethostname(), pid=other)
     with pytest.raises(ValueError, match="in use by"):
         folder.Folder(tmp_path / "run", agreed=lambda fact: fact)
-    with pytest.raises(ValueError, match="refused by the first process"):
-        folder.Folder(tmp_path / "run", writes=False, agreed=lambda fact: True)
+    for kind in (ValueError, exits.CannotGoOn):
+        first = json.dumps({kind.__name__: "as process 0 was"})
+        monkeypatch.setattr(processes, "of_first", lambda text, first=first: first)
+        with pytest.raises(kind, match="as process 0 was"):
+            folder.Folder(tmp_path / "run", writes=False, agreed=lambda fact: True)
     with folder.Folder(tmp_path / "none", writes=False) as run:
         run.begin({}, {}, sharding.make_mesh())
         assert not run.made  # nor has it asked for any: NFS would keep the answer
@@ -285,8 +288,28 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
         assert "sk-not-for-any-file" not in file.read_text()
 
 
+BROKEN = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
+
+
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_what_ended_a_run_of_many_stands_there_and_not_its_effect(
+    tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(processes, "group", object())
+    with pytest.raises(kind), enter(tmp_path):
+        raise kind(BROKEN)
+    assert attempts(tmp_path)[0]["ended"] == "running"
+    (cut,) = exits.at_end
+    cut(exits.STOPPED, "error: process 1 on b is lost")
+    cut(exits.REFUSED, "error: too late")
+    assert attempts(tmp_path)[0]["ended"] == "stopped: process 1 on b is lost"
+    assert (tmp_path / "run.log").read_text().endswith("process 1 on b is lost\n")
+    assert not (tmp_path / "lock").exists() and not exits.at_end
+
+
 def test_an_attempt_that_was_killed_says_so_once_the_next_begins(tmp_path):
     enter(tmp_path).lock.close()  # and no more of it
+    exits.at_end.clear()
     assert attempts(tmp_path)[0]["ended"] == "running"
     with enter(tmp_path):
         assert [x["ended"] for x in attempts(tmp_path)] == [

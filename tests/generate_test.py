@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import types
 
 import huggingface_hub.constants
 import jax
@@ -486,6 +487,23 @@ def test_a_prompt_is_shown_while_it_unmasks(
     assert last.strip() == line["text"].strip()
 
 
+@pytest.mark.parametrize("people", [True, False])
+def test_a_terminal_obeys_no_answer(people, capsys, monkeypatch):
+    tok = types.SimpleNamespace(decode=lambda ids, **_: "a\x1b[2Jb\n\tc\x9b")
+    answer = types.SimpleNamespace(
+        tokens_T=np.arange(3), len=2, forwards=1, bad=False, prompt_len=1
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: people, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+
+    def stream(prompts, **_):
+        return [(0, answer)]
+
+    generate.show(stream, [0], SamplerConfig(), tok, lambda: False)
+    shown = "a\ufffd[2Jb\n\tc\ufffd\n" if people else "a\x1b[2Jb\n\tc\x9b\n"
+    assert capsys.readouterr().out == shown
+
+
 def test_text_prompts_use_the_chat_template(make, model, tmp_path, ask, capsys):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).symlink_to(model / file)
@@ -635,6 +653,11 @@ def test_prompts_of_like_lengths_are_sampled_by_one_program():
     sizes = {1: 32, 32: 32, 33: 64, 300: 512, 513: 1024, 1100: 1536}
     assert {size: generate.rounded(size, 4) for size in sizes} == sizes
     assert generate.rounded(30, 5) == 35
+
+
+def test_a_sampler_has_room_for_the_prompt_that_asks_for_nothing():
+    cfg = SamplerConfig(cache="none", guidance=1.0, blank=(1,) * 40)
+    assert generate.fitting(cfg, [[1, 2]], 1).max_prompt == 64
 
 
 def test_a_reader_that_has_enough_ends_the_command(monkeypatch):

@@ -34,7 +34,7 @@ def test_other_modes_become_rgb(tmp_path):
     assert np.abs(images.read(tmp_path / "palette.png").astype(int) - RGB).mean() < 4
 
 
-@pytest.mark.parametrize("ending", ["png", "tiff"])
+@pytest.mark.parametrize("ending", ["png", "tiff", "ppm"])
 def test_sixteen_bits_keep_the_upper_eight(tmp_path, ending):
     deep = RNG.integers(0, 2**16, (5, 6), dtype=np.uint16)
     Image.fromarray(deep).save(tmp_path / f"x.{ending}")
@@ -73,6 +73,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
     refused(tmp_path / "script.eps", "none of BMP")  # a program, to be run
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "deep.tiff")
     refused(tmp_path / "deep.tiff", "fractions")
+    Image.fromarray(np.arange(12, dtype=np.int32)[None]).save(tmp_path / "deep.tiff")
+    refused(tmp_path / "deep.tiff", "32 bits or a sign")
     os.mkfifo(tmp_path / "pipe.png")  # nobody writes: to open it would wait for ever
     refused(tmp_path / "pipe.png", "is no file")
 

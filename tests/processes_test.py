@@ -118,6 +118,11 @@ def samples(folder) -> list[dict]:
     ]
 
 
+def how_it_ended(folder) -> str:
+    """Returns what run.json says of the last attempt."""
+    return json.loads((folder / "run.json").read_text())["attempts"][-1]["ended"]
+
+
 def weights(folder) -> dict:
     """Returns the exported parameters."""
     return safetensors.numpy.load_file(folder / "export" / "model.safetensors")
@@ -171,11 +176,18 @@ def test_a_signal_to_one_of_four_stops_all_and_fewer_go_on(command, alone, tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_with_its_name(command, tmp_path, victim):
+@pytest.mark.parametrize(
+    "victim, number",
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)],
+)
+def test_a_killed_process_ends_the_other_with_its_name(
+    command, tmp_path, victim, number
+):
     folder = tmp_path / "run"
     runs = command(folder, 2, "run.samples=16")
     until(runs, folder / "samples" / "step_000001.jsonl")
+    runs[victim].send_signal(number)
+    wait_for(runs[1 - victim])
     runs[victim].kill()
     codes = [exits.STOPPED, exits.STOPPED]
     codes[victim] = -signal.SIGKILL
@@ -183,6 +195,8 @@ def test_a_killed_process_ends_the_other_with_its_name(command, tmp_path, victim
     line = last(told[1 - victim])
     assert line.startswith(f"error: process {victim} on ")
     assert " is lost" in line and "in step " in line
+    if victim == 1:  # process 0 writes it
+        assert how_it_ended(folder) == line.replace("error", "stopped", 1)
 
 
 @pytest.mark.soak
@@ -195,7 +209,7 @@ def test_an_error_in_one_is_the_last_line_of_both(command, tmp_path):
     assert runs[0].returncode == runs[1].returncode != 0
     assert "samples" in last(told[0])
     assert last(told[1]).startswith("error: process 0 on ")
-    assert "samples" in last(told[1])
+    assert "samples" in last(told[1]) and "samples" in how_it_ended(folder)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +282,7 @@ class Told:
 
 @pytest.mark.parametrize("text", ["mark", "of another run", None])
 def test_a_file_that_a_network_shows_late_is_waited_for(monkeypatch, tmp_path, text):
-    said = {"mark": "mark", "seen": "1", "folder": "/there"}
+    said = {"first": "mark", "seen": "1", "folder": "/there"}
     monkeypatch.setattr(processes, "group", Told(**said))
     monkeypatch.setattr(processes, "SEE_S", 60.0 if text == "mark" else 0.3)
     late = threading.Timer(0.2, (tmp_path / "lock").write_text, [text])
@@ -379,6 +393,77 @@ def test_processes_find_each_other_by_their_launcher(launcher):
         assert float(last(told)) == pytest.approx(2.0)
 
 
+def numbered(folder, port: int, count: int, index: int) -> served.Run:
+    """Returns process `index` of `count` under way."""
+    arguments = [f"--coordinator=localhost:{port}", f"--processes={count}"]
+    arguments += ["--config=configs/smoke.py", f"--config.run.folder={folder}"]
+    arguments.append(f"--process={index}")
+    return served.start("dllm_jax.train", arguments, served.split(1))
+
+
+def test_a_folder_that_another_takes_over_ends_all_with_one_code(tmp_path):
+    """The others ended as where one is lost: SLURM queued them again, into that folder."""
+    folder, port = tmp_path / "run", served.free_port()
+    runs = [numbered(folder, port, 2, index) for index in (0, 1)]
+    until(runs, folder / "lock")
+    (folder / "lock").write_text("another's")
+    for told in end(runs, exits.STUCK):
+        assert "another command has taken it over" in last(told)
+        assert told.count("taken it over") == 1
+    assert (folder / "lock").read_text() == "another's"
+
+
+class Store:
+    """A client of a coordinator that says one thing, or nothing."""
+
+    def __init__(self, said: str | None):
+        self.said = said
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns as the store does, or raises as it."""
+        if self.said is None:
+            threading.Event().wait()
+        if self.said:
+            raise jax.errors.JaxRuntimeError(self.said)
+        return "{}"
+
+
+@pytest.mark.parametrize(
+    "said, answers",
+    [
+        ("", True),
+        ("NOT_FOUND: Config key cause not found.", True),
+        ("UNAVAILABLE: failed to connect to all addresses", False),
+        (None, False),  # as where it is frozen, which takes connections still
+    ],
+)
+def test_a_coordinator_is_there_if_it_answers(said, answers):
+    made = processes.Group(Store(said), "localhost:1", 1, 2)
+    assert made.answers() == answers
+
+
+def test_a_number_that_comes_again_ends_all_as_a_loss_does(tmp_path):
+    """As Kubernetes starts a pod again before it is missed: a defect ended the Job."""
+    folder, port = tmp_path / "run", served.free_port()
+    runs = [numbered(folder, port, 2, index) for index in (0, 1)]
+    until(runs, folder / "lock")
+    runs[1].kill()
+    runs.append(numbered(folder, port, 2, 1))
+    told = end(runs, exits.STOPPED, -signal.SIGKILL, exits.STOPPED)
+    for line in (last(told[0]), last(told[2])):
+        assert line.startswith("error: a second process 1 has come, on ")
+
+
+def test_processes_that_were_told_other_numbers_of_them_are_refused(tmp_path):
+    folder, port = tmp_path / "run", served.free_port()
+    runs = [numbered(folder, port, count, count - 2) for count in (2, 3)]
+    for told in end(runs, exits.REFUSED):
+        assert last(told) == (
+            "error: the processes differ: --processes is 2 in process 0 and 3 in process 1"
+        )
+    assert not folder.exists()
+
+
 def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
     arguments = ["--config=configs/smoke.py", "--join_within=1"]
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
@@ -447,6 +532,8 @@ def test_where_nothing_moves_is_told(capfd):
         (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset"), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
         (ValueError("connection"), False),
+        # As a program raises it that ran before.
+        (ValueError("UNKNOWN: Gloo AllGather failed: reset"), True),
     ],
 )
 def test_a_broken_connection_is_no_first_cause(error, effect):
@@ -454,6 +541,9 @@ def test_a_broken_connection_is_no_first_cause(error, effect):
     outer = KeyError("saving")
     outer.__cause__ = error
     assert processes.broken(outer) == effect
+    refused = SystemExit(exits.REFUSED)
+    refused.__context__ = error
+    assert processes.broken(refused) == effect
 
 
 def test_a_job_of_kubernetes_goes_on_after_the_codes_that_say_so():
@@ -536,14 +626,21 @@ def test_a_tpu_worker_has_the_files_of_the_commit_and_no_others(tmp_path):
     launcher.write_bytes((served.ROOT / "launch" / "tpu_pod.sh").read_bytes())
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "WORKER": str(worker)}
 
+    def bring(*flags) -> subprocess.CompletedProcess:
+        """Returns what the launcher told."""
+        command = ["bash", str(launcher), "tpu", "zone", *flags]
+        return subprocess.run(
+            command, env=env, check=True, capture_output=True, text=True
+        )
+
     def launch(*flags) -> list[str]:
         """Returns what a worker's Python is given, by the commit of all there is."""
         git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
             subprocess.run([*git, *words], cwd=repository, check=True)
-        command = ["bash", str(launcher), "tpu", "zone", *flags]
-        done = subprocess.run(command, env=env, check=True, capture_output=True)
-        return done.stdout.decode().splitlines()
+        done = bring(*flags)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
 
     (repository / "old.py").write_text("")
     path = "--config.model.path=a b'c$d"
@@ -557,6 +654,9 @@ def test_a_tpu_worker_has_the_files_of_the_commit_and_no_others(tmp_path):
     assert told == [*DISTRIBUTED, "--config=configs/tracerl.py", "--resume=must"]
     left = {path.name for path in (worker / "dllm_jax").iterdir()}
     assert left == {".brought", ".venv", "launch", "mine", "new.py"}
+    (repository / "newer.py").write_text("")
+    assert "without the changes since" in bring().stderr
+    assert not (worker / "dllm_jax" / "newer.py").exists()
 
 
 def test_the_difference_names_who_has_what():

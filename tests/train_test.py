@@ -803,6 +803,30 @@ def test_of_other_records_nothing_is_known(monkeypatch, tmp_path):
     assert "holds other records" in told[3] and "is forgotten" in told[4]
 
 
+def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = tracerl.get_config()
+    cfg.rl.reward = "math,mine_of_train:f:0.5"
+    cfg, told = config.freeze(cfg), []
+    here = types.SimpleNamespace(cfg=cfg, samples=True, say=told.append)
+    progress = types.SimpleNamespace(step=3, meta={})
+
+    def resumed(source) -> list[str]:
+        (tmp_path / "mine_of_train.py").write_text(source)
+        told.clear()
+        train.note_judges(here, progress)
+        progress.meta = json.loads(json.dumps(progress.meta))
+        return told
+
+    assert resumed("f = len\n") == []  # of a run that begins, or an older checkpoint
+    assert resumed("f = len\n") == []
+    (line,) = resumed("f = list\n")
+    assert line.startswith(
+        "warning: the source of mine_of_train:f is another than until"
+    )
+    assert resumed("f = list\n") == []
+
+
 @pytest.mark.parametrize("key", ["sft.examples", "reward.split", "rl.group"])
 def test_a_run_that_is_done_is_not_asked_for_something_else(key):
     cfg = tracerl.get_config()

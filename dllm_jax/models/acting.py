@@ -3,7 +3,7 @@
 Training splits every weight over `fsdp` too and gathers it for each use, which thousands
 of slots share. A forward of the sampler has a few for each row: to gather the weights
 would take far longer than to use them. So once a step they are copied, in the dtype of
-computation, to where sampling wants them:
+computation but for routers, to where sampling wants them:
 
 *   whole on every device, but for what `model` splits (the table sharding.ACT). Where
     that is too large, on a *folded* mesh: the same devices in the same order, of which
@@ -196,8 +196,11 @@ def abstract(
             if name in tree:
                 layer = jax.tree.map(without_first, tree[name])
                 tree[name] = (layer,) * model.sizes[letter]
-    of = functools.partial(struct, model=model, mesh=mesh, dtype=jnp.dtype(model.dtype))
-    return jax.tree.map(of, tree, is_leaf=int8.is_int8)
+
+    def place(path, spec):
+        return struct(spec, model, mesh, transformer.dtype_of(path, model.dtype))
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=int8.is_int8)
 
 
 def struct(spec, model: ModelConfig, mesh: Mesh, dtype):

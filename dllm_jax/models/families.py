@@ -162,11 +162,10 @@ EXPERT_FIELDS = LLAMA_FIELDS | {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffw": "moe_intermediate_size",
 }
-# SDAR's own code sums weights to one whatever norm_topk_prob says.
+# The codes of SDAR and LLaDA2 sum weights to one whatever norm_topk_prob says.
 SDAR_MOE_FIELDS = EXPERT_FIELDS | {"sparse_step": "decoder_sparse_step"}
 QWEN_MOE_FIELDS = SDAR_MOE_FIELDS | {"router_norm": "norm_topk_prob"}
 LLADA2_FIELDS = EXPERT_FIELDS | {
-    "router_norm": "norm_topk_prob",
     "rotary": "partial_rotary_factor",
     "dense_layers": "first_k_dense_replace",
     "shared_experts": "num_shared_experts",
@@ -201,7 +200,8 @@ NEEDED = {
 
 # ---- Plain keys of config.json: absent, or the one value that we compute ---------------
 
-LLAMA_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+TOWER_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+LLAMA_PLAIN = TOWER_PLAIN | {"partial_rotary_factor": 1}
 QWEN_MOE_PLAIN = LLAMA_PLAIN | {"mlp_only_layers": []}
 LLAVA_PLAIN = LLAMA_PLAIN | {
     "mm_patch_merge_type": "spatial_unpad",
@@ -212,7 +212,7 @@ LLAVA_PLAIN = LLAMA_PLAIN | {
     "mm_vision_select_feature": "patch",
     "mm_vision_select_layer": -2,
 }
-LLADA2_PLAIN = LLAMA_PLAIN | {
+LLADA2_PLAIN = TOWER_PLAIN | {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "use_qk_norm": True,
@@ -231,6 +231,7 @@ LLADA_PLAIN = {
     "input_emb_norm": False,
     "layer_norm_type": "rms",
     "multi_query_attention": None,
+    "num_experts": None,  # LLaDA-MoE's, whose config.json says "llada", too
     "rope": True,
     "scale_logits": False,
 }
@@ -522,7 +523,7 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
         ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
         ("router_best_groups", "router_groups", best_groups > groups),
         ("sparse_step", "layers", cfg.sparse_step > cfg.layers),
-        ("dense_layers", "layers", cfg.dense_layers > cfg.layers),
+        ("dense_layers", "layers", cfg.dense_layers >= cfg.layers),
     ):
         if refused:
             raise ValueError(

@@ -154,18 +154,28 @@ def check_tensors(tensors: Tensors, cfg: ModelConfig, heads, folder):
             shapes[place.name] = (place.row + rows, *columns)
             if path[0].key not in optional:
                 needed.add(place.name)
+    family = family_of(cfg)
+    known = shapes.keys() | {family.names.get("head")}  # tied, and stored too
+    extra = sorted(set(tensors.file_of) - known)
     faults = []
     for name, shape in shapes.items():
         if name not in tensors.file_of:
             if name in needed:
-                faults.append(f"missing {name}")
+                # One is looked for: large models have tens of thousands.
+                other = "" if faults else elsewhere(name, extra)
+                faults.append(f"missing {name}{other}")
         elif tensors.shape(name) != shape:
             faults.append(f"{name} has shape {tensors.shape(name)}, expected {shape}")
-    family = family_of(cfg)
-    known = shapes.keys() | {family.names.get("head")}  # tied, and stored too
-    extra = sorted(set(tensors.file_of) - known)
     faults += [f"unknown {x}" for x in extra if not re.search(family.unread, x)]
     refuse(folder, faults)
+
+
+def elsewhere(name: str, others: list[str]) -> str:
+    """Returns what to say of a tensor that is stored with more before its name, or less."""
+    for other in others:
+        if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}"):
+            return f", but has {other} (all names must be those of the released model)"
+    return ""
 
 
 def check(folder: Path, cfg: ModelConfig) -> None:
@@ -199,7 +209,8 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
 
     Every tensor is read slice by slice straight to where `mesh` places it (without a mesh:
     the default device), so a host never holds a whole copy. dtype: None keeps the stored
-    one, and the config computes in it; heads: some of HEADS, None for what is stored; a
+    one, and the config computes in it; another is that of all but what computes in f32
+    (`transformer.dtype_of`). heads: some of HEADS, None for what is stored; a
     value head that is not stored starts at zero. only: the parts to read, by their first
     key; None: all.
 
@@ -228,7 +239,8 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
         node = params
         for key in keys[:-1]:
             node = node.setdefault(key.key, {})
-        leaf = read_parameter(tensors, cfg, spec, stored, mesh, dtype)
+        kind = dtype and transformer.dtype_of(keys, dtype)
+        leaf = read_parameter(tensors, cfg, spec, stored, mesh, kind)
         node[keys[-1].key] = leaf
         # What is on its way to a device the host holds, too: one parameter at a time.
         leaves.append((jax.block_until_ready(leaf), spec, stored))

@@ -5,6 +5,7 @@ Each token goes to X of E SwiGLU experts (of inner width I), which its router ch
     softmax   s = softmax(W h); the X largest                       (SDAR-MoE, Qwen3-MoE)
     sigmoid   s = sigmoid(W h); the X largest of s + bias, in the best groups of experts,
               a group being as good as its two best              (LLaDA2; DeepSeek-V3's)
+              where X is 1 that s stays as it is, as in their codes
 
 and y = sum_x w_x expert_x(h), where w are the chosen s, made to sum to one and scaled as
 the config says; experts shared by all tokens (inner width Z together) are added to it by
@@ -91,7 +92,7 @@ def route(h_RD, p, cfg: ModelConfig):
         rank_RE = jnp.where(open_Rg[..., None], rank_Rge, -jnp.inf).reshape(R, E)
     _, expert_RX = jax.lax.top_k(rank_RE, X)
     weight_RX = jnp.take_along_axis(score_RE, expert_RX, axis=1)
-    if cfg.router_norm:
+    if cfg.router_norm and (X > 1 or cfg.router == "softmax"):
         weight_RX /= weight_RX.sum(axis=1, keepdims=True) + 1e-20
     return expert_RX, weight_RX * cfg.router_scale, prob_RE
 

@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401  (teaches numpy and safetensors about bfloat16)
 import numpy as np
 import safetensors
 
-from dllm_jax.models.special import read_json
+from dllm_jax.models.special import pointed, read_json
 
 # Files of weights: the first are read, the others are neither fetched nor exported.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5")
@@ -33,6 +33,7 @@ def find(path) -> pathlib.Path:
         raise ValueError("model.path is empty: name a Hugging Face folder")
     folder = pathlib.Path(path)
     if folder.is_dir():
+        refuse_cache(folder)
         return folder
     if folder.is_absolute() or str(path).count("/") != 1:
         seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
@@ -46,6 +47,15 @@ def find(path) -> pathlib.Path:
         raise ValueError(
             f"{str(path)!r} is not a folder, and the hub did not give it: {reason}"
         ) from None
+
+
+def refuse_cache(folder: pathlib.Path) -> None:
+    """Raises ValueError for the folder in which the hub's cache has a repository."""
+    snapshots = sorted((folder / "snapshots").glob("*/"))
+    if snapshots and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} holds snapshots of a repository: name {snapshots[-1]}"
+        )
 
 
 @functools.cache
@@ -93,12 +103,14 @@ class Tensors:
                 f"{folder} is not a checkpoint: it has neither {SINGLE} nor {INDEX}"
                 + pickled(folder)
             )
+        self.folder = folder
         self.handle_of, self.file_of = {}, {}  # by file, by tensor name
         for file in files:
             try:
                 self.handle_of[file] = safetensors.safe_open(folder / file, "np")
             except (OSError, safetensors.SafetensorError) as error:
-                raise ValueError(f"{folder / file}: cannot be read: {error}") from None
+                reason = pointed(folder / file, error)
+                raise ValueError(f"{folder / file}: cannot be read: {reason}") from None
             names = self.handle_of[file].keys()
             if twice := sorted(self.file_of.keys() & names):
                 # An index says which is meant, and transformers does not ask it.
@@ -121,7 +133,8 @@ class Tensors:
         kind = self.slice(name).get_dtype()
         if kind not in DTYPES:
             raise ValueError(
-                f"{self.file_of[name]}: tensor {name!r}: dtype {kind} is not supported"
+                f"{self.folder / self.file_of[name]}: tensor {name!r}: dtype {kind} is not "
+                f"supported: store it in one of {', '.join(DTYPES.values())}"
             )
         return jnp.dtype(DTYPES[kind])
 

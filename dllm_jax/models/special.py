@@ -3,9 +3,11 @@
 config.json tells them, and where it does not, the files beside it.
 """
 
+import contextlib
 import pathlib
 
 from dllm_jax import records
+from dllm_jax.checks import shown, suits
 
 # What tokenizers call their mask token, where tokenizer_config.json does not name it.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")
@@ -16,10 +18,19 @@ def read_json(file: pathlib.Path) -> dict:
     try:
         tree = records.of_json(records.text(file))
     except ValueError as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+        raise ValueError(f"{file}: cannot be read: {pointed(file, error)}") from None
     if type(tree) is not dict:
         raise ValueError(f"{file}: cannot be read: it holds no JSON object")
     return tree
+
+
+def pointed(file: pathlib.Path, error) -> str:
+    """Returns why a file cannot be read: `error`, or that Git has its pointer alone."""
+    pointer = b"version https://git-lfs"
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(pointer)) == pointer:
+            return "it is a pointer of Git LFS: git lfs pull fetches what it stands for"
+    return str(error)
 
 
 def token_id(raw: dict, key: str, default):
@@ -86,6 +97,11 @@ def find_ends(folder: pathlib.Path, raw: dict, eos_id: int) -> tuple[int, ...]:
     for tree in said:
         told = tree.get("eos_token_id")
         ids += told if isinstance(told, list) else [told]
+        for x in ids:
+            if not (x is None or (suits(x, int) and x >= 0)):
+                where = folder / "config.json" if tree is raw else file
+                words = "a token's id, or a list of ids"
+                raise ValueError(f"{where}: eos_token_id={shown(x)}: {words}")
     return tuple(dict.fromkeys(x for x in ids if x not in (None, eos_id)))
 
 

@@ -162,26 +162,36 @@ def shape(spec: Spec, cfg: ModelConfig) -> tuple[int, ...]:
 def abstract(cfg: ModelConfig, mesh, dtype, heads=("lm",)) -> Params:
     """Returns the parameters as ShapeDtypeStructs with their sharding on the mesh."""
 
-    def struct(spec):
+    def struct(path, spec):
         sizes = shape(spec, cfg)
-        return jax.ShapeDtypeStruct(
-            sizes, dtype, sharding=named(spec.dims, sizes, PARAM, mesh)
-        )
+        place = named(spec.dims, sizes, PARAM, mesh)
+        return jax.ShapeDtypeStruct(sizes, dtype_of(path, dtype), sharding=place)
 
-    return jax.tree.map(struct, specs(cfg, heads))
+    return jax.tree_util.tree_map_with_path(struct, specs(cfg, heads))
+
+
+def dtype_of(path, dtype) -> jnp.dtype:
+    """Returns the dtype that a parameter has where the others are rounded to `dtype`.
+
+    What computes in f32 is not: a rounded router would choose other experts than that which
+    learns.
+    """
+    exact = {getattr(key, "key", "") for key in path} & (EXACT - {"embed"})
+    return jnp.promote_types(dtype, "float32") if exact else jnp.dtype(dtype)
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32, heads=("lm",)) -> Params:
     """Returns fresh parameters: normal with std 0.02, norms one, value head zero."""
-    leaves, tree = jax.tree.flatten(specs(cfg, heads))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(specs(cfg, heads))
     keys = jax.random.split(key, len(leaves))
 
-    def fresh(key, spec):
+    def fresh(key, path, spec):
+        sizes, kind = shape(spec, cfg), dtype_of(path, dtype)
         if spec.init == "normal":
-            return 0.02 * jax.random.normal(key, shape(spec, cfg), dtype)
-        return jnp.full(shape(spec, cfg), spec.init == "ones", dtype)
+            return 0.02 * jax.random.normal(key, sizes, kind)
+        return jnp.full(sizes, spec.init == "ones", kind)
 
-    return jax.tree.unflatten(tree, [fresh(*pair) for pair in zip(keys, leaves)])
+    return jax.tree.unflatten(tree, [fresh(k, *leaf) for k, leaf in zip(keys, leaves)])
 
 
 def rounded(params: Params, cfg: ModelConfig) -> Params:

@@ -1,6 +1,7 @@
 """What a run's folder tells of the run, for its report."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -25,17 +26,21 @@ def told(path: str) -> dict:
 
     Raises ValueError for a folder that holds none.
     """
-    folder = pathlib.Path(path)
+    folder = pathlib.Path(
+        os.path.abspath(path)
+    )  # ".." has a name, and links keep theirs
     rows = metrics.history(folder) if folder.is_dir() else []
-    run = object_in(folder / "run.json")
+    home = home_of(folder)
+    run, cfg = object_in(home / "run.json"), object_in(home / "config.json")
     if not rows and not run:
         raise ValueError(f"{path}: no run's folder: neither metrics.jsonl nor run.json")
+    if home != folder:
+        cfg = overlaid(cfg, object_in(folder / "eval.job.json"))
     attempts = run.get("attempts")
     attempts = attempts if isinstance(attempts, list) else []
     attempts = [x for x in attempts if isinstance(x, dict)]
-    cfg = object_in(folder / "config.json")
     return {
-        "name": folder.absolute().name,
+        "name": str(folder.relative_to(home.parent)),
         "facts": facts(rows, cfg, attempts),
         "panels": panels(rows),
         "phases": phases(rows),
@@ -43,9 +48,25 @@ def told(path: str) -> dict:
         "scores": scores(folder),
         "attempts": [attempt_of(attempt) for attempt in attempts],
         "sums": sums(rows),
-        "events": events(folder),
+        "events": events(home),
         "config": flat(cfg),
         "defaults": flat(traces.group(run, "defaults")),
+    }
+
+
+def home_of(folder: pathlib.Path) -> pathlib.Path:
+    """Returns a run's folder: of one of eval.sweep or eval.samplers that of all of them."""
+    part = (folder / "eval.json").is_file() and not (folder / "run.json").exists()
+    return folder.parent if part and (folder.parent / "run.json").is_file() else folder
+
+
+def overlaid(tree: dict, leaves: dict, prefix: str = "") -> dict:
+    """Returns a configuration with other values of some leaves, by their dotted names."""
+    return {
+        name: overlaid(x, leaves, f"{prefix}{name}.")
+        if isinstance(x, dict)
+        else leaves.get(prefix + name, x)
+        for name, x in tree.items()
     }
 
 

@@ -51,7 +51,14 @@ def cells_of(row: dict) -> tuple[str, ...]:
 
 def columns(text: str) -> int:
     """Returns how many columns of a terminal a text takes."""
-    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in text[:1000])
+    return sum(map(columns_of, text[:1000]))
+
+
+def columns_of(char: str) -> int:
+    """Returns how many columns a character takes; a mark on the one before it takes none."""
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 1 + (unicodedata.east_asian_width(char) in "WF")
 
 
 def cut(text: str, width: int) -> str:

@@ -9,6 +9,7 @@ where the model looked images, and where it drew picture.
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 
@@ -63,7 +64,8 @@ class File:
     @property
     def name(self) -> str:
         """What people call it: of a run's samples the run and the step."""
-        folder, step = self.path.absolute().parent, STEP.fullmatch(self.path.name)
+        folder = pathlib.Path(os.path.abspath(self.path)).parent
+        step = STEP.fullmatch(self.path.name)
         if step and folder.name == "samples":
             return f"{folder.parent.name}, step {int(step[1])}"
         return f"{folder.name}/{self.path.name}"
@@ -180,9 +182,9 @@ def object_of(file: pathlib.Path) -> dict:
 def folder_of(model: str) -> pathlib.Path:
     """Returns a checkpoint's folder, of a hub's name the one in its cache; nothing is loaded."""
     folder = pathlib.Path(model)
-    if folder.is_dir() or folder.is_absolute() or model.count("/") != 1:
+    if folder.is_dir():
         return folder
-    # Imported here: a local model needs none of it.
+    # Imported here: a local model needs none of it. It knows which names can be a hub's.
     import huggingface_hub
 
     try:

@@ -27,6 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers
 
 HERE = pathlib.Path(__file__).parent
+PAIRS = 1_000_000  # of numbers below 1000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]
 WORDS = ["<unk>", "user", "assistant", "system", "\\boxed{"]
 CHARS = [chr(c) for c in range(32, 127)] + ["\n"]
@@ -57,7 +58,7 @@ def respond(a: int, b: int, *, worked: bool) -> str:
 
 def problems(rng: np.random.Generator, count: int, share: float) -> list[dict]:
     """Returns different problems in random order; a `share` of responses is worked."""
-    pairs = rng.choice(1_000_000, size=count, replace=False)
+    pairs = rng.choice(PAIRS, size=count, replace=False)
     return [
         {
             "question": f"{a}+{b}",
@@ -186,6 +187,11 @@ def main():
         "--folder", type=pathlib.Path, default=HERE, help="where the problems go"
     )
     args = p.parse_args()
+    counts = args.heldout, args.train
+    if min(counts) < 1 or sum(counts) > PAIRS:
+        p.error(f"--heldout and --train: 1 or more each, of {PAIRS:,} problems")
+    if not 0 <= args.worked <= 1:
+        p.error(f"--worked={args.worked}: a share, from 0 to 1")
     rng = np.random.default_rng(args.seed)
 
     rows = problems(rng, args.heldout + args.train, args.worked)

@@ -14,13 +14,13 @@ import collections
 import json
 import pathlib
 
-from dllm_jax.records import right
+from dllm_jax.records import records, right
 
 
-def pairs(records: list[dict]) -> list[dict]:
+def pairs(answers: list[dict]) -> list[dict]:
     """Returns a preference for each group of graded answers that has both."""
     groups = collections.defaultdict(dict)
-    for record in records:  # right or wrong; of neither nobody knows which
+    for record in answers:  # right or wrong; of neither nobody knows which
         groups[record["group"]].setdefault(right(record), record)
     return [
         {
@@ -39,8 +39,10 @@ def main():
     p.add_argument("--answers", default="runs/arithmetic/answers/eval.jsonl")
     p.add_argument("--out", default="runs/arithmetic/pairs.jsonl")
     args = p.parse_args()
-    with pathlib.Path(args.answers).open() as file:
-        found = pairs([json.loads(line) for line in file])
+    try:
+        found = pairs(records(args.answers, "--answers"))
+    except ValueError as error:
+        p.error(str(error))
     text = "".join(json.dumps(pair) + "\n" for pair in found)
     pathlib.Path(args.out).write_text(text)
     print(f"{len(found)} pairs in {args.out}")

@@ -138,7 +138,7 @@ def split(
         own = of_file[files[i]]
         told = described(own)
         kept = own if place >= heldout else [own[rng.integers(len(own))]]
-        rng.random(len(kept))  # keeps what is held out that of docs/multimodal.md
+        rng.random(len(kept))  # keeps what is held out that of docs/tiny_images.md
         parts["train" if place >= heldout else "heldout"] += [
             {
                 "question": row["question"],

@@ -11,13 +11,13 @@ An answer is green where it is right.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
 import matplotlib as mpl
 from PIL import Image
 
+from dllm_jax.records import records
 from dllm_jax.rl.rewards import math
 
 ACROSS = 4  # pictures side by side
@@ -27,9 +27,9 @@ RIGHT, WRONG = "#2f7d3b", "#b3302a"
 def read(file: pathlib.Path) -> list[dict]:
     """Returns a file's lines; ends the program where it cannot be read."""
     try:
-        return [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {file}: {error}")
+        return records(str(file), "file")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 def draw(rows: list[dict], named: dict, folder: pathlib.Path, out: str) -> None:
@@ -48,7 +48,8 @@ def draw(rows: list[dict], named: dict, folder: pathlib.Path, out: str) -> None:
     for i, (axis, row) in enumerate(zip(axes.flat, rows, strict=False)):
         with Image.open(folder / row["image"]) as image:
             axis.imshow(image.convert("RGB"))
-        axis.set_title(row["question"], fontsize=7)
+        # Dollars are those of a text, not the borders of a formula.
+        axis.set_title(row["question"], fontsize=7, parse_math=False)
         for line, (name, answers) in enumerate(named.items()):
             text = answers[i]["text"]
             right = math.grade([text], [row["answer"]])[0] == 1
@@ -60,6 +61,7 @@ def draw(rows: list[dict], named: dict, folder: pathlib.Path, out: str) -> None:
                 transform=axis.transAxes,
                 ha="center",
                 fontsize=7,
+                parse_math=False,
                 color=RIGHT if right else WRONG,
             )
     figure.tight_layout(h_pad=2.0)

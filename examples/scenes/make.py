@@ -165,7 +165,7 @@ def main():
         codes.write(out / file, drawer.draw(scenes.ALL[caption], rng))
         said = caption if rng.random() > 0.1 else ""
         examples.append({"question": said, "answer": said, "image": file})
-        rng.integers(2)  # keeps the pictures those that docs/multimodal.md tells of
+        rng.integers(2)  # keeps the pictures those that docs/tiny_images.md tells of
     lines(out / "sft.jsonl", examples)
 
     blank(out / "blank", rng)

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from examples.arithmetic import make as arithmetic
+from examples.arithmetic import pairs
 
 HERE = pathlib.Path(arithmetic.__file__).parent
 
@@ -31,6 +32,26 @@ def test_its_command_says_nothing_of_pytorch():
     command = [sys.executable, arithmetic.__file__, "--help"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "says"),
+    [
+        (arithmetic, "--train=-1", "--heldout and --train: 1 or more each"),
+        (arithmetic, "--heldout=1000000", "of 1,000,000 problems"),
+        (arithmetic, "--worked=2", "--worked=2.0: a share, from 0 to 1"),
+        (pairs, "--answers=none.jsonl", "--answers 'none.jsonl': no such file"),
+    ],
+)
+def test_what_they_cannot_make_is_one_line(
+    monkeypatch, capsys, tmp_path, command, flag, says
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command", flag])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -97,15 +97,19 @@ def test_a_sheet_shows_pictures_with_answers(tmp_path, monkeypatch, capsys):
     row = {"question": "what shape is present?", "answer": "circle", "image": "a.png"}
     (tmp_path / "asked.jsonl").write_text(json.dumps(row))
     answered = tmp_path / "answered.jsonl"
-    answered.write_text(json.dumps({"text": "\\boxed{ circle }"}))
+    said = {"text": "$\\boxed{ circle }$\u2028or so"}  # no formula of a figure's
+    answered.write_text(json.dumps(said, ensure_ascii=False))
     flags = [str(tmp_path / "asked.jsonl"), f"--out={tmp_path / 'sheet.png'}"]
     monkeypatch.setattr(sys, "argv", ["show.py", *flags, f"now={answered}"])
     show.main()
     assert Image.open(tmp_path / "sheet.png").width > 300
-    answered.write_text("")
+    answered.write_text(f"{json.dumps(said)}\n" * 2)
     with pytest.raises(SystemExit):
         show.main()
-    assert "0 answers to 1 questions" in capsys.readouterr().err
+    assert "2 answers to 1 questions" in capsys.readouterr().err
+    answered.write_text("")
+    with pytest.raises(SystemExit, match="it is empty"):
+        show.main()
 
 
 def test_pictures_say_what_is_missing(easy_vqa, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ KINDS = {
     "dense": {},
     "first": SPARSE | {"layers": 3, "dense_layers": 1, "shared_experts": 1},
     "between": SPARSE | {"layers": 5, "sparse_step": 2},
+    "scored": SPARSE | {"router": "sigmoid", "router_bias": True},
     "adapters": {"lora": Lora(3, 6.0, ("wq", "w_down"))},
     "biased": {"qkv_bias": True, "qk_norm": False},
 }
@@ -102,6 +103,19 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     )
 
 
+@pytest.mark.parametrize("kind", ["dense", "first", "between", "scored"])
+def test_what_samples_is_what_learns_in_bfloat16_too(tiny, kind):
+    """Its f32 masters are rounded alike: otherwise other experts would be chosen."""
+    model, params = made((dataclasses.replace(tiny[0], dtype="bfloat16"),), kind)
+    layers = acting.laid_out(params, acting.abstract(model, mesh_of()))
+    tokens_BT = jax.random.randint(jax.random.key(1), (8, 64), 0, 66)
+    learning = transformer.rounded(params, model)
+    want, found = (run(x, tokens_BT, model) for x in (learning, layers))
+    if load := want[-1]:
+        np.testing.assert_array_equal(load.count_E, found[-1].count_E)
+    assert np.abs(np.float32(want[0]) - np.float32(found[0])).mean() < 1e-3
+
+
 @pytest.mark.parametrize("kind", ["dense", "first", "between"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_tower_answers_for_the_windows_that_are_asked(tiny, kind, shards):
@@ -148,8 +162,11 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(
         copy = acting.laid_out(split, like)
     assert jax.tree.structure(copy) == jax.tree.structure(like)
     for x, place in zip(jax.tree.leaves(copy), jax.tree.leaves(like), strict=True):
-        assert (x.shape, x.dtype) == (place.shape, jnp.bfloat16)
+        assert (x.shape, x.dtype) == (place.shape, place.dtype)
         assert x.sharding.is_equivalent_to(place.sharding, x.ndim)
+    other = [x.shape for x in jax.tree.leaves(copy) if x.dtype != jnp.bfloat16]
+    routers = [p["router"].shape for p in copy["layers"] if "router" in p]
+    assert other == routers  # which choose in f32 where they learn
     last, part = copy["layers"][-1]["wq"], 1 / count
     last = last.w if kind == "adapters" else last
     stack = params["layers"]["wq"]

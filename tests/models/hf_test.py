@@ -135,6 +135,28 @@ def test_f32_masters_of_bfloat16_weights(tmp_path):
     assert files(tmp_path / "out") == files(origin)
 
 
+@pytest.mark.parametrize("family", ["llada2", "sdar_value"])
+def test_what_computes_in_f32_is_not_rounded_for_computing(family):
+    """A reference with rounded routers would choose other experts than the policy."""
+    mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    cfg, stored = hf.load(ORIGINS[family], mesh=mesh)
+    heads = ("lm", "value") if "value" in stored else ("lm",)
+    _, low = hf.load(ORIGINS[family], mesh=mesh, dtype="bfloat16")
+    want = transformer.abstract(cfg, mesh, "bfloat16", heads)
+    exact = []
+    for (path, x), y, z in zip(
+        jax.tree_util.tree_leaves_with_path(low),
+        *map(jax.tree.leaves, (want, stored)),
+        strict=True,
+    ):
+        assert (x.dtype, x.sharding) == (y.dtype, y.sharding)
+        if x.dtype == jnp.float32:
+            exact.append(path[-1].key)
+            np.testing.assert_array_equal(x, z)
+    wanted = ["router", "router_bias"] if family == "llada2" else ["value"]
+    assert sorted(exact) == wanted
+
+
 def test_layers_of_mixed_dtypes_lose_nothing(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     stored = safetensors.numpy.load_file(TIED / repository.SINGLE)[name]
@@ -612,8 +634,9 @@ RELEASED = {
 }
 
 
-def test_sdar_moe_sums_a_tokens_weights_to_one_whatever_its_config_says(tmp_path):
-    raw = json.loads(reader.path("sdar_moe/checkpoint/config.json").read_text())
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
+def test_a_tokens_weights_sum_to_one_whatever_its_config_says(family, tmp_path):
+    raw = reader.config(family)
     for said in ({"norm_topk_prob": False}, {}):
         raw.pop("norm_topk_prob", None)
         (tmp_path / "config.json").write_text(json.dumps(raw | said))
@@ -786,6 +809,12 @@ def test_the_end_of_a_text_is_asked_of_one_file_after_the_other(tmp_path):
     assert (cfg.eos_id, cfg.ends) == (5, (9,))  # each says where an answer ends
     sampler = SamplerConfig(stop_ids=(4, 9))
     assert stops_of(sampler, cfg, None) == (5, 9, 4)
+    for value in ([[9]], {}, "<end>", [9, True], -1):
+        said.write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(
+            ValueError, match=f"{said.name}: eos_token_id=.*: a token's"
+        ):
+            hf.read_config(folder)
 
 
 @pytest.mark.parametrize("family", ORIGINS)
@@ -983,6 +1012,12 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
             "sliding_window=64 is not supported",
         ),
         ({"attention_bias": True}, [], "attention_bias=True is not supported"),
+        ({"partial_rotary_factor": 0.5}, [], "partial_rotary_factor=0.5 is not suppo"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+            [],
+            "partial_rotary_factor=0.25 is not supported",
+        ),
         ({"mlp_bias": True}, [], "mlp_bias=True is not supported"),
         ({"rope_theta": 0}, [], "rope_theta=0: must be > 0"),
         (
@@ -1048,12 +1083,18 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group"
         ("llada", {"alibi": True}, "alibi=True is not supported"),
         ("llada", {"include_qkv_bias": True}, "include_qkv_bias=True is not supported"),
         ("llada", {"mlp_hidden_size": None}, "no field 'mlp_hidden_size'"),
+        ("llada", {"num_experts": 64}, "num_experts=64 is not supported"),
         ("sdar_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not"),
         ("sdar_moe", {"decoder_sparse_step": 3}, "step=3 does not go with .*layers=2"),
         ("sdar_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be >= 1"),
         ("sdar_moe", {"num_experts": None}, "no field 'num_experts'"),
         ("llada2", {"score_function": "softmax"}, "score_function='softmax' is not"),
         ("llada2", {"use_qkv_bias": True}, "use_qkv_bias=True is not supported"),
+        (
+            "llada2",
+            {"first_k_dense_replace": 3, "num_hidden_layers": 3},
+            "first_k_dense_replace=3 does not go with num_hidden_layers=3",
+        ),
         ("llada2", GROUPS | {"topk_group": 5}, "topk_group=5 .* with n_group=4"),
         ("llada2", GROUPS | {"n_group": 3}, "n_group=3 does not go with num_experts=8"),
         (
@@ -1103,7 +1144,11 @@ DOWN_SHAPE = safetensors.numpy.load_file(TIED / repository.SINGLE)[DOWN].shape
             r"layers\.7\.z and 1 more",
         ),
         ({DOWN: np.zeros(DOWN_SHAPE, np.float32)}, [], f"{DOWN} is all zero"),
-        (spoiled(NORM, 1, np.int8), [], f"tensor '{NORM}': dtype I8"),
+        (
+            spoiled(NORM, 1, np.int8),
+            [],
+            f"safetensors: tensor '{NORM}': dtype I8 .* in one of bf",
+        ),
         (spoiled(DOWN, np.nan), [], f"{DOWN} is not finite"),
         (spoiled(DOWN, -np.inf), [], f"{DOWN} is not finite"),
         (spoiled(NORM, np.nan, ml_dtypes.bfloat16), [], f"{NORM} is not finite"),
@@ -1117,6 +1162,21 @@ DOWN_SHAPE = safetensors.numpy.load_file(TIED / repository.SINGLE)[DOWN].shape
 def test_tensors_refused(tmp_path, tensors, drop, message):
     folder = variant(tmp_path / "model", tensors=tensors, drop=drop)
     with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize("stem", ["model.", "module.model.", "_orig_mod.model.", ""])
+def test_tensors_under_other_names_are_told(stem, tmp_path):
+    folder = variant(tmp_path / "model")
+    stored = safetensors.numpy.load_file(folder / repository.SINGLE)
+    stored = {stem + name.removeprefix("model."): x for name, x in stored.items()}
+    safetensors.numpy.save_file(stored, folder / repository.SINGLE)
+    if stem == "model.":
+        hf.load(folder)
+        return
+    name = "embed_tokens.weight"
+    says = re.escape(f"missing model.{name}, but has {stem}{name} (all names must be")
+    with pytest.raises(ValueError, match=says):
         hf.load(folder)
 
 
@@ -1159,6 +1219,23 @@ def test_files_refused(tmp_path):
     half.write_bytes(half.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"{LAST_SHARD}: cannot be read"):
         hf.load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", repository.SINGLE])
+def test_a_pointer_of_git_lfs_is_called_one(name, tmp_path):
+    """What is cloned without Git LFS has a few lines in the place of each large file."""
+    folder = variant(tmp_path / "model")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 7\n")
+    with pytest.raises(ValueError, match=f"{name}: cannot be read: .*git lfs pull"):
+        hf.load(folder)
+
+
+def test_a_folder_of_the_hubs_cache_is_told_by_its_snapshot(tmp_path):
+    root = tmp_path / "models--org--name"
+    folder = snapshot(root)
+    says = re.escape(f"{root} holds snapshots of a repository: name {folder}")
+    with pytest.raises(ValueError, match=says):
+        hf.load(root)
 
 
 def test_an_index_that_names_too_few_files(tmp_path):

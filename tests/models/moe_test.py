@@ -42,14 +42,17 @@ def choose(logits_E, bias_E, cfg):
     best = np.argsort(sums)[::-1][: cfg.router_best_groups]
     allowed = [i for i in range(cfg.experts) if i // size in best]
     chosen = sorted(allowed, key=lambda i: -rank_E[i])[: cfg.experts_per_token]
-    norm = score_E[chosen].sum() if cfg.router_norm else 1
+    alone = (
+        cfg.router == "sigmoid" and len(chosen) == 1
+    )  # such a score is left as it is
+    norm = score_E[chosen].sum() if cfg.router_norm and not alone else 1
     return chosen, score_E[chosen] / norm * cfg.router_scale
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm, count", [(True, 3), (False, 3), (True, 1)])
 @EITHER
-def test_experts_are_a_loop_over_tokens(cfg, norm):
-    cfg = dataclasses.replace(cfg, router_norm=norm)
+def test_experts_are_a_loop_over_tokens(cfg, norm, count):
+    cfg = dataclasses.replace(cfg, router_norm=norm, experts_per_token=count)
     p = jax.tree.map(np.asarray, first(cfg))
     h = np.random.default_rng(1).normal(size=(2, 9, cfg.d_model)).astype(np.float32)
     real = np.arange(9) < np.array([[9], [4]])

@@ -447,6 +447,53 @@ def test_a_curve_of_zeros_has_no_axis_below_zero(opened, run):
         assert "1" in view.js(drawn) and "\u2212" not in view.js(drawn)
 
 
+def test_the_number_of_the_last_step_is_inside_of_its_chart(opened, run):
+    rows = [{"step": 20_000 * i, "kl": i / 2} for i in range(6)]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        number, chart = view.js(
+            "const svg = document.querySelector('.chart svg');"
+            "return [[...svg.querySelectorAll('.tick.x')].at(-1), svg]"
+            ".map(x => x.getBoundingClientRect().right)"
+        )
+        assert number <= chart
+        assert "100\u202f000" in view.js("return document.body.innerText")
+
+
+def test_a_metric_that_moves_by_rounding_alone_has_a_scale(opened, run):
+    metrics = {"accuracy": (0.1, 0.1 + 2**-56), "kl": (-0.7, -0.7 - 2**-53)}
+    metrics |= {"response_length": (16.0, 16.0 + 2**-48), "entropy": (1 / 3, 1 / 3)}
+    rows = [
+        {"step": i} | {name: pair[i % 2] for name, pair in metrics.items()}
+        for i in range(4)
+    ]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        told = view.js(
+            "return [...document.querySelectorAll('.chart svg')]"
+            ".map(x => [...x.querySelectorAll('.tick.y')].map(t => t.textContent))"
+        )
+        assert len(told) == 4
+        assert all(1 < len({*ticks}) == len(ticks) < 10 for ticks in told)
+
+
+@pytest.mark.parametrize("value", [1e-3, 1e-6, 3.05e-4, 123_456.0])
+def test_the_numbers_of_an_axis_are_whole_and_differ(opened, run, value):
+    rows = [{"step": i, "learning_rate": value} for i in range(3)]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        found = view.js(
+            "const svg = document.querySelector('.chart svg');"
+            "return [...svg.querySelectorAll('.tick.y')].map(x => [x.textContent,"
+            " x.getBoundingClientRect().left - svg.getBoundingClientRect().left])"
+        )
+        texts, places = zip(*found, strict=True)
+        told = [float(x.replace("\u2212", "-").replace("\u202f", "")) for x in texts]
+        apart = np.diff(told)
+        np.testing.assert_allclose(apart, apart[0], rtol=1e-3)  # as the lines are
+        assert apart[0] > 0 and min(places) >= 0
+
+
 def rounds(side: int, most: int) -> list[int]:
     """Returns the steps of a drawing's codes, from its middle outwards."""
     middle = (side - 1) / 2
@@ -466,9 +513,11 @@ def test_a_drawing_is_a_grid_that_fills(opened, tmp_path):
     drawn |= {"step_map": rounds(8, 4), "reward": 1.0}
     rows = [drawn, drawn | {"reward": 0.0}]
     file = traces.read(str(write(tmp_path / "x.jsonl", rows)))
-    content = {"files": [traces.packed(file, None)], "pairs": None, "summary": None}
+    packed = traces.packed(file, None, block=4)  # of the checkpoint's texts
+    content = {"files": [packed], "pairs": None, "summary": None}
     with opened(page.TRACE, content) as view:
         assert view.fits()
+        assert "blocks of" not in view.js("return document.body.innerText")
         columns = "return getComputedStyle(document.querySelector('.grid')).gridTemplateColumns"
         assert len(view.js(columns).split()) == 8
         boxes = view.js(

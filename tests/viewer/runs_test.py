@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dllm_jax import report
-from dllm_jax.viewer import album, runs
+from dllm_jax.viewer import album, runs, traces
 from tests.viewer.common import answer, write
 
 
@@ -16,6 +16,17 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match="no run's folder"):
             runs.told(str(path))
+
+
+def test_a_run_has_its_name_from_wherever_it_is_looked_at(tmp_path, monkeypatch):
+    (samples := tmp_path / "first" / "samples").mkdir(parents=True)
+    write(tmp_path / "first" / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    write(samples / "step_000001.jsonl", [answer()])
+    (tmp_path / "newest").symlink_to("first")
+    monkeypatch.chdir(samples)
+    for path, name in (("..", "first"), ("../../newest", "newest")):
+        assert runs.told(path)["name"] == name
+        assert traces.read(path).name == f"{name}, step 1"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it has no /proc")
@@ -128,6 +139,27 @@ def test_an_evaluation_is_told_with_its_intervals(tmp_path):
         assert runs.scores(tmp_path) == bare
     card.write_text('{"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}')
     assert runs.scores(tmp_path) == [["accuracy", 0.5, 0.1, 0.9], bare[1]]
+
+
+def test_a_setting_of_a_sweep_has_the_rest_of_the_sweeps_folder(tmp_path):
+    cfg = {"seed": 3, "eval": {"temperature": 1.0, "sweep": "eval.temperature=0,1"}}
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    (tmp_path / "run.json").write_text('{"attempts": [{"ended": "done"}]}')
+    (tmp_path / "run.log").write_text("t warning: slow\n")
+    for value in (0, 1):
+        (part := tmp_path / f"temperature={value}").mkdir()
+        (part / "eval.json").write_text('{"accuracy": 0.5}')
+        (part / "eval.job.json").write_text(json.dumps({"eval.temperature": value}))
+        write(part / "eval.jsonl", [answer(question="a", reward=float(value))])
+    parts = [str(tmp_path / f"temperature={value}") for value in (0, 1)]
+    made = report.content(parts)
+    assert [told["config"]["eval.temperature"] for told in made["runs"]] == ["0", "1"]
+    names = [f"{tmp_path.name}/temperature={value}" for value in (0, 1)]
+    assert [told["name"] for told in made["runs"]] == names
+    for told in made["runs"]:
+        assert told["config"]["seed"] == "3" and told["scores"][0][1] == 0.5
+        assert told["attempts"][0][-1] == "done" and told["events"]
+    assert made["summary"]["wins"] == [0, 1, 0]
 
 
 def test_a_comma_in_a_held_out_files_name_is_no_border(tmp_path):

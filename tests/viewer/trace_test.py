@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import types
+import unicodedata
 
 import numpy as np
 import pytest
@@ -376,6 +377,17 @@ def test_a_table_is_as_wide_as_it_may_be():
         assert all(table.columns(line) <= width for line in lines)
         assert not re.search(r"[\x00-\x1f]", "".join(lines))
     assert lines[1].split()[:4] == ["✗", "0.50", "3", "1.00"]
+
+
+@pytest.mark.parametrize("word", ["हिन्दी", "Tie\u0302\u0301ng", "ที่นี่"])
+def test_marks_above_and_below_take_no_column(word):
+    marks = sum(unicodedata.category(char) == "Mn" for char in word)
+    assert table.columns(word) == len(word) - marks < len(word)
+    first, second = (
+        table.of_rows([answer(question=text, text="4")], 80).splitlines()[1]
+        for text in (word, "x" * table.columns(word))
+    )
+    assert first.replace(word, "") == second.replace("x" * table.columns(word), "")
 
 
 # ---- At the end of a run -------------------------------------------------------------

@@ -48,7 +48,7 @@ function short(x) {
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) {
     return x.toExponential(1).replaceAll("-", MINUS).replace("e+", "e");
   }
-  if (Number.isInteger(x)) return grouped(x);
+  if (Number.isInteger(x) || size >= 1000) return grouped(Math.round(x));
   return fixed(x, size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
 }
 

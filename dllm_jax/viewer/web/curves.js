@@ -2,6 +2,8 @@
 
 const WIDE = 330, HIGH = 150, LEFT = 42, BOTTOM = 18, TOP = 6, RIGHT = 6;
 const FEW = 30; // points that are drawn one by one
+const FLAT = 1e-4; // of a value: what moves less is drawn as what does not move
+const DIGIT = 6.5; // pixels of a digit of an axis, or more
 const HUES = 6; // .line0 to .line5; further lines are dashed, and then dotted
 
 // About so many round numbers between two.
@@ -9,13 +11,18 @@ function ticks(low, high, about) {
   const raw = (high - low) / about || 1;
   const unit = 10 ** Math.floor(Math.log10(raw));
   const step = unit * ([1, 2, 5, 10].find((x) => x * unit >= raw) ?? 10);
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high * (1 + 1e-9); i++) found.push(i * step);
+  const first = Math.ceil(low / step), found = [];
+  // Of very large numbers the next one is the same.
+  for (let i = 0; i <= 2 * about && (first + i) * step <= high * (1 + 1e-9); i++) found.push((first + i) * step);
   return found;
 }
 
+// A round number in full, as its neighbours may differ in the last digit alone.
 function tickText(t) {
-  return Math.abs(t) >= 1e-3 && Math.abs(t) < 1e4 ? String(t).replace("-", MINUS) : short(t);
+  const size = Math.abs(t), whole = Number.isInteger(t) && size < 1e6;
+  if (whole) return size < 1e4 ? fixed(t, 0) : grouped(t);
+  const text = size >= 1e-3 && size < 1e4 ? String(t) : t.toExponential().replace("e+", "e");
+  return text.replaceAll("-", MINUS);
 }
 
 function running(values) {
@@ -33,10 +40,15 @@ class Chart {
     const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
     const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
     [this.x0, this.x1] = [least(xs), most(xs)];
-    const room = 0.06 * (most(ys) - least(ys)) || Math.abs(most(ys)) * 0.1 || 1;
+    // On the scale of what moves by rounding alone no round number follows another: no end of them.
+    const [moves, size] = [most(ys) - least(ys), Math.max(...[least(ys), most(ys)].map(Math.abs))];
+    const room = (moves < FLAT * size ? 0.1 * size : 0.06 * moves) || 1;
     [this.y0, this.y1] = [least(ys) - room, most(ys) + room];
     // What is nowhere below zero has no axis there: an accuracy of 0 all along, say.
     if (!log && least(ys) >= 0) this.y0 = Math.max(this.y0, -0.06 * this.y1);
+    this.rows = ticks(this.y0, this.y1, 5).filter((t) => !log || Number.isInteger(t));
+    this.words = this.rows.map((t) => (log ? `1e${t}`.replace("-", MINUS) : tickText(Number(t.toPrecision(6)))));
+    this.left = Math.max(LEFT, 2 * RIGHT + DIGIT * Math.max(0, ...this.words.map((text) => text.length)));
     this.cross = svg("path", { class: "cross" });
     this.plot = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": title },
       this.axes(), lines.map((line, i) => this.curve(line, this.classOf(line, i, runs))), this.cross);
@@ -62,7 +74,12 @@ class Chart {
   }
 
   x(step) {
-    return LEFT + ((step - this.x0) / (this.x1 - this.x0 || 1)) * (WIDE - LEFT - RIGHT);
+    return this.left + ((step - this.x0) / (this.x1 - this.x0 || 1)) * (WIDE - this.left - RIGHT);
+  }
+
+  // Where the number of a step stands: below it, and inside of the chart.
+  inside(step) {
+    return Math.min(this.x(step), WIDE - DIGIT / 2 * grouped(step).length);
   }
 
   y(value) {
@@ -70,13 +87,12 @@ class Chart {
   }
 
   axes() {
-    const rows = ticks(this.y0, this.y1, 5).filter((t) => !this.log || Number.isInteger(t));
-    const words = rows.map((t) => (this.log ? `1e${t}`.replace("-", MINUS) : tickText(Number(t.toPrecision(6)))));
-    const grid = rows.map((t) => `M${LEFT} ${this.y(t)}H${WIDE - RIGHT}`).join("");
+    const { rows, words } = this;
+    const grid = rows.map((t) => `M${this.left} ${this.y(t)}H${WIDE - RIGHT}`).join("");
     return [svg("path", { class: "grid", d: grid }),
-      rows.map((t, i) => svg("text", { x: LEFT - 6, y: this.y(t) + 3.5, class: "tick y" }, words[i])),
+      rows.map((t, i) => svg("text", { x: this.left - 6, y: this.y(t) + 3.5, class: "tick y" }, words[i])),
       ticks(this.x0, this.x1, 4).filter(Number.isInteger).map((t) =>
-        svg("text", { x: this.x(t), y: HIGH - 4, class: "tick x" }, grouped(t)))].flat();
+        svg("text", { x: this.inside(t), y: HIGH - 4, class: "tick x" }, grouped(t)))].flat();
   }
 
   curve({ points }, name) {
@@ -93,8 +109,8 @@ class Chart {
 
   hover(event) {
     const { left, width } = this.plot.getBoundingClientRect();
-    const at = this.x0 + (((event.clientX - left) / width) * WIDE - LEFT)
-      / (WIDE - LEFT - RIGHT) * (this.x1 - this.x0);
+    const at = this.x0 + (((event.clientX - left) / width) * WIDE - this.left)
+      / (WIDE - this.left - RIGHT) * (this.x1 - this.x0);
     const near = (points) => points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
     this.tell(near(this.lines.map((line) => near(line.points)))[0]);
   }
@@ -126,7 +142,7 @@ function timeChart({ names, steps, seconds }) {
       const y = tall - Math.min(below, high) / high * tall - height;
       below += x;
       return svg("rect", { class: `phase phase${k}`, x: i * width + gap / 2, y, width: width - gap, height },
-        svg("title", {}, `step ${steps[i]}: ${names[k]} ${short(x)} s of ${short(totals[i])} s`));
+        svg("title", {}, `step ${grouped(steps[i])}: ${names[k]} ${short(x)} s of ${short(totals[i])} s`));
     });
   });
   const whole = totals.reduce((a, b) => a + b, 0);
@@ -139,7 +155,7 @@ function timeChart({ names, steps, seconds }) {
     el("p", { class: "legend-line" }, shares, el("small", {}, `${short(whole)} s in ${count(steps.length, "step")}`)),
     svg("svg", { viewBox: `0 0 ${wide} ${tall}`, preserveAspectRatio: "none", role: "img",
       "aria-label": "Seconds of each step" }, rects),
-    el("p", { class: "quiet ends" }, el("span", {}, `step ${steps[0]}`),
+    el("p", { class: "quiet ends" }, el("span", {}, `step ${grouped(steps[0])}`),
       over ? el("span", {}, `${count(over, "step")} above ${short(high)} s cut off`) : null,
-      el("span", {}, `step ${steps.at(-1)}`)));
+      el("span", {}, `step ${grouped(steps.at(-1))}`)));
 }

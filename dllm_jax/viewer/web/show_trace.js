@@ -2,16 +2,16 @@
 
 function describe(file, compared) {
   const { rows } = file, facts = [count(rows.length, "answer")];
+  const drawn = rows.some((row) => row.p !== undefined); // the others are skipped
   const graded = rows.filter((row) => row.o !== undefined);
   if (graded.length) facts.push(`${percent(mean(graded.map((row) => Number(row.o))))} right`);
   const told = rows.filter((row) => row.f);
   if (told.length && !compared) {
     const tokens = told.reduce((sum, row) => sum + row.t.length, 0);
     const forwards = told.reduce((sum, row) => sum + row.f, 0);
-    const noun = rows.every((row) => row.p !== undefined) ? "codes" : "tokens";
-    facts.push(`${fixed(tokens / forwards, 2)} ${noun} per forward`);
+    facts.push(`${fixed(tokens / forwards, 2)} ${drawn ? "codes" : "tokens"} per forward`);
   }
-  if (file.block) facts.push(`blocks of ${file.block}`);
+  if (file.block && !drawn) facts.push(`blocks of ${file.block}`);
   return facts.join(" \u00b7 ");
 }
 

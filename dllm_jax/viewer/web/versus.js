@@ -22,5 +22,7 @@ function versus(summary) {
     el("p", { class: "quiet" }, `${count(problems, "prompt")} in both files. `,
       wins ? `B is ahead on ${wins[1]}, A on ${wins[0]}, ${wins[2]} the same. ` : "",
       ungraded ? `${ungraded} not graded in both. ` : "",
-      "The interval is the paired bootstrap\u2019s over prompts."));
+      "The interval is the paired bootstrap\u2019s over prompts. ",
+      measures.some(([name]) => name === "tokens per forward")
+        ? "Tokens per forward are those of each answer, averaged; elsewhere they are all over all." : ""));
 }

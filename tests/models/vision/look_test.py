@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 
 import jax
@@ -192,6 +193,37 @@ def test_generate_names_what_it_cannot_show(loaded, place, capsys):
     assert lines == rows and shown[1] == []  # it has a line, which says: skipped
     assert shown[0] == asked(loaded, place, "A?", "0.png")
     assert "record 2: image 'none.png'" in capsys.readouterr().err
+
+
+def test_prompts_name_images_where_they_are_told_to(
+    loaded, place, tmp_path, monkeypatch
+):
+    cfg, _, tok = loaded
+    wanted = asked(loaded, place, "A?", "0.png")
+    file, row = tmp_path / "asked.jsonl", {"question": "A?", "shot": "0.png"}
+    file.write_text(json.dumps(row))
+    told = data.DataConfig(image="shot", image_root=str(place))
+    found, _ = generate.read(str(file), tok, cfg.vocab, prompts.Reader(cfg), told)
+    assert found == [wanted]
+    flags = [f"--config.data.{key}" for key in ("image=shot", f"image_root={place}")]
+    _, options = generate.parsed([f"--prompts={file}", *flags])
+    assert generate.settings(options.config).data == told
+    monkeypatch.chdir(place)  # a pipe is in no folder of images
+    ends = os.pipe()
+    os.write(ends[1], json.dumps({"question": "A?", "image": "0.png"}).encode())
+    os.close(ends[1])
+    pipe = f"/dev/fd/{ends[0]}"
+    assert generate.read(pipe, tok, cfg.vocab, prompts.Reader(cfg))[0] == [wanted]
+    os.close(ends[0])
+
+
+def test_ids_of_a_prompt_do_not_hide_its_image(loaded, place):
+    cfg, _, tok = loaded
+    (file := place / "asked.jsonl").write_text(
+        json.dumps({"prompt_ids": [5, 6], "image": ["0.png", "1.png"]})
+    )
+    with pytest.raises(ValueError, match=r"prompt_ids and 2 image\(s\)"):
+        generate.read(str(file), tok, cfg.vocab, prompts.Reader(cfg))
 
 
 def test_an_image_is_seen_once(loaded, place, tmp_path):
