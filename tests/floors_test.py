@@ -148,8 +148,9 @@ CORE, FILE = 19_400, 500
 # functions of one's own raise, return, are and do to the working directory.
 REWARDS = 4_070  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
-# for why two files have no problem in common, and files that cannot be read; 10 for names of the hub.
-LOOKED_AT = 800
+# for why two files have no problem in common, and files that cannot be read; 10 for names of
+# the hub; 20 for reports of an evaluation's settings, and marks that take no column.
+LOOKED_AT = 820
 VISION = 1_250  # what images become: a tower's features, and codes; answers learned about them
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
