@@ -48,14 +48,21 @@ def checkout(commit: str, patch: pathlib.Path | None = None):
             [*git, "add", "-q", "--detach", folder, commit], check=False
         )
         if made.returncode:  # git has said why
-            sys.exit(f"error: {commit} is no commit of {ROOT}")
+            sys.exit(f"error: git makes no checkout of {commit} from {ROOT}")
         try:
             if patch:
                 apply = ["git", "-C", folder, "apply", patch.absolute()]
-                subprocess.run(apply, check=True)
+                if subprocess.run(apply, check=False).returncode:
+                    sys.exit(f"error: --patch={patch} does not apply to {commit}")
             yield pathlib.Path(folder)
         finally:
             subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def commit_of(folder: pathlib.Path) -> str:
+    """Returns the commit of a checkout: what HEAD~3 is today, it is not tomorrow."""
+    git = ["git", "-C", folder, "rev-parse", "HEAD"]
+    return subprocess.run(git, stdout=subprocess.PIPE, text=True, check=True).stdout[:7]
 
 
 def lines_of(folder: pathlib.Path, command: list[str]) -> list[dict]:
@@ -121,7 +128,8 @@ def compared(rounds: list[list[list[dict]]]) -> list[dict]:
             if here[key] == there[key] and key not in report.ONCE
         )
         for key in shared:
-            if not key.endswith(TIMES) or not isinstance(here[key], int | float):
+            timed = key.endswith(tuple(f"_{time}" for time in TIMES)) or key in TIMES
+            if not timed or not isinstance(here[key], int | float):
                 continue
             pairs = [
                 (ours[number][key], theirs[number][key]) for ours, theirs in rounds
@@ -176,7 +184,7 @@ def main():
         parser.error("name a benchmark, such as decode")
     report.positive(parser, args)
     with checkout(args.commit, args.patch) as other:
-        rounds = []
+        commit, rounds = commit_of(other), []
         for number in range(args.rounds):
             try:
                 rounds.append([lines_of(x, args.command) for x in (ROOT, other)])
@@ -187,7 +195,7 @@ def main():
     rows = compared(rounds)
     found = {"machine": machine()} if jax.default_backend() == "cpu" else {}
     for row in rows:
-        report.tell("against", against=args.commit, **row | found)
+        report.tell("against", against=commit, **row | found)
 
 
 if __name__ == "__main__":

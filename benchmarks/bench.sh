@@ -8,8 +8,14 @@ out=$(realpath -m "${1:-$root/runs/benchmarks}")
 cd "$root" || exit 1
 set -o pipefail
 python=${PYTHON:-python3}
-mkdir -p "$out"
-: > "$out/results.jsonl"
+if ! "$python" -c "import jax, ml_collections"; then
+    echo "error: $python lacks what dllm_jax needs: activate its environment, or set PYTHON" >&2
+    exit 1
+fi
+if ! { mkdir -p "$out" && : > "$out/results.jsonl"; }; then
+    echo "error: nothing can be written to $out: name another folder, $0 FOLDER" >&2
+    exit 1
+fi
 export PYTHONUNBUFFERED=1
 
 bench() { # seconds, module, arguments: its lines of JSON are kept; its status is returned
@@ -18,6 +24,13 @@ bench() { # seconds, module, arguments: its lines of JSON are kept; its status i
     echo "== $*"
     timeout "$limit" "$python" -m "benchmarks.$@" 2> >(tail -n 20 >&2) |
         tee >(grep '^{' >> "$out/results.jsonl") | sed '/^{/d'
+    local status=$?
+    if [[ $status -eq 124 ]]; then
+        echo "== cut off after $limit s; what it told before is kept"
+    elif [[ $status -ne 0 ]]; then
+        echo "== ended with $status"
+    fi
+    return "$status"
 }
 
 checked() { # sets $with: the kernels if the self-check finds all right, else none
@@ -41,4 +54,7 @@ reported() { # the tables of these results and of docs/benchmarks.jsonl's
     sleep 1
     "$python" -m benchmarks.report "$out/results.jsonl" docs/benchmarks.jsonl \
         > "$out/benchmarks.md" && cp "$out/benchmarks.md" docs/benchmarks.md
+    local status=$?
+    echo "== lines in $out/results.jsonl, tables in $out/benchmarks.md"
+    return $status
 }

@@ -62,13 +62,18 @@ def on_ring(what: str, inputs: float, devices: int) -> float:
 
 
 def group_of(attributes: str, devices: int) -> tuple[int, ...]:
-    """Returns the devices of a collective's first group."""
+    """Returns the devices of a collective's first group; of pairs, of the first that differs.
+
+    Where all data change places some may stay where they are: a device sends them to itself.
+    """
     meshed = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}", attributes)
     if meshed:
         return group_on_mesh(meshed[1], meshed[2])
-    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
-    if pairs:
-        return tuple(sorted({int(pairs[1]), int(pairs[2])}))
+    listed = re.search(r"source_target_pairs=\{([^=]*)\}\}", attributes)
+    if listed:
+        pairs = [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", listed[1])]
+        pair = next((x for x in pairs if x[0] != x[1]), pairs[0])
+        return tuple(sorted(set(pair)))
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return tuple(int(x) for x in listed[1].split(","))

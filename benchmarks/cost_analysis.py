@@ -47,6 +47,8 @@ FREE = {
     "iota",
 }
 TAKES = {"slice", "dynamic-slice", "gather"}  # of their first operand, what they make
+# Of their first operand they replace as much as the operand of this number has.
+UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 ROOM = "AllocateBuffer"  # a TPU's custom call: memory that others write
 
 
@@ -244,8 +246,8 @@ def taken(program: Program, computation: Computation, name: str) -> float:
             if operand != name:
                 continue
             if line.opcode in TAKES and at == 0:
-                total += line.bytes
-            elif line.opcode in ("dynamic-update-slice", "scatter") and at == 0:
+                total += part_of(computation.lines[name], line)
+            elif line.opcode in UPDATES and at == 0:
                 pass  # in place: what is not replaced is not touched
             elif line.opcode == "bitcast":
                 total += taken(program, computation, line.name)
@@ -257,6 +259,15 @@ def taken(program: Program, computation: Computation, name: str) -> float:
     return min(total, whole)
 
 
+def part_of(whole: Instruction, part: Instruction) -> float:
+    """Returns the bytes of a whole array that are read for a part of it, or replaced by it.
+
+    The part may lie elsewhere, as what a TPU brings to the chip does, and be rounded: what
+    moves are the whole's numbers, wherever they lie.
+    """
+    return whole.arrays[0]._replace(dims=part.arrays[0].dims).bytes
+
+
 def changed(program: Program, computation: Computation, name: str) -> float:
     """Returns the bytes that a fused computation writes for its line `name`."""
     line = computation.lines[name]
@@ -264,12 +275,10 @@ def changed(program: Program, computation: Computation, name: str) -> float:
         return sum(changed(program, computation, x) for x in line.operands)
     if line.opcode in ("bitcast", "copy") and line.operands:
         inner = computation.lines[line.operands[0]]
-        if inner.opcode in ("dynamic-update-slice", "scatter"):
+        if inner.opcode in UPDATES:
             return changed(program, computation, inner.name)
-    if line.opcode == "dynamic-update-slice":
-        return computation.lines[line.operands[1]].bytes
-    if line.opcode == "scatter":
-        return computation.lines[line.operands[-1]].bytes
+    if line.opcode in UPDATES:
+        return part_of(line, computation.lines[line.operands[UPDATES[line.opcode]]])
     if cublas(line):  # the second of its results is room to work in
         return line.arrays[0].bytes
     if line.opcode == "fusion":
@@ -293,11 +302,9 @@ def moved(
         read = sum(taken(program, inner, names[i]) for i in range(len(operands)))
         return read, changed(program, inner, inner.root)
     if line.opcode in TAKES:
-        return line.bytes + sum(inputs[1:]), line.bytes
-    if line.opcode == "dynamic-update-slice":
-        return sum(inputs[1:]), inputs[1]
-    if line.opcode == "scatter":
-        return sum(inputs[1:]), inputs[-1]
+        return part_of(operands[0], line) + sum(inputs[1:]), line.bytes
+    if line.opcode in UPDATES:
+        return sum(inputs[1:]), part_of(line, operands[UPDATES[line.opcode]])
     if line.opcode == "copy-start":
         return inputs[0], line.arrays[0].bytes
     if collectives.kind(line):

@@ -91,7 +91,8 @@ def requests(rows: int, args, model: ModelConfig):
         prompts = rng.integers(2, model.vocab, (rows, args.prompt)).tolist()
         return prompts, np.full(rows, args.new)
     count = args.waves * rows
-    lengths = rng.integers(args.prompt // 2, args.prompt, count, endpoint=True)
+    shortest = max(args.prompt // 2, 1)
+    lengths = rng.integers(shortest, args.prompt, count, endpoint=True)
     prompts = [rng.integers(2, model.vocab, n).tolist() for n in lengths]
     prompts = [prompts[i - i % args.group] for i in range(count)]
     least = max(args.new // 8, 1)
@@ -397,7 +398,7 @@ def main():
         "--prefill", type=int, default=512, help="prompt tokens a forward takes along"
     )
     parser.add_argument(
-        "--dtype", default=None, help="default: bfloat16, on CPU float32"
+        "--dtype", choices=report.DTYPES, help="default: bfloat16, on CPU float32"
     )
     parser.add_argument(
         "--cache",

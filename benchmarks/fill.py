@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks import report, roofline
+from dllm_jax import command_line
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import layout, views
 from dllm_jax.rl.config import BatchConfig
@@ -75,4 +76,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.entry(main)

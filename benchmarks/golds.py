@@ -4,8 +4,8 @@
 
 A false negative is a gold answer that does not equal itself, as another person would write
 it; a false positive one that equals its perturbation, a neighbour that is another value:
-a digit more or less, another sign, two elements exchanged. Those that the perturbation
-leaves equal by chance (2 and 2.0) are not drawn. It takes some minutes on one core.
+one of its numbers is 1 or 10 more or has a digit more, or the sign is another. An answer
+without a number has none. It takes some minutes on one core.
 """
 
 import argparse
@@ -13,14 +13,18 @@ import collections
 import random
 import re
 
+from benchmarks import report
 from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import math
 
 
 def golds(path: str) -> list[str]:
-    """Returns a file's gold answers."""
-    return [str(row["answer"]).rsplit("####")[-1].strip() for row in records(path)]
+    """Returns a file's gold answers; raises ValueError where a record has none."""
+    found = [row.get("answer") for row in records(path)]
+    if None in found:
+        raise ValueError(f"{path}: record {found.index(None) + 1} has no answer")
+    return [str(answer).rsplit("####")[-1].strip() for answer in found]
 
 
 def rewritten(gold: str) -> list[str]:
@@ -51,19 +55,27 @@ def perturbed(gold: str, draw: random.Random) -> str | None:
 
 def main() -> None:
     """Prints a row for each file, and the pairs that are judged wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--perturbed", type=int, default=2000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", help="records with an `answer`")
+    parser.add_argument("--perturbed", type=int, default=2000, help="of each file")
     args = parser.parse_args()
-    for path in args.files:
-        found, draw, told = golds(path), random.Random(0), collections.Counter()
+    report.positive(parser, args, "perturbed")
+    try:
+        every = {path: golds(path) for path in args.files}
+    except ValueError as error:
+        parser.error(str(error))
+    for path, found in every.items():
+        draw, told = random.Random(0), collections.Counter()
+        numbers = [gold for gold in found if re.search(r"\d", gold)]
         for gold in found:
             for text in dict.fromkeys(rewritten(gold)):
                 told["spellings"] += 1
                 if math.equal(text, gold) is not True:
                     told["false negatives"] += 1
                     print("negative", text, "|", gold)
-        while told["perturbed"] < args.perturbed:
+        while numbers and told["perturbed"] < args.perturbed:
             gold = draw.choice(found)
             other = perturbed(gold, draw)
             if other is None or other == gold:

@@ -26,6 +26,7 @@ import pathlib
 import jax
 import numpy as np
 
+from benchmarks import report
 from configs import tracerl
 from dllm_jax import begin, command_line, config, metrics, sharding
 from dllm_jax.rl import (
@@ -41,6 +42,7 @@ from dllm_jax.sampling import placement
 
 WARM = 12  # minibatches from which the critic only learns
 LAMBDAS = (1.0, 0.95, 0.9, 0.5, 0.0)
+LEAST = 3  # minibatches of a variance, of which each is once left out
 
 
 def settled(path: str, seed: int) -> tuple[config.Config, tuple]:
@@ -225,6 +227,10 @@ def main():
     parser.add_argument("--minibatches", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    report.positive(parser, args)
+    if args.minibatches < LEAST:
+        least = f"an interval that leaves one out takes {LEAST}"
+        parser.error(f"--minibatches={args.minibatches}: {least}")
     products, explained, answers = measured(
         Policy(args.model, args.seed), args.minibatches
     )

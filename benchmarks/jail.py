@@ -14,6 +14,7 @@ import concurrent.futures
 import os
 import time
 
+from benchmarks import report
 from dllm_jax import command_line
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import code, sandbox
@@ -69,29 +70,35 @@ def show_cheats(rows: list[dict], every: int) -> None:
 
 def main() -> None:
     """Prints what the flags ask for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mbpp")
-    parser.add_argument("--humaneval")
-    parser.add_argument("--cheats", action="store_true")
-    parser.add_argument("--every", type=int, default=1)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mbpp", help="its file: are the reference solutions right?")
+    parser.add_argument("--humaneval", help="likewise")
+    parser.add_argument("--cheats", action="store_true", help="on the files' tasks")
+    parser.add_argument(
+        "--every", type=int, default=1, help="cheats: on each N-th task"
+    )
     args = parser.parse_args()
+    report.positive(parser, args)
+    files = [path for path in (args.mbpp, args.humaneval) if path]
+    if args.cheats and not files:
+        parser.error("--cheats: name the tasks by --mbpp or --humaneval")
+    every = {path: list(records(path)) for path in files}
     cores = len(os.sched_getaffinity(0))
     print(f"{sandbox.available()}; {cores} cores, load {os.getloadavg()[0]:.1f}")
     for workers in sorted({1, cores}):
         rates = sorted(rate(workers, 200) for _ in range(5))
         print(f"{workers} jails: {rates[0]:.0f} to {rates[-1]:.0f} programs a second")
     sandbox.configure(cores)
-    rows = []
-    for path in filter(None, (args.mbpp, args.humaneval)):
-        found = list(records(path))
-        rows += found
+    for path, found in every.items():
         grades = graded([(solution(row), row) for row in found])
         failed = [
             (r["task_id"], g) for r, g in zip(found, grades, strict=True) if g != 1
         ]
         print(f"{path}: {len(found) - len(failed)} of {len(found)} pass; not {failed}")
     if args.cheats:
-        show_cheats(rows, args.every)
+        show_cheats([row for found in every.values() for row in found], args.every)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import json
 import random
 import warnings
 
+from benchmarks import report
 from benchmarks.jail import graded
 from dllm_jax import command_line
 from dllm_jax.records import records
@@ -199,13 +200,17 @@ def found_out(rows: list[dict], count: int) -> dict[str, list]:
 
 def main() -> None:
     """Prints what the mutants of each file came to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--count", type=int, default=300)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", help="problems with solutions and tests")
+    parser.add_argument("--count", type=int, default=300, help="mutants of each file")
     args = parser.parse_args()
+    report.positive(parser, args)
+    every = {path: list(records(path)) for path in args.files}
     print(sandbox.available())
-    for path in args.files:
-        told = found_out(list(records(path)), args.count)
+    for path, rows in every.items():
+        told = found_out(rows, args.count)
         parts = ", ".join(f"{len(told[kind])} {kind}" for kind in PASSED)
         print(
             f"{path}: {sum(len(told[kind]) for kind in PASSED)} of "

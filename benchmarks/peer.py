@@ -9,7 +9,8 @@ Parts, a line of JSON each:
     rows     ragged prompts and answers, three requests for every row
     prompts  one long prompt and eight tokens of an answer
     update   one AdamW step on answers with so many rounds in every block
-    canvas   full attention (LLaDA's), two tokens a step, without a cache and with `prefix`
+    canvas   full attention (LLaDA's), two tokens a step, without a cache and with `prefix`;
+             of no more than 8 rows
     first    from the start of a process to its first answer, cold and warm; of the
              smallest shape, as it is the bundled model's
 
@@ -20,6 +21,7 @@ ahead. CPU, f32, as many threads as there are cores.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -35,7 +37,7 @@ import jax
 import numpy as np
 
 from benchmarks import decode, report, train_step
-from dllm_jax import command_line, sharding
+from dllm_jax import command_line, exits, sharding
 from dllm_jax.models import acting, hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import layout as layouts
@@ -67,6 +69,7 @@ SHAPES = {
     )
 }
 ANSWERS = {"0.6m": 32, "30m": 8, "135m": 4}  # of an update
+CANVASES = 8  # rows at most: of more, each of PyTorch's calls takes minutes
 BUNDLED = "0.6m"  # the shape of the model that `first` asks
 
 
@@ -106,13 +109,21 @@ class Torch:
         )
         while (line := self.process.stdout.readline()).strip() != "ready":
             if not line:
-                raise RuntimeError("the PyTorch loop did not start")
+                raise exits.CannotGoOn(
+                    "the PyTorch loop did not start: it has said why"
+                )
 
     def ask(self, key: str = "seconds", **task) -> float:
         """Returns the seconds of a task, or what else it says of it."""
-        self.process.stdin.write(json.dumps(task) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())[key]
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            said = f"the PyTorch loop ended with {code} in {task['task']!r}: see above"
+            raise exits.CannotGoOn(said)
+        return json.loads(line)[key]
 
     def close(self):
         """Ends the process."""
@@ -224,7 +235,7 @@ def canvas(side: Side):
     full = dataclasses.replace(side.model, attention="full", block=block)
     rng = np.random.default_rng(side.args.seed)
     for count in side.args.rows:
-        if count > 8:
+        if count > CANVASES:
             continue
         asked = rng.integers(2, full.vocab, (count, prompt)).tolist()
         for cache in ("none", "prefix"):
@@ -403,10 +414,14 @@ def main():
     parser.add_argument("--torch", default=str(ROOT / ".venv-torch/bin/python"))
     args = parser.parse_args()
     report.positive(parser, args, "tokens")
+    if max(args.rounds) > (block := SMALLEST.block):
+        parser.error(f"--rounds={max(args.rounds)}: a block has {block} positions")
     if not pathlib.Path(args.torch).exists():
         parser.error(f"{args.torch} is not there: make .venv-torch/.installed makes it")
     if args.parts == ["first"] and BUNDLED not in args.shapes:
         parser.error(f"--parts first is of the bundled model: --shapes {BUNDLED}")
+    if args.parts == ["canvas"] and min(args.rows) > CANVASES:
+        parser.error(f"--rows: canvas has no more than {CANVASES}")
     for name in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
             torch = Torch(args.torch, folder, SHAPES[name])

@@ -20,6 +20,7 @@ import jaxlib
 from benchmarks import chips
 from dllm_jax import folder
 
+DTYPES = "float32", "bfloat16", "float16"  # that benchmarks compute in
 QUEUED = 0.02  # see `seconds`
 ONCE = ("benchmark", "command", "device", "date", "commit", "python", "jax", "jaxlib")
 HEAD = """# Benchmarks
@@ -100,13 +101,27 @@ def seconds(f, *args, repeats: int = 5, fed: bool = False) -> float:
 def positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *besides: str):
     """Ends the command with its usage and a line if a number it was given is less than 1.
 
-    besides: names of numbers that may be, as a seed may.
+    besides: names of numbers that may be 0, as a seed may.
     """
     for name, value in vars(args).items():
         numbers = value if isinstance(value, list) else [value]
-        less = [x for x in numbers if type(x) is int and x < 1]
-        if less and name not in ("seed", *besides):
-            parser.error(f"--{name.replace('_', '-')}: {less[0]} is less than 1")
+        least = 0 if name in ("seed", *besides) else 1
+        less = [x for x in numbers if type(x) is int and x < least]
+        if less:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag}: {less[0]} is less than {least}")
+
+
+def lines_of(file: str) -> list[dict]:
+    """Returns the lines of JSON of a file; raises ValueError naming one that is broken."""
+    found = []
+    for number, text in enumerate(pathlib.Path(file).read_text().splitlines(), 1):
+        if text[:1] == "{":
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number}: {error}") from None
+    return found
 
 
 def tell(benchmark: str, **facts):
@@ -166,9 +181,8 @@ def main():
     )
     p.add_argument("file", nargs="+", help="lines of JSON, as docs/benchmarks.jsonl")
     try:
-        text = "\n".join(pathlib.Path(x).read_text() for x in p.parse_args().file)
-        lines = [json.loads(x) for x in text.splitlines() if x[:1] == "{"]
-    except (OSError, json.JSONDecodeError) as error:
+        lines = [line for file in p.parse_args().file for line in lines_of(file)]
+    except (OSError, ValueError) as error:
         p.error(str(error))
     print(tables(lines))
 

@@ -156,7 +156,7 @@ def main():
     parser.add_argument("--prompt", type=int, default=256, help="longest, tokens")
     parser.add_argument("--new", type=int, default=64, help="of an answer, tokens")
     parser.add_argument(
-        "--dtype", default=None, help="default: bfloat16, on CPU float32"
+        "--dtype", choices=report.DTYPES, help="default: bfloat16, on CPU float32"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

@@ -157,6 +157,18 @@ def trajectories(args, rng: np.random.Generator):
     )
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace):
+    """Ends the command with its usage and a line if its numbers say what cannot be."""
+    report.positive(parser, args)
+    if args.steps_per_block > args.block:
+        parser.error(
+            f"--steps-per-block={args.steps_per_block}: a block of --block={args.block} "
+            "has no more rounds than positions"
+        )
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads={args.heads}: no multiple of --kv-heads={args.kv_heads}")
+
+
 def main():
     """Prints tokens and seconds of both layouts and their ratios."""
     parser = argparse.ArgumentParser(
@@ -186,7 +198,7 @@ def main():
         )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16"),
+        choices=report.DTYPES,
         default=report.dtype(),
         help="of computation (default: float32 on CPU, else bfloat16)",
     )
@@ -198,7 +210,7 @@ def main():
     )
     parser.add_argument("--packed-only", action="store_true")
     args = parser.parse_args()
-    report.positive(parser, args)
+    check(parser, args)
 
     model = ModelConfig(
         vocab=args.vocab + 1,

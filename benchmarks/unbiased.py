@@ -129,10 +129,9 @@ def squared_mean(product_pp, weight_p) -> float:
 def interval(product_pp, draws: int, rng: np.random.Generator):
     """Returns (the estimate, the bounds of its 95 % interval by the bootstrap)."""
     count = len(product_pp)
-    drawn = [
-        squared_mean(product_pp, rng.multinomial(count, np.full(count, 1 / count)))
-        for _ in range(draws)
-    ]
+    weights = (rng.multinomial(count, np.full(count, 1 / count)) for _ in range(draws))
+    # Of a problem alone, which a draw of a few may be, there are no products.
+    drawn = [squared_mean(product_pp, x) for x in weights if x.max() < count]
     low, high = np.quantile(drawn, [0.025, 0.975])
     return squared_mean(product_pp, np.ones(count)), float(low), float(high)
 
@@ -187,6 +186,9 @@ def main():
     parser.add_argument("--bootstrap", type=int, default=1000, help="draws")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    report.positive(parser, args)
+    if args.problems < 2:
+        parser.error("--problems=1: gradients of different problems are multiplied")
     for row in measure(args):
         report.tell("unbiased", **row)
 

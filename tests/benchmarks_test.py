@@ -25,7 +25,9 @@ from benchmarks import (
     counted,
     decode,
     fill,
+    golds,
     gradient_variance,
+    jail,
     kernels,
     methods,
     mutants,
@@ -39,7 +41,7 @@ from benchmarks import (
     unbiased,
 )
 from benchmarks.shapes import RELEASED
-from dllm_jax import config, pallas_kernels
+from dllm_jax import config, exits, pallas_kernels
 from dllm_jax.models import hf, mask, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -534,22 +536,40 @@ WRONG = [  # a benchmark, its flags, and a part of the one line that says what i
     (decode, "--rows 4 0", "--rows: 0 is less than 1"),
     (decode, "--group 0", "--group: 0 is less than 1"),
     (decode, "--steady --new 7", "--new=7: half of it is to be a block of 4"),
+    (decode, "--dtype=f32", "invalid choice: 'f32'"),
+    (decode, "--seed=-1", "--seed: -1 is less than 0"),
+    (decode, "--room -5", "--room: -5 is less than 0"),
     (fill, "--draws 0", "--draws: 0 is less than 1"),
+    (golds, "LINE", "record 1 has no answer"),
+    (gradient_variance, "--minibatches=2", "--minibatches=2: an interval"),
+    (jail, "--every=0", "--every: 0 is less than 1"),
+    (jail, "--cheats", "--cheats: name the tasks"),
     (kernels, "--small --only nosuch --repeats 1", "--only nosuch: no op begins so"),
     (kernels, "--counted v9:1", "topology 'v9:1': want CHIP:SHAPE"),
+    (mutants, "--count=0 LINE", "--count: 0 is less than 1"),
     (peer, "--torch=/nosuch", "/nosuch is not there"),
+    (peer, "--rounds 2 5", "--rounds=5: a block has 4 positions"),
+    (peer, "--torch=/bin/sh --parts canvas --rows 9", "canvas has no more than 8"),
     (report, "/nosuch.jsonl", "/nosuch.jsonl"),
+    (report, "LINE BROKEN", "broken.jsonl:2: Expecting"),
     (rl_step, "--steps=1", "--steps=1: the first step compiles"),
     (sampling, "--rows 0", "--rows: 0 is less than 1"),
     (topologies, "v9:1", "topology 'v9:1': want CHIP:SHAPE"),
     (train_step, "--trajectories=0", "--trajectories: 0 is less than 1"),
+    (train_step, "--steps-per-block=5", "no more rounds than positions"),
+    (train_step, "--heads=3", "--heads=3: no multiple of --kv-heads=4"),
+    (unbiased, "--problems=1", "--problems=1: gradients of different problems"),
 ]
 
 
 @pytest.mark.parametrize(("module", "flags", "says"), WRONG)
 def test_what_is_asked_wrongly_is_told_in_a_line(
-    module, flags, says, monkeypatch, capsys
+    module, flags, says, monkeypatch, capsys, tmp_path
 ):
+    (tmp_path / "line.jsonl").write_text('{"question": "7"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"benchmark": "it"}\n{"benchmark"\n')
+    for word in ("LINE", "BROKEN"):
+        flags = flags.replace(word, str(tmp_path / f"{word.lower()}.jsonl"))
     monkeypatch.setattr(sys, "argv", ["it", *flags.split()])
     monkeypatch.setattr(kernels, "TIMED", kernels.TIMED[:1])
     with pytest.raises(SystemExit) as ended:
@@ -567,6 +587,63 @@ def test_a_benchmark_that_fails_in_a_checkout_ends_the_comparison(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["against", "HEAD", "nosuch"])
     with pytest.raises(SystemExit, match="benchmarks.nosuch ended with 1"):
         against.main()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("nosuch decode", "no checkout of nosuch"),
+        ("--patch=/nosuch HEAD decode", "--patch=/nosuch does not apply to HEAD"),
+    ],
+)
+def test_a_checkout_that_cannot_be_made_ends_in_a_line(
+    flags, says, monkeypatch, tmp_path
+):
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "it"], check=True)
+    monkeypatch.setattr(against, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["against", *flags.split()])
+    with pytest.raises(SystemExit, match=says):
+        against.main()
+
+
+def test_counts_whose_names_end_like_times_are_none():
+    found = against.compared([[[{"problems": 3, "kernel_ms": 1.0}]] * 2])
+    assert [row["time"] for row in found] == ["kernel_ms"]
+
+
+def test_golds_without_a_number_have_no_perturbations(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "golds.jsonl"
+    file.write_text('{"answer": "x"}\n')
+    monkeypatch.setattr(sys, "argv", ["golds", str(file)])
+    golds.main()
+    assert "1 golds {'spellings': 4}" in capsys.readouterr().out
+
+
+def test_a_draw_of_one_problem_alone_is_left_out_of_an_interval():
+    told = unbiased.interval(np.eye(3), 50, np.random.default_rng(0))
+    assert told == (0.0, 0.0, 0.0)
+
+
+def test_prompts_have_a_token_at_least():
+    args = types.SimpleNamespace(
+        seed=0, steady=False, prompt=1, new=1, waves=2, group=1
+    )
+    prompts, _ = decode.requests(3, args, decode.SHAPES["tiny"])
+    assert [len(prompt) for prompt in prompts] == [1] * 6
+
+
+def test_a_pytorch_loop_that_ends_is_told(tmp_path):
+    shape = peer.SHAPES[peer.BUNDLED]
+    with pytest.raises(exits.CannotGoOn, match="did not start"):
+        peer.Torch("/bin/false", str(tmp_path), shape)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho ready\nexit 3\n")
+    python.chmod(0o755)
+    torch = peer.Torch(str(python), str(tmp_path), shape)
+    with pytest.raises(exits.CannotGoOn, match="ended with 3 in 'sample'"):
+        torch.ask(task="sample")
 
 
 def test_checkouts_that_print_other_lines_have_no_pairs():
@@ -615,6 +692,61 @@ def test_all_that_a_chip_is_asked_for_has_flags_that_exist(
         monkeypatch.setattr(sys, "argv", [name, *flags])
         with pytest.raises(Parsed):
             importlib.import_module(name).main()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
+    (tmp_path / "file").touch()
+    script = against.ROOT / "benchmarks" / "all_gpu.sh"
+    run = subprocess.run(
+        ["bash", script, tmp_path / "file"],
+        env=os.environ | {"PYTHON": "/bin/true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1 and not run.stdout
+    assert "name another folder" in run.stderr
+
+
+HOURS = """#!/bin/bash
+[[ $1 == -c ]] && exit
+echo '{"benchmark": "it"}'
+[[ $2 == *.slow ]] && exec sleep 60
+exit 3
+"""
+
+
+def test_what_was_cut_off_or_failed_says_so_and_keeps_its_lines(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(HOURS)
+    python.chmod(0o755)
+    script = ". benchmarks/bench.sh; bench 1 slow; bench 9 fails; sleep 0.3"
+    run = subprocess.run(
+        ["bash", "-c", script, "it", tmp_path / "results"],
+        cwd=against.ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    told = [line for line in run.stdout.splitlines() if line.startswith("== ")]
+    cut = "== cut off after 1 s; what it told before is kept"
+    assert told == ["== slow", cut, "== fails", "== ended with 3"]
+    kept = (tmp_path / "results" / "results.jsonl").read_text().splitlines()
+    assert kept == ['{"benchmark": "it"}'] * 2
+
+
+def test_a_chips_script_needs_a_python_that_has_the_packages():
+    script = against.ROOT / "benchmarks" / "all_gpu.sh"
+    run = subprocess.run(
+        ["bash", script, "/nosuch/results"],
+        env=os.environ | {"PYTHON": "/bin/false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1 and "/bin/false lacks" in run.stderr
+    assert not run.stdout
 
 
 @pytest.mark.parametrize("words", ["--help", "one two"])

@@ -59,6 +59,19 @@ def test_groups_are_read_as_xla_writes_them(groups, want):
     assert collectives.group_of(groups, 8) == want
 
 
+def test_of_data_that_change_places_the_first_that_leave_theirs_count():
+    """As JAX's partitioner says that two axes are exchanged: the first device keeps its own."""
+    pairs = "channel_id=1, source_target_pairs={{0,0},{1,1},{2,4},{3,5},{4,2},{5,3}}"
+    assert collectives.group_of(pairs, 8) == (2, 4)
+    text = f"  %c = f32[16]{{0}} collective-permute(%p), {pairs}, metadata={{}}"
+    taken, _ = hlo.instruction("  %p = f32[16]{0} parameter(0)")
+    line, _ = hlo.instruction(text)
+    sent = collectives.sent(line, [taken], 8, "main")
+    assert sent == {("collective-permute", (2, 4)): 64}
+    kept = "source_target_pairs={{0,0},{1,1}}"
+    assert len(collectives.group_of(kept, 2)) == 1
+
+
 def test_devices_of_a_group_differ_along_its_axes():
     mesh = types.SimpleNamespace(shape={"data": 2, "fsdp": 2, "model": 2})
     assert collectives.axes_of((0, 1), mesh) == "model"

@@ -150,6 +150,40 @@ def test_a_fused_slice_of_a_stack_and_what_stays_on_the_chip():
     assert found.kernels == {"pages": 1}
 
 
+ON_CHIP = """HloModule m
+%taken (p: f32[4,64]) -> bf16[1,64] {
+  %p = f32[4,64]{1,0} parameter(0)
+  ROOT %s = bf16[1,64]{1,0:S(1)} slice(%p), slice={[0:1], [0:64]}
+}
+
+%put (q: f32[4,64], u: f32[1,64], z: s32[]) -> f32[4,64] {
+  %q = f32[4,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0:S(1)} parameter(1)
+  %z = s32[]{:S(6)} parameter(2)
+  ROOT %d = f32[4,64]{1,0} dynamic-update-slice(%q, %u, %z, %z)
+}
+
+ENTRY %main (a: f32[4,64], b: f32[1,64], z: s32[]) -> f32[4,64] {
+  %a = f32[4,64]{1,0} parameter(0)
+  %b = f32[1,64]{1,0:S(1)} parameter(1)
+  %z = s32[]{:S(6)} parameter(2)
+  %t = bf16[1,64]{1,0:S(1)} fusion(%a), kind=kLoop, calls=%taken
+  %l = bf16[1,64]{1,0:S(1)} slice(%a), slice={[1:2], [0:64]}
+  %k = f32[4,64]{1,0:S(1)} copy(%a)
+  %m = f32[1,64]{1,0} slice(%k), slice={[1:2], [0:64]}
+  %o = f32[4,64]{1,0} fusion(%a, %b, %z), kind=kLoop, calls=%put
+  ROOT %r = f32[4,64]{1,0} dynamic-update-slice(%o, %b, %z, %z)
+}
+"""
+
+
+def test_parts_that_come_to_the_chip_or_from_it_move_the_whole_arrays_numbers():
+    """Read: twice a row of %a, rounded on its way, and %a by the copy; written: three rows."""
+    found = cost_analysis.count(hlo.parsed(ON_CHIP), "main")
+    row = 4 * 64
+    assert (found.read, found.written) == (2 * row + 4 * row, 3 * row)
+
+
 GROUPED = """HloModule m
 ENTRY %main (x: bf16[64,32], w: bf16[4,32,16], y: bf16[64,16], s: s32[4]) -> bf16[4,32,16] {
   %x = bf16[64,32]{1,0} parameter(0)
