@@ -45,9 +45,8 @@ from dllm_jax import (
 from dllm_jax.data import sets
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import repository
-from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.records import hashed
-from dllm_jax.rl import rewards, rollout, scores
+from dllm_jax.rl import heldout, rewards, rollout, scores
 from dllm_jax.sampling import answers, looking, placement, state
 from dllm_jax.viewer import compare, traces
 
@@ -269,25 +268,9 @@ def asked_of(cfg: config.Config, model, tok, say, grader) -> scores.Asked:
     rollout.check_prompts(
         problems, cfg.sampler.max_prompt, model.vocab, say, cfg.data.heldout
     )
-    for line in asked_twice(problems, cfg.data.heldout):
-        say(line)
+    heldout.repeated(problems, cfg.data.heldout, say)
     each = range(cfg.eval.answers)
     return scores.Asked([problem for problem in problems for _ in each], sha256)
-
-
-def asked_twice(problems: list[data.Problem], path: str) -> list[str]:
-    """Returns a warning, where problems of a file are asked more than once.
-
-    An interval takes problems for independent, and copies tell nothing new.
-    """
-    prompts = [problem.prompt_ids for problem in problems]
-    distinct = {(*prompt, *(x.mark for x in pictures_of(prompt))) for prompt in prompts}
-    count = len(problems) - len(distinct)
-    line = (
-        f"warning: {count} of {len(problems)} problems of {path!r} are asked before in it: they "
-        "count again, and intervals are narrower than they should be"
-    )
-    return [line] if count else []
 
 
 def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:

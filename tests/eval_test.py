@@ -18,7 +18,6 @@ import safetensors.numpy
 
 from dllm_jax import config, data, exits, folder
 from dllm_jax import eval as evaluation
-from dllm_jax.models.vision import prompts as vision
 from dllm_jax.rl import scores as scores_of
 from dllm_jax.sampling import state
 from tests import served
@@ -358,10 +357,6 @@ def test_problems_that_are_asked_twice_are_told(tmp_path):
     first = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, problems=2))
     evaluation.asked_of(first, model, tok, told.append, grader)
     assert told == [line]
-    looked = [vision.Prompt([5], (vision.Picture("x", m, (1, 1)),)) for m in "ab"]
-    problems = [data.Problem(x, text="", answer="") for x in looked]
-    assert evaluation.asked_twice(problems, "x") == []
-    assert evaluation.asked_twice(problems * 2, "x")[0].startswith("warning: 2 of 4")
 
 
 def asking(folder, rows) -> config.Config:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dllm_jax import data
-from dllm_jax.models.vision.prompts import pictures_of
+from dllm_jax.models.vision.prompts import identity
 from dllm_jax.rl import rollout
 from dllm_jax.rl.networks import Weights
 from dllm_jax.rl.sources import Settings, Tools
@@ -40,7 +40,21 @@ def sets(settings: Settings, tools: Tools) -> dict[str, list[data.Problem]]:
             tools.say,
             path,
         )
+        repeated(found[name], path, tools.say)
     return found
+
+
+def repeated(problems: list[data.Problem], path: str, say) -> None:
+    """Says where problems of a file are asked more than once.
+
+    An interval takes problems for independent, and copies tell nothing new.
+    """
+    distinct = {identity(problem.prompt_ids) for problem in problems}
+    if count := len(problems) - len(distinct):
+        say(
+            f"warning: {count} of {len(problems)} problems of {path!r} are asked before in "
+            "it: they count again, and intervals are narrower than they should be"
+        )
 
 
 def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str]:
@@ -50,14 +64,10 @@ def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str
     it is, too.
     """
 
-    def key(prompt):
-        marks = (picture.mark for picture in pictures_of(prompt))
-        return (*prompt, *marks)
-
-    learned = set(map(key, prompts)) if sets else set()
+    learned = set(map(identity, prompts)) if sets else set()
     paths, lines = files(settings.data.heldout, settings.samplers), []
     for name, held in sets.items():
-        if count := sum(key(problem.prompt_ids) in learned for problem in held):
+        if count := sum(identity(problem.prompt_ids) in learned for problem in held):
             lines.append(
                 f"warning: {count} of {len(held)} problems of {paths[name]!r} are in "
                 "data.train, too: what they say of others is less than it seems"

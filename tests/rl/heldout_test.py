@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dllm_jax import data
 from dllm_jax.models.vision.prompts import Picture, Prompt
 from dllm_jax.rl import heldout, sources
 from dllm_jax.rl.config import NoiseConfig
@@ -172,3 +173,13 @@ def test_samplers_that_are_none(text, says):
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         variants(text, SamplerConfig())
     assert "\n" not in str(error.value)
+
+
+def test_problems_that_a_file_has_twice_are_told():
+    told = []
+    looked = [Prompt([5], (Picture("x", mark, (1, 1)),)) for mark in "ab"]
+    problems = [data.Problem(x, text="", answer="") for x in looked]
+    heldout.repeated(problems, "x", told.append)
+    assert told == []
+    heldout.repeated(problems * 2, "x", told.append)
+    assert told[0].startswith("warning: 2 of 4 problems of 'x' are")

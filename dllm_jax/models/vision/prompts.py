@@ -50,6 +50,11 @@ def pictures_of(prompt) -> tuple[Picture, ...]:
     return getattr(prompt, "pictures", ())
 
 
+def identity(prompt) -> tuple:
+    """Returns what tells a prompt from others: its ids, and the marks of its images."""
+    return (*prompt, *(picture.mark for picture in pictures_of(prompt)))
+
+
 class Reader:
     """What makes Prompts for one model."""
 
