@@ -151,7 +151,7 @@ REWARDS = 4_070  # a jail, a judge, seven formats; formulas among short answers
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column.
 LOOKED_AT = 820
-VISION = 1_250  # what images become: a tower's features, and codes; answers learned about them
+VISION = 1_260  # what images become: features, and codes; answers about them; prompts told apart
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
 
