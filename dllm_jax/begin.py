@@ -509,14 +509,12 @@ def evaluated(cfg: config.Config) -> dict:
         for key, value in config.leaves_of(cfg).items()
         if key.startswith(EVALUATED) and key not in sampler
     }
-    return (
-        told
-        | rewards.sources(cfg.rl.reward, cfg.reward)
-        | {
-            "data.heldout": [processes.content(path) for path in files],
-            "rl.truncated": cfg.rl.truncated_wrong,  # all that an evaluation reads of it
-        }
-    )
+    return {
+        **told,
+        **rewards.sources(cfg.rl.reward, cfg.reward),
+        "data.heldout": [processes.content(path) for path in files],
+        "rl.truncated": cfg.rl.truncated_wrong,  # all that an evaluation reads of it
+    }
 
 
 def begin_or_resume(here: Scene, restored):

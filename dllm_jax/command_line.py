@@ -438,7 +438,8 @@ def parse(
         raise ValueError(
             of_kind(argv, tree) or str(error).strip().splitlines()[-1]
         ) from None
-    for word in words[arguments:][:1]:
+    if len(words) > arguments:
+        word = words[arguments]
         file = meant is None and word.partition(":")[0].endswith(".py")
         hint = f"did you mean --config={word}?" if file else OVERRIDES
         raise ValueError(f"unknown argument {word!r}; {hint}")

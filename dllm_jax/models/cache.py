@@ -169,9 +169,9 @@ def held_heads(cfg: ModelConfig) -> int:
     """Returns how many key heads pages have: the model's, or each of them twice.
 
     On a TPU a head that is alone on its device has itself for a neighbour, and half of the
-    queries each (`layer.dealt`). There a tile of 16-bit numbers has two rows at the least, so that a kernel's
-    pages of one head are as large; but XLA has other pages then, and would copy all of them
-    at the begin and at the end of each program.
+    queries each (`layer.dealt`). There a tile of 16-bit numbers has two rows at the least, so
+    that a kernel's pages of one head are as large; but XLA has other pages then, and would
+    copy all of them at the begin and at the end of each program.
     """
     parts = jax.sharding.get_abstract_mesh().shape.get("model", 1)
     narrow = jnp.dtype(cfg.dtype).itemsize < 4

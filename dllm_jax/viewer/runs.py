@@ -26,9 +26,8 @@ def told(path: str) -> dict:
 
     Raises ValueError for a folder that holds none.
     """
-    folder = pathlib.Path(
-        os.path.abspath(path)
-    )  # ".." has a name, and links keep theirs
+    # With it ".." has a name, and links keep theirs.
+    folder = pathlib.Path(os.path.abspath(path))
     rows = metrics.history(folder) if folder.is_dir() else []
     home = home_of(folder)
     run, cfg = object_in(home / "run.json"), object_in(home / "config.json")
