@@ -427,11 +427,15 @@ def waiting(cfg, graders) -> dict[str, str]:
     bounded = any("entropy_bounded" in name for name in names)
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
+        "noise.rate": (coins, "noise.kind"),
+        "noise.upper": (coins, "noise.kind"),
         "reward.chunk": (split in ("tokens", "steps"), "reward.split"),
         "reward.mark": (split == "marks", "reward.split"),
         "reward.tail": (split != "none", "reward.split"),
         "sampler.blank": (cfg.sampler.guidance, "sampler.guidance"),
         "sampler.entropy_bound": (bounded, "sampler.strategy"),
+        "rl.max_solved": (rl.filter == "solvable", "rl.filter"),
+        "rl.min_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.outcome": (tokens or not learns, "reward.split"),
         "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),

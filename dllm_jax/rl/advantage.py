@@ -5,6 +5,8 @@ Host numpy: a few thousand numbers once per RL step.
 
 import numpy as np
 
+ROUNDING = 1e-5  # of what two rewards spread: what their sum spreads less is no spread
+
 # ---- Rewards -> advantages -----------------------------------------------------------
 
 
@@ -80,9 +82,13 @@ def combined(reward_n, speed_n, group_n, keep_n, kind: str, *, speed: float):
     adv_n = relative(reward_n, group_n, kind)
     if not speed:
         return adv_n
-    adv_n = adv_n + speed * relative(speed_n, group_n, kind)
+    parts = adv_n, speed * relative(speed_n, group_n, kind)
+    adv_n = sum(parts)
     kept_n = adv_n[keep_n]
-    if not kept_n.size or kept_n.min() == kept_n.max():
+    if not kept_n.size:
+        return adv_n
+    # What is left where right answers are as much slower as they are better is rounding.
+    if np.ptp(kept_n) <= ROUNDING * max(np.ptp(part_n[keep_n]) for part_n in parts):
         return np.where(keep_n, 0, adv_n)
     share_n = (adv_n - kept_n.min()) / np.ptp(kept_n)
     return (share_n - share_n[keep_n].mean()) / share_n[keep_n].std()

@@ -145,7 +145,8 @@ def of_dropped(
         placed = sharding.place_rows(dealt.batch, mesh, axis=1)
         told = network_outputs(params, score, "value", placed)
         value_nT[dealt.row_n] = dealt.scatter(told["value"], value_nT.shape[1])
-    answer_nT = noise.answers(trace) & rest_n[:, None]
+    answer_nT = noise.taught(trace, objective.likelihood == "selection")
+    answer_nT &= rest_n[:, None]
     adv_nT, ret_nT, _ = advantages(earned, answer_nT, noised, value_nT, rl)
     # What the policy's loss would read; there is none.
     blank_nT = np.zeros_like(value_nT)

@@ -48,7 +48,8 @@ class NoiseConfig:
     # twice sampler.block; trace: a multiple of it. 0: the sampler's.
     block: int = 0
     # Of answers drawn with sampler.guidance: the loss scores both branches. False: the one
-    # with the prompt alone, in half the slots, and old log-probs are its own.
+    # with the prompt alone, in half the slots, and old log-probs are its own. In
+    # SFT, of answers that nobody drew, the program chooses that.
     guided: bool = True
 
     def __post_init__(self):

@@ -306,8 +306,8 @@ class Shown:
     slot_U: np.ndarray  # where the token is predicted
     draw_U: np.ndarray  # its row of noise; -1: thrown away
     pos_U: np.ndarray
-    size_U: np.ndarray  # supervised tokens of its view
-    lead_U: np.ndarray  # the seat of its view's first supervised token
+    size_U: np.ndarray  # supervised tokens of its step
+    lead_U: np.ndarray  # the seat of its step's first supervised token
     limit_U: np.ndarray  # selection.limits of what was thrown away; inf: supervised
     # With the canvas beside it, behind its own; else None.
     begin_T: np.ndarray | None = None  # the slot from which it sees clean tokens
@@ -317,7 +317,7 @@ class Shown:
 
 def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout):
     """Returns what a piece looks like, a Shown; the arguments are those of views_of."""
-    draws, firsts, ends, rounds, counts = np.array(piece.views).T[:5]
+    draws, firsts, ends, rounds = np.array(piece.views).T[:4]
     # The noised slots; those of the clean copy stand before them.
     view_T = np.repeat(np.arange(len(piece.views)), ends - firsts)
     pos_T = np.concatenate([np.arange(view.first, view.end) for view in piece.views])
@@ -327,7 +327,8 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
 
     slot_U = np.flatnonzero(taught_T | skipped(piece, prompt_len, noise, layout))
     pos_U, view_U, taken_U = pos_T[slot_U], view_T[slot_U], taught_T[slot_U]
-    lead_U = leads(view_U, taken_U)
+    unit_U = steps_of(view_U, step_T[slot_U], layout)
+    lead_U = leads(unit_U, taken_U)
     answering_U = pos_U - layout.shift  # the position that predicts it
     scope_T = layout.scope(supervised_nT.shape[1], prompt_len)
     end_T, group_T = sights(piece, view_T, pos_T, scope_T, layout)
@@ -346,7 +347,7 @@ def present(piece: Piece, prompt_len: int, noise, supervised_nT, layout: Layout)
             ),
             draw_U=np.where(taken_U, draws[view_U], -1),
             pos_U=pos_U,
-            size_U=counts[view_U],
+            size_U=np.bincount(unit_U, taken_U)[unit_U],
             lead_U=lead_U,
             limit_U=limits_of(noise, draws[view_U], pos_U, lead_U, taken_U),
         ),
@@ -392,11 +393,23 @@ def skipped(piece: Piece, prompt_len: int, noise, layout: Layout):
     return np.concatenate([passed_over(view, noise, turn_T) for view in piece.views])
 
 
-def leads(view_U, taken_U):
-    """Returns the seat [U] of the first taken token of each seat's view."""
+def steps_of(view_U, step_U, layout: Layout):
+    """Returns the number [U] of each seat's step, from 0.
+
+    A view supervises one, with what it threw away, but where nothing is masked it shows
+    the tokens of all.
+    """
+    if layout.facts.masks:
+        return view_U
+    both_2U = np.stack([view_U, step_U])
+    return np.unique(both_2U, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def leads(unit_U, taken_U):
+    """Returns the seat [U] of the first taken token of each seat's step."""
     seats = np.flatnonzero(taken_U)
-    _, first = np.unique(view_U[seats], return_index=True)
-    return seats[first][view_U]
+    _, first = np.unique(unit_U[seats], return_index=True)
+    return seats[first][unit_U]
 
 
 def limits_of(noise, draw_U, pos_U, lead_U, taken_U):

@@ -232,7 +232,7 @@ def judged(
 
     row: an Objective of whole answers, which are scored by these weights first. A log-ratio
     is the sum over the answer's tokens by their weights, times the number of answers: with
-    1 / (n |o|) the mean.
+    1 / (n |o|) the mean. What it is hangs on no other answer.
     """
     out = score({"policy": params}, batch, model=model, plans={"policy": plan})
     units = batch
@@ -245,11 +245,10 @@ def judged(
         placed = jnp.zeros(weight.size, jnp.float32)
         return placed.at[answer].add(jnp.where(real, x, 0.0))
 
-    real_n = total(1.0) > 0
-    count, logp = jnp.sum(real_n), out["policy"]["logp"]
+    real_n, logp = total(1.0) > 0, out["policy"]["logp"]
     answers = objectives.Answers(
-        delta_n=count * total(weight * (logp - batch.old_logp_BU)),
-        ref_delta_n=count * total(weight * (logp - batch.ref_logp_BU)),
+        delta_n=batch.answers * total(weight * (logp - batch.old_logp_BU)),
+        ref_delta_n=batch.answers * total(weight * (logp - batch.ref_logp_BU)),
         adv_n=total(weight * units.adv_BU) / jnp.where(real_n, total(weight), 1),
         real_n=real_n,
     )

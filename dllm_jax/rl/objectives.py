@@ -209,7 +209,10 @@ def self_normalised(answers: Answers, cfg):
 
 
 def of_answers(out, batch, cfg):
-    """The linear loss of answers whose factors stand in A's place; see `Answers`."""
+    """The linear loss of answers whose factors stand in A's place; see `Answers`.
+
+    Its sum says nothing, and is not told: pairs have a loss of their own (bounds.preference).
+    """
     loss, sums = linear(out, batch, dataclasses.replace(cfg, reference_beta=0.0))
     return loss, {key: x for key, x in sums.items() if key != "policy_loss"}
 
@@ -242,7 +245,7 @@ OBJECTIVES = {
     "sequence": Objective(of_answers, rl=True, answers=clipped_answers),
     "spg": Objective(linear, rl=True, bounds=True),
     "stable": Objective(of_answers, rl=True, bounds=True, answers=self_normalised),
-    "dpo": Objective(linear, bounds=True),
+    "dpo": Objective(of_answers, bounds=True),
     "value": Objective(value, head="value"),
     "ranking": Objective(ranking, head="value"),
 }

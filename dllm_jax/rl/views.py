@@ -58,6 +58,8 @@ class TrainBatch:
     reference_beta: np.ndarray | None = None
     right_BU: np.ndarray | None = None  # 1: of a right answer
     answer_BU: np.ndarray | None = None  # the number of its answer in the update
+    # f32 scalar: answers of the update, also those of which the noise masks nothing.
+    answers: np.ndarray | None = None
     # Where the likelihood is that of steps (selection.py): the seat of the lead, -1 filling;
     # the limit of what was thrown away, inf for tokens; and `ahead` when it was scored.
     unit_BU: np.ndarray | None = None
@@ -157,7 +159,7 @@ def pack(
     if noise.weight_nT is not None:
         weight_BU = weight_BU * noise.weight_nT[packed.row_BU, packed.at_BU]
     used, weight_BU = -(-len(rows) // cfg.rows), weight_BU.astype(np.float32)
-    return packed.stacked(weight_BU, used, most, layout, record)
+    return packed.stacked(weight_BU, used, most, n / copies, layout, record)
 
 
 def pieces_of(
@@ -244,13 +246,19 @@ class Rows:
     beside_BU: np.ndarray
     row_BU: np.ndarray  # as in Source
     at_BU: np.ndarray
-    size_BU: np.ndarray  # supervised tokens of its view
+    size_BU: np.ndarray  # supervised tokens of its step
     unit_BU: np.ndarray  # as in TrainBatch
     limit_BU: np.ndarray
     record_BT: np.ndarray
 
     def stacked(
-        self, weight_BU, used: int, most: int, layout: Layout, record: bool
+        self,
+        weight_BU,
+        used: int,
+        most: int,
+        answers: float,
+        layout: Layout,
+        record: bool,
     ) -> tuple[TrainBatch, Source]:
         """Returns the rows as (TrainBatch, Source) of `most` microbatches."""
         guidance, exact = layout.guidance, layout.selection is not None
@@ -270,6 +278,7 @@ class Rows:
             weight_BU=stack(weight_BU),
             beside_BU=stack(self.beside_BU) if guidance else None,
             guidance=np.float32(guidance) if guidance else None,
+            answers=np.float32(answers),
             unit_BU=stack(self.unit_BU) if exact else None,
             limit_BU=stack(self.limit_BU) if exact else None,
             record_BT=stack(self.record_BT) if record else None,
@@ -429,14 +438,18 @@ def weights_of(weigh, seats: Seats, rows: Rows, layout: Layout) -> np.ndarray:
     return np.where(seats.real_BU, weigh(of_steps) / seats.size_BU, 0.0)
 
 
+# Of the bounds of answers n is the rows of noise: with its shares a row estimates all of a
+# bound, a mask as much as the complement that is drawn with it.
+
+
 def by_elbo_sequence(seats: Seats):
     """1/n sum_i 1/|o_i| sum_t share_it l_it: ESPO (arXiv 2512.03759)."""
-    return seats.share_BU * by_sequence(seats)
+    return by_elbo_answer(seats) / np.maximum(seats.len_n, 1)[seats.row_BU]
 
 
 def by_elbo_answer(seats: Seats):
     """1/n sum_i sum_t share_it l_it: EBPO (arXiv 2602.08676)."""
-    return seats.share_BU / seats.answers
+    return seats.share_BU / len(seats.len_n)
 
 
 AGGREGATES = {

@@ -107,6 +107,17 @@ def test_speed_counts_as_much_as_its_weight():
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("right", range(1, 8))
+@pytest.mark.parametrize("kind", ["zscore", "center"])
+def test_speed_that_outweighs_what_is_right_leaves_nothing_and_no_rounding(kind, right):
+    reward_n = (np.arange(8) < right).astype(np.float32)
+    speed_n, one = np.where(reward_n, 1 / 3, 4 / 3), (np.zeros(8), np.ones(8, bool))
+    found = advantage.combined(reward_n, speed_n, *one, kind, speed=1.0)
+    np.testing.assert_array_equal(found, 0)
+    less = advantage.combined(reward_n, speed_n, *one, kind, speed=0.999)
+    np.testing.assert_allclose(less, advantage.zscore(reward_n), rtol=1e-3)
+
+
 def test_what_is_dropped_has_the_unit_of_what_is_kept():
     """As a value network learns from both."""
     reward_n, group_n = np.float32([0, 1, 0, 0]), np.array([0, 0, 1, 1])

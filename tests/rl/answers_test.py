@@ -16,6 +16,7 @@ from tests.rl import dllm_rl
 N, NEW, DRAWS = 3, 9, 2
 LAYOUT = layouts.Layout(block=4, longest=NEW)
 SUBSET = NoiseConfig(kind="subset", draws=DRAWS)
+RARE = NoiseConfig(kind="bernoulli", lower=0.1, upper=0.2)
 LEVELS = NoiseConfig(kind="quadrature", draws=DRAWS)
 PLAN = learner.Plan(("policy",), OptimConfig(), 1)
 score_at = jax.jit(
@@ -58,7 +59,7 @@ def scored(params, batch, model):
     def of_microbatch(micro):
         return learner.outputs(params, micro, model, ("lm",))["logp"]
 
-    return jax.lax.map(of_microbatch, batch.replace(used=None))
+    return jax.lax.map(of_microbatch, batch.replace(used=None, answers=None))
 
 
 def complete(kind, aggregate, params, model, objective):
@@ -97,6 +98,8 @@ def complete(kind, aggregate, params, model, objective):
     )
     batch = jax.tree.map(jnp.asarray, batch)
     c_nT = drawn.share_nT / kind.draws
+    if aggregate == "sequence":  # what is masked counts, whatever it stands for
+        c_nT = (drawn.share_nT > 0) / kind.draws
     if aggregate in ("sequence", "elbo_sequence"):
         c_nT = c_nT / trace.len_B[:, None]
     answer = np.where(source.row_mBU >= 0, source.gather(answer_nT), N).astype(int)
@@ -120,6 +123,7 @@ def check(found, want):
 
 RATIOS = {
     "GSPO's, of the trace": (NoiseConfig(), "sequence"),
+    "of random masks": (RARE, "sequence"),
     "ESPO": (SUBSET, "elbo_sequence"),
     "EBPO": (SUBSET, "elbo_answer"),
     "GDPO": (LEVELS, "elbo_sequence"),
@@ -144,7 +148,9 @@ def test_ratios_of_answers_are_clipped_as_their_papers_say(tiny, name):
     A_n = adv_nT.reshape(N, -1)[np.arange(N), np.abs(adv_nT.reshape(N, -1)).argmax(1)]
     found, sums = gradients(params, batch, model, objective)
     check(found, plain_ratios(params, batch, c, answer, A_n, model=model))
-    assert batch.used > 1 and 0 <= sums["answer_clip_fraction"] <= 1
+    assert batch.used > 1 or kind == RARE
+    assert (len(np.unique(answer)) == N + 1) == (kind != RARE)  # one is masked nowhere
+    assert 0 <= sums["answer_clip_fraction"] <= 1
     clipped.append(float(sums["answer_clip_fraction"]))
 
 

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from dllm_jax import config
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import batches, bounds, noise, views
+from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
     ObjectiveConfig,
     RLConfig,
 )
+from dllm_jax.sampling.config import SamplerConfig
 from tests.rl.common import LAYOUT, one_device, packed, rollouts
 
 RL = RLConfig(prompts=2, group=4, value="own", updates=2)
@@ -129,6 +132,41 @@ def test_what_teaches_is_dealt_once_with_its_rows_side_by_side():
         np.arange(9) == 4, np.random.default_rng(3), updates=3, copies=1
     )
     np.testing.assert_array_equal(few, [[4]])
+
+
+@pytest.mark.parametrize("likelihood", ["tokens", "selection"])
+def test_what_is_dropped_teaches_a_value_of_all_that_counts(likelihood):
+    """Where steps count these are draws behind the stop token, too: in them it earns."""
+    sampled = rollouts()
+    short = sampled.trace.replace(len_B=np.full(8, 6, np.int32))
+    sampled = dataclasses.replace(sampled, trace=short)
+    objective = ObjectiveConfig(likelihood=likelihood)
+    model = ModelConfig(block=4, mask_id=99)
+    sampler = SamplerConfig(block=4, max_prompt=4, max_new=12)
+    layout = layouts.of(model, sampler, NoiseConfig(), objective)
+    blank = np.zeros((16, 1, layout.seats(BatchConfig(tokens=48))), np.float32)
+    (made,) = batches.of_dropped(
+        sampled,
+        np.random.default_rng(0),
+        rl=dataclasses.replace(RL, advantage="none", min_solved=0.5, updates=1),
+        noised=noise.noised(short, NoiseConfig(), layout),
+        params={"value": None},
+        pack=functools.partial(
+            views.pack,
+            mask_id=99,
+            layout=layout,
+            cfg=BatchConfig(rows=1, tokens=48),
+            most=16,
+            aggregate="token",
+        ),
+        score=lambda params, batch: {"value": {"value": blank}},
+        mesh=one_device(),
+        objective=objective,
+    )
+    real = np.asarray(made.weight_BU) > 0
+    each = 6 if likelihood == "tokens" else 8
+    assert real.sum() == 4 * each  # the first group is solved too seldom
+    assert (np.asarray(made.ret_BU)[real] == 1).sum() == each  # of its one right answer
 
 
 def test_a_batch_gets_arrays_by_their_names():

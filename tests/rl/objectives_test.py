@@ -204,6 +204,14 @@ def test_which_losses_rl_may_name_and_which_have_factors():
     assert {name for name, row in rows if row.answers} == answers
 
 
+@pytest.mark.parametrize("kind", ["dpo", "sequence", "stable"])
+def test_a_sum_over_factors_of_answers_is_no_metric(kind):
+    given = batch([0.5, 0.5], adv_BU=[3.0, -3.0])
+    told = out(logp=[-1.0, -2.0], entropy=[0.5, 0.25])
+    _, sums = objectives.OBJECTIVES[kind](told, given, ObjectiveConfig())
+    assert jax.tree.map(float, sums) == {"entropy": 0.75}
+
+
 @pytest.mark.parametrize(
     ("eps", "want"),
     [

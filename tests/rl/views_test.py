@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_jax.models import mask
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.rl import layout as layouts
-from dllm_jax.rl import noise, views
-from dllm_jax.rl.config import BatchConfig, NoiseConfig
+from dllm_jax.rl import learner, noise, views
+from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig
 from dllm_jax.rl.layout import Layout
 from dllm_jax.sampling import policy
+from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import GIVEN
 from tests.rl import dllm_rl
 
@@ -737,14 +739,18 @@ def test_weights_sum_to_their_definition(aggregate, problem, spare, share):
         np.testing.assert_allclose(weight_nT[i, inside_T], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    "aggregate",
+    ["token", "sequence", "constant", "elbo", "elbo_sequence", "elbo_answer"],
+)
 def test_a_mask_and_its_complement_weigh_as_much_as_a_trace(aggregate):
     step_nT = np.where(np.arange(8) < 4, GIVEN, np.arange(8))[None].repeat(2, axis=0)
     trace = dllm_rl.trace(np.ones((2, 8), int), step_nT, [4, 4], [4, 4])
     layout, cfg = Layout(block=4, longest=8), BatchConfig(rows=1, tokens=64)
 
     def total(kind, draws):
-        how = NoiseConfig(kind=kind, draws=draws)
+        # Each token stands for two, in one of two rows.
+        how = NoiseConfig(kind=kind, draws=draws, lower=0.5, upper=0.5)
         batch, _ = views.pack(
             jax.tree.map(lambda x: np.repeat(x, how.copies, axis=0), trace),
             noise.noised(trace, how, layout, np.random.default_rng(0)),
@@ -760,6 +766,41 @@ def test_a_mask_and_its_complement_weigh_as_much_as_a_trace(aggregate):
 
     assert total("complement", 1) == pytest.approx(total("trace", 1), rel=1e-6)
     assert total("complement", 3) == pytest.approx(total("trace", 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("likelihood", ["tokens", "selection"])
+def test_where_nothing_is_masked_a_token_is_a_step_as_it_was_sampled(likelihood):
+    """One view shows all of an answer; one given without an order is of one step."""
+    step_nT = np.array([[0, 0, 1, 2, 3, 4], [0, 1, 2, FAR, FAR, FAR]])
+    trace = dllm_rl.trace(np.ones((2, 6), int), step_nT, [2, 1], [4, 2])
+    model = ModelConfig(attention="causal", shift=1, block=1)
+    sampler = SamplerConfig(block=1, max_new=4)
+    layout = layouts.of(
+        model, sampler, NoiseConfig(), ObjectiveConfig(likelihood=likelihood)
+    )
+
+    def packed(trace, aggregate):
+        batch, source = views.pack(
+            trace,
+            noise.noised(trace, NoiseConfig(), layout),
+            mask_id=MASK_ID,
+            layout=layout,
+            cfg=BatchConfig(rows=1, tokens=16),
+            most=1,
+            aggregate=aggregate,
+            group_n=np.array([0, 1]),
+        )
+        return batch, source.scatter(batch.weight_BU, step_nT.shape)
+
+    answer_nT = noise.answers(trace)
+    for aggregate, want_n in {"step": [1 / 2, 1 / 2], "group": [1 / 8, 1 / 4]}.items():
+        batch, weight_nT = packed(trace, aggregate)
+        want_nT = np.where(answer_nT, np.array(want_n)[:, None], 0)
+        np.testing.assert_allclose(weight_nT, want_nT, rtol=1e-6)
+        assert learner.supervised_units(batch) == answer_nT.sum() == 6
+    unordered = trace.replace(step_BT=np.where(answer_nT, 1, trace.step_BT))
+    batch, weight_nT = packed(unordered, "step")
+    np.testing.assert_allclose(weight_nT.sum(axis=1), [1 / 2, 1 / 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
