@@ -101,9 +101,15 @@ def about_image(problem: Problem) -> bool:
 
 
 def vote(text: str | None) -> float | None:
-    """Returns what a judge's answer says: 1, -1, or 0 for neither; None stays None."""
+    """Returns what a judge's answer says: 1, -1, or 0 for neither; None stays None.
+
+    Thoughts say nothing, nor does an answer that was cut in them.
+    """
     if text is None:
         return None
+    text = text.rpartition("</think>")[2]
+    if "<think>" in text:
+        return 0.0
     return VOTES.get((math.extract(text) or "").replace(" ", ""), 0.0)
 
 

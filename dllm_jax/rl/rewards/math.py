@@ -74,7 +74,9 @@ ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
     (r"√ ?\(([^()]*)\)|√ ?([0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"\\sqrt{\1\2}"),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-    (r" ?\\! ?", ""),  # as in 10,\!080
+    # Thousands, never a list: 10,\!080 and 10{,}080.
+    (r"(?<=[0-9])(?: ?, ?\\! ?|\{,\})(?=[0-9]{3}(?![0-9]))", ""),
+    (r" ?\\! ?", ""),
     (r"\{,\}", ","),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
@@ -100,6 +102,11 @@ REWRITES = (
     (r"(\\sqrt ?\[[^][]*\]) ?([0-9A-Za-z])", r"\1{\2}"),
     (r"\{ ?10 ?\} ?\^", "10^"),
     (rf"(\\(?:frac|binom) ?{ARGUMENT}) ?([0-9A-Za-z]|{GREEK})", r"\1{\2}"),
+    # LaTeX raises one sign, and who writes 13^0.5 means more.
+    (rf"\^ ?(-?[0-9]*\.[0-9]+|-(?:[0-9]+|[A-Za-z]|{GREEK}))", r"^{\1}"),
+    (rf"\^ ?(\\frac ?{ARGUMENT} ?{ARGUMENT}|\\sqrt ?{ARGUMENT})", r"^{\1}"),
+    (r"\^ ?\{ ?(-?)0?\.5 ?\}", r"^{\1\\frac{1}{2}}"),  # a root, and exactly
+    (r"^\\boxed ", ""),
 )
 # A unit follows a quantity; bare letters count only where they cannot be a product.
 POWER = r"(?: ?\^ ?\{?[23]\}?)?"
@@ -120,7 +127,8 @@ NOT_UNIT = re.compile(  # words that change the number before them
     r"|not|less|more|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring"
     r"|hal(?:f|ves)|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|negative|below"
     r"|doubled|approx(?:imately)?|base|mod|choose|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
-    r"|inf|infinity)\b|(?-i:\{ *[iknxyz] *\})",  # a letter that no unit has
+    r"|inf|infinity)\b|(?-i:\{ *[abeijknpqruvwxyz] *\})"  # a letter that no unit has
+    r"|\\(?:mathbf|boldsymbol|bm) ?\{ *[a-z] *\}",  # a vector, or a matrix
     re.IGNORECASE,
 )
 
@@ -150,8 +158,11 @@ WORDS = (
 WHOLE |= {word: str(value) for value, word in enumerate(WORDS)}
 
 
-# A number in another base than ten is not its value: which base was the question.
-BASED = re.compile(r"(-?[0-9A-Fa-f]+) ?_ ?[{( ]*(?:\\text\{)?[( ]*([0-9]{1,2})[)} ]*")
+# A number in another base than ten is not its value: which base was the question. One letter
+# is a name: a_{10}.
+BASED = re.compile(
+    r"(-?(?:[0-9]|[0-9A-Fa-f]{2})[0-9A-Fa-f]*) ?_ ?[{( ]*(?:\\text\{)?[( ]*([0-9]{1,2})[)} ]*"
+)
 
 
 def clean(text: str) -> str:
@@ -173,10 +184,10 @@ def without_unit(text: str) -> str:
     text = " ".join(typed(text).split())
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
-    text = drop_unit(" ".join(text.split()))
+    text = drop_unit(" ".join(text.split()).rstrip(" .,;:\\"))
     text = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
     text = " ".join(re.sub(r" *(?:\\?%| percent\b)", r"\\%", text).split())
-    return drop_unit(text.rstrip(" .,;:"))
+    return drop_unit(text.rstrip(" .,;:\\"))
 
 
 def drop_unit(text: str) -> str:
@@ -276,7 +287,7 @@ def exact(answer: str, gold: str) -> bool | None:
 
 LETTER = (
     r"(?:[A-Za-z]{1,2}|\\vec ?\{\w+\}|\\(?!not|pm|mp|approx|sim)[A-Za-z]+)"
-    r"(?:_\w|_\{\w+\})?"
+    r"(?:_\w|_\{\w+\})?'*"
 )
 NAMES = (
     rf"{LETTER}(?: ?\((?:[A-Za-z]|-?[0-9]+)\))?",  # x, AB, f(x), f(2)
@@ -289,14 +300,16 @@ NAME = re.compile(rf"^(?:{'|'.join(NAMES)}) ?(?:=|\\in(?![A-Za-z])) ?")
 # One of several candidates, and the rest of a division.
 CHOICE = re.compile(r"\\(?:max|min|mod)(?![A-Za-z])")
 # What is its value once it is parsed.
-WORKED = re.compile(rf"\\binom ?({ARGUMENT}) ?({ARGUMENT})|\\(gcd|lcm) ?\(([^()]*)\)")
+INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+WORKED = re.compile(rf"\\binom ?({ARGUMENT}) ?({ARGUMENT})|\\(gcd|lcm) ?\(({INNER})\)")
 RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
-# and what follows an approximation is ignored.
+# f' is f, and what follows an approximation, or stands before a box, is ignored.
 MISREAD = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}"
     r"|[0-9] +[.0-9]|[0-9] ?\{|[0-9})] ?_|\\approx|\\sim|\\equiv(?!.*mod)"
+    r"|(?<![0-9])'|\\prime|\\boxed"
 )
 
 
@@ -390,7 +403,7 @@ def parsed(text: str) -> list:
     # 3m is not 3.
     normal = dataclasses.replace(config.normalization_config, units=False)
     config = dataclasses.replace(config, normalization_config=normal)
-    text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9])", r"\1{\2}", text)
+    text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9.])", r"\1{\2}", text)
     if MISREAD.search(text):
         return []
     text = re.sub(r"(?<=[0-9]) ?\(", r" \\cdot (", text)  # 2(3) is not 2 + 3
@@ -405,7 +418,8 @@ def symbolic(answer: str, gold: str) -> bool:
     import sympy
 
     pair = parsed(answer) + parsed(gold)
-    if len(pair) != 2:
+    chosen = CHOICE.search(answer) and not CHOICE.search(gold)
+    if len(pair) != 2 or chosen:
         return False
     a, g = pair
     if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
@@ -416,7 +430,7 @@ def symbolic(answer: str, gold: str) -> bool:
         and all(isinstance(x.doit(), sympy.Rational) for x in g)
     )
     free = {x.name for x in getattr(a, "free_symbols", ())} - {"i"}
-    if is_number and (free or CHOICE.search(answer)):
+    if is_number and free:
         return False
     if not is_number and all(
         isinstance(x, sympy.Basic | sympy.MatrixBase) for x in pair
@@ -424,10 +438,36 @@ def symbolic(answer: str, gold: str) -> bool:
         # An inequality of what is not real is an error.
         related = any(x.has(sympy.Rel, sympy.Contains) for x in pair)
         a, g = alike(a, g, imaginary=not related)
+    if all(isinstance(x, sympy.Expr) and x.is_number for x in (a, g)) and apart(a, g):
+        return False
     found = math_verify.verify(  # to 12 decimals: 3.14159 is not pi
         g, a, 12, allow_set_relation_comp=True, timeout_seconds=None
     )
-    return found and not (is_number and undone(parsed(WORKED.sub(unworked, answer))))
+    if not (found and is_number):
+        return found
+    written = parsed(WORKED.sub(unworked, answer))
+    return bool(written) and not undone(written)
+
+
+def apart(a, g) -> bool:
+    """Whether two numbers differ by more than 1e-11 of the second, or one is infinite.
+
+    math-verify compares 12 decimals, of which 1e-20 has none, and takes a factor that is
+    infinite for any other.
+    """
+    import sympy
+
+    ends = sympy.oo, -sympy.oo, sympy.zoo, sympy.nan
+    # What an integral or a limit runs to is no value.
+    infinite = [x.has(*ends) and x.doit().has(*ends) for x in (a, g)]
+    if any(infinite):
+        return not all(infinite)
+    if g.evalf() == 0:
+        return False
+    gap = abs(((a - g) / g).evalf())
+    return bool(
+        gap.is_comparable and gap > 1e-11
+    )  # of two functions it may say nothing
 
 
 def same_equation(a, g) -> bool:
@@ -459,7 +499,7 @@ def unworked(match: re.Match) -> str:
     that is to be computed.
     """
     n, k, name, of = match.groups()
-    parts = [x.strip("{ }") for x in (of.split(",") if name else (n, k))]
+    parts = [x.strip() for x in (of.split(",") if name else (n[1:-1], k[1:-1]))]
     if not all(x.isdecimal() and len(x) < 10 for x in parts):
         return "({})".format(")(".join(parts))
     numbers = [*map(int, parts)]
@@ -526,12 +566,21 @@ def is_plain(term) -> bool:
         return False
     if term.has(sympy.UnevaluatedExpr):  # was worked out as it was parsed
         return False
+    return not works(term)
+
+
+def works(term) -> bool:
+    """Whether a function or a root in a term makes another number of what it is given."""
+    import sympy
+
+    value = term.doit()
     if abs(value) == 1 or {value, -value} & term.atoms(sympy.Number):
+        return False
+    rounds = isinstance(term, sympy.Abs | sympy.floor | sympy.ceiling)
+    root = isinstance(term, sympy.Pow) and not term.exp.is_integer
+    if root or (isinstance(term, sympy.Function) and not rounds):
         return True
-    worked = term.atoms(sympy.Function)
-    worked -= term.atoms(sympy.Abs, sympy.floor, sympy.ceiling)
-    roots = [x for x in term.atoms(sympy.Pow) if not x.exp.is_integer]
-    return not worked and not roots
+    return any(works(x) for x in term.args if isinstance(x, sympy.Expr))
 
 
 def warm_up() -> None:

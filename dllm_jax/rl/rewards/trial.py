@@ -32,6 +32,7 @@ import json
 import math
 import os
 import random
+import resource
 import select
 import sys
 import threading
@@ -70,12 +71,16 @@ def set_streams() -> None:
     how = {"encoding": "utf-8", "errors": "surrogateescape"}
     given = io.BufferedReader(io.FileIO(0, "r", closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(given, **how)
+    sys.stdin.mode = "r"  # which the interpreter's own have, and fast readers ask for
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
         stream = io.TextIOWrapper(raw, **how)
+        stream.mode = "w"
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.exit = builtins.quit = sys.exit  # which `site` would have brought
+    # Programs for contests ask for more stack at their start, and would end when refused.
+    resource.setrlimit = lambda kind, limits: None
 
 
 def named(name: str) -> dict:
@@ -94,9 +99,10 @@ def run_program() -> None:
     source = read_all(3)
     os.close(3)
     set_streams()
-    code = 0
+    code, space = 0, named("__main__")
+    space["__file__"] = "program.py"
     try:
-        exec(compile(source, "program.py", "exec"), named("__main__"))  # noqa: S102
+        exec(compile(source, "program.py", "exec"), space)  # noqa: S102
     except SystemExit as error:
         code = exit_code(error)
     except MemoryError:
@@ -106,10 +112,23 @@ def run_program() -> None:
     try:  # as the interpreter ends: some programs print from there
         threading._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        written(space)
     except BaseException:  # noqa: BLE001
         code = code or ERROR
     os._exit(code)
+
+
+def written(space: dict) -> None:
+    """Writes what streams still hold: standard output's, and those in the namespace.
+
+    An interpreter that ends writes and closes whatever a program left open.
+    """
+    if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
+        sys.stdout.flush()
+    for stream in (sys.__stdout__, *space.values()):
+        with contextlib.suppress(ValueError):  # closed, or taken apart
+            if isinstance(stream, io.IOBase):
+                stream.flush()
 
 
 def exit_code(error: SystemExit) -> int:

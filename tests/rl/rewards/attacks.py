@@ -300,8 +300,10 @@ for pid in (os.getppid(), facts['victim']):
     "raising limits": """
 import resource
 for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE):
-    try: resource.setrlimit(kind, (-1, -1)); leak(kind)
+    before = resource.getrlimit(kind)
+    try: resource.setrlimit(kind, (-1, -1)); resource.prlimit(0, kind, (-1, -1))
     except (OSError, ValueError): pass
+    if resource.getrlimit(kind) != before: leak(kind)
 """,
     "namespaces": calls(
         *(f"272, 0x{x:x}" for x in (0x10000000, 0x20000, 0x40000000, 0x20000000)),

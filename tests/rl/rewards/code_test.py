@@ -493,6 +493,38 @@ VALUES = (
 )
 
 
+FAST = """
+import os, sys
+class Out:
+    def __init__(self, file):
+        self.file = file.fileno()
+        self.writable = "x" in file.mode or "r" not in file.mode
+        self.held = []
+    def write(self, text): self.held.append(text)
+    def flush(self): os.write(self.file, "".join(self.held).encode())
+sys.stdout = Out(sys.stdout)
+print(7 if sys.stdout.writable and sys.stdin.mode == "r" else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "out = open(1, 'w')\nout.write('7')",
+        "import os\nout = os.fdopen(1, 'w')\nprint(7, file=out)",
+        "import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nold.write('7')",
+        "import atexit, sys\nout, sys.stdout = sys.stdout, None\natexit.register(out.write, '7')",
+        "import sys\nprint(7)\nsys.stdout.close()",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint(7)",
+        FAST,
+        "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (-1, -1))\nprint(7)",
+        "assert __file__\nprint(7)",
+    ],
+)
+def test_what_an_interpreter_writes_at_its_end_is_written(program):
+    assert grade(program, {"tests": {"kind": "stdio", "cases": [["", "7"]]}}) == 1
+
+
 @pytest.mark.parametrize("value", VALUES)
 def test_values_cross_between_the_jails(value):
     record = {"test_list": [f"assert f({value}) == ({value}, {value})"]}

@@ -114,6 +114,9 @@ def test_an_endpoint_is_asked_in_its_own_words():
         ("1", 0),
         ("", 0),
         (None, None),
+        (r"<think>\boxed{1}? no:</think> \boxed{-1}", -1.0),
+        (r"\boxed{1}</think> it is wrong", 0.0),
+        (r"<think>perhaps \boxed{1}, but then", 0.0),  # cut in its thoughts
     ],
 )
 def test_a_vote_stands_in_a_box(text, expected):
