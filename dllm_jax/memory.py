@@ -52,10 +52,13 @@ def claimed(claims, beside: int) -> Claim:
 
 
 def array_bytes(tree) -> int:
-    """Returns what arrays, or shapes with a sharding, take on one device."""
+    """Returns what arrays, or shapes with a sharding, take on one device.
+
+    What is there twice, as a tied head, is one.
+    """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
+        for x in {id(x): x for x in jax.tree.leaves(tree)}.values()
     )
 
 

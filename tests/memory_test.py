@@ -15,6 +15,7 @@ def test_arrays_take_a_devices_part():
     placed = sharding.place_rows({"x": np.zeros((8, 16), np.float32)}, mesh)
     whole = sharding.place(np.zeros(3, np.int32), jax.sharding.PartitionSpec(), mesh)
     assert memory.array_bytes((placed, whole)) == 8 * 16 * 4 // 4 + 12
+    assert memory.array_bytes({"embed": whole, "head": whole}) == 12
 
 
 def test_what_a_program_needs_beside_its_arguments():

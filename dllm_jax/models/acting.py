@@ -15,7 +15,8 @@ computation but for routers, to where sampling wants them:
     multiply with where `few` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
     `model` splits both alike, and so are those to queries, keys and values, by key heads:
-    a layer has three products less, and the others are as wide as two and three.
+    a layer has three products less, and the others are as wide as two and three. On a CPU
+    gate and up are one where weights are Transposed.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
@@ -162,6 +163,11 @@ def as_one(parts):
     return jnp.concatenate([q_KGH, *(x_KH[..., None, :] for x_KH in rest)], axis=-2)
 
 
+def one_of(parts, number):
+    """Returns `as_one` of a layer's; parts: stacked."""
+    return as_one([x[number] for x in parts])
+
+
 def abstract(
     model: ModelConfig, mesh: Mesh, *, in_int8: bool = False, slots: float = math.inf
 ) -> Params:
@@ -181,16 +187,17 @@ def abstract(
         int8.check(model)
         tree = multiplied(tree, int8.spec)
     platform = mesh.devices.flat[0].platform
+    turned = platform in APART and few(model, slots) and not in_int8
     # Not where an adapter belongs to one of them: beside adapters the weights that learn
     # serve as they are.
-    if platform in JOINED_ON and not (in_int8 or model.lora):
+    if (turned or platform in JOINED_ON) and not (in_int8 or model.lora):
         by_head = model.kv_heads % mesh.shape["model"] == 0
-        names = JOINED if by_head else ("w_gate_up",)
+        names = JOINED if by_head and platform in JOINED_ON else ("w_gate_up",)
         tree = joined(tree, names, joined_spec)
     if platform in APART:
         tree["head"] = Transposed(transformer.Spec("VD"))
-        if few(model, slots) and not in_int8:
-            tree = multiplied(tree, transposed)
+    if turned:
+        tree = multiplied(tree, transposed)
     if platform in (APART_INT8 if in_int8 else APART):
         for name, letter in (("first", "Y"), ("layers", "L")):
             if name in tree:
@@ -200,7 +207,10 @@ def abstract(
     def place(path, spec):
         return struct(spec, model, mesh, transformer.dtype_of(path, model.dtype))
 
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=int8.is_int8)
+    made = jax.tree_util.tree_map_with_path(place, tree, is_leaf=int8.is_int8)
+    if model.tied and platform in APART:  # the very array, as `walked` has it
+        made["head"] = made["head"].replace(w=made["embed"])
+    return made
 
 
 def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
@@ -230,9 +240,9 @@ def taken(params: Params, like: Params) -> Params:
     """Does what `laid_out` does, and frees each of `params` when it is copied."""
 
     def moved(x, number, place):
-        made = copied(x, number, place)
-        if made is not x and (number is None or number + 1 == len(x)):
-            for old in jax.tree.leaves(x):
+        made, parts = copied(x, number, place), jax.tree.leaves(x)
+        if made is not x and (number is None or number + 1 == len(parts[0])):
+            for old in parts:
                 old.delete()
         return made
 
@@ -256,7 +266,8 @@ def walked(params: Params, like: Params, get) -> Params:
     x: that of `params`, or a tuple of those that are to be one; number: which of the stack x
     is meant, None for all of x. An Int8 is one leaf, and so is a Transposed.
     """
-    out, towers = {}, [x for x in like.values() if isinstance(x, dict)]
+    out, towers = {}, [like[name] for name in ("first", "layers") if name in like]
+    towers = [x[0] if isinstance(x, tuple) else x for x in towers]
     names = [name for name in JOINED if any(name in tower for tower in towers)]
     params = joined(params, names, tuple)
     tied = "head" in like and "head" not in params
@@ -265,7 +276,7 @@ def walked(params: Params, like: Params, get) -> Params:
         if name == "soft" or (tied and name == "head"):
             continue
         if isinstance(places, tuple):
-            stack, tree = jax.tree.flatten(params[name])
+            stack, tree = jax.tree.flatten(params[name], is_leaf=several)
             columns = zip(*map(tree.flatten_up_to, places), strict=True)
             columns = [
                 [get(x, number, place) for number, place in enumerate(column)]
@@ -277,16 +288,21 @@ def walked(params: Params, like: Params, get) -> Params:
                 lambda x, place: get(x, None, place),
                 params[name],
                 places,
-                is_leaf=lambda x: isinstance(x, tuple),
+                is_leaf=several,
             )
     if tied:
         out["head"] = like["head"].replace(w=out["embed"])
     return out
 
 
+def several(x) -> bool:
+    """Returns whether x are weights that are to be one."""
+    return isinstance(x, tuple)
+
+
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if isinstance(x, tuple) or isinstance(place, (int8.Int8, Transposed)):
+    if several(x) or isinstance(place, (int8.Int8, Transposed)):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
@@ -302,8 +318,8 @@ def copied(x, number, place):
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
     part, behind, to = jnp.asarray if number is None else operator.getitem, 0, place
-    if isinstance(x, tuple):
-        part = as_one
+    if several(x):
+        part = as_one if number is None else one_of
     if isinstance(place, Transposed):
         behind, to = place.contracted, place.w
     copy = copier(to.dtype, to.sharding, part, behind)

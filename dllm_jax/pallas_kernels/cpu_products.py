@@ -10,6 +10,11 @@ cores that read 42 GB/s take 2.8 ms for the layers of 30M parameters with 4 slot
 5.4 with 12 and 4.7 with 16, 13.8 with 60 and 10.4 with 64. The head is a transpose, as a tied
 one is the embedding.
 
+Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general`: the
+library that XLA hands both to (YNNPACK) finds the same numbers, to the last bit. With gate
+and up as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took 4.7, and 3.2
+where they took 3.6 with 4.
+
 Of many slots, the gradient of a weight is a product whose operands are both contracted over
 their first dimension, as autodiff writes it. That is left to another library, and XLA folds a
 transpose into it. Where the transpose is an array of its own, which the barrier makes it, products
@@ -53,15 +58,20 @@ def filled(slots: int) -> int:
 def by_transpose(x_RD, w_FD, dtype=None):
     """Returns x W [R, F], of W's transpose, in `dtype` or that of x.
 
-    With the slots on the right while these are few; the barrier is there because XLA would write
-    the product the other way round. Not of narrower numbers than the result's: where W is not
+    With the slots on the right while these are few; the barrier behind is there because XLA would
+    write the product the other way round, those before because it would make what x comes from
+    anew for each of its products. Not of narrower numbers than the result's: where W is not
     stored as its transpose, XLA has no such product of them, and it is no faster.
     """
     R, dims = len(x_RD), (((1,), (1,)), ((), ()))
     if R > FEW_LEFT or dtype not in (None, x_RD.dtype):
         return jax.lax.dot_general(x_RD, w_FD, dims, preferred_element_type=dtype)
     x_rD = jnp.pad(x_RD, ((0, filled(R) - R), (0, 0)))
-    y_Fr = jax.lax.dot_general(w_FD, x_rD, dims, preferred_element_type=dtype)
+    if x_RD.dtype == jnp.float32:  # of narrower numbers each product would be rounded
+        w_FD, x_rD = jax.lax.optimization_barrier((w_FD, x_rD))
+        y_Fr = jnp.sum(w_FD[:, None] * x_rD[None], axis=-1)
+    else:
+        y_Fr = jax.lax.dot_general(w_FD, x_rD, dims)
     return jax.lax.optimization_barrier(y_Fr).T[:R]
 
 

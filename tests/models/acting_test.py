@@ -88,6 +88,8 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     like = acting.abstract(model, mesh_of(), slots=slots)
     last = like["layers"][-1]
     assert isinstance(last["wk"], Transposed) == (slots == 1)
+    pairs = "w_gate" in params["layers"] and kind != "adapters"
+    assert ("w_gate_up" in last) == (slots == 1 and pairs)
     if slots == 1:
         *contracted, width = params["layers"]["wo"].shape[1:]
         assert last["wo"].w.shape == (width, *contracted)
