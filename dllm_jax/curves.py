@@ -43,6 +43,7 @@ STYLE = {
 }
 WIDE = 4  # panels side by side
 FEW = 30  # points that are drawn one by one
+BARS = 400  # of the seconds of steps; where there are more, each is the mean of several
 FLAT = 0.01  # of a value: what moves less has an axis of this much to both sides
 
 
@@ -182,7 +183,8 @@ def draw_line(axis, points, look: dict, label: str):
     if len(points) <= FEW:
         axis.plot(steps, values, **look, marker="o", ms=3.5, lw=1.6, label=label)
         return
-    half = min(len(values) // 20 + 1, 8)
+    # Of a long run's steps a pixel has many: the mean of a few would fill its panel.
+    half = max(min(len(values) // 20 + 1, 8), len(values) // 200)
     windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     means = [sum(window) / len(window) for window in windows]
     axis.plot(steps, values, **look, lw=0.8, alpha=0.35)
@@ -193,16 +195,21 @@ def draw_seconds(axis, rows: list[dict]):
     """Draws the seconds of each step as a bar, its phases on top of each other."""
     timed = {phase for row in rows for phase in phases_of(row)}
     phases = [phase for phase in PHASES if phase in timed]
-    stack = [
-        [float(row.get(f"seconds/{phase}") or 0) for row in rows] for phase in phases
-    ]
+    size = -(-len(rows) // BARS)
+    bars = [rows[i : i + size] for i in range(0, len(rows), size)]
+    stack = [[mean_seconds(bar, phase) for bar in bars] for phase in phases]
     colors = [COLORS[PHASES.index(phase)] for phase in phases]
     # Of both edges of a bar: a line to the next step would show seconds that nobody spent.
-    edges = [row["step"] + side for row in rows for side in (-0.5, 0.5)]
-    bars = [[x for x in row for _ in range(2)] for row in stack]
-    axis.stackplot(edges, bars, labels=phases, colors=colors, alpha=0.85)
+    edges = [x for bar in bars for x in (bar[0]["step"] - 0.5, bar[-1]["step"] + 0.5)]
+    tops = [[x for x in row for _ in range(2)] for row in stack]
+    axis.stackplot(edges, tops, labels=phases, colors=colors, alpha=0.85)
     # The first step compiles, and would hide the others.
     totals = sorted(sum(column) for column in zip(*stack, strict=True))
     axis.set_ylim(0, 1.5 * totals[int(0.97 * (len(totals) - 1))] or 1)
     axis.set_title("seconds per step")
     axis.legend(ncols=3, loc="upper right", handlelength=1, columnspacing=1)
+
+
+def mean_seconds(rows: list[dict], phase: str) -> float:
+    """Returns what a phase takes in a step, the mean of some."""
+    return sum(float(row.get(f"seconds/{phase}") or 0) for row in rows) / len(rows)

@@ -338,6 +338,11 @@ class Folder:
         """Returns the defaults of the keys when the run began; None where none are kept."""
         return self.read().get("defaults")
 
+    @property
+    def begun(self) -> str:
+        """When the first attempt started; `begin` knows it."""
+        return str(self.attempts[0].get("start"))
+
     def read(self) -> dict:
         """Returns run.json; {} where there is none.
 

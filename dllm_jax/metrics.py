@@ -182,7 +182,7 @@ class Writer:
         if self.paces:
             # The median, as the first step compiles and some evaluate.
             left = int(statistics.median(self.paces) * (self.total - step))
-            parts.append(f"left {left // 60}:{left % 60:02d}")
+            parts.append(f"left {clock(left)}")
         return "  ".join(parts)
 
     def close(self) -> None:
@@ -191,6 +191,16 @@ class Writer:
             self.bar.close()
             if self.trackers:
                 self.trackers.close()
+
+
+def clock(seconds: int) -> str:
+    """Returns a time as people read it: 5:09, 3:05:09 or 2d 3:05:09."""
+    hours, rest = divmod(seconds, 3600)
+    minutes = f"{rest // 60}:{rest % 60:02d}"
+    if not hours:
+        return minutes
+    days = f"{hours // 24}d " if hours >= 24 else ""
+    return f"{days}{hours % 24}:{minutes:0>5}"
 
 
 def row_of(step: int, values: dict[str, float | None]) -> dict:

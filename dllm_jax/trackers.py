@@ -32,6 +32,7 @@ class Run:
     folder: pathlib.Path
     next_step: int  # what it knows of this step and later ones is not true any more
     config: dict  # flat
+    begun: str  # when its first attempt started
 
     @property
     def name(self) -> str:
@@ -40,8 +41,13 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The same whenever the run in this folder goes on."""
-        return hashlib.sha1(str(self.folder.absolute()).encode()).hexdigest()[:12]
+        """The same whenever the run in this folder goes on.
+
+        Another one of that name, once this is removed, is no part of it: what a service has
+        of its steps would stay, or be mixed with the new ones.
+        """
+        told = f"{self.folder.absolute()} {self.begun}"
+        return hashlib.sha1(told.encode(errors="replace")).hexdigest()[:12]
 
 
 class TensorBoard:

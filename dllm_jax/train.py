@@ -29,7 +29,7 @@ from dllm_jax import (
     trackers,
 )
 from dllm_jax.folder import Folder
-from dllm_jax.rl import best, guard, heldout, networks, rewards
+from dllm_jax.rl import best, guard, heldout, networks, rewards, rollout
 from dllm_jax.rl.step import StepBatches
 from dllm_jax.viewer import leave
 
@@ -131,6 +131,8 @@ class Training:
         self.pending = bool(problems) and meta.get("pending", start == 0)
         self.row = rows.pop(start, {}) if self.pending else {}
         self.resolved = dataclasses.asdict(here.cfg)
+        if here.main:
+            rollout.cut(here.folder, start)
         self.writer = metrics.Writer(
             here.folder,
             source.steps,
@@ -140,7 +142,9 @@ class Training:
             pending=self.pending,
             trackers=lambda next_step: trackers.Trackers(
                 here.boards,
-                trackers.Run(here.folder, next_step, config.flat(self.resolved)),
+                trackers.Run(
+                    here.folder, next_step, config.flat(self.resolved), here.run.begun
+                ),
             ),
         )
         self.watch = guard.Guard(

@@ -125,6 +125,27 @@ def test_the_seconds_of_a_step_are_a_bar(count):
     assert not any("." in x for x in ticks)
 
 
+def test_what_20_000_steps_tell_can_be_seen():
+    """A mean that is a line and no band, and bars that a pixel has room for."""
+    rows = [
+        {
+            "step": step,
+            "reward": float(step % 2 + step % 3),
+            "seconds/rollout": step % 2,
+        }
+        for step in range(1, 20_001)
+    ]
+    figure = curves.figure_of(plt, rows)
+    reward, seconds = figure.axes
+    _, mean = (line.get_ydata() for line in reward.lines)
+    (bars,) = (x.get_paths()[0].vertices for x in seconds.collections)
+    plt.close(figure)
+    assert max(abs(y - 1.5) for y in mean[200:-200]) < 0.01
+    tops = {y for x, y in bars if 1 < x < 19_999}
+    assert len(bars) < 5 * curves.BARS and tops == {0, 0.5}
+    assert max(x for x, _ in bars) == 20_000.5
+
+
 def test_whole_numbers_of_any_size_are_seconds(tmp_path):
     rows = [{"step": step, "seconds/rollout": 2**70} for step in (1, 2)]
     curves.draw(rows, tmp_path / "x.png")

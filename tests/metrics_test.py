@@ -203,6 +203,18 @@ def test_time_left_follows_the_recent_pace(tmp_path, clock):
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("pace", "says"),
+    [(35.999, "59:59"), (36, "1:00:00"), (864, "1d 0:00:00"), (36_900, "42d 17:00:00")],
+)
+def test_the_time_left_of_a_long_run_is_of_hours_and_days(tmp_path, clock, pace, says):
+    writer = metrics.Writer(tmp_path, 101, 0)
+    clock[0] += pace
+    writer.write(1, {})
+    assert writer.line(1, {}).endswith(f"  left {says}")
+    writer.close()
+
+
 def test_a_silent_process_writes_nothing(tmp_path, capsys):
     writer = metrics.Writer(tmp_path / "run", 10, 0, enabled=False)
     writer.write(1, {"reward": 1.0})

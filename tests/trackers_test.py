@@ -17,7 +17,8 @@ from dllm_jax import metrics, trackers
 
 def run_of(folder) -> trackers.Run:
     """Returns a run that goes on after step 2."""
-    return trackers.Run(pathlib.Path(folder), 3, {"seed": 1, "model.path": "x" * 900})
+    config = {"seed": 1, "model.path": "x" * 900}
+    return trackers.Run(pathlib.Path(folder), 3, config, "2026-01-01T00:00:00+00:00")
 
 
 class Fake(types.ModuleType):
@@ -73,6 +74,17 @@ def test_each_is_told_the_run_and_its_steps(calls, tmp_path):
     assert wandb["id"] == run_of(tmp_path).id != run_of(tmp_path / "x").id
 
 
+def test_a_run_in_the_place_of_one_that_was_removed_is_another(calls, tmp_path):
+    """Else Trackio mixes the steps of both, and W&B drops those that it has."""
+    for begun, step in (("monday", 0), ("monday", 3), ("tuesday", 0)):
+        run = trackers.Run(tmp_path, step, {}, begun)
+        trackers.Trackers(["wandb", "trackio"], run).close()
+    told = [kwargs for name, _, kwargs in calls if name == "init"]
+    for names in ([k["id"] for k in told[::2]], [k["name"] for k in told[1::2]]):
+        first, goes_on, another = names
+        assert first == goes_on != another
+
+
 def of_mlflow(folder, calls) -> dict:
     """Returns what MLflow's database says of each step."""
     rows = sqlite3.connect(folder / "mlflow.db").execute(
@@ -118,7 +130,7 @@ def test_what_is_told_can_be_read_again(name, request, tmp_path, monkeypatch, ca
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     many = {f"a.key{i}": i for i in range(150)} | {"empty": "", "tuple": (1, 2)}
     for first in (3, 4):  # a run, and the same one when it goes on
-        run = trackers.Run(tmp_path, first, many)
+        run = trackers.Run(tmp_path, first, many, "2026")
         live = trackers.Trackers([name], run)
         live.log(first, {"reward": 0.5, "pass@1": 1.0, "kl": math.nan})
         assert [*live.live] == [name]
@@ -237,7 +249,7 @@ def test_tensorboard_shows_the_last_word_on_each_step(tmp_path, monkeypatch):
     """An attempt killed after step 4, one whose last step is evaluated again, one more."""
 
     def made(first):
-        return trackers.Trackers(["tensorboard"], trackers.Run(tmp_path, first, {}))
+        return trackers.Trackers(["tensorboard"], trackers.Run(tmp_path, first, {}, ""))
 
     attempts = [(0, False, [1, 2, 3, 4]), (2, False, [3, 4]), (4, True, [4, 5])]
     for number, (done, pending, steps) in enumerate(attempts):

@@ -119,12 +119,23 @@ def as_reference(policy, like):
 
     policy: its trained parameters, which may be donated then. like: abstract_reference.
     """
+    places, tree = jax.tree.flatten(like)
+    copy = copier(tree, tuple((x.dtype, x.sharding) for x in places))
+    return copy({name: policy[name] for name in like})
+
+
+@functools.cache
+def copier(tree, places):
+    """Returns a program that copies a tree; places: each leaf's (dtype, sharding)."""
 
     def copied(params):
-        return jax.tree.map(lambda x, to: jnp.copy(x).astype(to.dtype), params, like)
+        leaves = tree.flatten_up_to(params)
+        copies = [
+            jnp.copy(x).astype(to) for x, (to, _) in zip(leaves, places, strict=True)
+        ]
+        return tree.unflatten(copies)
 
-    places = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(copied, out_shardings=places)({name: policy[name] for name in like})
+    return jax.jit(copied, out_shardings=tree.unflatten([at for _, at in places]))
 
 
 def check_value(path: str, model: ModelConfig) -> None:

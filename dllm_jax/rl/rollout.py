@@ -322,6 +322,18 @@ def write(
         path.write_text("".join(lines))
 
 
+def cut(folder: pathlib.Path, step: int) -> None:
+    """Removes the samples of steps beyond one, which a killed run has left.
+
+    They may not be taken again: the run may end before, by its patience or by rl.steps.
+    """
+    with room(folder):
+        for path in (folder / "samples").glob("step_*.jsonl"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
+
+
 def spread(group_n, count: int) -> list[int]:
     """Returns `count` indices in order: the first of each group, then the second of each."""
     seen = collections.Counter()

@@ -23,5 +23,5 @@ def after_run(run: pathlib.Path, tok, say) -> None:
     except Exception as error:  # noqa: BLE001 (as a tokenizer may raise anything)
         warn(f"no page of samples: {error}")
         return
-    say(table.of_rows(file.rows[:8], width=100))
+    say(table.of_rows(file.rows[:8]))
     say(f"how they were written: {run / 'trace.html'}")

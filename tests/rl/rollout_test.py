@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import data, exits, sharding
+from dllm_jax.models.config import ModelConfig
 from dllm_jax.rl import noise, rollout
 from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.sampling import answers, state
@@ -25,7 +26,7 @@ class Fake(answers.Batches):
     """Batches that answer row b with its prompt's first token, keeping their calls."""
 
     def __init__(self, mesh):
-        super().__init__(model=None, cfg=CFG, mesh=mesh)
+        super().__init__(model=ModelConfig(vocab=9), cfg=CFG, mesh=mesh)
         self.calls = []
 
     def trace(self, s: Trace) -> Trace:
@@ -364,6 +365,18 @@ def test_records_tell_of_rollouts_what_these_tell_themselves(mesh):
     read = rollout.of_records(json.loads(json.dumps(records)))
     assert rollout.summary(read) == rollout.summary(got)
     assert rollout.passed(read, 2) == rollout.passed(got, 2)
+
+
+def test_samples_beyond_the_last_step_that_is_done_are_cut(tmp_path):
+    """Of a run that was killed, and that may end now before it takes these steps again."""
+    rollout.cut(tmp_path, 0)  # there are none
+    (tmp_path / "samples").mkdir()
+    names = [f"step_{step:06d}.jsonl" for step in (2, 9, 10, 11, 1_000_000)]
+    for name in (*names, "step_best.jsonl"):  # of the user's
+        (tmp_path / "samples" / name).touch()
+    rollout.cut(tmp_path, 10)
+    left = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert left == [*names[:3], "step_best.jsonl"]
 
 
 def test_samples_tell_the_advantages_of_what_is_learned_from(mesh, tmp_path):

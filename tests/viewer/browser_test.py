@@ -460,6 +460,30 @@ def test_the_number_of_the_last_step_is_inside_of_its_chart(opened, run):
         assert "100\u202f000" in view.js("return document.body.innerText")
 
 
+def test_what_20_000_steps_tell_can_be_seen(opened, run):
+    """A mean that is a line and no band, both extremes of each bar, and few elements."""
+    rows = [
+        {"step": step, "kl": step % 2 + (step == 7_777), "seconds/rollout": step % 2}
+        for step in range(1, 20_001)
+    ]
+    write(run / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(run)])) as view:
+        heights = view.js(
+            "return [...document.querySelectorAll('.chart path[d]')].slice(1, 3)"
+            ".map(x => x.getAttribute('d').match(/[\\d.]+(?=L|$)/g).map(Number))"
+        )
+        raw, mean = map(np.array, heights)
+        assert len(raw) == len(mean) == 1000  # two of each of 500 bars
+        assert (raw == raw.min()).sum() == 1 and np.ptp(mean[20:-20]) < 1
+        bars = view.js(
+            "return [...document.querySelectorAll('.time rect')].map(x => x.textContent)"
+        )
+        told = "mean of steps 7\u202f761 to 7\u202f800: rollout 0.500 s of 0.500 s"
+        assert len(bars) == 500 and bars[194] == told
+        text = view.js("return document.querySelector('.time').textContent")
+        assert "10\u202f000 s in 20\u202f000 steps" in text
+
+
 def test_a_metric_that_moves_by_rounding_alone_has_a_scale(opened, run):
     metrics = {"accuracy": (0.1, 0.1 + 2**-56), "kl": (-0.7, -0.7 - 2**-53)}
     metrics |= {"response_length": (16.0, 16.0 + 2**-48), "entropy": (1 / 3, 1 / 3)}

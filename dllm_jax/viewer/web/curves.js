@@ -2,6 +2,7 @@
 
 const WIDE = 330, HIGH = 150, LEFT = 42, BOTTOM = 18, TOP = 6, RIGHT = 6;
 const FEW = 30; // points that are drawn one by one
+const BARS = 500; // of a chart; of more steps several share one
 const FLAT = 1e-4; // of a value: what moves less is drawn as what does not move
 const DIGIT = 6.5; // pixels of a digit of an axis, or more
 const HUES = 6; // .line0 to .line5; further lines are dashed, and then dotted
@@ -26,8 +27,21 @@ function tickText(t) {
 }
 
 function running(values) {
-  const half = Math.min(Math.floor(values.length / 20) + 1, 8);
+  // Of a long run's steps a pixel has many: the mean of a few would fill its chart.
+  const half = Math.max(Math.min(Math.floor(values.length / 20) + 1, 8), Math.floor(values.length / 200));
   return values.map((_, i) => mean(values.slice(Math.max(i - half, 0), i + half + 1)));
+}
+
+// The numbers of the points that are drawn: of those that share a bar the least and the largest.
+function extremes(values) {
+  const size = Math.ceil(values.length / BARS);
+  if (size < 3) return [...values.keys()];
+  const firsts = [...values.keys()].filter((i) => i % size === 0);
+  return firsts.flatMap((first) => {
+    const bar = [...values.slice(first, first + size).keys()].map((i) => first + i);
+    bar.sort((i, j) => values[i] - values[j]);
+    return [bar[0], bar.at(-1)].sort((i, j) => i - j);
+  });
 }
 
 class Chart {
@@ -96,9 +110,9 @@ class Chart {
   }
 
   curve({ points }, name) {
-    const path = (values) => points.map(([step], i) =>
-      `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(values[i]).toFixed(1)}`).join("");
-    const values = points.map(([, y]) => this.scaled(y));
+    const values = points.map(([, y]) => this.scaled(y)), drawn = extremes(values);
+    const path = (heights) => drawn.map((i, k) =>
+      `${k ? "L" : "M"}${this.x(points[i][0]).toFixed(1)} ${this.y(heights[i]).toFixed(1)}`).join("");
     if (points.length > FEW) {
       return svg("g", { class: name }, svg("path", { class: "raw", d: path(values) }),
         svg("path", { d: path(running(values)) }));
@@ -130,22 +144,28 @@ class Chart {
 
 // The seconds of each step, its phases on top of each other, and each phase's share.
 function timeChart({ names, steps, seconds }) {
-  const totals = seconds.map((row) => row.reduce((a, b) => a + b, 0));
+  const size = Math.ceil(steps.length / BARS);
+  const firsts = [...steps.keys()].filter((i) => i % size === 0);
+  const lastOf = (i) => Math.min(i + size, steps.length) - 1;
+  const bars = firsts.map((i) => names.map((_, k) => mean(seconds.slice(i, lastOf(i) + 1).map((row) => row[k]))));
+  const titles = firsts.map((i) => (i === lastOf(i) ? `step ${grouped(steps[i])}`
+    : `mean of steps ${grouped(steps[i])} to ${grouped(steps[lastOf(i)])}`));
+  const totals = bars.map((row) => row.reduce((a, b) => a + b, 0));
   // The first step compiles, and would hide the others.
   const sorted = [...totals].sort((a, b) => a - b);
   const high = 1.25 * sorted[Math.floor(0.97 * (sorted.length - 1))] || 1;
-  const wide = 1000, tall = 150, width = wide / steps.length, gap = steps.length < 200 ? 0.15 * width : 0;
-  const rects = seconds.flatMap((row, i) => {
+  const wide = 1000, tall = 150, width = wide / bars.length, gap = bars.length < 200 ? 0.15 * width : 0;
+  const rects = bars.flatMap((row, i) => {
     let below = 0;
     return row.map((x, k) => {
       const height = (Math.min(below + x, high) - Math.min(below, high)) / high * tall;
       const y = tall - Math.min(below, high) / high * tall - height;
       below += x;
       return svg("rect", { class: `phase phase${k}`, x: i * width + gap / 2, y, width: width - gap, height },
-        svg("title", {}, `step ${grouped(steps[i])}: ${names[k]} ${short(x)} s of ${short(totals[i])} s`));
+        svg("title", {}, `${titles[i]}: ${names[k]} ${short(x)} s of ${short(totals[i])} s`));
     });
   });
-  const whole = totals.reduce((a, b) => a + b, 0);
+  const whole = seconds.flat().reduce((a, b) => a + b, 0);
   const shares = names.map((name, k) => {
     const sum = seconds.reduce((a, row) => a + row[k], 0);
     return el("span", {}, el("i", { class: `key phase${k}` }), `${name} `, el("b", {}, percent(sum / (whole || 1))));
@@ -156,6 +176,6 @@ function timeChart({ names, steps, seconds }) {
     svg("svg", { viewBox: `0 0 ${wide} ${tall}`, preserveAspectRatio: "none", role: "img",
       "aria-label": "Seconds of each step" }, rects),
     el("p", { class: "quiet ends" }, el("span", {}, `step ${grouped(steps[0])}`),
-      over ? el("span", {}, `${count(over, "step")} above ${short(high)} s cut off`) : null,
+      over ? el("span", {}, `${count(over, size > 1 ? "bar" : "step")} above ${short(high)} s cut off`) : null,
       el("span", {}, `step ${grouped(steps.at(-1))}`)));
 }
