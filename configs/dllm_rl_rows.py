@@ -107,6 +107,8 @@ def dataset(leaf: str) -> Row:
     """Returns the row of a key that names a file of data/, if it names one."""
 
     def make(value, key, raw) -> Row:
+        if type(value) is list:
+            raise ValueError(f"{key}={shown(value)}: needs one name, as theirs does")
         return Row(leaves={leaf: None if value is None else f"data/{value}.json"})
 
     return Row(make=make)

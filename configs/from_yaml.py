@@ -116,7 +116,7 @@ def translate(raw: dict) -> tuple[dict, dict]:
 
 
 def refuse_unfit(key: str, value, leaves: dict, known: dict):
-    """Raises ValueError naming a key whose value only a conversion would make a number.
+    """Raises ValueError naming a key whose value only a conversion would make fit its leaf.
 
     known: the defaults of all leaves.
     """
@@ -126,6 +126,8 @@ def refuse_unfit(key: str, value, leaves: dict, known: dict):
             whole(made, key)
         if kind is float and isinstance(made, bool):
             raise ValueError(f"{key}={shown(value)} is no number")
+        if kind is str and isinstance(made, list):
+            raise ValueError(f"{key}={shown(value)} is no text")
 
 
 # ---- The config file ---------------------------------------------------------------------
@@ -166,6 +168,11 @@ def notes(reasons: dict) -> list[str]:
     return lines
 
 
+def quoted(text: str) -> str:
+    """Returns a text as it stands in a docstring: a value of the file may end one."""
+    return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+
+
 def ported(path: str) -> str:
     """Returns a config file that does what a YAML file of dLLM-RL does.
 
@@ -181,13 +188,13 @@ def ported(path: str) -> str:
     entry = "eval" if kind_of(raw) == "eval" else "train"
     return "\n".join(
         [
-            f'"""{pathlib.Path(path).name} of dLLM-RL, translated.',
+            f'"""{quoted(pathlib.Path(path).name)} of dLLM-RL, translated.',
             "",
             f"    python -m dllm_jax.{entry} --config=FILE",
             "",
             "Its keys without effect here, or with another:",
             "",
-            *(notes(reasons) or [""]),
+            *map(quoted, notes(reasons) or [""]),
             '"""',
             "",
             "from dllm_jax import config",

@@ -403,6 +403,12 @@ def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
     """
     compatible.check_groups(cfg)
     rl, batch, lines = cfg.rl, cfg.batch, []
+    if cfg.method == "sft" and cfg.sampler.guidance and cfg.noise.guided:
+        # A loss of guided logits would teach that the answers are unlikely behind the blank
+        # prompt.
+        unguided = dataclasses.replace(cfg.noise, guided=False)
+        cfg = dataclasses.replace(cfg, noise=unguided)
+        lines.append("noise.guided=False: sampler.guidance is for evaluations in SFT")
     shown = layout.of(model, cfg.sampler, cfg.noise, cfg.objective)
     noise.check(cfg.noise, shown)
     reason = selection.refused(cfg.sampler, model.attention)
@@ -614,12 +620,18 @@ def plain(value):
 
 
 def unknown(name: str, known: list[str]) -> str:
-    """Returns the message for a key that does not exist, with the nearest that does."""
+    """Returns the message for a key that does not exist, with the nearest that do.
+
+    Those are of another section, if they have its last name there.
+    """
     inside = [key for key in known if key.startswith(f"{name}.")]
     if inside:
         return f"config key {name!r} is a section: set its keys, such as {inside[0]!r}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown config key {name!r}; the nearest is {near[0]!r}"
+    last = name.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    near = difflib.get_close_matches(name, same or known, 3 if same else 1, 0.0)
+    found = " or ".join(map(repr, near))
+    return f"unknown config key {name!r}; the nearest is {found}"
 
 
 def keeping(cfg: Config, defaults: dict | None) -> tuple[Config, list[str]]:

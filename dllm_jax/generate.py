@@ -242,7 +242,8 @@ def prompt_ids(row: dict, tok, vocab: int, shown=None) -> list[int]:
     if tok is None:
         raise ValueError("the model has no tokenizer, so each needs prompt_ids")
     if "messages" in row:
-        return data.check_known(data.render(tok, row["messages"], shown), vocab)
+        messages = data.messages_of(row, tok)
+        return data.check_known(data.render(tok, messages, shown), vocab)
     if (question := question_of(row)) is not None:
         return data.check_known(turn(tok, question, shown), vocab)
     raise ValueError(
@@ -369,14 +370,19 @@ class Terminal:
 
     def __init__(self, out: str | None):
         self.path = out or "the terminal"
-        self.file = open(out, "a") if out else sys.stdout  # noqa: SIM115
+        self.file = sys.stdout
+        if out:
+            self.file = open(out, "a", encoding="utf-8")  # noqa: SIM115
+        # A character that the terminal's encoding lacks becomes \xe9 there, which is no JSON.
+        known = (getattr(self.file, "encoding", None) or "utf-8").lower()
+        self.ascii = not known.startswith("utf")
 
     def begin(self, total: int) -> None:
         """Does nothing: all are answered."""
 
     def add(self, line: dict) -> None:
         """Writes an answer."""
-        text = json.dumps(line, ensure_ascii=False)
+        text = json.dumps(line, ensure_ascii=self.ascii)
         with exits.room(self.path, len(text)):
             try:
                 print(text, file=self.file, flush=True)

@@ -34,7 +34,7 @@ def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
         raise ValueError(f"{named}: a folder; name a file in it")
     if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
         raise ValueError(f"{named}: no such file")
-    kind, hint = pathlib.Path(file.name.removesuffix(".gz")).suffix, ""
+    kind, hint = pathlib.Path(file.name.lower().removesuffix(".gz")).suffix, ""
     if kind not in ENDINGS and file.is_file():
         hint = f"; .jsonl, .json and .parquet are read: convert this {kind} to one"
     try:
@@ -136,8 +136,16 @@ def finite(written: str) -> float:
 
 
 def of_list(data: bytes) -> list:
-    """Returns the items of a .json file; raises ValueError if it is not one list."""
-    rows = of_json(decoded(data), once)
+    """Returns the items of a .json file; raises ValueError if it is not one list.
+
+    Nor lines of records, to which many give this name.
+    """
+    try:
+        rows = of_json(decoded(data), once)
+    except ValueError as error:
+        if "Extra data" in str(error):
+            return of_lines(data)
+        raise
     if type(rows) is not list:
         raise ValueError("a .json file must hold a list of records")
     return rows

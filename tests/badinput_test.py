@@ -293,7 +293,7 @@ TOGETHER = """
     data.question=nothing no field 'nothing', it has ['answer', 'question', 'response']; data.question names
     data.answer=anwser did you mean 'answer'?; data.answer names the field
     data.train=MATH_train.json python -m dllm_jax.data get math_train downloads
-    data.train= no such file
+    data.train= data.train is empty: name the file
     data.heldout=nothing.jsonl 'nothing.jsonl': no such file
 """
 

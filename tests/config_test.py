@@ -191,6 +191,8 @@ def test_an_unknown_key_in_a_file_is_named_with_the_nearest():
         ("--config.sampler.treshold=0.5", "sampler.threshold"),
         ("-config.model.pth=x", "model.path"),
         ("--noconfig.data.shufle", "data.shuffle"),
+        ("--config.lr=1e-5", "value_optim.lr' or 'policy_optim.lr'"),
+        ("--config.train.max_prompt=1", "sampler.max_prompt'"),
     ],
 )
 def test_an_unknown_flag_is_named_with_the_nearest(arg, nearest):
@@ -526,6 +528,19 @@ def test_the_program_chooses_a_row_that_holds_the_longest(leaves, attention, wid
     done, (line,) = config.chosen(cfg, model)
     assert 0 <= done.batch.tokens - width < 128 and done.batch.tokens % 128 == 0
     assert line.startswith(f"batch.tokens={done.batch.tokens}: ")
+    assert config.chosen(done, model) == (done, [])
+
+
+@pytest.mark.parametrize("method", ["rl", "sft"])
+def test_examples_are_learned_without_guidance(method):
+    leaves = {"sampler__guidance": 1.5, "sampler__blank": (5,), "batch__tokens": 2048}
+    cfg = config.freeze(changed(method=method, rl__trusted_gap=0.0, **leaves))
+    model = ModelConfig(attention="full", dtype=cfg.model.dtype)
+    done, lines = config.chosen(cfg, model)
+    assert done.noise.guided == (method != "sft")
+    assert [line.split(":")[0] for line in lines] == (
+        ["noise.guided=False"] if method == "sft" else []
+    )
     assert config.chosen(done, model) == (done, [])
 
 
@@ -985,6 +1000,14 @@ def test_what_training_does_not_read_is_told():
         (
             {"noise__lower": 0.2, "noise__kind": "bernoulli", "rl__value": "none"},
             "",
+        ),
+        (
+            {"noise__upper": 0.7},
+            "noise.upper=0.7 is not read, as noise.kind is 'trace'",
+        ),
+        (
+            {"rl__filter": "varied", "rl__min_solved": 0.1},
+            "rl.min_solved=0.1 is not read",
         ),
         ({"reward__chunk": 8}, "reward.chunk=8 is not read, as reward.split is 'none'"),
         ({"rl__gamma": 0.9, "rl__value": "none"}, "rl.gamma=0.9 is not read, as rl.va"),

@@ -10,6 +10,7 @@ import warnings
 import hypothesis
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -195,6 +196,21 @@ def test_render_without_a_template_is_an_error(tok):
         data.render(bare, [{"role": "user", "content": "1+2"}])
 
 
+def test_a_prompt_without_a_token_is_an_error(tmp_path, tok):
+    """It would be answered as a prompt that was left out: by nothing."""
+    tok = copy.deepcopy(tok)
+    tok.chat_template = "\n"
+    with pytest.raises(ValueError, match="no tokens.*its chat template writes"):
+        data.render(tok, [{"role": "user", "content": "1+2"}])
+    ones = tokenizers.Tokenizer(tokenizers.models.BPE({"1": 0}, []))
+    path = write(tmp_path / "x.jsonl", {"question": "2", "answer": "2"})
+    raw = dataclasses.replace(CFG, raw=True)
+    with pytest.raises(
+        ValueError, match="record 1: no token is made of its prompt: '2'"
+    ):
+        data.problems(path, type(tok)(tokenizer_object=ones), raw, MATH)
+
+
 def test_problems_fill_the_template(tmp_path, tok):
     path = write(tmp_path / "x.jsonl", {"question": "1+2", "answer": 3})
     cfg = dataclasses.replace(CFG, template="{question}= {x}?")
@@ -302,6 +318,45 @@ def test_examples_of_conversations(tmp_path, tok):
             data.examples(path, tok, CFG, **FORM)
 
 
+TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{% for m in messages %}"
+    "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "tool_calls"])
+@pytest.mark.parametrize("text", ["7", ""])
+def test_an_answer_that_is_more_than_its_text_is_refused(
+    tmp_path, tok, monkeypatch, name, text
+):
+    """The template would write it, and nothing would learn it."""
+    asked = {"role": "user", "content": "3+4"}
+    more = {"role": "assistant", "content": text, name: "12"}
+    plain = {"role": "assistant", "content": "7", name: None, "weight": 1}
+    rows = {
+        "messages": {"messages": [asked, more, asked, plain]},
+        "chosen": {"prompt": "3+4", "chosen": [plain], "rejected": "8"},
+    }
+    monkeypatch.setattr(tok, "chat_template", TOOLS)
+    for kind, row in rows.items():
+        pairs = kind == "chosen"
+        path = write(tmp_path / "a.jsonl", row)
+        data.examples(path, tok, CFG, **FORM, pairs=pairs)
+        path = write(tmp_path / "a.jsonl", row | {kind: [*row[kind][:-1], more]})
+        if text or not pairs:
+            with pytest.raises(ValueError, match=f"only the content.*{name}"):
+                data.examples(path, tok, CFG, **FORM, pairs=pairs)
+
+
+def test_tools_that_no_prompt_shows_are_refused(tmp_path, tok, monkeypatch):
+    turns = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
+    path = write(tmp_path / "a.jsonl", {"messages": turns, "tools": [{"name": "12"}]})
+    data.examples(path, tok, CFG, **FORM)  # this template tells of none
+    monkeypatch.setattr(tok, "chat_template", TOOLS)
+    with pytest.raises(ValueError, match="record 1: it has 'tools'"):
+        data.examples(path, tok, CFG, **FORM)
+
+
 def test_preferences_are_pairs(tmp_path, tok):
     def said(text):
         return [{"role": "assistant", "content": text}]
@@ -375,6 +430,18 @@ def test_examples_of_text_that_is_rendered_already(tmp_path, tok):
     assert tok.decode(answer[answer > 0]) == row["response"]  # no second end
 
 
+def test_a_prompt_without_chat_tokens_is_told_once(tmp_path, tok, capsys):
+    """`generate` and DPO take it for what the user says; here it is written by its author."""
+    tok = copy.deepcopy(tok)
+    chat = "<|im_start|>user\n3+4<|im_end|>\n<|im_start|>assistant\n"
+    for prompts, told in (([chat], 0), ([chat, "3+4", "12"], 1), ([34], 0)):
+        rows = [{"prompt": x, "response": "7"} for x in prompts]
+        data.examples(write(tmp_path / "x.jsonl", *rows), tok, CFG, **FORM)
+        said = capsys.readouterr().err
+        assert said.count("without the chat template: '3+4'") == told
+        assert said.count("warning") == told
+
+
 @pytest.mark.parametrize(("post_num", "pads"), [(-1, 2), (0, 0), (1, 1), (5, 5)])
 def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
     path = write(tmp_path / "x.jsonl", {"prompt": "1+1", "response": "12"})
@@ -395,6 +462,20 @@ def test_pads_go_to_the_end_of_the_samplers_block(tmp_path, tok, full, pads):
     # No pad is beyond the canvas.
     got, _ = data.examples(path, tok, CFG, full=True, **FORM | {"slots": 6})
     assert int(got.len_B[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "post_num", "pads"),
+    [(9, -1, 0), (2, -1, 2), (0, -1, 2), (9, 3, 0), (2, 3, 3)],
+)
+def test_no_pads_are_learned_after_an_answer_that_was_cut(
+    tmp_path, tok, last, post_num, pads
+):
+    """Its limit ended it, as `generate` may leave one: 6 tokens, in blocks of 4."""
+    row = {"prompt_ids": [5, 6, 7], "response_ids": [8, 8, last]}
+    cfg = dataclasses.replace(CFG, post_num=post_num)
+    got, _ = data.examples(write(tmp_path / "x.jsonl", row), tok, cfg, **FORM)
+    assert int(got.len_B[0]) == 3 + pads
 
 
 @pytest.mark.parametrize("blank", ["", " \n"])
@@ -499,10 +580,11 @@ def test_held_out_files_have_commas_between_or_in_their_name(tmp_path):
         ("a:nan,b", "'a:nan' is no FILE:WEIGHT"),
         ("a,,b", "'' is no FILE:WEIGHT"),
         ("a:1,a:2", "'a' stands twice"),
+        ("", "is empty: name the file"),
     ],
 )
 def test_weights_that_make_no_sense(spec, says):
-    with pytest.raises(ValueError, match="data.train=.*" + says):
+    with pytest.raises(ValueError, match="data.train.*" + says):
         data.mixture(spec)
 
 

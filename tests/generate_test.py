@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -669,6 +670,17 @@ def test_a_reader_that_has_enough_ends_the_command(monkeypatch):
         with pytest.raises(SystemExit) as ended:
             generate.Terminal(None).add({"text": "2"})
     assert not ended.value.code
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_lines_are_json_in_whatever_the_output_writes(monkeypatch, encoding):
+    """A terminal's errors would be spelled as JSON spells nothing."""
+    taken = io.BytesIO()
+    out = io.TextIOWrapper(taken, encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", out)
+    line = {"text": "\xe9 \u4e00 \U0001f600"}
+    generate.Terminal(None).add(line)
+    assert json.loads(taken.getvalue().decode(encoding)) == line
 
 
 def test_a_folder_that_takes_nothing_beside_the_answers_is_refused(

@@ -14,6 +14,7 @@ from dllm_jax import records
 ROWS = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b\U0001f600"}]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 TEXTS = {"x.jsonl": "\n".join([*LINES, ""]), "x.json": f"[{', '.join(LINES)}]"}
+TEXTS |= {"lines.json": TEXTS["x.jsonl"], "X.JSON": TEXTS["x.json"]}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -98,6 +99,7 @@ def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch
         ("x.json", "[]", "it is empty"),
         ("x.json", '{"a": 1}', "must hold a list of records"),
         ("x.json", '[{"a": 1}', r"x.json': not JSON"),
+        ("x.json", '{"a": 1}\n{"a": 1', r"x.json', line 2: not JSON"),
         (
             "x.csv",
             "a,b\n1,2\n",

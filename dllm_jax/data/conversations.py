@@ -10,13 +10,16 @@ from dllm_jax.data.prompts import (
     DataConfig,
     Looker,
     ask,
+    by_template,
     check_known,
     conversation,
     field,
     ids_of,
+    messages_of,
     of_record,
     render,
     text,
+    warn_bare,
 )
 
 STEPS = 2**30  # those of a trace are below it
@@ -55,16 +58,20 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         prompt = prompt if shown is None else shown.sampled(prompt)
         return prompt, [answer] if answer else []  # `generate` had no room for some
     if "messages" in row:
-        *before, last = conversation(row["messages"])
+        *before, last = messages_of(row, tok)
         if last["role"] != "assistant":
             raise ValueError("the last message is not the assistant's")
         if not before:
             raise ValueError("no message stands before the assistant's, to be answered")
-        return render(tok, before, shown), said(last["content"])
+        prompt = render(tok, before, shown)
+        refuse_unlearned(tok, before, last)
+        return prompt, said(last["content"])
     if "prompt" not in row or cfg.question in row:
         prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)
     elif shown is None:
-        prompt = ids_of(tok, text(row, "prompt"))
+        written = text(row, "prompt")
+        warn_bare(tok, written)
+        prompt = ids_of(tok, written)
     else:
         prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
     if shown is not None and shown.plain:  # a caption, which an image answers
@@ -72,6 +79,23 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
             raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
         return prompt, [list(shown.answer)]
     return prompt, said(text(row, cfg.response, "data.response"))
+
+
+def refuse_unlearned(tok, before: list[dict], last: dict) -> None:
+    """Raises ValueError where an answer is more than its content: tool calls, reasons.
+
+    That is what the chat template writes of a message's other fields, if it reads them.
+    """
+    bare = {name: last[name] for name in ("role", "content")}
+    more = [name for name in last if last[name] and name not in bare]
+    if not (more and tok.chat_template):
+        return
+    if by_template(tok, [*before, last]) != by_template(tok, [*before, bare]):
+        raise ValueError(
+            f"of the last message only the content is learned, and the chat template writes "
+            f"more of it: it has {', '.join(map(repr, more))}; write that into its content, "
+            "as the model is to say it"
+        )
 
 
 def said(answer: str) -> list[str]:
@@ -135,6 +159,8 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
                     "'prompt', which is all that is shown; make 'prompt' the list of them"
                 )
             given = last["content"] if last["role"] == "assistant" else None
+            if given is not None:
+                refuse_unlearned(tok, conversation(asked), last)
         if type(given) is not str or not given.strip():
             raise ValueError(
                 f"{name!r} is neither a text nor messages that end with the assistant's"
@@ -172,7 +198,8 @@ def examples(
 ):
     """Returns (Examples, how many records were empty or too long for `slots`, and left out).
 
-    A text gets the end token unless it has it, and pads after it (DataConfig.post_num).
+    A text gets the end token unless it has it, and pads after it (DataConfig.post_num). So do
+    ids that end with one; after those of an answer that was cut, pads would teach to stop there.
 
     end, pad, mask: the tokens; no answer has the mask. vocab: the model's ids are below it.
     block: positions of a block, with `full` attention counted from the answer's start;
@@ -200,7 +227,8 @@ def examples(
                         length(example) - first, cfg.post_num, block, traced=traced
                     )
                     count = max(min(count, free), 0)
-                    example = padded(example, count, pad=pad, traced=traced)
+                    if example.answer[-1] in (end, pad):  # a sampled one may be cut
+                        example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
         if candidates and max(map(length, candidates)) <= slots:

@@ -48,8 +48,11 @@ def read(path):
 
 
 def suffices(settings: dict, file: dict) -> bool:
-    """Returns whether tokenizer.json says all: settings are of tokenizer_config.json."""
-    added = {token["content"] for token in file["added_tokens"]}
+    """Returns whether tokenizer.json says all: settings are of tokenizer_config.json.
+
+    A token with a name is special, which transformers makes of one that the file calls plain.
+    """
+    added = {token["content"] for token in file["added_tokens"] if token["special"]}
     return (
         settings["tokenizer_class"] in CLASSES
         and settings.keys() <= {*IDLE, *NAMED}

@@ -63,8 +63,9 @@ class DataConfig:
     # Field with an image's path, or several; of a model that looks.
     image: str = "image"
     image_root: str = ""  # the folder that images must not leave; "": the dataset's
-    # SFT: pads to learn after an answer's end. -1: up to the end of its block, which a
-    # sampler meets whenever an answer ends inside one; none if the answer has a trace.
+    # SFT: pads to learn after an answer's end; none where sampled ids have none, but were
+    # cut. -1: up to the end of its block, which a sampler meets whenever an answer ends
+    # inside one; none if the answer has a trace.
     post_num: int = -1
     shuffle: bool = True
     seed: int = 0
@@ -223,6 +224,20 @@ def conversation(messages) -> list[dict]:
     return plain
 
 
+def messages_of(row: dict, tok) -> list[dict]:
+    """Returns the `conversation` of a record's messages.
+
+    Raises ValueError also for tools that the chat template would tell of: nothing gives them
+    to it.
+    """
+    if row.get("tools") and "tools" in str(tok.chat_template):
+        raise ValueError(
+            "it has 'tools', which no prompt shows here; write what they are into a system "
+            "message, and leave the field out"
+        )
+    return conversation(row["messages"])
+
+
 def content(given) -> str:
     """Returns the text of a message's content; raises ValueError if it has another kind."""
     if isinstance(given, str):
@@ -252,6 +267,11 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
     plain = shown is not None and shown.plain
     written = messages[-1]["content"] if plain else by_template(tok, messages)
     ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
+    if not ids:
+        raise ValueError(
+            f"its prompt has no tokens: tokenizer {str(tok.name_or_path)!r} makes none of "
+            f"{checks.shown(written)}, which its chat template writes"
+        )
     if tok.unk_token_id is not None and tok.unk_token_id in ids:
         warn_unknown(tok, written)
     return ids
@@ -302,23 +322,41 @@ def warn_unknown(tok, text: str) -> None:
     )
 
 
+def special_names(tok) -> list[str]:
+    """Returns the names of a tokenizer's special tokens, looked for once."""
+    if not hasattr(tok, "special_names"):
+        added = getattr(tok, "backend_tokenizer", None)
+        added = added.get_added_tokens_decoder() if added is not None else {}
+        tok.special_names = [x.content for x in added.values() if x.special]
+    return tok.special_names
+
+
 def warn_special(tok, question: str, mark: str = "") -> None:
     """Says, once for a tokenizer, which question has a special token by its name.
 
     It becomes that token, as everywhere: whoever asks may end the turn. mark: the text that
     stands for an image, which may have such a name.
     """
-    if not hasattr(tok, "special_names"):
-        added = getattr(tok, "backend_tokenizer", None)
-        added = added.get_added_tokens_decoder() if added is not None else {}
-        names = [token.content for token in added.values() if token.special]
-        tok.special_names = names
-    found = [name for name in tok.special_names if name != mark and name in question]
-    if found:
-        tok.special_names = []
+    found = [x for x in special_names(tok) if x != mark and x in question]
+    if found and not getattr(tok, "special_said", False):
+        tok.special_said = True
         warn(
             f"a question has {found[0]!r} in its text, which the model reads as that token: "
             f"{question[:200]!r}"
+        )
+
+
+def warn_bare(tok, prompt: str) -> None:
+    """Says, once for a tokenizer, that a prompt to learn from has no chat token.
+
+    Elsewhere `prompt` is what the user says; here it stands as it is.
+    """
+    bare = tok.chat_template and not any(x in prompt for x in special_names(tok))
+    if bare and not getattr(tok, "bare_said", False):
+        tok.bare_said = True
+        warn(
+            f"a 'prompt' has no chat token and is learned from as it is, without the chat "
+            f"template: {prompt[:200]!r}; data.question=prompt makes it the user's turn"
         )
 
 
@@ -476,6 +514,8 @@ def problems(
             prefix = "Prefix" if "prefix" not in row and "Prefix" in row else "prefix"
             begun = text(row, prefix) if "{prefix}" in cfg.template else ""
             prompt = ask(tok, cfg, question, begun, shown)
+            if not prompt:  # a tokenizer may know none of a text's characters
+                raise ValueError(f"no token is made of its prompt: {question[:200]!r}")
             problem = Problem(prompt, question, answer, row, begun=begun)
             try:
                 grader.check(problem)

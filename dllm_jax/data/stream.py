@@ -35,8 +35,11 @@ def mixture(spec: str) -> dict[str, float]:
     """Returns the weights of the files that data.train names, which sum to 1.
 
     "a.jsonl:3,b.jsonl:1"; a weight that is not said is 1. A name that is a file as it
-    stands is that one. Raises ValueError for weights that are none, or sum to 0.
+    stands is that one. Raises ValueError for no file, and for weights that are none, or sum
+    to 0.
     """
+    if not spec:
+        raise ValueError("data.train is empty: name the file of records to train on")
     if os.path.exists(spec) or not {",", ":"} & set(spec):
         return {spec: 1.0}
     weights = {}

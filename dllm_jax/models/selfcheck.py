@@ -108,6 +108,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     """Notes in `choice.verdicts` which kernels are right here; returns lines to print.
 
     kernels: model.kernels. folder: where the next start finds what was right; "": nowhere.
+    A run asks for each of its samplers: what is wrong in the widths of one is taken for none.
     Raises ValueError for a kernel that is wrong where kernels="platform" asks for it. The
     same in every process.
     """
@@ -137,7 +138,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     for op in ops:
         reason = looked.get(op, "")
         right = not sharding.anywhere(bool(reason))
-        choice.verdicts[op, here] = right
+        choice.verdicts[op, here] = right and choice.verdicts.get((op, here), True)
         told = f"{here}'s kernel of {op}: {reason or 'wrong in another process'}"
         if not right and kernels == "platform":
             raise ValueError(

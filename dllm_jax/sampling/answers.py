@@ -8,11 +8,12 @@ answerer has these two methods, and its callers know no others:
         Yields (i, Answer i) as answers end; prompt i draws from fold_in(key, i). A
         prompt that is empty or longer than `cfg.max_prompt` gets `state.no_answer`; the
         caller reports it. new: of each prompt, the most tokens of its answer, a text, 1 to
-        `cfg.max_new`; None: that for all. watch: called with (i, first position of its
-        present block, its Answer so far) after every forward, for those who show an
-        answer as it grows. stop: asked after every turn, which is at most `denoise.TURN` forwards,
-        and equally often in every process; once it says so no more answers come, and
-        the last to come are those that have ended.
+        `cfg.max_new`; None: that for all. Raises ValueError for token ids, and a
+        temperature, that the model cannot take, before any is begun. watch: called with (i,
+        first position of its present block, its Answer so far) after every forward, for
+        those who show an answer as it grows. stop: asked after every turn, which is at most
+        `denoise.TURN` forwards, and equally often in every process; once it says so no more
+        answers come, and the last to come are those that have ended.
     lower(params)
         Returns (the program that samples, lowered; the arrays that it keeps between
         calls, as shapes), for the memory plan. params: arrays, or their shapes with
@@ -35,6 +36,7 @@ from dllm_jax.sampling import denoise, policy, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.rows import traces
+from dllm_jax.sampling.scheduler import refuse
 from dllm_jax.sampling.state import Answer, SamplingState, Trace
 
 
@@ -83,6 +85,7 @@ class Batches:
         len_n = np.zeros(n, np.int32)
         for i, prompt in enumerate(prompts):
             if 0 < len(prompt) <= self.cfg.max_prompt:
+                refuse(prompt, temperature, self.model)
                 tokens_nT[i, : len(prompt)] = prompt
                 len_n[i] = len(prompt)
         for first in range(0, n, self.cfg.rows):

@@ -126,9 +126,13 @@ class Engine:
         for i, prompt in enumerate(prompts):
             if not fits[i]:
                 yield i, state.no_answer(self.cfg.slots)
-        for i, prompt in enumerate(prompts):
-            if fits[i]:
-                self.submit(prompt, index=i, temperature=temperature, new=new[i])
+        try:
+            for i, prompt in enumerate(prompts):
+                if fits[i]:
+                    self.submit(prompt, index=i, temperature=temperature, new=new[i])
+        except ValueError:  # none that came before waits for the next stream
+            self.scheduler.cancel_all()
+            raise
 
         def show(request, answer):
             watch(request.index, request.start, answer)

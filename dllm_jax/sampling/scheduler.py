@@ -61,6 +61,20 @@ class Admission:
     prefilling: set[tuple[int, bytes]]  # prompts on their way into pages: (shard, name)
 
 
+def refuse(prompt: list[int], temperature: float, model: ModelConfig):
+    """Raises ValueError for a temperature, or token ids, of which no draw would be one."""
+    vocab, needed = model.vocab + model.soft, None
+    if not (
+        math.isfinite(temperature) and checks.within(temperature, checks.TEMPERATURE)
+    ):
+        asked = checks.TEMPERATURE.replace("== ", "")
+        needed = f"temperature={temperature}: a number, {asked}"
+    elif not all(0 <= token < vocab for token in prompt):
+        needed = f"a prompt's token ids, here {prompt[:9]}...: in 0..{vocab - 1}"
+    if needed:
+        raise ValueError(f"a request needs {needed}")
+
+
 class Lease(NamedTuple):
     """The pages that a request begins with."""
 
@@ -122,21 +136,14 @@ class Scheduler:
 
     def check(self, prompt: list[int], index: int, temperature: float, new: int):
         """Raises ValueError for what is wrong with a request."""
-        vocab, needed = self.model.vocab + self.model.soft, None
+        refuse(prompt, temperature, self.model)
+        needed = None
         if new < 1:
             needed = f"new={new}: at least 1 token of answer"
-        elif not (
-            math.isfinite(temperature)
-            and checks.within(temperature, checks.TEMPERATURE)
-        ):
-            asked = checks.TEMPERATURE.replace("== ", "")
-            needed = f"temperature={temperature}: a number, {asked}"
         elif not checks.suits(index, int):
             needed = f"index={checks.shown(index)}: {checks.KINDS[int]}"
         elif index in self.asked:
             needed = f"index={index}: one that no other request has"
-        elif not all(0 <= token < vocab for token in prompt):
-            needed = f"a prompt's token ids, here {prompt[:9]}...: in 0..{vocab - 1}"
         if needed:
             raise ValueError(f"a request needs {needed}")
         most = self.cfg.slots - len(prompt) if self.policy.final else self.cfg.max_new

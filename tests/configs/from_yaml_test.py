@@ -1,5 +1,7 @@
 """dLLM-RL's YAML files, written from the facts about them, and what they become."""
 
+import ast
+import json
 import re
 import sys
 import types
@@ -605,6 +607,15 @@ def test_a_value_may_be_a_part_of_another(tmp_path):
     assert frozen(from_yaml.ported(path)).model.path == "/base/some"
 
 
+def test_a_value_does_not_end_the_docstring(tmp_path):
+    strange = '\\N"""'
+    change = f"evaluation.denoising_steps_per_block: {json.dumps(strange)}"
+    path = written(tmp_path, "x", but(trado, change))
+    told = from_yaml.ported(path)
+    assert frozen(told)
+    assert repr(strange) in ast.get_docstring(ast.parse(told))
+
+
 def test_dreams_ranks_have_a_temperature_where_the_strategy_is_static(tmp_path):
     change = "rollout.alg_temp: 0.5\nrollout.remasking_strategy: low_confidence_dynamic"
     path = written(tmp_path, "x", but(dream, change))
@@ -760,6 +771,12 @@ def test_evaluation(tmp_path):
         ("rollout.max_token: 2000.7", "rollout.max_token=2000.7 is no whole number"),
         ("training.shrink: true", "training.shrink=True is no whole number"),
         ("training.eps: true", "training.eps=True is no number"),
+        ("model.pretrained_model: [a, b]", r"pretrained_model=\['a', 'b'\] is no text"),
+        (
+            "dataset.train_dataset: [a, b]",
+            r"train_dataset=\['a', 'b'\]: needs one name",
+        ),
+        ("evaluation.eval_dataset: [a, b]", r"eval_dataset=\['a', 'b'\]: needs one"),
         ("training.eps: much", "'much' is no value for objective.clip"),
         (
             "optimizer.params.weight_decay: much",

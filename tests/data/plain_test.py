@@ -111,6 +111,7 @@ def settings(**changes):
         settings(extra_special_tokens={"image_token": "<image>"}),
         settings(tokenizer_class="Qwen2Tokenizer"),
         settings(eos_token="<new>"),
+        settings(eos_token="user"),  # transformers makes it special
         ("config.json", lambda old: old | {"model_type": "qwen2"}),
         ("tokenizer.json", lambda old: old | {"padding": {"pad_id": 0}}),
         ("added_tokens.json", lambda _: {"<new>": 105}),

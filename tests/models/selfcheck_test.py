@@ -109,6 +109,10 @@ def test_what_is_right_is_taken_and_what_is_wrong_is_told(installed):
     assert line.endswith(" in 100.0% of the numbers")
     assert taken("attention") and not taken("paged_attention")
     installed(paged_attention=pages(0.0))
+    other = dataclasses.replace(WIDE, block=2)  # of an evaluation's sampler, say
+    assert selfcheck.check("auto", other) == []
+    assert not taken("paged_attention")  # it was wrong for the first
+    choice.verdicts.clear()  # another start
     assert selfcheck.check("auto", WIDE) == []
     assert taken("paged_attention")
 
@@ -241,6 +245,7 @@ def test_what_was_right_is_remembered_and_what_was_not_is_looked_at_again(
     def ops_looked_at() -> list[str]:
         """Returns what another start looks at; it says what is wrong each time."""
         looked.clear()
+        choice.verdicts.clear()
         lines = selfcheck.check("auto", WIDE, str(tmp_path))
         assert [taken("attention"), taken("paged_attention")] == [True, not lines]
         return sorted(looked)

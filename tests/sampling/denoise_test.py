@@ -692,6 +692,27 @@ def test_each_prompt_may_have_an_answer_of_its_own_length(tiny, one_width, kind)
 
 
 @pytest.mark.parametrize("kind", ["batches", "engine"])
+def test_prompts_that_make_no_sense_are_refused_and_leave_nothing(
+    tiny, one_width, kind
+):
+    made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
+    stream = functools.partial(made[kind].stream, params, key=jax.random.key(0))
+    want = dict(stream(PROMPTS[:2], temperature=1.0))
+    for prompt, temperature, words in (
+        ([67], 1.0, r"\[67\].*in 0..66"),
+        ([-1], 1.0, r"\[-1\].*in 0..66"),
+        ([10], -1.0, "temperature=-1.0: a number, 0 or >= 1e-6"),
+        ([10], float("nan"), "temperature=nan"),
+    ):
+        with pytest.raises(ValueError, match="a request needs .*" + words):
+            dict(stream([PROMPTS[0], prompt], temperature=temperature))
+    # Of what was refused nothing waits.
+    again = dict(stream(PROMPTS[:2], temperature=1.0))
+    for i, answer in want.items():
+        jax.tree.map(np.testing.assert_array_equal, again[i], answer)
+
+
+@pytest.mark.parametrize("kind", ["batches", "engine"])
 def test_a_row_that_meets_nan_ends_at_once_and_alone(tiny, one_width, kind):
     made, params = answerers(tiny, strategy="dynamic", threshold=0.5)
     bad = {**params, "embed": params["embed"].at[41].set(np.nan)}
