@@ -149,8 +149,9 @@ CORE, FILE = 19_540, 500
 # program has too, filters that a container refuses, and judges who are functions; 80 for what
 # functions of one's own raise, return, are and do to the working directory.
 # 40 for numbers that 12 decimals do not tell apart, names that are no numbers, calculations
-# left undone in functions, and what an interpreter writes at its end.
-REWARDS = 4_115  # a jail, a judge, seven formats; formulas among short answers
+# left undone in functions, and what an interpreter writes at its end; 10 for functions that
+# take something else.
+REWARDS = 4_125  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column.

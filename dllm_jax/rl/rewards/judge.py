@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import math as numbers
 import os
 import sys
@@ -52,6 +53,11 @@ An answer to it:
 {solution}
 
 Is the answer right and complete? End with \boxed{{1}} if it is and \boxed{{-1}} if it is not."""
+# With what functions of one's own are called, by the key that names them.
+GIVEN = {
+    "rl.reward": ("texts", "problems", "trace"),
+    "reward.judge.at": ("questions",),
+}
 VOTES = {"1": 1.0, "+1": 1.0, "-1": -1.0, "−1": -1.0}
 
 
@@ -187,8 +193,8 @@ def is_vote(given) -> bool:
 def function(key: str, name: str) -> Callable:
     """Returns the function that a `module:function` names.
 
-    key: where it stands. Raises ValueError where there is none, and with the place where its
-    module raised.
+    key: where it stands. Raises ValueError where there is none, where it takes something else
+    than what is `GIVEN`, and with the place where its module raised.
     """
     module, _, wanted = name.partition(":")
     try:
@@ -209,6 +215,15 @@ def function(key: str, name: str) -> Callable:
     called = callable(own)
     if not called:
         raise ValueError(f"{key}={name!r}: {wanted} is no function")
+    try:
+        takes = inspect.signature(own)
+    except ValueError:  # of some that are written in C nobody knows it
+        return own
+    try:
+        takes.bind(*GIVEN[key])
+    except TypeError:
+        wants = f"it is called with ({', '.join(GIVEN[key])}), and takes {takes}"
+        raise ValueError(f"{key}={name!r}: {wants}") from None
     return own
 
 

@@ -443,6 +443,9 @@ def lost(texts, problems, trace):
     raise OSError("lost")
 
 number = 3
+
+def of_two(texts, golds):
+    return [0.0 for _ in texts]
 """
 
 
@@ -497,6 +500,10 @@ def test_two_graders_of_one_name_are_told_apart(mine, spec, parts):
         ("mine_nowhere:f", "No module named 'mine_nowhere'; its folder must be"),
         ("mine_outside:f", "mine_outside has no f"),
         ("mine_outside:number", "number is no function"),
+        (
+            "mine_outside:of_two",
+            r"with \(texts, problems, trace\), and takes \(texts, golds\)$",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(mine, name, message):
@@ -527,10 +534,10 @@ def test_a_module_that_raises_is_named_with_the_place(
 def test_functions_are_known_by_their_source(mine, tmp_path):
     spec = f"math,{mine}:brevity:0.5,judge"
     cfg = dataclasses.replace(
-        CFG, judge=dataclasses.replace(CFG.judge, at=f"{mine}:words")
+        CFG, judge=dataclasses.replace(CFG.judge, at=f"{mine}:check")
     )
     before = rewards.sources(spec, cfg)
-    told = [f"the source of {mine}:{name}" for name in ("brevity", "words")]
+    told = [f"the source of {mine}:{name}" for name in ("brevity", "check")]
     assert [*before] == told and all(before.values())
     (tmp_path / "mine_outside.py").write_text(OWN + "\n")
     after = rewards.sources(spec, cfg)
