@@ -104,15 +104,22 @@ def widths(model: ModelConfig, block: int, page: int) -> Widths:
     )
 
 
+seen: set[tuple[str, Widths]] = set()  # what `check` has looked at in this process
+
+
 def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     """Notes in `choice.verdicts` which kernels are right here; returns lines to print.
 
     kernels: model.kernels. folder: where the next start finds what was right; "": nowhere.
-    A run asks for each of its samplers: what is wrong in the widths of one is taken for none.
+    A run asks for each of its samplers, and for each mesh: what is wrong in the widths of one
+    is taken for none, and the same widths are looked at once.
     Raises ValueError for a kernel that is wrong where kernels="platform" asks for it. The
     same in every process.
     """
     here = choice.platform()
+    if (kernels, wide) in seen:
+        return []
+    seen.add((kernels, wide))
     if kernels != "reference" and here not in PLATFORMS:
         return [
             f"warning: {here!r} is no chip with kernels: XLA's operations do instead"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from dllm_jax import exits, memory, sharding
-from dllm_jax.models import acting, hf, transformer
+from dllm_jax.models import acting, hf, selfcheck, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision import look
 from dllm_jax.sampling import answers, looking, policy
@@ -67,6 +67,7 @@ def place(
         counts = counts[:1]
     why = ""
     for count in counts:
+        check_kernels(model, cfg, acting.folded(mesh, count))
         placement = placed(model, cfg, acting.folded(mesh, count))
         if limit is None or count == counts[-1]:
             break
@@ -112,6 +113,21 @@ def filled(path, placement: Placement, *, model: ModelConfig, mesh):
         return answerer, params
     answerer = looking.Looking(answerer, look.Eyes(tower, model, mesh))
     return answerer, params | {looking.LOOK: made_of}
+
+
+def check_kernels(model: ModelConfig, cfg: SamplerConfig, mesh) -> None:
+    """Warns of kernels that are wrong here, as `selfcheck.check`, which then are not used.
+
+    Its widths are those of a device of the mesh, which may be folded; a judge's model has
+    others than the policy. Not for a mesh of devices that are not there.
+    """
+    if mesh.devices.flat[0] not in jax.devices():
+        return
+    with jax.set_mesh(mesh):
+        wide = selfcheck.widths(model, cfg.block, cfg.page_slots)
+        folder = jax.config.jax_compilation_cache_dir or ""
+        for line in selfcheck.check(model.kernels, wide, folder):
+            exits.warn(line.removeprefix("warning: "))
 
 
 def placed(model: ModelConfig, cfg: SamplerConfig, mesh) -> Placement:

@@ -42,6 +42,7 @@ WIDE = selfcheck.Widths(
 def installed(monkeypatch):
     """Returns a function that gives this platform kernels: by op, a module."""
     monkeypatch.setattr(choice, "verdicts", {})
+    monkeypatch.setattr(selfcheck, "seen", set())
     modules = {}
     known = choice.module
     monkeypatch.setattr(
@@ -69,6 +70,12 @@ def pages(shift: float) -> types.SimpleNamespace:
         return reference.paged_attention(*arrays) + shift
 
     return types.SimpleNamespace(attend=attend)
+
+
+def start_again():
+    """Forgets what this process has looked at."""
+    choice.verdicts.clear()
+    selfcheck.seen.clear()
 
 
 def taken(op: str) -> bool:
@@ -112,7 +119,9 @@ def test_what_is_right_is_taken_and_what_is_wrong_is_told(installed):
     other = dataclasses.replace(WIDE, block=2)  # of an evaluation's sampler, say
     assert selfcheck.check("auto", other) == []
     assert not taken("paged_attention")  # it was wrong for the first
-    choice.verdicts.clear()  # another start
+    assert selfcheck.check("auto", WIDE) == []
+    assert not taken("paged_attention")  # nor is it looked at again
+    start_again()
     assert selfcheck.check("auto", WIDE) == []
     assert taken("paged_attention")
 
@@ -245,7 +254,7 @@ def test_what_was_right_is_remembered_and_what_was_not_is_looked_at_again(
     def ops_looked_at() -> list[str]:
         """Returns what another start looks at; it says what is wrong each time."""
         looked.clear()
-        choice.verdicts.clear()
+        start_again()
         lines = selfcheck.check("auto", WIDE, str(tmp_path))
         assert [taken("attention"), taken("paged_attention")] == [True, not lines]
         return sorted(looked)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import memory, sharding
-from dllm_jax.models import acting, transformer
+from dllm_jax.models import acting, selfcheck, transformer
 from dllm_jax.pallas_kernels.cpu_products import Transposed
 from dllm_jax.sampling import answers, placement
 from dllm_jax.sampling.config import SamplerConfig
@@ -209,6 +209,25 @@ def test_auto_takes_the_fewest_neighbours_that_can_hold_the_weights(tiny, monkey
         assert where.answerer.mesh.shape["model"] == count
         assert ("; they fit into" in where.note) == (limit == 100 + needs[1])
         assert ("do not fit into" in where.note) == (count > 1)
+
+
+def test_kernels_are_checked_in_the_widths_of_each_layout(tiny, monkeypatch, capsys):
+    """A judge's model, and devices that share heads, have others than training's policy."""
+    model, asked = tiny[0], []
+
+    def check(kernels, wide, folder):
+        asked.append((wide.kv_heads, wide.page))
+        return [f"warning: not used is one for {wide.kv_heads}"]
+
+    monkeypatch.setattr(selfcheck, "check", check)
+    mesh = mesh_of(1, 8, 1)
+    with jax.set_mesh(mesh):  # that of training, whichever it is
+        placement.place(model=model, cfg=CFG, mesh=mesh, rollout="model")
+        placement.place(model=model, cfg=CFG, mesh=mesh_of(1, 1, 2))
+    assert asked == [(model.kv_heads // 8, 8), (model.kv_heads // 2, 8)]
+    assert capsys.readouterr().err == (
+        "warning: not used is one for 1\nwarning: not used is one for 4\n"
+    )
 
 
 def test_what_a_layout_takes_is_weights_pages_and_the_program(tiny, one_width):
