@@ -1,5 +1,6 @@
 """Products of slots with weights as a CPU has them, against those with the weights."""
 
+import functools
 import re
 
 import jax
@@ -28,15 +29,19 @@ def test_what_is_contracted_comes_last(contracted):
 
 
 @pytest.mark.parametrize("slots", [1, 8, 12, 20, 52, FEW_LEFT, FEW_LEFT + 1])
-def test_a_transpose_on_either_side_is_the_product(slots):
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_transpose_on_either_side_is_the_product(slots, sums, monkeypatch):
+    monkeypatch.setattr(cpu_products, "library_sums", lambda: sums)
     x_RD, w_DNH = operands(slots)
     w_DF = np.asarray(w_DNH).reshape(24, -1)
-    found = jax.jit(cpu_products.by_transpose)(x_RD, w_DF.T)
+    traced_anew = functools.partial(cpu_products.by_transpose)
+    found = jax.jit(traced_anew)(x_RD, w_DF.T)
     np.testing.assert_allclose(found, np.asarray(x_RD) @ w_DF, atol=1e-5, rtol=1e-5)
 
 
 def test_few_slots_are_multiplied_by_the_library():
     """As a loop of XLA's own a sum of products takes ten times as long."""
+    assert cpu_products.library_sums()
     x_RD, w_FD = (jnp.ones(shape) for shape in ((8, 24), (48, 24)))
 
     def beside_what_makes_x(x_RD, w_FD):
