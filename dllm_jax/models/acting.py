@@ -15,8 +15,8 @@ computation but for routers, to where sampling wants them:
     multiply with where `few` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
     `model` splits both alike, and so are those to queries, keys and values, by key heads:
-    a layer has three products less, and the others are as wide as two and three. On a CPU
-    gate and up are one where weights are Transposed.
+    a layer has three products less, and the others are as wide as two and three. So it is on
+    a CPU where weights are Transposed.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
@@ -192,7 +192,7 @@ def abstract(
     # serve as they are.
     if (turned or platform in JOINED_ON) and not (in_int8 or model.lora):
         by_head = model.kv_heads % mesh.shape["model"] == 0
-        names = JOINED if by_head and platform in JOINED_ON else ("w_gate_up",)
+        names = JOINED if by_head else ("w_gate_up",)
         tree = joined(tree, names, joined_spec)
     if platform in APART:
         tree["head"] = Transposed(transformer.Spec("VD"))

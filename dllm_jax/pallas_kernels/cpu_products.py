@@ -11,9 +11,9 @@ cores that read 42 GB/s take 2.8 ms for the layers of 30M parameters with 4 slot
 one is the embedding.
 
 Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general`, where
-XLA hands both to its library (YNNPACK), which finds the same numbers, to the last bit. With gate
-and up as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took 4.7, and 3.2
-where they took 3.6 with 4.
+XLA hands both to its library (YNNPACK), which finds the same numbers, to the last bit. With
+weights of one operand as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took
+4.7, and 3.2 where they took 3.6 with 4.
 
 Of many slots, the gradient of a weight is a product whose operands are both contracted over
 their first dimension, as autodiff writes it. That is left to another library, and XLA folds a

@@ -87,9 +87,10 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     model, params = made(tiny, kind)
     like = acting.abstract(model, mesh_of(), slots=slots)
     last = like["layers"][-1]
-    assert isinstance(last["wk"], Transposed) == (slots == 1)
-    pairs = "w_gate" in params["layers"] and kind != "adapters"
-    assert ("w_gate_up" in last) == (slots == 1 and pairs)
+    joins = slots == 1 and kind != "adapters"
+    assert ("wqkv" in last) == joins and ("wk" in last) != joins
+    assert ("w_gate_up" in last) == (joins and "w_gate" in params["layers"])
+    assert isinstance(last["wqkv" if joins else "wk"], Transposed) == (slots == 1)
     if slots == 1:
         *contracted, width = params["layers"]["wo"].shape[1:]
         assert last["wo"].w.shape == (width, *contracted)
@@ -169,12 +170,9 @@ def test_a_copy_is_whole_on_each_device_but_for_what_model_splits(
     other = [x.shape for x in jax.tree.leaves(copy) if x.dtype != jnp.bfloat16]
     routers = [p["router"].shape for p in copy["layers"] if "router" in p]
     assert other == routers  # which choose in f32 where they learn
-    last, part = copy["layers"][-1]["wq"], 1 / count
-    last = last.w if kind == "adapters" else last
-    stack = params["layers"]["wq"]
-    stack = stack.w if kind == "adapters" else stack
-    want = stack[-1].astype(jnp.bfloat16)
-    want, last = cpu_products.transposed(want, 1), last.w
+    last, part = copy["layers"][-1]["wo"], 1 / count
+    want = params["layers"]["wo"][-1].astype(jnp.bfloat16)
+    want, last = cpu_products.transposed(want, 2), last.w
     np.testing.assert_array_equal(last, want)
     assert last.addressable_shards[0].data.size == part * last.size
     assert not split["embed"].is_deleted()
