@@ -224,7 +224,7 @@ def test_processes_grade_by_functions_of_one_source(tmp_path, monkeypatch):
         tree.rl.reward = "mine_of_facts:f"
         return command_line.facts(config.freeze(tree))
 
-    before, after = facts("f = len\n"), facts("f = list\n")
+    before, after = (facts(f"f = lambda *_: {x}\n") for x in "12")
     name = "the source of mine_of_facts:f"
     assert [key for key in after if after[key] != before[key]] == [name]
     tree = config.default()

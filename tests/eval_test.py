@@ -397,7 +397,7 @@ def test_answers_that_another_function_graded_are_not_gone_on_with(
         rl = dataclasses.replace(config.Config().rl, reward=reward)
         return evaluation.job_of(dataclasses.replace(config.Config(), rl=rl), {})
 
-    before, after = (job("mine_of_eval:f", f"f = {x}\n") for x in ("len", "list"))
+    before, after = (job("mine_of_eval:f", f"f = lambda *_: {x}\n") for x in "12")
     differ = [key for key in after if after[key] != before[key]]
     assert differ == ["the source of mine_of_eval:f"]
     assert before.keys() - job("math", "").keys() == {*differ}

@@ -818,13 +818,15 @@ def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path
         progress.meta = json.loads(json.dumps(progress.meta))
         return told
 
-    assert resumed("f = len\n") == []  # of a run that begins, or an older checkpoint
-    assert resumed("f = len\n") == []
-    (line,) = resumed("f = list\n")
+    assert (
+        resumed("f = lambda *_: 1\n") == []
+    )  # of a run that begins, or an older checkpoint
+    assert resumed("f = lambda *_: 1\n") == []
+    (line,) = resumed("f = lambda *_: 2\n")
     assert line.startswith(
         "warning: the source of mine_of_train:f is another than until"
     )
-    assert resumed("f = list\n") == []
+    assert resumed("f = lambda *_: 2\n") == []
 
 
 @pytest.mark.parametrize("key", ["sft.examples", "reward.split", "rl.group"])

@@ -82,7 +82,7 @@ def test_few_slots_on_a_device_are_multiplied_by_transposes(
     monkeypatch.setattr(acting, "HEAVY", 0)
     cfg = dataclasses.replace(CFG, block=4, **change)
     weights = placement.weights(tiny[0], cfg, mesh_of(*shape))
-    assert isinstance(weights["layers"][0]["wq"], Transposed) == few
+    assert isinstance(weights["layers"][0]["wo"], Transposed) == few
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,10 @@ def test_the_same_traces_on_every_mesh_and_layout(
     if rollout == "replicated" and parts == 1:  # a forward moves nothing but counters
         assert "all-gather" not in lowered.compile().as_text()
     folds = fsdp if rollout == "model" else 1
-    wq, copies = weights["layers"][0]["wq"], data * fsdp // folds
-    assert isinstance(wq, Transposed) == (rows == 1)
-    wq = getattr(wq, "w", wq)
-    assert wq.addressable_shards[0].data.size * mesh.size == wq.size * copies
+    wo, copies = weights["layers"][0]["wo"], data * fsdp // folds
+    assert isinstance(wo, Transposed) == (rows == 1)
+    wo = getattr(wo, "w", wo)
+    assert wo.addressable_shards[0].data.size * mesh.size == wo.size * copies
     assert (f"{copies} x all weights" in where.note) == (fsdp > 1)
     assert ("sampler.rows" in where.note) == bool(rows % copies)
     pages = jax.tree.leaves(where.answerer.rows.s.cache)[0]
