@@ -337,8 +337,10 @@ def warn_special(tok, question: str, mark: str = "") -> None:
     It becomes that token, as everywhere: whoever asks may end the turn. mark: the text that
     stands for an image, which may have such a name.
     """
+    if getattr(tok, "special_said", False):
+        return
     found = [x for x in special_names(tok) if x != mark and x in question]
-    if found and not getattr(tok, "special_said", False):
+    if found:
         tok.special_said = True
         warn(
             f"a question has {found[0]!r} in its text, which the model reads as that token: "
@@ -351,8 +353,9 @@ def warn_bare(tok, prompt: str) -> None:
 
     Elsewhere `prompt` is what the user says; here it stands as it is.
     """
-    bare = tok.chat_template and not any(x in prompt for x in special_names(tok))
-    if bare and not getattr(tok, "bare_said", False):
+    if getattr(tok, "bare_said", False) or not tok.chat_template:
+        return
+    if not any(x in prompt for x in special_names(tok)):
         tok.bare_said = True
         warn(
             f"a 'prompt' has no chat token and is learned from as it is, without the chat "

@@ -153,19 +153,16 @@ def joined_spec(parts) -> transformer.Spec:
     return dataclasses.replace(parts[1], dims=parts[1].dims.replace("K", "KJ"))
 
 
-def as_one(parts):
-    """Returns the array that `joined_spec` describes."""
+def as_one(parts, number=None):
+    """Returns the array that `joined_spec` describes; number: of a layer, None: the stack."""
+    if number is not None:
+        parts = [x[number] for x in parts]
     if len(parts) == 2:
         return jnp.stack(parts, axis=-1)
     q_NH, *rest = parts
     K, H = rest[0].shape[-2:]
     q_KGH = q_NH.reshape(*q_NH.shape[:-2], K, -1, H)
     return jnp.concatenate([q_KGH, *(x_KH[..., None, :] for x_KH in rest)], axis=-2)
-
-
-def one_of(parts, number):
-    """Returns `as_one` of a layer's; parts: stacked."""
-    return as_one([x[number] for x in parts])
 
 
 def abstract(
@@ -319,7 +316,7 @@ def copied(x, number, place):
         return int8.quantizer(place)(x, number)
     part, behind, to = jnp.asarray if number is None else operator.getitem, 0, place
     if several(x):
-        part = as_one if number is None else one_of
+        part = as_one
     if isinstance(place, Transposed):
         behind, to = place.contracted, place.w
     copy = copier(to.dtype, to.sharding, part, behind)

@@ -113,13 +113,19 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
     kernels: model.kernels. folder: where the next start finds what was right; "": nowhere.
     A run asks for each of its samplers, and for each mesh: what is wrong in the widths of one
     is taken for none, and the same widths are looked at once.
-    Raises ValueError for a kernel that is wrong where kernels="platform" asks for it. The
-    same in every process.
+    Raises ValueError for a kernel that is wrong where kernels="platform" asks for it, each
+    time. The same in every process.
     """
-    here = choice.platform()
     if (kernels, wide) in seen:
         return []
+    lines = found_wrong(kernels, wide, folder)
     seen.add((kernels, wide))
+    return lines
+
+
+def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
+    """Does what `check` does, whatever this process has looked at."""
+    here = choice.platform()
     if kernels != "reference" and here not in PLATFORMS:
         return [
             f"warning: {here!r} is no chip with kernels: XLA's operations do instead"

@@ -67,7 +67,7 @@ def place(
         counts = counts[:1]
     why = ""
     for count in counts:
-        check_kernels(model, cfg, acting.folded(mesh, count))
+        warn_of_kernels(model, cfg, acting.folded(mesh, count))
         placement = placed(model, cfg, acting.folded(mesh, count))
         if limit is None or count == counts[-1]:
             break
@@ -115,7 +115,7 @@ def filled(path, placement: Placement, *, model: ModelConfig, mesh):
     return answerer, params | {looking.LOOK: made_of}
 
 
-def check_kernels(model: ModelConfig, cfg: SamplerConfig, mesh) -> None:
+def warn_of_kernels(model: ModelConfig, cfg: SamplerConfig, mesh) -> None:
     """Warns of kernels that are wrong here, as `selfcheck.check`, which then are not used.
 
     Its widths are those of a device of the mesh, which may be folded; a judge's model has

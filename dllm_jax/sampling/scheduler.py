@@ -64,9 +64,8 @@ class Admission:
 def refuse(prompt: list[int], temperature: float, model: ModelConfig):
     """Raises ValueError for a temperature, or token ids, of which no draw would be one."""
     vocab, needed = model.vocab + model.soft, None
-    if not (
-        math.isfinite(temperature) and checks.within(temperature, checks.TEMPERATURE)
-    ):
+    finite = math.isfinite(temperature)
+    if not (finite and checks.within(temperature, checks.TEMPERATURE)):
         asked = checks.TEMPERATURE.replace("== ", "")
         needed = f"temperature={temperature}: a number, {asked}"
     elif not all(0 <= token < vocab for token in prompt):

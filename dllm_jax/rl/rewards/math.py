@@ -465,9 +465,8 @@ def apart(a, g) -> bool:
     if g.evalf() == 0:
         return False
     gap = abs(((a - g) / g).evalf())
-    return bool(
-        gap.is_comparable and gap > 1e-11
-    )  # of two functions it may say nothing
+    # Of two functions it may say nothing.
+    return bool(gap.is_comparable and gap > 1e-11)
 
 
 def same_equation(a, g) -> bool:
