@@ -886,7 +886,8 @@ def ids_in(kind: str, file: str, tok) -> list[list[int]]:
         return [problem.prompt_ids for problem in problems]
     form = {"end": 2, "pad": 0, "mask": 3, "vocab": 112, "block": 4, "slots": 256}
     told = {"pairs": kind == "dpo", "traced": kind == "trace"}
-    examples, _ = data.examples(file, tok, cfg, **form, **told)
+    found, _ = data.examples(file, tok, cfg, **form, **told)
+    examples = data.stacked(found, form["pad"], form["slots"])
     assert examples.len_B.min() > 0 and examples.prompt_len_B.min() > 0
     assert examples.step_BT.min() >= 0
     return examples.tokens_BT.tolist()

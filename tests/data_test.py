@@ -265,6 +265,12 @@ def test_a_tokenizer_says_nothing_of_keys_that_a_library_will_rename(tmp_path):
 # ---- Examples of SFT -----------------------------------------------------------------
 
 
+def stacked(path, tok, cfg, **form):
+    """Returns (a file's examples as rows of a canvas, how many were left out)."""
+    found, dropped = data.examples(path, tok, cfg, **form)
+    return data.stacked(found, form["pad"], form["slots"]), dropped
+
+
 @pytest.mark.parametrize("block", [1, 4, 5])
 def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
     path = write(
@@ -273,7 +279,7 @@ def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
         {"question": "10+20", "response": "=30"},
     )
     end, pad, slots = 2, 0, 40
-    got, dropped = data.examples(
+    got, dropped = stacked(
         path, tok, CFG, end=end, pad=pad, vocab=105, block=block, slots=slots
     )
     assert dropped == 0
@@ -291,6 +297,14 @@ def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
         assert (got.tokens_BT[i, first + count :] == pad).all()
 
 
+def test_an_example_takes_the_room_of_its_own_tokens(tmp_path, tok):
+    """Not that of a canvas: 200,000 in 8,192 positions each would be 13 GB."""
+    row = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
+    (found,), _ = data.examples(write(tmp_path / "x.jsonl", row), tok, CFG, **FORM)
+    assert sum(x.nbytes for x in found[:3]) == 4 * (2 + 3 + 3)
+    assert (found.prompt.tolist(), found.answer.tolist()) == ([5, 6], [7, 8, 9])
+
+
 def test_examples_of_conversations(tmp_path, tok):
     turns = [
         {"role": "user", "content": "1+1"},
@@ -299,14 +313,14 @@ def test_examples_of_conversations(tmp_path, tok):
         {"role": "assistant", "content": "4"},
     ]
     path = write(tmp_path / "x.jsonl", {"messages": turns})
-    got, _ = data.examples(path, tok, CFG, **FORM)
+    got, _ = stacked(path, tok, CFG, **FORM)
     first = int(got.prompt_len_B[0])
     assert got.tokens_BT[0, :first].tolist() == data.render(tok, turns[:3])
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": ""}]
     path = write(
         tmp_path / "x.jsonl", {"messages": [*turns[:3], turns[3] | {"content": parts}]}
     )
-    again, _ = data.examples(path, tok, CFG, **FORM)
+    again, _ = stacked(path, tok, CFG, **FORM)
     np.testing.assert_array_equal(again.tokens_BT, got.tokens_BT)
     for wrong, message in (
         (turns[:3], "the last message is not the"),
@@ -370,7 +384,7 @@ def test_preferences_are_pairs(tmp_path, tok):
         {"prompt": asked, "chosen": said("3"), "rejected": asked + said("4")},
     )
     given = FORM | {"slots": 40, "pairs": True}
-    got, dropped = data.examples(path, tok, CFG, **given)
+    got, dropped = stacked(path, tok, CFG, **given)
     assert (len(got.len_B), dropped) == (4, 1)  # both answers of a pair, or none
     for x in (got.tokens_BT, got.prompt_len_B, got.len_B):
         np.testing.assert_array_equal(x[:2], x[2:])
@@ -391,7 +405,7 @@ def test_a_pairs_conversation_is_the_prompt_again(tmp_path, tok):
     right = [{"role": "assistant", "content": "4"}]
     given = FORM | {"slots": 60, "pairs": True}
     row = {"prompt": "1+2 ", "chosen": turns, "rejected": "5"}
-    got, _ = data.examples(write(tmp_path / "x.jsonl", row), tok, CFG, **given)
+    got, _ = stacked(write(tmp_path / "x.jsonl", row), tok, CFG, **given)
     assert len(got.len_B) == 2
     row = {"prompt": longer, "chosen": longer + right, "rejected": "5"}
     data.examples(write(tmp_path / "x.jsonl", row), tok, CFG, **given)
@@ -407,7 +421,7 @@ def test_examples_that_are_too_long_are_counted(tmp_path, tok):
     short = {"question": "1+2", "response": "3"}
     long = {"question": "1+2", "response": "3" * 100}
     path = write(tmp_path / "x.jsonl", short, long, long)
-    got, dropped = data.examples(path, tok, CFG, **FORM | {"slots": 40})
+    got, dropped = stacked(path, tok, CFG, **FORM | {"slots": 40})
     assert (len(got.len_B), dropped) == (1, 2)
     with pytest.raises(ValueError, match="no record fits into 8 tokens and has an"):
         data.examples(path, tok, CFG, **FORM | {"slots": 8})
@@ -418,7 +432,7 @@ FORM = {"end": 2, "pad": 0, "vocab": 105, "block": 4, "slots": 80}
 
 def test_examples_of_text_that_is_rendered_already(tmp_path, tok):
     row = {"prompt": "<|im_start|>user\n1+2", "response": "3<|im_end|>"}
-    got, _ = data.examples(
+    got, _ = stacked(
         write(tmp_path / "x.jsonl", row),
         tok,
         CFG,
@@ -446,7 +460,7 @@ def test_a_prompt_without_chat_tokens_is_told_once(tmp_path, tok, capsys):
 def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
     path = write(tmp_path / "x.jsonl", {"prompt": "1+1", "response": "12"})
     cfg = dataclasses.replace(CFG, post_num=post_num)
-    got, _ = data.examples(path, tok, cfg, **FORM)
+    got, _ = stacked(path, tok, cfg, **FORM)
     assert int(got.len_B[0]) == 3 + pads
     np.testing.assert_array_equal(
         np.flatnonzero(got.step_BT[0]), 3 + np.arange(3 + pads)
@@ -457,10 +471,10 @@ def test_pads_after_an_answer(tmp_path, tok, post_num, pads):
 def test_pads_go_to_the_end_of_the_samplers_block(tmp_path, tok, full, pads):
     """With full attention blocks are counted from the answer's start, of 3 tokens here."""
     path = write(tmp_path / "x.jsonl", {"prompt": "1+1", "response": "12"})
-    got, _ = data.examples(path, tok, CFG, full=full, **FORM)
+    got, _ = stacked(path, tok, CFG, full=full, **FORM)
     assert int(got.len_B[0]) == 3 + pads
     # No pad is beyond the canvas.
-    got, _ = data.examples(path, tok, CFG, full=True, **FORM | {"slots": 6})
+    got, _ = stacked(path, tok, CFG, full=True, **FORM | {"slots": 6})
     assert int(got.len_B[0]) == 3
 
 
@@ -474,7 +488,7 @@ def test_no_pads_are_learned_after_an_answer_that_was_cut(
     """Its limit ended it, as `generate` may leave one: 6 tokens, in blocks of 4."""
     row = {"prompt_ids": [5, 6, 7], "response_ids": [8, 8, last]}
     cfg = dataclasses.replace(CFG, post_num=post_num)
-    got, _ = data.examples(write(tmp_path / "x.jsonl", row), tok, cfg, **FORM)
+    got, _ = stacked(write(tmp_path / "x.jsonl", row), tok, cfg, **FORM)
     assert int(got.len_B[0]) == 3 + pads
 
 
@@ -488,7 +502,7 @@ def test_blank_answers_teach_nothing(tmp_path, tok, blank):
         {"question": "1+1", "response": blank},
         {"messages": turns},
     )
-    got, dropped = data.examples(path, tok, CFG, **FORM)
+    got, dropped = stacked(path, tok, CFG, **FORM)
     assert (len(got.len_B), dropped) == (1, 3)
 
 
@@ -497,13 +511,13 @@ def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
     rebased = line | {"step_map": [2, 0, 1]}  # dLLM-RL counts from 0
     skipped = line | {"response_ids": [], "step_map": []}  # its prompt was too long
     path = write(tmp_path / "x.jsonl", line, skipped, rebased)
-    got, dropped = data.examples(path, tok, CFG, traced=True, **FORM)
+    got, dropped = stacked(path, tok, CFG, traced=True, **FORM)
     for tokens, steps in zip(got.tokens_BT, got.step_BT, strict=True):
         assert tokens[:6].tolist() == [5, 6, 7, 8, 9, 0]
         assert steps[:6].tolist() == [0, 0, 3, 1, 2, 0]
     assert got.len_B.tolist() == [3, 3] and dropped == 1
     text = {"prompt": "1+1", "response": "12", "step_map": [1, 0]}
-    got, _ = data.examples(
+    got, _ = stacked(
         write(tmp_path / "x.jsonl", text),
         tok,
         dataclasses.replace(CFG, post_num=1),

@@ -27,22 +27,21 @@ STEPS = 2**30  # those of a trace are below it
 
 @flax.struct.dataclass
 class Examples:
-    """Tokenised conversations: an answer to learn after each prompt. A host Trace."""
+    """Rows of tokenised conversations, an answer to learn in each. A host Trace."""
 
     tokens_BT: np.ndarray
     step_BT: np.ndarray  # of the answers' tokens, from 1; 0 elsewhere
     prompt_len_B: np.ndarray
     len_B: np.ndarray  # of the answers
-    # Of each prompt, for a model that looks; (): none has any. Not dealt out with the rows.
-    pictures: tuple = flax.struct.field(pytree_node=False, default=())
 
 
 class Example(NamedTuple):
-    """One of them, still of any length: ids, and the step of each token of the answer."""
+    """One of them, of any length: ids, and the step of each token of the answer, from 1."""
 
-    prompt: list[int]
-    answer: list[int]
-    step: list[int]
+    prompt: list[int] | np.ndarray
+    answer: list[int] | np.ndarray
+    step: list[int] | np.ndarray
+    pictures: tuple = ()  # of the prompt, for a model that looks
 
 
 def supervised(row: dict, tok, cfg: DataConfig, shown=None):
@@ -196,7 +195,7 @@ def examples(
     drawn: tuple[int, ...] = (),
     tail: tuple[int, ...] = (),
 ):
-    """Returns (Examples, how many records were empty or too long for `slots`, and left out).
+    """Returns ([Example], how many records were empty or too long for `slots`, and left out).
 
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num). So do
     ids that end with one; after those of an answer that was cut, pads would teach to stop there.
@@ -232,14 +231,20 @@ def examples(
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
         if candidates and max(map(length, candidates)) <= slots:
-            kept += candidates
+            kept += map(compact, candidates)
         else:
             dropped += 1
     if not kept:
         raise ValueError(
             f"dataset {path!r}: no record fits into {slots} tokens and has an answer"
         )
-    return stacked(kept, pad, slots, tail), dropped
+    return kept, dropped
+
+
+def compact(example: Example) -> Example:
+    """Returns the example in arrays: as lists a token would take some ten times the room."""
+    arrays = (np.array(ids, np.int32) for ids in example[:3])
+    return Example(*arrays, getattr(example.prompt, "pictures", ()))
 
 
 def length(example: Example) -> int:
@@ -304,10 +309,12 @@ def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None
 def stacked(
     examples: list[Example], pad: int, slots: int, tail: tuple[int, ...] = ()
 ) -> Examples:
-    """Returns examples as rows of `slots` positions and the tail's, filled up with pads."""
-    shape = len(examples), slots + len(tail)
+    """Returns examples as rows of `slots` positions, filled up with pads.
+
+    tail: the ids that stand behind an answer, see `examples`.
+    """
+    shape = len(examples), slots
     tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
-    pictures = tuple(getattr(x.prompt, "pictures", ()) for x in examples)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
         tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
@@ -317,5 +324,4 @@ def stacked(
         step_BT=step_BT,
         prompt_len_B=np.array([len(x.prompt) for x in examples], np.int32),
         len_B=np.array([len(x.answer) for x in examples], np.int32),
-        pictures=pictures if any(pictures) else (),
     )

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
-import jax
 import numpy as np
 
 from dllm_jax import data
@@ -65,7 +65,7 @@ class FromExamples:
             settings,
             tools.say,
             trajectories=self.each * settings.sft_examples,
-            longest=int(self.examples.len_B.max()),
+            longest=max(len(x.answer) for x in self.examples),
             most_steps=most_steps(self.examples, settings),
         )
 
@@ -78,10 +78,9 @@ class FromExamples:
         """Puts back what `memory` was: nothing."""
 
     @property
-    def prompts(self) -> list[list[int]]:
-        """The prompts of all examples."""
-        made = self.examples
-        return prompts_of(made, made.pictures or ((),) * len(made.len_B))
+    def prompts(self) -> Iterator[list[int]]:
+        """The prompts of all examples, one after the other: as lists they take much room."""
+        return map(prompt_of, self.examples)
 
     def passes(self, step: int, made: StepBatches) -> list[tuple]:
         """Returns (the networks that an update trains, its batch), in order."""
@@ -104,11 +103,9 @@ class FromExamples:
         chosen = in_order(
             settings, self.sizes, taken, self.taken_per_step, self.weights
         )
-        row_n = batches.rows_of(chosen, self.each)
-        pictures = self.examples.pictures
-        shown = [Prompt([], pictures[row]) for row in row_n] if pictures else []
-        table = self.tools.look(shown)
-        examples = placed(self.examples, row_n, table, settings.model.vocab)
+        some = [self.examples[i] for i in batches.rows_of(chosen, self.each)]
+        table = self.tools.look([Prompt([], example.pictures) for example in some])
+        examples = placed(some, table, settings)
         if self.compare is None:
             score = None
         else:
@@ -173,13 +170,14 @@ class Ranking(DPO):
 
 
 def read_examples(settings: Settings, tools: Tools, *, each: int):
-    """Returns (examples of data.train, how many items each file has, the files' weights).
+    """Returns ([Example] of data.train, how many items each file has, the files' weights).
 
     each: rows of an item, 2 for pairs. Says how many records are left out.
     """
-    weights, files, left_out = data.mixture(settings.data.train), [], 0
+    weights = data.mixture(settings.data.train)
+    examples, sizes, left_out = [], [], 0
     for path in weights:
-        examples, dropped = data.examples(
+        found, dropped = data.examples(
             path,
             tools.tok,
             settings.data,
@@ -196,40 +194,35 @@ def read_examples(settings: Settings, tools: Tools, *, each: int):
             drawn=settings.model.drawn,
             tail=settings.sampler.tail,
         )
-        files.append(examples)
+        examples += found
+        sizes.append(len(found) // each)
         left_out += dropped
-    rows = [len(file.len_B) for file in files]
-    examples = joined(files)
-    check_tiles(examples.pictures, settings.sft_examples * each, settings, tools)
-    tools.say(f"{sum(rows)} examples, {left_out} empty or too long and left out")
-    return examples, [count // each for count in rows], list(weights.values())
+    pictures = [example.pictures for example in examples]
+    check_tiles(pictures, settings.sft_examples * each, settings, tools)
+    tools.say(f"{len(examples)} examples, {left_out} empty or too long and left out")
+    return examples, sizes, list(weights.values())
 
 
-def joined(files: list[data.Examples]) -> data.Examples:
-    """Returns the examples of several files as those of one."""
-    pictures = [own for x in files for own in x.pictures or ((),) * len(x.len_B)]
-    plain = [file.replace(pictures=()) for file in files]
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *plain)
-    return whole.replace(pictures=tuple(pictures) if any(pictures) else ())
+def placed(
+    examples: list[data.Example], table: Table | None, settings: Settings
+) -> data.Examples:
+    """Returns examples as rows of a canvas, with their images as rows of the table."""
+    sampler, model = settings.sampler, settings.model
+    rows = data.stacked(examples, model.pad_id, sampler.slots, sampler.tail)
+    if table is None:
+        return rows
+    prompts = list(map(prompt_of, examples))
+    tokens_BT = table.canvases(rows.tokens_BT, prompts, model.vocab)
+    return rows.replace(tokens_BT=tokens_BT)
 
 
-def placed(examples: data.Examples, row_n, table: Table | None, vocab: int):
-    """Returns the examples of these rows, with their images as rows of the table."""
-    some = batches.take(examples, row_n).replace(pictures=())
-    if table is None or not examples.pictures:
-        return some
-    prompts = prompts_of(some, [examples.pictures[row] for row in row_n])
-    return some.replace(tokens_BT=table.canvases(some.tokens_BT, prompts, vocab))
+def prompt_of(example: data.Example) -> Prompt:
+    """Returns the prompt of an example, with its images."""
+    return Prompt(example.prompt.tolist(), example.pictures)
 
 
-def prompts_of(examples: data.Examples, pictures) -> list[Prompt]:
-    """Returns the prompt of each example, with its own images of `pictures`."""
-    rows = zip(examples.tokens_BT, examples.prompt_len_B, pictures, strict=True)
-    return [Prompt(tokens_T[:count].tolist(), own) for tokens_T, count, own in rows]
-
-
-def most_steps(examples: data.Examples, settings: Settings) -> int:
+def most_steps(examples: list[data.Example], settings: Settings) -> int:
     """Returns the most steps that an example has; where it has no trace, its tokens."""
     if settings.noise.kind != "trace":
-        return int(examples.len_B.max())
-    return max(np.unique(step_T[step_T > 0]).size for step_T in examples.step_BT)
+        return max(len(example.answer) for example in examples)
+    return max(np.unique(example.step).size for example in examples)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ def repeated(problems: list[data.Problem], path: str, say) -> None:
         )
 
 
-def shared(settings: Settings, sets: dict, prompts: list[list[int]]) -> list[str]:
+def shared(settings: Settings, sets: dict, prompts: Iterable[list[int]]) -> list[str]:
     """Returns a warning for each file of held-out problems that has some of data.train.
 
     sets: of `sets`; prompts: of what is learned from. Those about an image are the same if

@@ -204,9 +204,9 @@ def test_examples_say_how_many_are_left_out(tmp_path):
     chosen = dataclasses.replace(chosen, sampler=sampler)
     source = sources.SFT(chosen, lent.tools(chosen, tmp_path, say=heard.append))
     left = len((lent.ARITHMETIC / "heldout.jsonl").read_text().splitlines())
-    left -= len(source.examples.len_B)
+    left -= len(source.examples)
     assert heard == [
-        f"{len(source.examples.len_B)} examples, {left} empty or too long and left out"
+        f"{len(source.examples)} examples, {left} empty or too long and left out"
     ]
 
 
@@ -430,7 +430,7 @@ def test_examples_are_mixed_too(tmp_path):
     chosen = dataclasses.replace(chosen, data=both)
     source = sources.SFT(chosen, lent.tools(chosen, tmp_path))
     assert source.sizes == alone.sizes * 2
-    assert len(source.examples.len_B) == 2 * len(alone.examples.len_B)
+    assert len(source.examples) == 2 * len(alone.examples)
     assert source.batches(1, 0, lent.Weights(), lent.score).batches
 
 

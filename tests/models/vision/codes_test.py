@@ -286,8 +286,8 @@ def test_answers_about_images_are_learned_with_their_traces(made, tmp_path):
         traced=True,
         reader=codes.Reader(lambda: made[1]),
     )
-    whole = found.tokens_BT[0, : len(prompt) + 2].tolist()
-    assert whole == [*prompt, 40, 41] and dropped == 0
+    assert [*found[0].prompt, *found[0].answer][: len(prompt) + 2] == [*prompt, 40, 41]
+    assert dropped == 0
     # Its question asked anew lacks the image, which is not passed over.
     shown = codes.Reader(lambda: made[1]).shown(line, "image", tmp_path)
     with pytest.raises(ValueError, match="1 times <image> for 0 image"):

@@ -143,7 +143,7 @@ def test_records_without_their_image_are_left_out_and_named(loaded, place, capsy
         )
 
     found, dropped = examples(rows)
-    assert [len(x) for x in found.pictures] == [1, 1, 0] and dropped == 0
+    assert [len(x.pictures) for x in found] == [1, 1, 0] and dropped == 0
     told = capsys.readouterr().err
     assert "2 of 5 records are skipped" in told
     assert "record 2: image 'half.png' cannot" in told
@@ -284,10 +284,10 @@ def test_answers_about_images_are_learned_with_their_traces(loaded, place, tmp_p
             reader=prompts.Reader(cfg),
         )[0]
 
-    found = examples(line)
-    assert found.pictures == (prompt.pictures,)
-    assert found.tokens_BT[0, : len(prompt)].tolist() == prompt
-    assert found.step_BT[0, len(prompt) :][:2].tolist() == [2, 1]
+    (found,) = examples(line)
+    assert found.pictures == prompt.pictures
+    assert found.prompt.tolist() == prompt
+    assert found.step[:2].tolist() == [2, 1]
     other = [line["images"][0] | {"mark": "another's"}, line["images"][1]]
     with pytest.raises(ValueError, match="1.png' has changed since it was looked at"):
         examples(line | {"images": other})
