@@ -25,6 +25,7 @@ import builtins
 import collections.abc
 import contextlib
 import fractions
+import functools
 import importlib
 import io
 import itertools
@@ -51,6 +52,7 @@ USUAL = (
     "functools operator io sys json typing"
 )
 NOT_READ = "site", "antigravity", "this"  # modules that are not for tests
+STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def read_all(file: int) -> bytes:
@@ -78,9 +80,26 @@ def set_streams() -> None:
         stream.mode = "w"
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    builtins.open = io.open = opener(io.open)
     builtins.exit = builtins.quit = sys.exit  # which `site` would have brought
     # Programs for contests ask for more stack at their start, and would end when refused.
     resource.setrlimit = lambda kind, limits: None
+
+
+def opener(real):
+    """Returns `open`, real, that knows standard input and its neighbours by their paths.
+
+    The jail shows no such files; and programs that read "/dev/stdin" do nothing else there.
+    """
+
+    @functools.wraps(real)
+    def opened(file, *args, **kwargs):
+        path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else None
+        if path in STREAMS:
+            file = os.dup(STREAMS[path])
+        return real(file, *args, **kwargs)
+
+    return opened
 
 
 def named(name: str) -> dict:

@@ -87,6 +87,15 @@ def run(program, stdin=b"", seconds=2.0, memory_mb=256):
         ),
         ("open('/dev/null', 'w').write('x'); print('ok')", b"", b"ok\n"),
         (
+            (
+                "import pathlib\nout = open('/dev/stdout', 'w')\n"
+                "with open('/dev/stdin') as lines: print(next(lines), end='', file=out)\n"
+                "out.flush(); print(pathlib.Path('/dev/stdin').read_text())"
+            ),
+            b"1\n",
+            b"1\n\n",
+        ),
+        (
             "import time; time.sleep(0.01); print(time.process_time() < 1)",
             b"",
             b"True\n",
