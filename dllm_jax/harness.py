@@ -12,6 +12,8 @@ code in a jail (configs/eval.py:humaneval). Needs make install EXTRAS=lm-eval.
 import dataclasses
 import functools
 import json
+import multiprocessing
+import pathlib
 import sys
 
 import jax
@@ -26,6 +28,7 @@ from dllm_jax.sampling import answers, placement
 TASKS = "names of tasks, with commas"
 TASK_FOLDER = "a folder with the YAML files of further tasks"
 LIMIT = "documents of each task, from its start; default: all"
+FEWSHOT = "examples before each question; default: what the task's file says, or none"
 DRAWS = "of noise, for likelihoods"
 CHAT = "write conversations by the checkpoint's chat template"
 # What its libraries fail with where the hub, or a task's own file, is not there.
@@ -336,6 +339,7 @@ def main():
     tasks = flags.DEFINE_list("tasks", [], TASKS)
     folder = flags.DEFINE_string("task_folder", "", TASK_FOLDER)
     limit = flags.DEFINE_integer("limit", None, LIMIT, lower_bound=1)
+    fewshot = flags.DEFINE_integer("num_fewshot", None, FEWSHOT, lower_bound=0)
     draws = flags.DEFINE_integer("draws", 128, DRAWS, lower_bound=1)
     chat = flags.DEFINE_bool("chat", False, CHAT)
     cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
@@ -343,6 +347,11 @@ def main():
         raise ValueError("--tasks=NAME,... is required, such as --tasks=arc_easy")
     if jax.process_count() > 1:
         raise ValueError("the harness asks one process: start it without --distributed")
+    if folder.value and not pathlib.Path(folder.value).is_dir():
+        raise ValueError(f"--task_folder={folder.value}: there is no such folder")
+    # Its bootstrap has a pool of processes: a fork of this one, which has JAX's threads, may
+    # wait for ever for what one of them held.
+    multiprocessing.set_start_method("forkserver", force=True)
     with Folder(cfg.run.folder) as run:
         run.refuse_trained()
         sharding.keep_compiled(cfg.run.compile_cache)
@@ -354,6 +363,7 @@ def main():
             tasks.value,
             folder.value,
             limit=limit.value,
+            num_fewshot=fewshot.value,
             apply_chat_template=chat.value,
             log_samples=False,
         )
@@ -369,5 +379,6 @@ def main():
 if __name__ == "__main__":
     options = command_line.OPTIONS | {"--tasks=NAME,...": TASKS}
     options |= {"--task_folder=DIR": TASK_FOLDER, "--limit=N": LIMIT}
+    options |= {"--num_fewshot=N": FEWSHOT}
     options |= {"--draws=128": DRAWS, "--chat": CHAT}
     command_line.entry(main, command_line.usage(__doc__, options))

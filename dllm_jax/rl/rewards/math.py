@@ -19,7 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
-import math
+import pathlib
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -70,6 +70,8 @@ TEXT = (
     r"|operatorname)\s*"
 )
 GREEK = r"\\(?:pi|theta)(?![A-Za-z])"
+DEGREES = r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))"
+ANGLE = rf"([0-9.]+){DEGREES}"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
     (r"√ ?\(([^()]*)\)|√ ?([0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"\\sqrt{\1\2}"),
@@ -80,11 +82,16 @@ REWRITES = (
     (r"\{,\}", ","),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
+    (r" ?\*\* ?", "^"),  # Python's power
     (
-        r"\\(sin|cos|tan|cot|sec|csc) ?[({]? ?([0-9.]+) ?\^ ?\{? ?\\circ ?\}?[ )}]*",
-        r"\\\1(\\frac{\2\\pi}{180})",
+        r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)",
+        r"\\cup ",
+    ),  # between intervals, of a keyboard
+    (
+        rf"\\(sin|cos|tan|cot|sec|csc) ?(?:\( ?{ANGLE} ?\)|\{{ ?{ANGLE} ?\}}|{ANGLE})",
+        r"\\\1(\\frac{\2\3\4\\pi}{180})",
     ),
-    (r" ?\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
+    (rf"{DEGREES}(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
     (r"\\([lg])eqslant(?![A-Za-z])|\\([lg])e(?![A-Za-z])", r"\\\1\2eq"),
     (r"\\ne(?![A-Za-z])", r"\\neq"),
     (r"<=(?!>)", r"\\leq "),
@@ -96,6 +103,12 @@ REWRITES = (
     (r"\\overline ?\{([A-Z]+)\}", r"\1"),  # a segment, not a repeating decimal
     (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
+    (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?= ?\()", r"\\\1"),
+    # All x of which a relation holds are those that it says.
+    (
+        r"^\\?\{ ?([a-z]) ?(?:\\mid|:|\|) ?([^{}=]*(?:[<>]|\\[lg]eq)[^{}=]*)\\?\}$",
+        r"\2",
+    ),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\([dt]?binom)(?![A-Za-z])", r"\\binom"),
     (rf"\\(frac|sqrt|binom) ?([0-9A-Za-z]|{GREEK})", r"\\\1{\2}"),
@@ -108,6 +121,7 @@ REWRITES = (
     (r"\^ ?\{ ?(-?)0?\.5 ?\}", r"^{\1\\frac{1}{2}}"),  # a root, and exactly
     (r"^\\boxed ", ""),
 )
+WRAPPED = re.compile(rf" ?(?:{TEXT}\{{((?:[^{{}}]|{ARGUMENT})*)\}}|\*\*([^*]+)\*\*) ?")
 # A unit follows a quantity; bare letters count only where they cannot be a product.
 POWER = r"(?: ?\^ ?\{?[23]\}?)?"
 UNIT = re.compile(
@@ -116,7 +130,8 @@ UNIT = re.compile(
     r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
     r"| ?(?:[ck]?m|mi|ft) ?/ ?(?:s|h|hr|min)(?![A-Za-z])"
     r"|(?: (?:(?:per|of|a) ){0,2}"
-    r"(?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph)){1,4}"
+    r"(?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|hrs|yds?|cup|men|way"
+    r"|box|bag|jar|car|egg|pie|pen|dog|cat)){1,4}"
     rf"){POWER}$"
 )
 # With a power, and mg after a fraction, these are products: \frac13 mL^2, \frac12 mg.
@@ -126,7 +141,7 @@ NOT_UNIT = re.compile(  # words that change the number before them
     r"(?<!\\)\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|ten)(?:th)?s?|percent|and|or"
     r"|not|less|more|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring"
     r"|hal(?:f|ves)|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|negative|below"
-    r"|doubled|approx(?:imately)?|base|mod|choose|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
+    r"|doubled|approx(?:imately)?|base|mod|choose|sin|cos|tan|cot|sec(?!$)|csc|log|ln|exp|sqrt"
     r"|inf|infinity)\b|(?-i:\{ *[abeijknpqruvwxyz] *\})"  # a letter that no unit has
     r"|\\(?:mathbf|boldsymbol|bm) ?\{ *[a-z] *\}",  # a vector, or a matrix
     re.IGNORECASE,
@@ -134,17 +149,8 @@ NOT_UNIT = re.compile(  # words that change the number before them
 
 
 # Answers that are one thing in several words.
-WHOLE = dict.fromkeys(
-    (
-        r"\mathbb{R}",
-        r"\mathbf{R}",
-        r"\mathbb R",
-        r"\R",
-        "all real numbers",
-        "all reals",
-    ),
-    r"(-\infty,\infty)",
-)
+REALS = (r"\mathbb{R}", r"\mathbf{R}", r"\mathbb R", r"\R", "all real numbers")
+WHOLE = dict.fromkeys((*REALS, "all reals"), r"(-\infty,\infty)")
 WHOLE |= dict.fromkeys(
     ("no solution", "no solutions", "none", "no real solution", "no real solutions"),
     r"\emptyset",
@@ -161,7 +167,8 @@ WHOLE |= {word: str(value) for value, word in enumerate(WORDS)}
 # A number in another base than ten is not its value: which base was the question. One letter
 # is a name: a_{10}.
 BASED = re.compile(
-    r"(-?(?:[0-9]|[0-9A-Fa-f]{2})[0-9A-Fa-f]*) ?_ ?[{( ]*(?:\\text\{)?[( ]*([0-9]{1,2})[)} ]*"
+    r"(-?(?:[0-9]|[0-9A-Fa-f]{2})[0-9A-Fa-f]*) ?(?:_ ?[{( ]*(?:\\text\{)?[( ]*(?:base )?"
+    r"|\(? ?base )([0-9]{1,2})[)} ]*"
 )
 
 
@@ -179,9 +186,16 @@ def typed(text: str) -> str:
     return re.sub(f"[{RAISED}]+", r"^{\g<0>}", text).translate(UNICODE)
 
 
+def unwrapped(text: str) -> str:
+    r"""Returns the answer without a font of all of it: of \mathbf{\frac12}, or of **5**."""
+    while whole := WRAPPED.fullmatch(text):
+        text = whole[whole.lastindex]
+    return text
+
+
 def without_unit(text: str) -> str:
     """Returns the answer in one spelling, still in its own words."""
-    text = " ".join(typed(text).split())
+    text = " ".join(typed(unwrapped(text)).split())
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     text = drop_unit(" ".join(text.split()).rstrip(" .,;:\\"))
@@ -302,6 +316,11 @@ CHOICE = re.compile(r"\\(?:max|min|mod)(?![A-Za-z])")
 # What is its value once it is parsed.
 INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 WORKED = re.compile(rf"\\binom ?({ARGUMENT}) ?({ARGUMENT})|\\(gcd|lcm) ?\(({INNER})\)")
+NATURAL = re.compile(rf"(?<![A-Za-z\\])e ?\^ ?\{{((?:[^{{}}]|{ARGUMENT})*)\}}")
+INDEX = re.compile(r"_(\w|\{\w+\})")
+# What says of which residue a number is one, and what it is said of.
+MODULUS = re.compile(r" ?(?:\\pmod ?|\( ?\\?[bp]?mod ?)\{? ?[0-9]+ ?\}? ?\)?$")
+CONGRUENT = re.compile(rf"^{LETTER} ?\\equiv(?![A-Za-z]) ?")
 RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
@@ -314,7 +333,12 @@ MISREAD = re.compile(
 
 
 def unname(answer: str, gold: str) -> tuple[str, str]:
-    r"""Returns both without the `x =` or `x \in` that only one has, or that is that of both."""
+    r"""Returns both without the `x =` or `x \in` that only one has, or that is that of both.
+
+    Nor has the answer a modulus behind it that the gold has not: 10 \pmod 7 is 10 then, not 3.
+    """
+    if MODULUS.search(answer) and "mod" not in gold:
+        answer = CONGRUENT.sub("", MODULUS.sub("", answer))
     for relation in RELATIONS:
         if bool(relation.search(answer)) != bool(relation.search(gold)):
             answer, gold = unnamed(answer), unnamed(gold)
@@ -323,14 +347,51 @@ def unname(answer: str, gold: str) -> tuple[str, str]:
     ]
     if all(names) and len({name[0].replace(" ", "") for name in names}) == 1:
         return unnamed(answer), unnamed(gold)
+    lists = roots(answer), roots(gold)
+    if all(lists) and lists[0][0] == lists[1][0] and not all(x[1] for x in lists):
+        return lists[0][2], lists[1][2]
     return answer, gold
+
+
+def roots(text: str) -> tuple[str, bool, str] | None:
+    """Returns (a name, whether it has an index, values) of `x_1=2, x_2=3` or `x=2, 3`.
+
+    None of what is no list of what one name may be.
+    """
+    parts = elements(text) or []
+    names = [NAME.match(part) for part in parts]
+    given = [name[0] for name in names if name]
+    bare = {INDEX.sub("", name).replace(" ", "") for name in given}
+    listed = len(given) == len(parts) or (len(given) == 1 and names[0])
+    if len(parts) < 2 or len(bare) != 1 or not listed:
+        return None
+    values = ", ".join(NAME.sub("", part) for part in parts)
+    return None if "=" in values else (*bare, any(map(INDEX.search, given)), values)
+
+
+def links(text: str) -> list[str]:
+    """Returns the sides of `x = 2+3 = 5`, a name's; [] of what is no such chain."""
+    name = NAME.match(text)
+    sides = [side.strip() for side in text.split("=")]
+    if name is None or len(sides) < 3 or len(elements(text) or []) != 1:
+        return []
+    return sides if "=" in name[0] and all(sides) and not ORDER.search(text) else []
+
+
+def quantity(text: str) -> str:
+    r"""Returns a value with its unit, of what stands around it: `\(x = 2+3 = 5\) cm`."""
+    signs = r"(?<!\\)\$"
+    if len(re.findall(signs, text)) % 2 == 0:  # of mathematics, not of money
+        text = re.sub(signs, "", text)
+    text = re.sub(r"\\[][()]", "", text).strip()
+    return NAME.sub("", text).rpartition("=")[2].strip()
 
 
 def unnamed(text: str) -> str:
     """Returns values without the name that stands before each: `x=1, x=2` is `1, 2`."""
     parts = elements(text) or []
     names = [NAME.match(part) for part in parts]
-    of = {re.sub(r"_(\w|\{\w+\})", "", name[0]) for name in names if name}
+    of = {INDEX.sub("", name[0]) for name in names if name}
     if len(parts) > 1 and all(names) and len(of) == 1:
         return ", ".join(NAME.sub("", part) for part in parts)
     return NAME.sub("", text)
@@ -371,6 +432,11 @@ def split(text: str) -> tuple[str, list[str]]:
 
 def same(answer: str, gold: str) -> bool:
     """All stages on cleaned answers."""
+    if (sides := links(answer)) and not links(gold):
+        *before, last = sides
+        # Each says the same, or it is none of them.
+        agree = all(agrees(side, last) for side in before[1:])
+        return agree and same(f"{before[0]} = {last}", gold)
     answer, gold = unname(answer, gold)
     if (verdict := exact(answer, gold)) is not None:
         return verdict
@@ -412,6 +478,14 @@ def parsed(text: str) -> list:
     )
 
 
+def agrees(one: str, other: str) -> bool:
+    """Whether two sides of a chain are equal, be one of them still to be computed."""
+    import math_verify
+
+    pair = parsed(one) + parsed(other)
+    return len(pair) == 2 and math_verify.verify(*pair, 12, timeout_seconds=None)
+
+
 def symbolic(answer: str, gold: str) -> bool:
     """Whether math-verify finds two single expressions, equations or sets equal."""
     import math_verify
@@ -445,8 +519,21 @@ def symbolic(answer: str, gold: str) -> bool:
     )
     if not (found and is_number):
         return found
-    written = parsed(WORKED.sub(unworked, answer))
-    return bool(written) and not undone(written)
+    # Of e to a power the exponent is worked out as it is parsed, and of \exp it is not.
+    calculations = beside()
+    written = WORKED.sub(calculations.unworked, answer)
+    written = parsed(NATURAL.sub(r"\\exp(\1)", written))
+    return bool(written) and not calculations.undone(written)
+
+
+@functools.cache
+def beside():
+    """Returns undone.py, beside this file: a worker has no package to import it from."""
+    place = pathlib.Path(__file__).with_name("undone.py")
+    spec = importlib.util.spec_from_file_location("undone", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def apart(a, g) -> bool:
@@ -491,24 +578,6 @@ def same_equation(a, g) -> bool:
     return bool(ratio.is_number and ratio.is_finite and ratio != 0)
 
 
-def unworked(match: re.Match) -> str:
-    """Returns what stands for a function of WORKED: another, which is not evaluated.
-
-    The number itself where it is one of those written in it, or 1; and what it is of where
-    that is to be computed.
-    """
-    n, k, name, of = match.groups()
-    parts = [x.strip() for x in (of.split(",") if name else (n[1:-1], k[1:-1]))]
-    if not all(x.isdecimal() and len(x) < 10 for x in parts):
-        return "({})".format(")(".join(parts))
-    numbers = [*map(int, parts)]
-    if name:
-        value = getattr(math, name)(*numbers)
-    else:
-        value = {0: 1, 1: numbers[0]}.get(min(numbers[1], numbers[0] - numbers[1]))
-    return f"({value})" if value in (1, *numbers) else "(e!)"
-
-
 def alike(a, g, *, imaginary: bool) -> tuple:
     """Returns two expressions whose symbols are all real; imaginary: and `i` is no symbol.
 
@@ -523,63 +592,6 @@ def alike(a, g, *, imaginary: bool) -> tuple:
     if imaginary and own <= a.free_symbols | g.free_symbols:  # no sum counts by it
         changed |= dict.fromkeys(own, sympy.I)
     return (a.xreplace(changed), g.xreplace(changed)) if changed else (a, g)
-
-
-def undone(pair: list) -> bool:
-    """Whether what was parsed holds a sum or a product of numbers, left to be computed."""
-    import sympy
-
-    for part in sympy.preorder_traversal(pair):
-        terms = []
-        if isinstance(part, sympy.Add):
-            terms = [x for x in part.args if is_plain(x) and x.doit() != 0]
-        elif isinstance(part, sympy.Mul):
-            terms = [x for x in factors(part) if is_plain(x) and abs(x.doit()) != 1]
-        if len(terms) > 1:
-            return True
-    return False
-
-
-def factors(product):
-    """Yields a product's factors but those that it is divided by, and powers of ten."""
-    import sympy
-
-    for part in product.args:
-        if isinstance(part, sympy.Mul):
-            yield from factors(part)
-        elif not (
-            isinstance(part, sympy.Pow) and (part.exp.is_negative or part.base == 10)
-        ):
-            yield part
-
-
-def is_plain(term) -> bool:
-    """Whether a term is a rational number, written without a function or a root.
-
-    Functions that leave a number as it is do not count: `800\\cos 0`, `\\sqrt{800^2}`, 1.
-    """
-    import sympy
-
-    value = term.doit()
-    if not isinstance(value, sympy.Rational | sympy.Float):
-        return False
-    if term.has(sympy.UnevaluatedExpr):  # was worked out as it was parsed
-        return False
-    return not works(term)
-
-
-def works(term) -> bool:
-    """Whether a function or a root in a term makes another number of what it is given."""
-    import sympy
-
-    value = term.doit()
-    if abs(value) == 1 or {value, -value} & term.atoms(sympy.Number):
-        return False
-    rounds = isinstance(term, sympy.Abs | sympy.floor | sympy.ceiling)
-    root = isinstance(term, sympy.Pow) and not term.exp.is_integer
-    if root or (isinstance(term, sympy.Function) and not rounds):
-        return True
-    return any(works(x) for x in term.args if isinstance(x, sympy.Expr))
 
 
 def warm_up() -> None:
@@ -652,11 +664,16 @@ def equal(answer: str, gold: str) -> bool | None:
     target = reference(gold)
     if not answer or len(answer) > MAX_CHARS + len(target):
         return False
-    asked = gold.rsplit("####")[-1]
-    if (verdict := units.by_units(answer, asked)) is not None:
+    answer, asked = unwrapped(answer), unwrapped(gold.rsplit("####")[-1])
+    verdict = units.by_units(quantity(answer), quantity(asked))
+    # Of two names, or sides of a chain, it has compared one.
+    if verdict is False or (verdict and (answer + asked).count("=") < 2):
         return verdict
-    answer, target = unname(*map(clean, units.unitless(answer, asked)))
-    verdict = exact(answer, target)
+    answer, target = map(clean, units.unitless(answer, asked))
+    verdict = None
+    if not links(answer) or links(target):
+        answer, target = unname(answer, target)
+        verdict = exact(answer, target)
     try:
         return ask(answer, target) if verdict is None else verdict
     except TimeoutError:
