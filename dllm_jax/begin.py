@@ -302,7 +302,7 @@ def settings_of(
 def tools(here: Scene) -> sources.Tools:
     """Returns what a source and an evaluation work with; `place` adds what answers."""
     cfg, model, tok = here.cfg, here.model, here.tok
-    judged = cfg.sampler.answers if here.samples else "text"
+    judged = cfg.sampler.answers if here.samples else ""
     grader = rewards.grader(
         cfg.rl.reward,
         cfg.reward,

@@ -102,11 +102,23 @@ def joined(found: list[tuple[list[int], Grades]]) -> Grades:
         return np.concatenate(arrays)[order.astype(int)]
 
     every = [grades for _, grades in found]
+    check_alike(every)
     tokens = [grades.reward_nT for grades in every if grades.reward_nT is not None]
-    if tokens and len(tokens) < len(every):
-        raise ValueError("rl.reward: tokens have rewards in some answers, not in all")
     return Grades(
         together([grades.reward_n for grades in every]),
         together(tokens) if tokens else None,
         {name: together([g.parts[name] for g in every]) for name in every[0].parts},
     )
+
+
+def check_alike(found: list) -> None:
+    """Raises ValueError where a grader said other things of some answers than of others.
+
+    found: Grades, or Rollouts.
+    """
+    if len({x.reward_nT is None for x in found}) > 1:
+        raise ValueError("rl.reward: tokens have rewards in some answers, not in all")
+    names = {tuple(x.parts) for x in found}
+    if len(names) > 1:
+        told = " and ".join(sorted(", ".join(parts) or "none" for parts in names))
+        raise ValueError(f"rl.reward: answers have other parts than others: {told}")

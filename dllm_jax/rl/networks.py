@@ -138,10 +138,15 @@ def copier(tree, places):
     return jax.jit(copied, out_shardings=tree.unflatten([at for _, at in places]))
 
 
-def check_value(path: str, model: ModelConfig) -> None:
-    """Raises ValueError where a checkpoint's layers are no value network beside a policy."""
+def check_value(path: str, model: ModelConfig, record: bool) -> None:
+    """Raises ValueError where a checkpoint's layers are no value network beside a policy.
+
+    record: whether the network is to see what the sampler recorded (rl.value_record).
+    """
     try:
-        stored = hf.read_config(repository.find(path))
+        folder = repository.find(path)
+        stored = hf.read_config(folder)
+        sees = hf.holds(hf.Tensors(folder), stored, "record")
     except ValueError as error:
         raise ValueError(f"rl.value_path: {error}") from None
     has, wants = (
@@ -157,6 +162,11 @@ def check_value(path: str, model: ModelConfig) -> None:
                 f"rl.value_path={path!r}: its {name} is {has.get(name, 'missing')}, the "
                 f"policy's {wants.get(name, 'missing')}; a critic is of the policy's shape"
             )
+    if sees and not record:
+        raise ValueError(
+            f"rl.value_path={path!r}: this critic was trained to see what the sampler "
+            "recorded, which would be left out; set rl.value_record=True"
+        )
 
 
 def initial(

@@ -18,7 +18,7 @@ import numpy as np
 from dllm_jax import data, images, sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
-from dllm_jax.rl.beside import Beside
+from dllm_jax.rl.beside import Beside, check_alike
 from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.rl.rewards.process import Chunks, none_of
 from dllm_jax.sampling import answers, state
@@ -149,9 +149,13 @@ def split(rollouts: Rollouts, problems, grader: Grader, keep_n) -> Rollouts:
 
 
 def joined(first: Rollouts | None, second: Rollouts) -> Rollouts:
-    """Returns the rollouts of both; the groups of the second follow those of the first."""
+    """Returns the rollouts of both; the groups of the second follow those of the first.
+
+    Raises ValueError where they were not graded alike.
+    """
     if first is None:
         return second
+    check_alike([first, second])
     numbers_n = second.group_n + first.group_n.max() + 1
     second = dataclasses.replace(second, group_n=numbers_n)
 

@@ -100,7 +100,7 @@ class RL:
         self.objective = settings.objective
         self.reference = bool(settings.objective.reference_beta)
         if rl.value_path:
-            networks.check_value(rl.value_path, settings.model)
+            networks.check_value(rl.value_path, settings.model, rl.value_record)
         self.weights, self.problems, self.sizes = read_problems(settings, tools)
         self.recall({})
         tools.say(cost_of_critic(settings))

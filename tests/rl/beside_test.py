@@ -176,3 +176,16 @@ def test_rewards_of_tokens_are_of_all_answers_or_of_none():
     some = [([0], Grades(np.ones(1), np.ones((1, 3)))), ([1], Grades(np.ones(1)))]
     with pytest.raises(ValueError, match="in some answers, not in all"):
         beside.joined(some)
+
+
+@pytest.mark.parametrize("parts", [{}, {"b": np.ones(1)}, {"a": np.ones(1), "b": 1}])
+def test_the_parts_of_all_answers_have_the_same_names(parts):
+    one, other = (Grades(np.ones(1), None, x) for x in ({"a": np.ones(1)}, parts))
+    for some in ([([0], one), ([1], other)], [([0], other), ([1], one)]):
+        with pytest.raises(ValueError, match="other parts than others: .*a"):
+            beside.joined(some)
+    first, second = (
+        rollout.Rollouts(*[np.zeros(1, int)] * 5, parts=x.parts) for x in (one, other)
+    )
+    with pytest.raises(ValueError, match="other parts than others: .*a"):
+        rollout.joined(first, second)

@@ -50,7 +50,7 @@ def test_problems_that_are_learned_from_too_are_told(tmp_path, method, count):
     settings = lent.settings(heldout_problems=5, noise=NoiseConfig(kind="subset"))
     tools = lent.tools(settings, tmp_path)
     sets = heldout.sets(settings, tools)
-    prompts = sources.SOURCES[method](settings, tools).prompts  # of the same file
+    prompts = [*sources.SOURCES[method](settings, tools).prompts]  # of the same file
     (line,) = heldout.shared(settings, sets, prompts)
     assert line.startswith(f"warning: {count} of 5 problems of '") and "too" in line
     assert f"{count - 3} of 5" in heldout.shared(settings, sets, prompts[3:])[0]

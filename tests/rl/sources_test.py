@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from dllm_jax.models import hf
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.vision.look import Table
 from dllm_jax.models.vision.prompts import Picture, Prompt, pictures_of
@@ -505,11 +506,11 @@ def test_a_value_network_learns_from_what_the_filter_drops(tmp_path):
 
 
 def test_a_critic_of_another_shape_is_refused(tmp_path):
-    networks.check_value(str(lent.ARITHMETIC / "model"), lent.MODEL)
+    networks.check_value(str(lent.ARITHMETIC / "model"), lent.MODEL, False)
     wide = dataclasses.replace(lent.MODEL, ffw=lent.MODEL.ffw * 2)
     message = "rl.value_path=.*: its layers.* is .*, the policy's .*; a critic is"
     with pytest.raises(ValueError, match=message):
-        networks.check_value(str(lent.ARITHMETIC / "model"), wide)
+        networks.check_value(str(lent.ARITHMETIC / "model"), wide, False)
     chosen = dataclasses.replace(settings("rl", tmp_path), model=wide)
     path = str(lent.ARITHMETIC / "model")
     chosen = dataclasses.replace(
@@ -517,6 +518,15 @@ def test_a_critic_of_another_shape_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         sources.RL(chosen, lent.tools(chosen, tmp_path))
+
+
+def test_a_critic_that_sees_the_record_is_not_taken_without_it(tmp_path):
+    path, heads = lent.ARITHMETIC / "model", ("lm", "value", "record")
+    cfg, params = hf.load(path, heads=heads)
+    hf.save(tmp_path / "critic", cfg, params, like=path)
+    networks.check_value(str(tmp_path / "critic"), lent.MODEL, True)
+    with pytest.raises(ValueError, match="left out; set rl.value_record=True"):
+        networks.check_value(str(tmp_path / "critic"), lent.MODEL, False)
 
 
 def test_updates_stop_where_the_policy_is_far(tmp_path):

@@ -339,10 +339,10 @@ def grader(
     """Returns the one Grader that `rl.reward` and `reward.split` say.
 
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer; without it no answer is
-    split. answers: what they are, SamplerConfig.answers. looks: whether problems may be about
-    images. room: tokens that an answer may have, SamplerConfig.max_new; 0: what its canvas
-    has. Raises ValueError for what `weights` refuses, for a function that is not there, and
-    for a judge of something else.
+    split. answers: what they are, SamplerConfig.answers; "": there are none to judge.
+    looks: whether problems may be about images. room: tokens that an answer may have,
+    SamplerConfig.max_new; 0: what its canvas has. Raises ValueError for what `weights`
+    refuses, for a function that is not there, and for a judge of something else.
     """
     outcome = of_outcomes(spec, cfg, tok, answers, looks=looks, room=room)
     if answers == "image":  # devices decode pictures: not in a thread beside sampling
@@ -370,7 +370,7 @@ def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool, room: int) ->
         for x in weighed
     }
     for name, one in made.items():
-        if answers not in one.judges:
+        if answers and answers not in one.judges:
             fit = [x for x in GRADERS if x not in PICTURES]
             fit = (*PICTURES, "length") if answers == "image" else fit
             raise ValueError(
@@ -423,10 +423,10 @@ def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
 def part_names(graders: list[str]) -> dict[str, str]:
     """Returns what each grader's part is called: a function's name, without its module.
 
-    With it where another grader would be called the same.
+    With it where another grader would be called the same, or the verdicts on chunks are.
     """
     short = {x: x.split(":")[-1] for x in graders}
-    taken = [*short.values()]
+    taken = [*short.values(), "verdict"]
     return {x: x if taken.count(name) > 1 else name for x, name in short.items()}
 
 
@@ -435,7 +435,9 @@ def loaded(name: str) -> Grader:
     own = judge.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
-        given = judge.said("rl.reward", name, own, texts, problems, trace)
+        # Lists of its own: what it sorts are not those of other graders.
+        arguments = list(texts), list(problems), trace
+        given = judge.said("rl.reward", name, own, *arguments)
         grades = arrays(name, given if isinstance(given, Grades) else Grades(given))
         for rewards in (grades.reward_n, *grades.parts.values()):
             if rewards.shape != (len(texts),):

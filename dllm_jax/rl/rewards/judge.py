@@ -36,9 +36,7 @@ SYSTEM = (
 )
 STEP = r"""Problem:
 {problem}
-
-Its reference answer: {gold}
-
+{reference}
 A complete solution, whose final answer is {outcome}:
 {solution}
 
@@ -58,6 +56,10 @@ GIVEN = {
     "rl.reward": ("texts", "problems", "trace"),
     "reward.judge.at": ("questions",),
 }
+MUTE = (
+    r"neither \boxed{1} nor \boxed{-1}: votes of 0; reward.judge.tokens may cut them, or it "
+    "does not do as it is asked"
+)
 VOTES = {"1": 1.0, "+1": 1.0, "-1": -1.0, "−1": -1.0}
 
 
@@ -77,14 +79,11 @@ class Question:
     @property
     def messages(self) -> list[dict]:
         """The question as a conversation."""
-        if self.right is None:
-            reference = f"\nIts reference answer: {self.gold}\n" if self.gold else ""
-            given = {"problem": self.problem, "reference": reference}
-            text = WHOLE.format(**given, solution=self.solution)
-        else:
-            outcome = "correct" if self.right else "incorrect"
-            given = dataclasses.asdict(self) | {"outcome": outcome}
-            text = STEP.format(**given)
+        form = WHOLE if self.right is None else STEP
+        reference = f"\nIts reference answer: {self.gold}\n" if self.gold else ""
+        outcome = "correct" if self.right else "incorrect"
+        given = {"reference": reference, "outcome": outcome}
+        text = form.format(**dataclasses.asdict(self), **given)
         if self.images:  # which come first, wherever the problem has their marks
             text = text.replace(MARK, "")
         return [
@@ -149,6 +148,7 @@ def of_texts(cfg, told: Callable, begin: Callable, **others) -> Judge:
         texts, reasons = told([x.messages for x in asked], [x.images for x in asked])
         tell(reasons, len(texts), said)
         every = [vote(text) for text in texts]
+        tell_mute(every, said)
         return [every[i : i + cfg.votes] for i in range(0, len(every), cfg.votes)]
 
     return Judge(votes, begin, **others)
@@ -164,14 +164,21 @@ def tell(reasons: collections.Counter, count: int, said: set[str]) -> None:
         )
 
 
+def tell_mute(every: list[float | None], said: set[str]) -> None:
+    """Says once where half of a judge's answers or more are votes of 0."""
+    told, mute = sum(x is not None for x in every), every.count(0)
+    if mute and 2 * mute >= told and MUTE not in said:
+        said.add(MUTE)
+        exits.warn(f"the judge: {mute} of {told} answers have {MUTE}")
+
+
 def of_function(name: str, function: Callable) -> Judge:
     """Returns the Judge of a function of Questions that returns a number for each."""
 
     def votes(questions) -> list[list[float | None]]:
         if not questions:  # nothing is kept of a step, or of a process's share
             return []
-        given = said("reward.judge.at", name, function, questions)
-        given = list(given) if isinstance(given, Iterable) else []
+        given = said("reward.judge.at", name, lambda: listed(function(questions)))
         if len(given) != len(questions) or not all(map(is_vote, given)):
             raise ValueError(
                 f"reward.judge.at={name!r} returned no list of {len(questions)} finite "
@@ -180,6 +187,14 @@ def of_function(name: str, function: Callable) -> Judge:
         return [[None if x is None else float(x)] for x in given]
 
     return Judge(votes, boxed=False)
+
+
+def listed(given) -> list:
+    """Returns a function's verdicts in their order; [] for what has none."""
+    ordered = isinstance(given, Iterable) and not isinstance(
+        given, dict | set | frozenset
+    )
+    return list(given) if ordered and getattr(given, "ndim", 1) else []
 
 
 def is_vote(given) -> bool:

@@ -19,6 +19,7 @@ import json
 import random
 import re
 import sys
+import types
 
 MOST_TEXT = 2000  # characters of an input or a value
 MOST_ITEMS = 10_000  # that are taken from an iterator
@@ -61,11 +62,16 @@ def watched(function, args, lines: int):
     return value, args, frozenset(steps)
 
 
-def loaded(sources: list[str], name: str, **before) -> dict:
-    """Returns the namespace that programs make, in which names may stand before."""
-    space = {"__name__": name, **before}
+def loaded(sources: list[str], name: str, change=ast.parse, **before) -> dict:
+    """Returns the namespace that programs make, in which names may stand before.
+
+    It is a module's, known by its name. change: makes of a source what is compiled.
+    """
+    module = sys.modules[name] = types.ModuleType(name)
+    space = vars(module)
+    space |= before
     for source in sources:
-        exec(compile(source, name, "exec"), space)  # noqa: S102
+        exec(compile(change(source), name, "exec"), space)  # noqa: S102
     return space
 
 
@@ -100,21 +106,75 @@ class Unordered(set):
         """Reads it from behind."""
         return reversed([*set.__iter__(self)])
 
+    def __deepcopy__(self, memo):
+        """Returns a copy that is built as one of a plain set: in the order of that."""
+        return Unordered([*set.__iter__(self)])
 
-def unordered(name: str):
-    """Returns the method of a set whose result is Unordered, too."""
+    def pop(self):
+        """Takes the first item of this order."""
+        for item in self:
+            self.remove(item)
+            return item
+        raise KeyError("pop from an empty set")
+
+
+class Frozen(frozenset):
+    """A frozenset that is read in another order than Python's."""
+
+    def __iter__(self):
+        """Reads it from behind."""
+        return reversed([*frozenset.__iter__(self)])
+
+
+def unordered(kind: type, name: str):
+    """Returns the method of a set, or of a frozenset, whose result is of the kind, too."""
 
     def method(self, *others):
-        found = getattr(set, name)(self, *others)
-        return found if found is NotImplemented else Unordered(found)
+        found = getattr(kind.__base__, name)(self, *others)
+        return found if found is NotImplemented else kind(found)
 
     return method
 
 
 for named in ("and", "or", "sub", "xor", "rand", "ror", "rsub", "rxor"):
-    setattr(Unordered, f"__{named}__", unordered(f"__{named}__"))
+    for kind in (Unordered, Frozen):
+        setattr(kind, f"__{named}__", unordered(kind, f"__{named}__"))
 for named in ("union", "intersection", "difference", "symmetric_difference", "copy"):
-    setattr(Unordered, named, unordered(named))
+    for kind in (Unordered, Frozen):
+        setattr(kind, named, unordered(kind, named))
+
+
+class Sets(ast.NodeTransformer):
+    """Makes what a program writes as a set one of Unordered, `unordered_` in its names."""
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Returns a node, or the call that makes a set of its items."""
+        match self.generic_visit(node):
+            case ast.Set(elts):
+                items = ast.List(elts, ast.Load())
+            case ast.SetComp(elt, generators):
+                items = ast.GeneratorExp(elt, generators)
+            case _:
+                return node
+        return ast.Call(ast.Name("unordered_", ast.Load()), [items], [])
+
+
+def with_other_sets(source: str) -> ast.Module:
+    """Returns a program whose sets are read in another order, however it makes them."""
+    return ast.fix_missing_locations(Sets().visit(ast.parse(source)))
+
+
+# What programs make sets with, by the names that they have for it.
+OTHER_SETS = {"set": Unordered, "unordered_": Unordered, "frozenset": Frozen}
+
+
+def backwards(value):
+    """Returns plain data whose sets are read in another order."""
+    if type(value) is dict:
+        return {key: backwards(x) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(backwards, value))
+    return Unordered(value) if type(value) is set else value
 
 
 def plain(value):
@@ -421,7 +481,9 @@ def made(tested: list[tuple], tries: int, draw: random.Random):
         args, its = list(copy.deepcopy(args)), seen[len(args)]
         for _ in range(draw.choice([1, 1, 2, 4])):
             at = draw.randrange(len(args))
-            args[at] = changed(args[at], (at, 0), its, draw)
+            # What no set can hold, or no number can be, stays as it was.
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                args[at] = changed(args[at], (at, 0), its, draw)
         args = its.mended(args)
         if repr(args) not in known and its.fits(args):
             known.add(repr(args))
@@ -473,7 +535,7 @@ def strengthened(given: dict) -> list[list]:
     random.seed(0)
     right = loaded(given["sources"], "right")
     random.seed(1)
-    other = loaded(given["sources"], "other", set=Unordered)
+    other = loaded(given["sources"], "other", with_other_sets, **OTHER_SETS)
     tested = [(0, tuple(args)) for args in given["cases"]]
     tested += recorded(right, name, given["tests"]) if given["tests"] else []
     tested = [(at, args) for at, args in tested if len(repr(args)) <= MOST_TEXT]
@@ -488,7 +550,7 @@ def strengthened(given: dict) -> list[list]:
     again = []
     for place, text, wanted, steps, args, value in reversed(found):
         with contextlib.suppress(Exception, Endless, SystemExit):
-            got = asked(other, name, given["forms"][place], args, lines)[0]
+            got = asked(other, name, given["forms"][place], backwards(args), lines)[0]
             if got == value and type(plain(got)) is type(plain(value)):
                 again.append((place, text, wanted, steps))
     return chosen(again[::-1], given["count"])

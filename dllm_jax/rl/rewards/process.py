@@ -12,7 +12,7 @@ Rewards go by position, never by text: a trace is only meaningful on its own ids
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import flax.struct
 import numpy as np
@@ -95,12 +95,14 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
     """Returns the function of (texts, problems, trace, right_n) that says their Chunks.
 
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer. right_n: which answers are
-    right, the outcome.
+    right, the outcome. Raises ValueError for a mark that no token has.
     """
     decode = functools.partial(
         tok.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     piece = functools.cache(lambda token: decode([token]))
+    if cfg.split == "marks":
+        check_mark(cfg.mark, map(piece, sorted(tok.get_vocab().values())))
 
     def questions(i, chunk_T, text, problem, trace, right) -> list[judge.Question]:
         first = trace.prompt_len_B[i]
@@ -142,6 +144,15 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
         return out
 
     return said
+
+
+def check_mark(mark: str, pieces: Iterable[str]) -> None:
+    """Raises ValueError for a mark that is in none of a tokenizer's pieces."""
+    if not any(mark in piece for piece in pieces):
+        raise ValueError(
+            f"reward.mark={mark!r} is in the text of no token, and no chunk would end before "
+            "its answer does"
+        )
 
 
 def none_of(shape: tuple[int, int]) -> Chunks:

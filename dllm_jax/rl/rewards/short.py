@@ -73,7 +73,12 @@ def verdict(text: str) -> str | None:
     """Returns "yes" or "no" where a text begins with it, and does not say the other too."""
     said = words(text)
     found = set(VERDICTS) & set(said)
-    return said[0] if found == {*said[:1]} else None
+    return said[0] if said and found == {said[0]} else None
+
+
+def money(text: str) -> set[str]:
+    """Returns the signs of money in a text; two dollars are mathematics."""
+    return {*re.findall("[€£¥]", text), *"$" * (text.count("$") == 1)}
 
 
 def equal(answer: str, gold: str) -> bool | None:
@@ -82,6 +87,9 @@ def equal(answer: str, gold: str) -> bool | None:
         return choice.letter(answer.strip(AROUND)) == choice.letter(gold)
     if words(gold) in ([x] for x in VERDICTS):
         return verdict(answer) == words(gold)[0]
+    signs = money(answer), money(gold)
+    if all(signs) and not signs[0] & signs[1]:
+        return False
     formulas = formula(answer), formula(gold)
     if all(formulas):
         alike = formulas[0].casefold() == formulas[1].casefold()  # n/a is N/A

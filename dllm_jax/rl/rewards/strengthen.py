@@ -18,7 +18,7 @@ import json
 import pathlib
 import re
 
-from dllm_jax.rl.rewards import code, sandbox
+from dllm_jax.rl.rewards import code, sandbox, trial
 
 TESTS = 30  # new ones of a record, at most
 TRIES = 600  # inputs, of which they are chosen
@@ -45,6 +45,16 @@ def near_(got_, wanted_):
     return got_ == wanted_
 """
 
+# What functions that are called find without an import, as trial.usual has it: Python's own
+# names come last, but for those of sets, in whose place nearby.py puts others.
+MODULES = trial.USUAL.split()
+USUAL = "".join(f"from {module} import *\n" for module in MODULES) + (
+    "for name_ in dir(__import__('builtins')):\n"
+    "    if name_[0] != '_' and name_[-3:] != 'set':\n"
+    "        globals().pop(name_, None)\n"
+    f"import {', '.join(MODULES)}\n"
+)
+
 
 # ---- Solutions -----------------------------------------------------------------------
 
@@ -64,7 +74,8 @@ def solution(record: dict) -> str:
 def entry(tests: dict, program: str) -> str:
     """Returns the name of the function that tests call.
 
-    Of assertions: the last of the program's own that they name, or its last.
+    Of assertions: the last of the program's own that they name, or its last; one that it
+    gives a name, as `f = lambda x: x`, where it defines none.
     """
     if "entry" in tests:
         return tests["entry"]
@@ -74,7 +85,9 @@ def entry(tests: dict, program: str) -> str:
     except ValueError:
         raise ValueError("its solution is no Python") from None
     named = [x.name for x in tree.body if isinstance(x, kinds)]
-    if not named:
+    given = [y for x in tree.body if isinstance(x, ast.Assign) for y in x.targets]
+    given = [x.id for x in given if isinstance(x, ast.Name)]
+    if not (named or given):
         raise ValueError("its solution defines no function")
     read = {
         node.id
@@ -82,7 +95,8 @@ def entry(tests: dict, program: str) -> str:
         for node in ast.walk(code.parsed(source))
         if isinstance(node, ast.Name)
     }
-    return ([x for x in named if x in read] or named)[-1]
+    asked_of = ([x for x in names if x in read] for names in (named, given))
+    return next(filter(None, (*asked_of, named, given)))[-1]
 
 
 # ---- Forms of tests ------------------------------------------------------------------
@@ -177,7 +191,7 @@ def asked(tests: dict, program: str, count: int, seed: int) -> tuple[dict, list]
     given |= {"count": count, "seed": seed, "tries": TRIES, "lines": LINES}
     given["sources"] = code.sources(program, tests)
     if tests["kind"] == "calls":
-        given["sources"] = ["from typing import *", *given["sources"]]
+        given["sources"] = [USUAL, *given["sources"]]
         given["cases"] = [arguments for arguments, _ in tests["cases"]]
         return given, [""]
     places = Places({name, "candidate"})
@@ -210,7 +224,7 @@ def cases(found: list[list], tolerant: bool) -> list[list]:
     tolerant: numbers are compared to a millionth.
     """
     rows = [
-        [[*ast.literal_eval(f"({args},)")], ast.literal_eval(value)]
+        [[*ast.literal_eval(f"({args},)")], trial.listed(ast.literal_eval(value))]
         for _, args, value in found
     ]
     return [
@@ -265,8 +279,10 @@ def strengthened(record: dict, count: int = TESTS, seed: int = 0) -> tuple[dict,
     given, forms = asked(tests, program, count, seed)
     source = f"{NEARBY.read_text()}\n\nanswer({given!r})\n"
     result = sandbox.run(source, seconds=SECONDS, memory_mb=MEMORY_MB)
-    if result.status != "ok":
-        return record, f"their solution ends with {result.status} on new inputs"
+    # Who leaves in the middle has said nothing.
+    ended = result.status if result.stdout else result.status.replace("ok", "exit")
+    if ended != "ok":
+        return record, f"their solution ends with {ended} on new inputs"
     try:
         more = with_more(tests, json.loads(result.stdout), forms, given["entry"])
     except (ValueError, TypeError, LookupError):

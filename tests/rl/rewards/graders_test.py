@@ -109,9 +109,11 @@ SHORT = {  # gold: what is right, and what is wrong
     "(A)": (["A", "a. cat"], ["B", "the"]),
     "yes": (
         ["Yes.", "YES, it is", r"\boxed{\text{yes}}", r"\boxed{\textsf{yes}}"],
-        ["no", "yes or no", "y", "It is yes"],
+        ["no", "yes or no", "y", "It is yes", "a", "The...", "?", r"\boxed{.}"],
     ),
-    "no": (["No", "no, it isn't."], ["yes", "none", "I do not know"]),
+    "no": (["No", "no, it isn't."], ["yes", "none", "I do not know", "the", "-"]),
+    "€5": (["5", "€ 5.0"], ["$5", r"\$5", "£5", "€6", "5 $"]),
+    "$5": (["5", r"\$5.00", "$5$", "five"], ["€5", "¥5", "$6"]),
     "2": (
         ["two", "2.0", r"\boxed{2}", " 2. "],
         ["-2", "12", "1 2", "2 cats", r"\boxed{2"],
@@ -446,6 +448,13 @@ number = 3
 
 def of_two(texts, golds):
     return [0.0 for _ in texts]
+
+def sorting(texts, problems, trace):
+    texts.sort(), problems.clear()
+    return [0.0 for _ in texts]
+
+def verdict(texts, problems, trace):
+    return [0.0 for _ in texts]
 """
 
 
@@ -471,6 +480,11 @@ def test_a_function_of_ones_own_grades(mine):
     assert RLConfig(reward=f"{mine}:brevity:0.5").reward
 
 
+def test_a_function_has_lists_of_its_own(mine):
+    grades = grade(f"{mine}:sorting,{mine}:brevity", ["abc", "a"], [problem()] * 2)
+    np.testing.assert_allclose(grades.parts["brevity"], [0.25, 0.5])
+
+
 def test_lists_of_a_function_are_arrays(mine):
     for weight in (1.0, 0.5):
         grades = grade(f"{mine}:listed:{weight}", ["a", "b"], [problem()] * 2)
@@ -486,6 +500,7 @@ def test_lists_of_a_function_are_arrays(mine):
         ("math,OWN:math:0.5", {"math": 1.0, "OWN:math": 0.25}),
         ("OWN:math:0,math,length", {"OWN:math": 0.25, "math": 1.0, "length": 0.5}),
         ("OWN:math,length", {"math": 0.25, "length": 0.5}),
+        ("math,OWN:verdict", {"math": 1.0, "OWN:verdict": 0.0}),  # as of chunks
     ],
 )
 def test_two_graders_of_one_name_are_told_apart(mine, spec, parts):

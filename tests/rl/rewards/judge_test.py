@@ -102,6 +102,18 @@ def test_an_endpoint_is_asked_in_its_own_words():
     assert [m["role"] for m in body["messages"]] == ["system", "user"]
 
 
+@pytest.mark.parametrize("right", [None, True, False])
+def test_of_a_reference_answer_is_spoken_where_there_is_one(right):
+    def asked(gold: str) -> str:
+        return question(gold=gold, right=right, excerpt="It").messages[1]["content"]
+
+    with_one, line = asked("{2}"), "\nIts reference answer: {2}\n"
+    assert line in with_one and "reference" not in asked("")
+    assert asked("") == with_one.replace(line, "")
+    outcome = {True: "is correct:", False: "is incorrect:", None: "right and complete?"}
+    assert outcome[right] in with_one
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -182,6 +194,22 @@ def test_what_is_wrong_is_counted_and_said_in_a_line(
 def test_an_answer_without_text_is_a_vote_for_nothing():
     with server(lambda asked, _: asked.complete(None)) as (url, _):
         assert votes(url) == [[0.0]]
+
+
+def test_a_judge_that_mostly_gives_no_verdict_is_told_once(capsys):
+    def behave(asked, count):
+        asked.complete(r"\boxed{1}" if count <= 3 else "It is fine.")
+
+    with server(behave) as (url, _):
+        asked = judge.judge(JudgeConfig(at=url, votes=1, parallel=1))
+        assert asked.votes([question()] * 5) == [[1.0]] * 3 + [[0.0]] * 2
+        assert capsys.readouterr().err == ""  # fewer than half
+        assert (
+            asked.votes([question()] * 2) == asked.votes([question()] * 2) == [[0]] * 2
+        )
+    line = capsys.readouterr().err
+    assert r"the judge: 2 of 2 answers have neither \boxed{1} nor \boxed{-1}" in line
+    assert line.count("\n") == 1
 
 
 def test_an_answer_in_parts_is_the_text_of_them():
@@ -452,6 +480,8 @@ def test_a_checkpoint_that_looks_answers_what_it_sees(tmp_path, capsys):
 
 
 OWN = """
+import numpy as np
+
 from dllm_jax import exits
 
 def halves(questions):
@@ -471,6 +501,22 @@ def endless(questions):
 
 def nothing(questions):
     pass
+
+def scalar(questions):
+    return np.array(1.0)
+
+def by_number(questions):
+    return {i: 1.0 for i, _ in enumerate(questions)}
+
+def different(questions):
+    return {1.0 for _ in questions}
+
+def one_by_one(questions):
+    for question in questions:
+        yield 1.0
+
+def stops(questions):
+    yield from (1 / 0 for _ in questions)
 
 def fails(questions):
     raise RuntimeError("no\\nway")
@@ -495,12 +541,20 @@ def test_a_function_may_judge(mine):
     asked = judge.judge(JudgeConfig(at="my_judge:halves"))
     assert asked.votes([question(), question(right=False)]) == [[0.5], [None]]
     assert judge.judge(JudgeConfig(at="my_judge:fails")).votes([]) == []  # not called
-    for name in ("short", "words", "endless", "nothing"):
+    assert judge.judge(JudgeConfig(at="my_judge:one_by_one")).votes([question()]) == [
+        [1]
+    ]
+    unlisted = "scalar", "by_number", "different"
+    for name in ("short", "words", "endless", "nothing", *unlisted):
         with pytest.raises(ValueError, match=f"my_judge:{name}' returned no list of 1"):
             judge.judge(JudgeConfig(at=f"my_judge:{name}")).votes([question()])
     raised = r"my_judge:fails' raised RuntimeError: no way \(.*my_judge.py, line \d+\)$"
     with pytest.raises(ValueError, match=raised):
         judge.judge(JudgeConfig(at="my_judge:fails")).votes([question()])
+    with pytest.raises(
+        ValueError, match=r"stops' raised ZeroDivisionError: .*my_judge"
+    ):
+        judge.judge(JudgeConfig(at="my_judge:stops")).votes([question()])
     with pytest.raises(ValueError, match="my_judge:leaves' raised SystemExit: 0"):
         judge.judge(JudgeConfig(at="my_judge:leaves")).votes([question()])
     with pytest.raises(exits.StoppedAtOnce):

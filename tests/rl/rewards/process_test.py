@@ -53,6 +53,20 @@ def test_chunks_end_with_marks(pieces, expected):
     assert chunk_T.tolist() == expected
 
 
+def test_a_mark_that_no_token_has_is_refused():
+    at = JudgeConfig(at="examples.arithmetic.verdicts:verdicts")
+    for mark in (",", "=", "1"):
+        cfg = RewardConfig(split="marks", mark=mark, judge=at)
+        assert rewards.grader("math", cfg, lent.TOK).steps
+    # A shell's `\n` is two characters, and a mark may be cut by the tokenizer.
+    for mark in (r"\n", ",,", "<|im_end|>"):
+        cfg = RewardConfig(split="marks", mark=mark, judge=at)
+        with pytest.raises(ValueError, match="is in the text of no token"):
+            rewards.grader("math", cfg, lent.TOK)
+        otherwise = dataclasses.replace(cfg, split="tokens")
+        assert rewards.grader("math", otherwise, lent.TOK).steps
+
+
 def by_hand(length: int, step_T, size: int, block: int) -> list[int]:
     """Returns which chunk each token bears, told as the reference tells it."""
     bears = [-1] * length

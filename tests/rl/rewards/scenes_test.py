@@ -73,6 +73,8 @@ def test_a_judge_of_texts_judges_no_image():
         rewards.grader("math", RewardConfig(), answers="image")
     with pytest.raises(ValueError, match="'scene' judges no text"):
         rewards.grader("scene", RewardConfig())
+    # Nor is it asked to, of a run that learns from examples alone.
+    assert rewards.grader("scene", RewardConfig(), answers="").judges == ("image",)
     own = "tests.rl.rewards.scenes_test:bright"
     judged = rewards.grader(f"{own},length:0.1", RewardConfig(), answers="image")
     assert judged.gold is False

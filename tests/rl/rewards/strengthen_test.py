@@ -94,6 +94,12 @@ def test_nothing_is_made_of_functions_of_nothing():
     assert made(()) == [] == made()
 
 
+def test_changes_that_cannot_be_are_left_out():
+    keys = {(1, 2): (3, [4]), (5, 6): (7, [])}  # a key is no tuple with a list
+    assert made(({(1, 2): (3, [4])},), (keys,))
+    assert not made((10**400,), (10**400 + 5,))  # beyond a float
+
+
 def test_inputs_stay_as_they_were():
     inputs = [([1, [2, 3]], {"a": [1]})]
     before = repr(inputs)
@@ -251,6 +257,35 @@ def test_cases_are_what_json_can_say():
     assert len(strengthen.strengthened(tolerant)[0]["tests"]["cases"]) > 2
 
 
+def test_a_function_finds_what_it_has_when_it_is_graded():
+    body = "heappush(h := [], pow(x, 1, 9)); return h[0] + math.floor(inf < 0)"
+    tests = {"kind": "calls", "entry": "f", "cases": [[[3], 3], [[7], 7]]}
+    row = {"tests": tests, "solution": f"def f(x: List[int]): {body}"}
+    assert code.grade_program(row["solution"], row) == 1
+    assert len(strengthen.strengthened(row, count=4)[0]["tests"]["cases"]) == 6
+    tests = {"kind": "calls", "entry": "f", "cases": [[[3], [3, 3]], [[7], [7, 7]]]}
+    pairs = {"tests": tests, "solution": "def f(x): return x, x"}  # no lists
+    stronger, why = strengthen.strengthened(pairs, count=4)
+    cases = stronger["tests"]["cases"]
+    assert why == "" and len(cases) == 6
+    assert all(value == [x, x] for (x,), value in cases)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f = lambda x: x + 1\nLIMIT = 9",
+        "def add(x): return x + 1\nf = add",
+        "import sys\ndef f(x): return x + 1\nhere = vars(sys.modules[__name__])",
+        "from __future__ import annotations\nfrom dataclasses import *\n@dataclass\n\
+class P:\n    x: int\ndef f(x): return P(x).x + 1",
+    ],
+)
+def test_however_a_function_comes_to_its_name(source):
+    row = record(source, "assert f(3) == 4", "assert f(7) == 8")
+    assert len(added(row, count=4)) == 4
+
+
 # ---- Solutions that are not to be believed -------------------------------------------
 
 NOTHING = {  # a solution that passes its test, `f([4, 1]) == [4, 1]`, and adds none
@@ -267,6 +302,15 @@ NOTHING = {  # a solution that passes its test, `f([4, 1]) == [4, 1]`, and adds 
     "huge": "def f(x):\n    return x if x == [4, 1] else 'a' * 10**6",
     "the order of a set": "def f(x):\n"
     "    return x if x == [4, 1] else list(set('abc') | set('def'))",
+    "the order of a set of its own": "def f(x):\n"
+    "    return x if x == [4, 1] else [*{n for n in x}, *{-n for n in x}]",
+    "the order of a set that is written": "def f(x):\n"
+    "    return x if x == [4, 1] else [*{5, 6, 7}]",
+    "the order of a set that stays": "def f(x):\n"
+    "    return x if x == [4, 1] else [*(frozenset(x) | frozenset([5, 6]))]",
+    "one of a set": "def f(x):\n    return x if x == [4, 1] else {*range(9)}.pop()",
+    "ends its process": "import os\ndef f(x):\n"
+    "    return x if x == [4, 1] else os._exit(0)",
     "leaves": "import sys\ndef f(x):\n    return x if x == [4, 1] else sys.exit()",
     "forges": "def f(x):\n    if x != [4, 1]:\n        import os\n"
     '        os.write(1, b\'[[0, "[1]", "2"]]\')\n        os._exit(0)\n    return x',
@@ -278,6 +322,27 @@ def test_what_is_refused_or_not_repeated_is_not_added(name):
     row = record(NOTHING[name], "assert f([4, 1]) == [4, 1]")
     stronger, why = strengthen.strengthened(row, count=5)
     assert stronger == row and why
+
+
+def test_what_depends_on_the_order_of_a_given_set_is_not_added():
+    tests = "assert f({1, 2}) == [1, 2]", "assert f({3, 5}) == [3, 5]"
+    lines = added(record("def f(x): return [*x]", *tests))
+    given = [ast.parse(line).body[0].test.left.args[0] for line in lines]
+    assert lines and all(len(ast.literal_eval(x)) == 1 for x in given)
+    # A set is a set, in whatever order it is read.
+    kinds = "def f(x): return isinstance(x, set) and type(x) == set and sorted(x)"
+    assert len(added(record(kinds, *tests), count=9)) == 9
+
+
+def test_one_who_ends_its_process_is_told_from_one_who_writes():
+    def why(source: str) -> str:
+        row = record(f"import os\n{source}", "assert f(3) == 3", "assert f(9) == 9")
+        return strengthen.strengthened(row)[1]
+
+    leaves = "def f(x): return x if x in (3, 9) else os._exit(0)"
+    writes = "def f(x): return x if x in (3, 9) else os.write(1, b'[')"
+    assert why(leaves) == "their solution ends with exit on new inputs"
+    assert why(writes) == "their solution writes into the answer"
 
 
 @pytest.mark.parametrize(
@@ -341,7 +406,7 @@ BAD = {
     "no solution: it needs a field code": {"test_list": ["assert f(1) == 1"]},
     "no tests: it needs one of the fields": {"code": "def f(x): return x"},
     "its solution is no Python": record("def f(x", "assert f(1) == 1"),
-    "its solution defines no function": record("f = abs", "assert f(1) == 1"),
+    "its solution defines no function": record("len('a')", "assert f(1) == 1"),
     "is no Python": record("def f(x): return x", "assert f(1) =="),
 }
 
