@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dllm_jax import command_line, config, exits, sharding
-from dllm_jax.checkpoint import Checkpoints, misfit
+from dllm_jax.checkpoint import Checkpoints, check_path, misfit
 from dllm_jax.models import export, hf, lora, peft, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes
@@ -85,6 +85,7 @@ def parser() -> Parser:
 def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder's weights as step 0 of a folder of checkpoints."""
     language_model(source)
+    check_path(pathlib.Path(out))  # before minutes are spent
     _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
     checkpoints = Checkpoints(out)
     checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
@@ -99,7 +100,8 @@ def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None
     what is not there, is damaged, or does not fit the original.
     """
     export.check_target(out, like)
-    found, _, cfg = opened(source, like, step)
+    found, original, cfg = opened(source, like, step)
+    hf.check(repository.find(like), original, heads=())  # before minutes are spent
     mesh = sharding.make_mesh()
     params = read_network(*found, network, cfg, mesh, like)
     if cfg.lora:

@@ -20,6 +20,7 @@ from dllm_jax.models.config import Lora
 from dllm_jax.rl.learner import TrainState
 from tests import served
 from tests.goldens import reader
+from tests.models import common
 
 SDAR, TIED, VALUE = map(reader.checkpoint, ("sdar", "sdar_tied", "sdar_value"))
 
@@ -208,6 +209,43 @@ def test_what_adapters_do_not_tell_is_said(tmp_path, capsys):
     said = capsys.readouterr()
     assert "adapters do not tell what the run made of" in said.out + said.err
     assert "attention_pattern=full" in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    "family, step, targets, warns",
+    [
+        ("qwen3_moe", 2, (), True),
+        ("qwen3_moe", 2, ("wq", "wo"), False),
+        ("qwen3_moe", 1, (), False),
+        ("sdar_moe", 2, (), False),
+    ],
+)
+def test_adapters_that_peft_would_not_add_are_told(
+    family, step, targets, warns, tmp_path, capsys
+):
+    """It warned itself, of adapters of experts, and the dense layers were the original's."""
+    cfg = dataclasses.replace(
+        common.STEPPED, family=family, sparse_step=step, lora=Lora(2, 4.0, targets)
+    )
+    pairs = transformer.init(jax.random.key(0), cfg)
+    peft.save(tmp_path / "out", cfg, pairs, "org/model")
+    said = "adds no adapters of dense layers of qwen3_moe; use to-hf"
+    assert (said in capsys.readouterr().err) == warns
+
+
+def test_what_is_wrong_is_told_before_weights_are_read(orbax, tmp_path, monkeypatch):
+    def read(*args, **options):
+        raise AssertionError("they were read")
+
+    monkeypatch.setattr(convert.hf, "load", read)
+    monkeypatch.setattr(convert, "read_network", read)
+    with pytest.raises(ValueError, match="checkpoints would not be found again"):
+        convert.main(["to-orbax", str(SDAR), str(tmp_path / "a[1]")])
+    like = shutil.copytree(SDAR, tmp_path / "like")
+    index = json.loads((like / repository.INDEX).read_text())
+    (like / max(index["weight_map"].values())).unlink()
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        convert.main(["to-hf", str(orbax), str(tmp_path / "out"), f"--like={like}"])
 
 
 def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):

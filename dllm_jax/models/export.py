@@ -111,14 +111,21 @@ def begin_card(file: pathlib.Path) -> None:
         file.write_bytes(text[:end] + TRAINED + text[end:])
 
 
-def extend_index(folder: pathlib.Path, file: str, added: dict[str, int]) -> None:
-    """Adds tensors of `file` (name: bytes) to the folder's index, where it has one."""
+def extend_index(
+    folder: pathlib.Path, file: str, added: dict[str, dict[str, int]]
+) -> None:
+    """Adds tensors of `file` to the folder's index, where it has one.
+
+    added: of each, what it adds to which of the index's sums, where these are told.
+    """
     if not added or not (folder / INDEX).is_file():
         return
     index = read_json(folder / INDEX)
     index["weight_map"] |= dict.fromkeys(added, file)
-    if size := (index.get("metadata") or {}).get("total_size"):
-        index["metadata"]["total_size"] = size + sum(added.values())
+    sums = index.get("metadata") or {}
+    for key in ("total_size", "total_parameters"):
+        if sums.get(key):
+            sums[key] += sum(of_tensor[key] for of_tensor in added.values())
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -430,10 +430,10 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
 def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
     """Returns (config.json with its synonyms resolved, ModelConfig.rope_llama3).
 
-    Newer versions of transformers write rope_parameters, which hold rope_theta and
-    partial_rotary_factor too, and num_local_experts. Raises ValueError for scaled positions
-    other than those of Llama 3.1, and where two synonyms say two things: which one is meant
-    depends on the version that reads them.
+    Newer versions of transformers write rope_parameters, with rope_theta and
+    partial_rotary_factor, and num_local_experts. Raises ValueError for scaled positions
+    other than Llama 3.1's, for a factor alone, and where two synonyms say two things: which
+    one is meant depends on the version that reads them.
     """
     told = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
     rope = told[0] if told else {}
@@ -445,11 +445,11 @@ def raw_fields(raw: dict, file: pathlib.Path) -> tuple[dict, tuple[float, ...]]:
     if type(rope) is not dict:
         raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    llama3 = ()
-    if rope_type == "llama3":
-        llama3 = tuple(rope.get(key) for key in LLAMA3_ROPE)
+    scaled = LLAMA3_ROPE if rope_type == "llama3" else ()
+    llama3 = tuple(rope.get(key) for key in scaled)
     by_layer = any(isinstance(x, dict) for x in rope.values())  # each kind its own
-    if rope_type not in ("default", "llama3") or None in llama3 or by_layer:
+    plain = rope_type == "default" and rope.get("factor") in (None, 1)
+    if not (plain or llama3) or None in llama3 or by_layer:
         raise ValueError(f"{file}: rope_scaling={shown(rope)} is not supported")
     synonyms = rope | {"num_experts": raw.get("num_local_experts")}
     for key, x in synonyms.items():
@@ -515,10 +515,10 @@ def refuse_unsupported(cfg: ModelConfig, file: pathlib.Path) -> None:
         if getattr(cfg, field) not in choices:
             raise ValueError(f"{file}: {stated(field)} is not supported")
     groups, best_groups = cfg.router_groups, cfg.router_best_groups
-    open_experts = cfg.experts // groups * best_groups
+    each = range(min(cfg.experts, 1), cfg.experts // groups * best_groups + 1)
     for field, other_field, refused in (
         ("kv_heads", "heads", cfg.heads % cfg.kv_heads),
-        ("experts_per_token", "experts", cfg.experts_per_token > open_experts),
+        ("experts_per_token", "experts", cfg.experts_per_token not in each),
         ("router_groups", "experts", groups > 1 and cfg.experts % groups),
         ("router_groups", "experts", groups > 1 and cfg.experts < 2 * groups),
         ("router_best_groups", "router_groups", best_groups > groups),

@@ -178,12 +178,12 @@ def elsewhere(name: str, others: list[str]) -> str:
     return ""
 
 
-def check(folder: Path, cfg: ModelConfig) -> None:
+def check(folder: Path, cfg: ModelConfig, heads=("lm",)) -> None:
     """Raises ValueError where the weights' headers are not what its config.json says.
 
-    cfg: of `read_config`.
+    cfg: of `read_config`. heads: see `check_tensors`.
     """
-    check_tensors(Tensors(folder), cfg, ("lm",), folder)
+    check_tensors(Tensors(folder), cfg, heads, folder)
 
 
 def headers(folder: Path) -> tuple[ModelConfig, bool]:
@@ -192,10 +192,14 @@ def headers(folder: Path) -> tuple[ModelConfig, bool]:
     It reads headers alone. Raises ValueError as `check` does.
     """
     cfg, tensors = read_config(folder), Tensors(folder)
-    names = family_of(cfg).names
     check_tensors(tensors, cfg, ("value",), folder)
-    dtype = tensors.dtype(names["embed"]).name
-    return dataclasses.replace(cfg, dtype=dtype), names.get("value") in tensors.file_of
+    dtype = tensors.dtype(family_of(cfg).names["embed"]).name
+    return dataclasses.replace(cfg, dtype=dtype), holds(tensors, cfg, "value")
+
+
+def holds(tensors: Tensors, cfg: ModelConfig, head: str) -> bool:
+    """Returns whether a checkpoint stores one of HEADS."""
+    return family_of(cfg).names.get(head) in tensors.file_of
 
 
 # ---- In --------------------------------------------------------------------------------
@@ -224,11 +228,8 @@ def load(path, *, mesh=None, dtype=None, heads=None, only=None):
     cfg = read_config(folder)
     tensors = Tensors(folder)
     if heads is None:
-        names = family_of(cfg).names
         heads = ("lm", "vision")
-        heads += tuple(
-            x for x in ("value", "record") if names.get(x) in tensors.file_of
-        )
+        heads += tuple(x for x in ("value", "record") if holds(tensors, cfg, x))
     check_tensors(tensors, cfg, heads, folder)
     refuse_other_head(tensors, cfg, folder)
     mesh = mesh or sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
@@ -371,7 +372,7 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
 
     writing = jax.process_index() == 0
     partial = target.with_name(f".{target.name}.partial")
-    sizes = {}  # bytes of each tensor
+    sizes = {}  # of each tensor, what it adds to the sums of an index
     wanted = sum(map(tensors.size, tensors.file_of))
     with export.written(partial if writing else None, wanted):
         if writing:
@@ -414,15 +415,15 @@ def write_shard(
     sources: dict[str, list[tuple]],
     tensors: Tensors,
     cfg: ModelConfig,
-) -> dict[str, int]:
-    """Writes the named tensors into one file; returns the bytes of each.
+) -> dict[str, dict[str, int]]:
+    """Writes the named tensors into one file; returns what each adds to an index's sums.
 
     file: None in processes that only help to fetch what is spread over them all.
     """
     shard, sizes = {}, {}
     for name in names:
         x = tensor_of(name, sources, tensors, cfg)
-        sizes[name] = x.nbytes
+        sizes[name] = {"total_size": x.nbytes, "total_parameters": x.size}
         if file is not None:
             shard[name] = x
     if file is not None:

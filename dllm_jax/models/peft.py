@@ -15,17 +15,22 @@ import shutil
 import numpy as np
 import safetensors.numpy
 
+from dllm_jax import exits
 from dllm_jax.models import export, hf
 from dllm_jax.models.config import ModelConfig
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Whose experts transformers 5 has in one tensor. By their names PEFT takes the projections of
+# dense layers for those of experts, and has no adapters of dense layers.
+FUSED = ("qwen3_moe",)
 
 
 def save(path, cfg: ModelConfig, trained: dict, like: str) -> None:
     """Writes adapters into a new folder.
 
     cfg: of what is trained, with its `lora`; trained: `lora.specs` says what is in it; like:
-    the original, as PEFT is to find it. Heads of values are left out: PEFT knows none.
+    the original, as PEFT is to find it. Heads of values are left out: PEFT knows none. Warns
+    of adapters that PEFT would not add.
     """
     tensors, ranks = {}, {}
     for name, (rows, parts) in adapted(cfg, trained).items():
@@ -34,6 +39,11 @@ def save(path, cfg: ModelConfig, trained: dict, like: str) -> None:
         ranks[module] = len(a_Ci)
         tensors[f"base_model.model.{module}.lora_A.weight"] = a_Ci
         tensors[f"base_model.model.{module}.lora_B.weight"] = b_oC
+    if cfg.family in FUSED and any(".mlp." in module for module in ranks):
+        exits.warn(
+            f"beside transformers 5 PEFT adds no adapters of dense layers of {cfg.family}; use "
+            "to-hf, which adds all"
+        )
     folder = pathlib.Path(path)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -314,6 +314,16 @@ def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
     index = json.loads((tmp_path / "again" / repository.INDEX).read_text())
     assert index["metadata"] is None  # nor is the new head's size that of all
     assert "value_head.weight" in index["weight_map"]
+    both = {"total_size": 800, "total_parameters": 200}  # as transformers 5
+    (silent / repository.INDEX).write_text(
+        json.dumps({"weight_map": SHARDS, "metadata": both})
+    )
+    hf.save(tmp_path / "both", cfg, params, like=silent)
+    index = json.loads((tmp_path / "both" / repository.INDEX).read_text())
+    assert index["metadata"] == {
+        "total_size": 800 + 4 * cfg.d_model,
+        "total_parameters": 200 + cfg.d_model,
+    }
 
 
 def test_export_takes_what_params_lack_from_the_original(tmp_path):
@@ -1005,6 +1015,16 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
             [],
             "rope_scaling=.*yarn.* is not supported",
         ),
+        (
+            {"rope_scaling": {"factor": 4.0}},
+            [],
+            "rope_scaling=.*4.0.* is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "rope_type": "default", "factor": 2}},
+            [],
+            "rope_scaling=.*yarn.* is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, [], "rope_scaling=.*llama3"),
         (
             {"sliding_window": 64, "use_sliding_window": True},
@@ -1088,6 +1108,7 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group"
         ("sdar_moe", {"decoder_sparse_step": 3}, "step=3 does not go with .*layers=2"),
         ("sdar_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be >= 1"),
         ("sdar_moe", {"num_experts": None}, "no field 'num_experts'"),
+        ("sdar_moe", {"num_experts_per_tok": 0}, "per_tok=0 does not go with num_exp"),
         ("llada2", {"score_function": "softmax"}, "score_function='softmax' is not"),
         ("llada2", {"use_qkv_bias": True}, "use_qkv_bias=True is not supported"),
         (

@@ -3,10 +3,11 @@
     python tests/torch/make_export.py FOLDER
 
 Writes FOLDER/export, FOLDER/adapters and FOLDER/ours.npz: `ids`, and our logits `before` and
-`after` the change, and `adapted` ones.
+`after` the change, and `adapted` ones; and how far a gradient in bfloat16 is `off`.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -30,19 +31,32 @@ def main(folder: pathlib.Path) -> None:
     ids = rng.integers(0, cfg.vocab - 1, (2, 17)).astype(np.int32)
     pos = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
 
-    @jax.jit
-    def logits(params):
+    def hidden(params, cfg):
         x = transformer.embed(params, ids, cfg)
         length = jnp.full(len(ids), ids.shape[1])
         seen = mask.clean(cfg.attention, pos, length, cfg.block)
-        x, *_ = transformer.trunk(params, x, pos, seen, cfg)
-        return transformer.logits(params, x, cfg)
+        return transformer.trunk(params, x, pos, seen, cfg)[0]
+
+    @jax.jit
+    def logits(params):
+        return transformer.logits(params, hidden(params, cfg), cfg)
+
+    @functools.partial(jax.jit, static_argnames="dtype")
+    @jax.grad
+    def gradient(params, dtype):
+        low = dataclasses.replace(cfg, dtype=dtype)
+        params = transformer.rounded(params, low)
+        x = hidden(params, low)[:, :-1]
+        logp, _ = transformer.token_logprob(params, x, ids[:, 1:], low)
+        return jnp.mean(jnp.array([[1.0], [-1.0]]) * logp)  # of advantages
 
     trained = jax.tree.map(
         lambda x: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype), params
     )
     hf.save(folder / "export", cfg, trained, like=folder / "origin")
-    low = dataclasses.replace(cfg, lora=Lora(3, 6.0))
+    # Of dense layers beside experts PEFT adds no adapters (peft.FUSED).
+    targets = ("wq", "wk", "wv", "wo") if cfg.sizes["Y"] else ()
+    low = dataclasses.replace(cfg, lora=Lora(3, 6.0, targets))
     pairs = transformer.init(jax.random.key(0), low)
     pairs = jax.tree.map(
         lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f4"), pairs
@@ -51,6 +65,11 @@ def main(folder: pathlib.Path) -> None:
     adapted = lora.join(params, pairs, low.lora)
     out = {"before": logits(params), "after": logits(trained)}
     out["adapted"] = logits(adapted)
+    exact, low = (
+        jnp.concatenate([x.ravel() for x in jax.tree.leaves(gradient(params, dtype))])
+        for dtype in ("float32", "bfloat16")
+    )
+    out["off"] = jnp.linalg.norm(low - exact) / jnp.linalg.norm(exact)
     np.savez(folder / "ours.npz", ids=ids, mask_id=cfg.mask_id, **out)
 
 

@@ -62,6 +62,17 @@ class Reader:
         """keep_newline: see ModelArgs."""
         self.model, self.keep_newline = model, keep_newline
         self.known: dict[str, Picture] = {}  # by file
+        self.rows: list[int] = []  # the ids of rows, as many as a prompt had so far
+
+    def ids(self, first: int, count: int) -> list[int]:
+        """Returns the ids of a prompt's rows from `first` on.
+
+        They are the same numbers in all prompts: of its own each, of thousands of rows, would
+        hold five times as much.
+        """
+        vocab, rows = self.model.vocab, self.rows
+        rows += range(vocab + len(rows), vocab + first + count)
+        return rows[first : first + count]
 
     def shown(self, row: dict, field: str, root) -> "Shown":
         """Returns what `data.render` takes to show a record's images.
@@ -152,10 +163,10 @@ class Shown:
                 f"the chat template made {len(pieces) - 1} of {len(self.pictures)} marks "
                 f"{MARK} in {shown(written)}"
             )
-        ids, row = list(data.ids_of(tok, pieces[0])), self.reader.model.vocab
+        ids, row = list(data.ids_of(tok, pieces[0])), 0
         skip = 0 if self.reader.keep_newline else 1
         for picture, piece in zip(self.pictures, pieces[1:], strict=True):
-            ids += range(row, row + picture.rows)
+            ids += self.reader.ids(row, picture.rows)
             ids += data.ids_of(tok, piece)[skip:]
             row += picture.rows
         return Prompt(ids, self.pictures)

@@ -66,7 +66,23 @@ def test_a_tokenizer_of_images_needs_a_model_with_codes(model):
     with pytest.raises(ValueError, match=r"model\.vq=.*has no codebook_size"):
         pictures.reader(args, SamplerConfig(), plain, tok)
     without = dataclasses.replace(args, vq="")
+    for name, value in (("image_size", 64), ("image_fit", "crop")):
+        with pytest.raises(ValueError, match=rf"model\.{name}=.*has no codebook_size"):
+            told = dataclasses.replace(without, **{name: value})
+            pictures.reader(told, SamplerConfig(), plain, tok)
     assert pictures.reader(without, SamplerConfig(), plain, tok) is None
+
+
+@pytest.mark.parametrize(
+    ("guidance", "blank"), [(0.0, ()), (1.5, (T2I, BOS, EOS, SOI))]
+)
+def test_the_empty_caption_is_there_where_guidance_reads_it(
+    guidance, blank, model, made
+):
+    """Else a run would warn of `sampler.blank`, which nobody has set."""
+    given = SamplerConfig(block=0, **DRAWING | {"guidance": guidance})
+    _, sampler = pictures.drawing(hf.read_config(model), given, made[0])
+    assert sampler.blank == blank
 
 
 def header(role: str) -> str:
@@ -103,6 +119,8 @@ def test_ids_follow_from_the_tokenizers_length(made):
     tokens = made[0].tokens
     assert tokens.drawn == (drawers.LENGTH, drawers.LENGTH + 2**drawers.BITS)
     assert tokens.ids([0, 31]) == [drawers.LENGTH, drawers.LENGTH + 31]
+    far = dataclasses.replace(tokens, first=126_349)  # they are the same in all prompts
+    assert far.ids([5])[0] is far.ids(np.array([5, 0]))[0] and far.ids([5]) == [126_354]
     assert tokens.codes([drawers.LENGTH + 31]) == [31]
     assert (made[0].size, made[0].factor, made[0].count) == (8, 2, 16)
     for odd in (drawers.LENGTH - 1, drawers.LENGTH + 32):

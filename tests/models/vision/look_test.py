@@ -81,6 +81,14 @@ def test_a_mark_becomes_the_rows_of_its_image(loaded, place):
     assert max(plain) < cfg.vocab and tok.decode(plain).count(prompts.SYSTEM) == 1
 
 
+def test_prompts_share_the_ids_of_rows(loaded):
+    """A number takes four times as much as its place in a list, and there are many prompts."""
+    reader = prompts.Reader(dataclasses.replace(loaded[0], vocab=126_464))
+    one, two = reader.ids(0, 3), reader.ids(2, 700)
+    assert one == [126_464, 126_465, 126_466] and two == [*range(126_466, 127_166)]
+    assert one[2] is two[0] and reader.ids(700, 2)[1] is two[-1]
+
+
 @pytest.mark.parametrize(
     "template", ["USER {question} BOT", "USER <image>\n{question} BOT"]
 )
