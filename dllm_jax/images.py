@@ -11,6 +11,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import stat
 import warnings
 
@@ -26,6 +27,7 @@ PIXELS, SIDE = 2**26, 2**16
 # Of a picture that people look at, in a record or on a page, and of one that a judge is shown:
 # pixels a side at most; and the bytes above which it is a JPEG.
 LOOKED_AT, JUDGED, AS_PNG = 256, 1024, 2**15
+URL = re.compile(r"\w[\w+.-]*:(//|image/)")
 SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -74,6 +76,8 @@ def read(path, *, root=None) -> np.ndarray:
         kind = file.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        if URL.match(str(path)):
+            reason = "URLs are not read: it must be a file's path"
         raise ValueError(f"{name}: {reason}") from None
     if not stat.S_ISREG(kind):
         raise ValueError(f"{name} is no file")

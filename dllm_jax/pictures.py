@@ -16,8 +16,8 @@ def drawing(
 ) -> tuple[ModelConfig, SamplerConfig]:
     """Returns a model and a sampler whose answers are images of this format.
 
-    An image is one block, of which a step unmasks a code at least. Raises ValueError for a
-    model that cannot.
+    An image is one block, of which a step unmasks a code at least. The empty caption is
+    that of guidance. Raises ValueError for a model that cannot.
     """
     count, tokens = made.count, made.tokens
     sampler = dataclasses.replace(
@@ -26,7 +26,8 @@ def drawing(
         max_new=count,
         steps_per_block=min(sampler.steps_per_block, count),
         stop_ids=(),
-        blank=tuple(tokens.drawing([])),
+        # Without guidance nobody reads it, and who sets it is warned.
+        blank=tuple(tokens.drawing([])) if sampler.guidance else (),
         tail=(tokens.eoi,),
     )
     policy.choose(sampler, model.attention)
@@ -58,13 +59,14 @@ def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
     args: config.ModelArgs; model: what the checkpoint becomes; tok: its tokenizer, or None.
     learns: captions come
     with the image that is to be drawn. See models.vision.prompts.Reader. Raises ValueError
-    for a tokenizer of images beside a model that has none of its codes.
+    for a tokenizer of images, and what it is to do, beside a model that has none of its codes.
     """
-    if args.vq and not model.codebook:
-        raise ValueError(
-            f"model.vq={args.vq!r}: {args.path!r} has no codes of images, as its config.json "
-            "has no codebook_size"
-        )
+    for name in () if model.codebook else ("vq", "image_size", "image_fit"):
+        if (value := getattr(args, name)) != getattr(type(args), name):
+            raise ValueError(
+                f"model.{name}={value!r}: {args.path!r} has no codes of images, as its "
+                "config.json has no codebook_size"
+            )
     if model.soft:
         return prompts.Reader(model, keep_newline=args.keep_newline)
     if not model.codebook:

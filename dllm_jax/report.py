@@ -2,9 +2,10 @@
 
     python -m dllm_jax.report RUN [RUN2] [-o page.html]
 
-RUN is the folder of a run (run.folder). The page shows its curves, where its time went, its
-evaluations with their intervals, answers of its first and last steps as they were written,
-what happened on the way, and how its configuration differs from the defaults, or from RUN2's.
+RUN is the folder of a run (run.folder), or of an evaluation. The page shows its curves, where
+its time went, its evaluations with their intervals (of eval.sweep each setting), answers of its
+first and last steps or settings as they were written, what happened on the way, and how its
+configuration differs from the defaults, or from RUN2's.
 """
 
 import pathlib
@@ -12,10 +13,11 @@ import sys
 
 from dllm_jax import command_line, folder
 from dllm_jax.exits import warn
-from dllm_jax.viewer import compare, page, runs, traces
+from dllm_jax.viewer import album, compare, page, runs, traces
 
 OUT = "the page; default: report.html in RUN"
 IMAGES = "the folder of images; default: that of the run's data"
+EVALUATED = "Evaluated answers"
 
 
 def content(paths: list[str], images: str = "") -> dict:
@@ -25,29 +27,49 @@ def content(paths: list[str], images: str = "") -> dict:
     """
     told = [runs.told(path) for path in paths]
     shown = samples([pathlib.Path(path) for path in paths], images)
-    return {"runs": told, "samples": None, "summary": None} | shown
+    return {"runs": told, "samples": None, "title": "", "summary": None} | shown
+
+
+def chosen(folders: list[pathlib.Path]) -> tuple[list[pathlib.Path], str]:
+    """Returns (one or two files of answers to replay, what they are); ([], "") for none.
+
+    Of one run they are those of its first and its last step, or what it evaluated: of
+    several settings the first and the last. Of two runs they are the evaluations that both
+    folders hold, or else the last step that both have.
+    """
+    steps = [sorted((path / "samples").glob("step_*.jsonl")) for path in folders]
+    evaluated = [path / "eval.jsonl" for path in folders]
+    if len(folders) == 1 and steps[0]:
+        files = list(dict.fromkeys((steps[0][0], steps[0][-1])))
+        return files, "Answers of the first and the last step"
+    if all(path.is_file() for path in evaluated):
+        return evaluated, EVALUATED
+    if len(folders) == 1:
+        found = [part / "eval.jsonl" for part in runs.parts_of(folders[0])]
+        found = [path for path in found if path.is_file()]
+        title = "Answers of the first and the last setting"
+        return list(dict.fromkeys((*found[:1], *found[-1:]))), title
+    both = {path.name for path in steps[0]} & {path.name for path in steps[1]}
+    files = [path / "samples" / max(both) for path in folders] if both else []
+    return files, "Answers at the last step of both"
 
 
 def samples(folders: list[pathlib.Path], images: str) -> dict:
-    """Returns {"samples": answers for the replay, "summary": of two runs' evaluations}.
+    """Returns what the page shows of `chosen` answers; {} where there are none.
 
-    Of one run they are those of its first and its last step; of two the evaluations that
-    both folders hold, or else the last step that both have. {} where there are none.
+    "samples": for the replay; "title": what they are; "summary": how two runs' evaluations
+    differ.
     """
-    steps = [sorted((path / "samples").glob("step_*.jsonl")) for path in folders]
-    chosen = [path / "eval.jsonl" for path in folders]
-    evaluated = len(folders) == 2 and all(path.is_file() for path in chosen)
-    if len(folders) == 1:
-        chosen = list(dict.fromkeys((*steps[0][:1], *steps[0][-1:])))
-    elif not evaluated:
-        both = {path.name for path in steps[0]} & {path.name for path in steps[1]}
-        chosen = [path / "samples" / max(both) for path in folders] if both else []
-    if not chosen:
+    files, title = chosen(folders)
+    if not files:
         return {}
-    files = [traces.read(str(path), images) for path in chosen]
-    made = {"files": [traces.packed(x, traces.tokenizer(x.model)) for x in files]}
-    rows = [file.rows for file in files]
+    read, pictures = [traces.read(str(path), images) for path in files], album.Album()
+    toks = [traces.tokenizer(file.model) for file in read]
+    sides = zip(read, toks, strict=True)
+    made = {"files": [traces.packed(*x, pictures=pictures) for x in sides]}
+    rows = [file.rows for file in read]
     shared = compare.common(*rows) if len(rows) == 2 else []
+    evaluated = len(folders) == 2 and title == EVALUATED
     if evaluated and not shared:
         warn(
             "the two evaluations have no problem in common, and no difference is told: "
@@ -57,7 +79,7 @@ def samples(folders: list[pathlib.Path], images: str) -> dict:
     whole = all(len(x) <= traces.MOST for x in rows)
     made["pairs"] = (compare.pairs(shared) or None) if whole else None
     told = compare.summary(*rows, shared) if evaluated and shared else None
-    return {"samples": made, "summary": told}
+    return {"samples": made, "title": title, "summary": told}
 
 
 def main():

@@ -15,7 +15,7 @@ import sys
 
 from dllm_jax import command_line, folder
 from dllm_jax.models import hf
-from dllm_jax.viewer import compare, page, table, traces
+from dllm_jax.viewer import album, compare, page, table, traces
 
 OUT = "the page; default: FILE with .html for its ending"
 MODEL = "a folder with the tokenizer; default: that of the command that wrote FILE"
@@ -36,10 +36,10 @@ def content(files: list[traces.File], model: str = "") -> dict:
     summary = compare.summary(first.rows, second.rows, shared)
     # Only what is compared is shown, pair by pair, so that both have as many.
     pairs, notice = traces.some(compare.pairs(shared))
-    sides = []
+    sides, pictures = [], album.Album()
     for file, numbers in zip(files, zip(*pairs, strict=True), strict=True):
         rows = [file.rows[i] for i in numbers]
-        sides.append(shown(dataclasses.replace(file, rows=rows), model))
+        sides.append(shown(dataclasses.replace(file, rows=rows), model, pictures))
     sides[0]["notice"] = notice
     return {
         "files": sides,
@@ -48,10 +48,11 @@ def content(files: list[traces.File], model: str = "") -> dict:
     }
 
 
-def shown(file: traces.File, model: str) -> dict:
-    """Returns a file's answers for the page. model: see `content`."""
-    tok = traces.tokenizer(model or file.model)
-    return traces.packed(file, tok, block=file.block or block_of(model or file.model))
+def shown(file: traces.File, model: str, pictures=None) -> dict:
+    """Returns a file's answers for the page. model: see `content`; pictures: `traces.packed`."""
+    tok, block = traces.tokenizer(model or file.model), file.block
+    block = block or block_of(model or file.model)
+    return traces.packed(file, tok, block=block, pictures=pictures)
 
 
 def block_of(model: str) -> int:

@@ -12,6 +12,7 @@ own database, unless their environment variables (WANDB_API_KEY, MLFLOW_TRACKING
 TRACKIO_SPACE_ID) name a server.
 """
 
+import atexit
 import dataclasses
 import hashlib
 import importlib.util
@@ -22,6 +23,7 @@ import re
 import socket
 import time
 
+from dllm_jax import exits
 from dllm_jax.exits import warn
 
 
@@ -123,8 +125,8 @@ class Wandb:
         self.run.log(values, step=step)
 
     def close(self) -> None:
-        """Ends the run."""
-        self.run.finish()
+        """Ends the run, with the exit code that the command will have."""
+        self.run.finish(exit_code=exits.STOPPED if exits.received else 0)
 
 
 class Trackio:
@@ -151,10 +153,12 @@ class Trackio:
 class Mlflow:
     """MLflow; without a server a database in the run's folder, for `mlflow ui`.
 
-    A run that is started again is a further one there, of the same name.
+    A run that is started again is a further one there, of the same name. One that ends
+    before `close` has FAILED there, one that a signal stopped was KILLED, and so was, once
+    the next begins, one that could say nothing any more.
     """
 
-    package = "mlflow"
+    package, tag = "mlflow", "dllm_jax.run"
 
     def __init__(self, run: Run):
         import mlflow
@@ -162,9 +166,23 @@ class Mlflow:
         self.mlflow = mlflow
         local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", local))
-        mlflow.set_experiment("dllm-jax")
-        mlflow.start_run(run_name=run.name)
+        experiment = mlflow.set_experiment("dllm-jax")
+        self.bury(experiment.experiment_id, run.id)
+        mlflow.start_run(run_name=run.name, tags={self.tag: run.id})
+        # Before MLflow's own, which was registered earlier, and says FINISHED of whatever is
+        # not ended yet.
+        atexit.register(mlflow.end_run, "FAILED")
         mlflow.log_params({name: str(x)[:500] for name, x in run.config.items()})
+
+    def bury(self, experiment: str, of: str) -> None:
+        """Says of earlier attempts that are still told to run that they were killed.
+
+        experiment: its id; of: Run.id.
+        """
+        client = self.mlflow.MlflowClient()
+        found = f"attributes.status = 'RUNNING' and tags.`{self.tag}` = '{of}'"
+        for earlier in client.search_runs([experiment], found):
+            client.set_terminated(earlier.info.run_id, "KILLED")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Writes a step; MLflow takes few signs in a name."""
@@ -173,7 +191,7 @@ class Mlflow:
 
     def close(self) -> None:
         """Ends the run."""
-        self.mlflow.end_run()
+        self.mlflow.end_run("KILLED" if exits.received else "FINISHED")
 
 
 TRACKERS = {

@@ -138,8 +138,9 @@ def test_no_test_imports_another():
 # wrong with a checkpoint's files. 140 for steps of what is not masked, sampled ids that were cut,
 # tools and reasons that no prompt shows, prompts of no token, curves of 20,000 steps, samples
 # beyond a checkpoint, and gate and up as one matrix on a CPU; 20 for kernels checked in the widths
-# of each layout.
-CORE, FILE = 19_560, 500
+# of each layout. 90 for trackers that tell how a run ended, processes that are told other
+# numbers, sums of an index, critics that see the record, and what graders say of some answers.
+CORE, FILE = 19_650, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -151,13 +152,17 @@ CORE, FILE = 19_560, 500
 # functions of one's own raise, return, are and do to the working directory.
 # 40 for numbers that 12 decimals do not tell apart, names that are no numbers, calculations
 # left undone in functions, and what an interpreter writes at its end; 10 for functions that
-# take something else.
-REWARDS = 4_125  # a jail, a judge, seven formats; formulas among short answers
+# take something else. 90 for sums in other words, chains, roots of one name, residues and fonts;
+# 85 for sets however a program makes them, names that tests find, marks that no token has, and
+# judges who say nothing.
+REWARDS = 4_310  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
-# the hub; 20 for reports of an evaluation's settings, and marks that take no column.
-LOOKED_AT = 820
-VISION = 1_260  # what images become: features, and codes; answers about them; prompts told apart
+# the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports
+# of a sweep, and pictures that two files share.
+LOOKED_AT = 870
+# What images become: features, and codes; answers about them; prompts told apart; ids that they share.
+VISION = 1_270
 PAGES = "viewer", "trace", "report"  # what people look at
 LONG_FILES = {}  # path: why it is one idea all the same
 

@@ -59,6 +59,8 @@ def refused(path, text, **how):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     refused(tmp_path / "no.png", "No such file")
+    for url in ("https://a.b/c.png", "data:image/png;base64,iVBORw0KGgo="):
+        refused(url, "URLs are not read: it must be a file's path", root=tmp_path)
     refused(tmp_path, "is no file")
     (tmp_path / "words.png").write_text("a text")
     refused(tmp_path / "words.png", "none of BMP")

@@ -39,6 +39,9 @@ class Fake(types.ModuleType):
 
         return call
 
+    def __iter__(self):  # of what is found: nothing
+        return iter(())
+
 
 @pytest.fixture
 def calls(monkeypatch) -> list:
@@ -141,6 +144,42 @@ def test_what_is_told_can_be_read_again(name, request, tmp_path, monkeypatch, ca
     assert kept[4] == {"reward": 0.5, spelled: 1.0}
     assert set(kept) <= {3, 4}
     assert "left out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("signals", "wandb", "mlflow"), [([], 0, "FINISHED"), ([15], 75, "KILLED")]
+)
+def test_a_run_that_a_signal_stops_has_not_finished(
+    signals, wandb, mlflow, calls, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trackers.exits, "received", signals)
+    trackers.Trackers(["wandb", "mlflow"], run_of(tmp_path)).close()
+    assert calls[-2:] == [
+        ("finish", (), {"exit_code": wandb}),
+        ("end_run", (mlflow,), {}),
+    ]
+
+
+def test_mlflow_is_told_of_runs_that_nobody_closed(calls, tmp_path, monkeypatch):
+    """One that fails, as the program ends; one that was killed, as the next begins."""
+    ends, package = [], sys.modules["mlflow"]
+    monkeypatch.setattr(trackers.atexit, "register", lambda *call: ends.append(call))
+    info = types.SimpleNamespace(run_id="earlier")
+    monkeypatch.setattr(
+        package,
+        "search_runs",
+        lambda of, found: calls.append(found) or [types.SimpleNamespace(info=info)],
+        raising=False,
+    )
+    run = run_of(tmp_path)
+    trackers.Trackers(["mlflow"], run)
+    ((call, *said),) = ends
+    call(*said)
+    assert said == ["FAILED"] and calls[-1] == ("end_run", ("FAILED",), {})
+    place = calls.index(("set_terminated", ("earlier", "KILLED"), {}))
+    assert f"= '{run.id}'" in calls[place - 1] and "RUNNING" in calls[place - 1]
+    (started,) = [call for call in calls if call[0] == "start_run"]
+    assert started[2]["tags"] == {trackers.Mlflow.tag: run.id}
 
 
 def test_only_a_key_takes_wandb_to_the_network(calls, tmp_path, monkeypatch):

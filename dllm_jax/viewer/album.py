@@ -1,4 +1,4 @@
-"""The pictures of a page: each once, small, and of bounded size together.
+"""The pictures of a page: each once, small, and of a file's answers of bounded size together.
 
 They are of two kinds: files that a prompt showed, which a record names by file and mark, and
 what an answer drew, which its record holds as a data URI (images.embedded).
@@ -10,27 +10,35 @@ import re
 from dllm_jax import images
 from dllm_jax.data import files
 
-TOTAL = 12 * 2**20  # characters of all pictures of a page
+TOTAL = 12 * 2**20  # characters of all pictures that a file of answers adds to a page
 DRAWN = 2**20  # characters of one that a record holds
 SOURCE = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 
 
 class Album:
-    """The pictures of one file of answers."""
+    """The pictures of a page: those of a file of answers, or of two."""
 
-    def __init__(self, roots: tuple[str, ...]):
-        """roots: the folders that image files must lie in."""
-        self.roots = roots
+    def __init__(self):
         self.pictures: list[str] = []  # data URIs
         self.places: dict[str, int] = {}  # of each of them
-        self.told: dict[tuple, int | str] = {}  # what `shown` said, by file and mark
         self.size = 0
+        self.roots: tuple[str, ...] | None = None  # None: no file has begun
+        self.told: dict[tuple, int | str] = {}  # what `shown` said, by file and mark
+
+    def begin(self, roots: tuple[str, ...]) -> bool:
+        """Begins a file of answers, and returns whether it is the first.
+
+        roots: the folders that its image files must lie in.
+        """
+        first = self.roots is None
+        self.roots, self.told, self.size = roots, {}, 0
+        return first
 
     def drawn(self, uri: str) -> int | str:
         """Returns the number of a picture, or why the page has no room for it."""
         if uri not in self.places:
             if self.size + len(uri) > TOTAL:
-                return f"left out: a page holds {TOTAL >> 20} MB of pictures"
+                return f"left out: a page holds {TOTAL >> 20} MB of a file's pictures"
             self.size += len(uri)
             self.places[uri] = len(self.pictures)
             self.pictures.append(uri)

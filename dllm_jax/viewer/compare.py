@@ -74,8 +74,12 @@ def common(first: list[dict], second: list[dict]) -> list[tuple[list, list]]:
 
 
 def key_for(first: list[dict], second: list[dict]):
-    """Returns the best of the functions above that tells a problem of every line."""
-    told = (key for key in (by_record, by_question) if all(map(key, first + second)))
+    """Returns the best of the functions above that tells a problem of every line.
+
+    But for prompts that were skipped, of which a line tells nothing.
+    """
+    rows = [row for row in first + second if row.get("finished") != "skipped"]
+    told = (key for key in (by_record, by_question) if all(map(key, rows)))
     return next(told, by_ids)
 
 

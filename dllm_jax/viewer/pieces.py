@@ -45,6 +45,8 @@ class Pieces:
         self.added = {token["id"]: token["content"] for token in added}
         self.special |= {token["id"] for token in added if token["special"]}
         decoder = json.dumps(written.get("decoder"), ensure_ascii=False)
+        # A tokenizer that has no decoder puts a blank between tokens, as of a list of words.
+        self.between = b" " if written and decoder == "null" else b""
         self.read = self.decoded
         if "ByteLevel" in decoder:
             self.table, self.read = printable(), self.byte_level
@@ -56,12 +58,13 @@ class Pieces:
         if self.tok is None:
             return [Piece(str(token), UNKNOWN, token) for token in ids]
         decoder, pieces = codecs.getincrementaldecoder("utf-8")("replace"), []
+        before = b""
         for token in ids:
             if token in self.special:
                 end_of_text(decoder, pieces)
                 pieces.append(Piece(self.name(token), SPECIAL, token))
                 continue
-            data = self.bytes(token)
+            data, before = before + self.bytes(token), self.between
             text = decoder.decode(data)
             if data and not text:  # all of it is held
                 pieces.append(Piece(data.hex(" "), PART, token))

@@ -32,7 +32,11 @@ def told(path: str) -> dict:
     home = home_of(folder)
     run, cfg = object_in(home / "run.json"), object_in(home / "config.json")
     if not rows and not run:
-        raise ValueError(f"{path}: no run's folder: neither metrics.jsonl nor run.json")
+        inside = sorted(x.parent.name for x in folder.glob("*/run.json"))
+        more = f"; name one that is in it, such as {inside[0]!r}" if inside else ""
+        raise ValueError(
+            f"{path}: no run's folder: neither metrics.jsonl nor run.json{more}"
+        )
     if home != folder:
         cfg = overlaid(cfg, object_in(folder / "eval.job.json"))
     attempts = run.get("attempts")
@@ -45,6 +49,7 @@ def told(path: str) -> dict:
         "phases": phases(rows),
         "evals": evals(rows, heldout_size(cfg)),
         "scores": scores(folder),
+        "settings": [setting(part) for part in parts_of(folder)],
         "attempts": [attempt_of(attempt) for attempt in attempts],
         "sums": sums(rows),
         "events": events(home),
@@ -57,6 +62,29 @@ def home_of(folder: pathlib.Path) -> pathlib.Path:
     """Returns a run's folder: of one of eval.sweep or eval.samplers that of all of them."""
     part = (folder / "eval.json").is_file() and not (folder / "run.json").exists()
     return folder.parent if part and (folder.parent / "run.json").is_file() else folder
+
+
+def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folders of a run's eval.sweep, by its values, and of its eval.samplers."""
+    files = folder.glob("*/eval.json") if (folder / "run.json").is_file() else ()
+    parts = [x.parent for x in files if not (x.parent / "run.json").exists()]
+    return sorted(parts, key=lambda part: (value_in(part.name), part.name))
+
+
+def value_in(name: str) -> float:
+    """Returns the value of a setting's name, "threshold=0.9"; 0 where it has none."""
+    try:
+        return float(name.partition("=")[2])
+    except ValueError:
+        return 0.0
+
+
+def setting(part: pathlib.Path) -> list:
+    """Returns of one of `parts_of` its name, and the rest of a row of `evals`."""
+    known = {name: x for name, *x in scores(part)}
+    accuracy = known.get("accuracy", [None] * 3)
+    names = "tokens_per_forward", "response_length"
+    return [part.name, *accuracy, *(known.get(x, [None])[0] for x in names)]
 
 
 def overlaid(tree: dict, leaves: dict, prefix: str = "") -> dict:

@@ -98,9 +98,11 @@ def found(path: pathlib.Path) -> pathlib.Path:
     for pattern in ("samples/step_*.jsonl", "eval.jsonl"):
         if files := sorted(path.glob(pattern)):
             return files[-1]
+    inside = sorted(path.glob("*/eval.jsonl"))  # of a sweep, say
+    such = inside[0] if inside else "python -m dllm_jax.generate --out writes"
     raise ValueError(
         f"{path}: a folder without samples/step_N.jsonl and eval.jsonl; name a file of "
-        "answers, such as python -m dllm_jax.generate --out writes"
+        f"answers, such as {such}"
     )
 
 
@@ -226,12 +228,21 @@ def full(file: File, tok) -> bool:
 # ---- In the page -------------------------------------------------------------------------
 
 
-def packed(file: File, tok, *, block: int = 0, name: str = "") -> dict:
+def packed(
+    file: File,
+    tok,
+    *,
+    block: int = 0,
+    name: str = "",
+    pictures: album.Album | None = None,
+) -> dict:
     """Returns a file's answers for the page: short names, and each distinct piece once.
 
-    block: where the file does not say it.
+    block: where the file does not say it. pictures: of all files of the page, with the
+    first of which they are; None: it has no other.
     """
-    pieces, table, pictures = Pieces(tok), {}, album.Album(file.roots)
+    pieces, table, pictures = Pieces(tok), {}, pictures or album.Album()
+    first = pictures.begin(file.roots)
     rows, notice = some(file.rows)
     made = [packed_row(row, pieces, table) | seen(row, pictures) for row in rows]
     return {
@@ -242,7 +253,7 @@ def packed(file: File, tok, *, block: int = 0, name: str = "") -> dict:
         "full": full(file, tok),
         "notice": notice,
         "pieces": [list(piece) for piece in table],
-        "pictures": pictures.pictures,
+        "pictures": pictures.pictures if first else None,
         "rows": made,
     }
 

@@ -234,6 +234,8 @@ def main():
     count = len({row["file"] for row in rows})
     if not 0 < args.heldout < count:
         p.error(f"--heldout must lie between 0 and {count}, the number of pictures")
+    if args.train < 1:
+        p.error("--train must be positive: without any there is nothing to learn")
 
     out, rng = pathlib.Path(args.out), np.random.default_rng(args.seed)
     (out / "images").mkdir(parents=True, exist_ok=True)

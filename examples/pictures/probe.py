@@ -108,6 +108,8 @@ def main():
     p.add_argument("--steps", type=int, default=300, help="of each classifier")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
+    if args.steps < 1:
+        p.error("--steps must be positive")
     rng = np.random.default_rng(args.seed)
     codes_nN, said = described(pathlib.Path(args.out))
     order = rng.permutation(len(codes_nN))

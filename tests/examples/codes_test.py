@@ -157,3 +157,10 @@ def test_pictures_that_are_not_made_yet_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["codes.py", f"--out={tmp_path}"])
     with pytest.raises(SystemExit, match=r"make\.py writes it"):
         codes.main()
+
+
+def test_a_probe_learns_something(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["probe.py", "--steps=0"])
+    with pytest.raises(SystemExit):
+        probe.main()
+    assert "--steps must be positive" in capsys.readouterr().err

@@ -122,6 +122,10 @@ def test_pictures_say_what_is_missing(easy_vqa, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         made(monkeypatch, f"--data={easy_vqa}", "--heldout=6")
     assert "between 0 and 6" in capsys.readouterr().err
+    for train in (0, -5):
+        with pytest.raises(SystemExit):
+            made(monkeypatch, f"--data={easy_vqa}", "--heldout=2", f"--train={train}")
+        assert "--train must be positive" in capsys.readouterr().err
 
 
 def test_a_picture_is_described_by_what_is_true_of_it():

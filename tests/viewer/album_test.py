@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dllm_jax import images
+from dllm_jax import images, trace
 from dllm_jax.viewer import album, traces
 from dllm_jax.viewer.pieces import CODE
 from tests.viewer.common import answer, write
@@ -85,6 +85,25 @@ def test_a_page_holds_so_much_of_pictures_and_no_more(tmp_path, monkeypatch):
     assert packed["rows"][0]["p"] == packed["rows"][3]["p"] == 0
     assert "left out" in packed["rows"][2]["p"]
     assert sum(map(len, packed["pictures"])) <= 3000
+
+
+def test_two_files_of_a_page_share_its_pictures(tmp_path, monkeypatch):
+    """Each has room for as many of its own."""
+    seen = folder(tmp_path)[1]
+    uris = [images.embedded(noise(24, 24)) for _ in range(3)]
+    shown = images.embedded(images.read(seen["file"]))
+    monkeypatch.setattr(album, "TOTAL", len(shown) + len(uris[0]))
+    drawn = (uris[:1], uris[1:])
+    for name, own in zip("ab", drawn, strict=True):
+        rows = [answer(range(4), images=[seen], picture=uri) for uri in own]
+        write(tmp_path / name, rows * (3 - len(own)))
+    paths = [str(tmp_path / name) for name in "ab"]
+    made = trace.content([traces.read(x, str(tmp_path / "data")) for x in paths])
+    first, second = made["files"]
+    assert first["pictures"] == [shown, *uris[:2]] and second["pictures"] is None
+    assert [row["i"] for row in first["rows"] + second["rows"]] == [[0]] * 4
+    assert [row["p"] for row in first["rows"]] == [1, 1]
+    assert second["rows"][0]["p"] == 2 and "left out" in second["rows"][1]["p"]
 
 
 def test_codes_of_a_drawing_are_no_text(tmp_path):

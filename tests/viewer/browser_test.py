@@ -403,7 +403,7 @@ def test_two_evaluations_are_compared_in_pairs(opened, tmp_path):
 
 
 def test_what_there_is_nothing_of_has_no_heading(opened, tmp_path):
-    """The folder of a sweep has neither curves nor evaluations of its own."""
+    """Such as of a run that has just begun."""
     (tmp_path / "run.json").write_text('{"attempts": [], "defaults": {}}')
     with opened(page.REPORT, report.content([str(tmp_path)])) as view:
         found = "return [...document.querySelectorAll('h2')].map(x => x.textContent)"
@@ -411,6 +411,27 @@ def test_what_there_is_nothing_of_has_no_heading(opened, tmp_path):
             "What happened",
             "Keys that differ from their defaults",
         ]
+
+
+def test_a_sweep_has_a_row_for_each_setting(opened, tmp_path):
+    (tmp_path / "run.json").write_text('{"attempts": [], "defaults": {}}')
+    for value, told in (("0.5", '{"accuracy": 0.25}'), ("1", "{}")):
+        (part := tmp_path / f"threshold={value}").mkdir()
+        (part / "eval.json").write_text(told)
+        write(part / "eval.jsonl", [answer(question="<b>x</b>")])
+    with opened(page.REPORT, report.content([str(tmp_path)])) as view:
+        found = "return [...document.querySelectorAll('h2')].map(x => x.textContent)"
+        title = "Answers of the first and the last setting"
+        assert view.js(found)[:2] == ["Evaluations", title]
+        rows = view.js(
+            "return [...document.querySelectorAll('.half tbody tr')]"
+            ".map(x => [...x.children].slice(0, 3).map(y => y.textContent))"
+        )
+        assert rows == [
+            ["threshold=0.5", "25\u202f%", "\u2013"],
+            ["threshold=1", "\u2013", "\u2013"],
+        ]
+        assert view.fits()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -60,6 +60,14 @@ def test_pieces_joined_are_the_text(kind, text, request):
     assert text == tok.decode(ids, clean_up_tokenization_spaces=False)
 
 
+def test_words_of_a_tokenizer_without_a_decoder_stand_apart():
+    """As its own texts have them, such as those of examples/pictures."""
+    tok, ids = fast(["a", "red", "}", "<end>"], None), [0, 1, 3, 2]
+    told = pieces.Pieces(tok)
+    assert [piece.text for piece in told.of(ids)] == ["a", " red", "<end>", " }"]
+    assert told.text(ids) == tok.decode(ids, skip_special_tokens=True) == "a red }"
+
+
 def test_a_character_is_shown_by_the_token_that_completes_it(byte_level):
     ids = [*"a🙂b".encode(), 256]
     told = pieces.Pieces(byte_level).of(ids)

@@ -14,8 +14,13 @@ from tests.viewer.common import answer, write
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match="no run's folder"):
+        with pytest.raises(ValueError, match="no run's folder: .*run.json$"):
             runs.told(str(path))
+    for name in "ba":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"attempts": []}')
+    with pytest.raises(ValueError, match="; name one that is in it, such as 'a'$"):
+        runs.told(str(tmp_path))
 
 
 def test_a_run_has_its_name_from_wherever_it_is_looked_at(tmp_path, monkeypatch):
@@ -160,6 +165,42 @@ def test_a_setting_of_a_sweep_has_the_rest_of_the_sweeps_folder(tmp_path):
         assert told["config"]["seed"] == "3" and told["scores"][0][1] == 0.5
         assert told["attempts"][0][-1] == "done" and told["events"]
     assert made["summary"]["wins"] == [0, 1, 0]
+
+
+def test_a_sweeps_own_folder_shows_each_of_its_settings(tmp_path):
+    (tmp_path / "run.json").write_text('{"attempts": [{"ended": "done"}]}')
+    for share, value in enumerate(("2", "0.5", "10"), 1):
+        (part := tmp_path / f"temperature={value}").mkdir()
+        told = {"accuracy": share / 4, "tokens_per_forward": 2.5}
+        (part / "eval.json").write_text(json.dumps(told))
+        card = {"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}
+        (part / "card.json").write_text(json.dumps(card))
+        write(part / "eval.jsonl", [answer(question=value)])
+    (other := tmp_path / "another run").mkdir()  # of its own
+    for name in ("run.json", "eval.json"):
+        (other / name).write_text('{"accuracy": 1}')
+    made = report.content([str(tmp_path)])
+    assert made["runs"][0]["settings"] == [
+        ["temperature=0.5", 0.5, 0.1, 0.9, 2.5, None],
+        ["temperature=2", 0.25, 0.1, 0.9, 2.5, None],
+        ["temperature=10", 0.75, 0.1, 0.9, 2.5, None],
+    ]
+    assert made["title"] == "Answers of the first and the last setting"
+    shown = [file["rows"][0]["q"] for file in made["samples"]["files"]]
+    assert shown == ["0.5", "10"]
+    for part in tmp_path.glob("*/eval.jsonl"):
+        part.unlink()
+    assert report.content([str(tmp_path)])["samples"] is None
+
+
+def test_one_evaluation_shows_its_answers(tmp_path):
+    (tmp_path / "run.json").write_text('{"attempts": []}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    write(tmp_path / "eval.jsonl", [answer(question="a"), answer(question="b")])
+    made = report.content([str(tmp_path)])
+    (file,) = made["samples"]["files"]
+    assert [row["q"] for row in file["rows"]] == ["a", "b"]
+    assert made["title"] == "Evaluated answers" and made["summary"] is None
 
 
 def test_a_comma_in_a_held_out_files_name_is_no_border(tmp_path):

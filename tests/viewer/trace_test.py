@@ -192,6 +192,15 @@ def test_the_command_writes_a_page_or_refuses_in_one_line(tmp_path):
 # ---- Two files -----------------------------------------------------------------------
 
 
+def test_of_a_folder_without_answers_it_is_said_what_to_name(tmp_path):
+    with pytest.raises(ValueError, match="such as python -m dllm_jax.generate --out"):
+        traces.read(str(tmp_path))
+    (part := tmp_path / "threshold=0.9").mkdir()  # a setting of a sweep
+    write(part / "eval.jsonl", [answer()])
+    with pytest.raises(ValueError, match=r"such as .*/threshold=0\.9/eval\.jsonl$"):
+        traces.read(str(tmp_path))
+
+
 def test_answers_are_paired_by_prompt_and_in_order():
     first = [answer(prompt_ids=[p]) for p in (1, 1, 2, 3)]
     second = [answer(prompt_ids=[p]) for p in (3, 1, 4, 1, 1)]
@@ -230,6 +239,16 @@ def test_where_a_line_lacks_the_record_questions_are_compared():
     for row in older:
         row |= {"question": ""}  # of captions, say: then ids are all that is told
     assert compare.common(first, older) == []
+
+
+def test_a_prompt_that_was_skipped_lets_the_others_be_compared():
+    """Its line, of an image that could not be read, say, has no question and no ids."""
+    none = answer((), prompt_ids=[], finished="skipped", forwards=0)
+    first, second = (
+        [answer(prompt_ids=[model], question="a"), none] for model in (1, 2)
+    )
+    assert compare.common(first, second) == [([0], [0])]
+    assert compare.common([none], [none]) == []
 
 
 def test_the_same_words_about_another_image_are_another_prompt():

@@ -37,13 +37,15 @@ function headline(run) {
       el("b", {}, fixed(last[4], 2))]);
 }
 
-function evaluations(run, runs, i) {
-  if (!run.evals.length) return null;
-  const rows = run.evals.map(([step, share, low, high, speed, length]) => [grouped(step), percent(share),
+// rows: of run.evals, or of run.settings; what: what the first of each says.
+function evaluations(rows, what, run, runs) {
+  if (!rows.length) return null;
+  const cells = rows.map(([name, share, low, high, speed, length]) => [
+    typeof name === "number" ? grouped(name) : name, share === null ? "\u2013" : percent(share),
     low === null ? "\u2013" : `${percent(low)} to ${percent(high)}`, fixed(speed, 2), fixed(length, 1)]);
-  const head = ["step", "accuracy", "95\u202f% interval", "tokens per forward", "answer length"];
-  return el("div", { class: "half" }, runs.length > 1 ? el("h3", {}, named(runs, i), run.name) : null,
-    grid(head, rows, "numbers"));
+  const head = [what, "accuracy", "95\u202f% interval", "tokens per forward", "answer length"];
+  return el("div", { class: "half" },
+    runs.length > 1 ? el("h3", {}, named(runs, runs.indexOf(run)), run.name) : null, grid(head, cells, "numbers"));
 }
 
 function happened(run, runs, i) {
@@ -68,7 +70,7 @@ function configuration(runs) {
   return rows.length ? grid(head, rows, "keys-table") : el("p", { class: "quiet" }, "None differs.");
 }
 
-function showReport({ runs, samples, summary }) {
+function showReport({ runs, samples, title, summary }) {
   const two = runs.length > 1;
   const main = document.getElementById("page");
   const head = runs.map((run, i) => el("div", {}, el("h1", {}, named(runs, i), run.name), headline(run),
@@ -82,7 +84,8 @@ function showReport({ runs, samples, summary }) {
     [two ? el("h3", {}, named(runs, runs.indexOf(run)), run.name) : null, timeChart(run.phases)]);
   // What there is nothing of, such as curves of an evaluation's folder, has no heading.
   const charts = merged(runs).map((panel) => new Chart(panel, runs.length).node);
-  const held = runs.map((run, i) => evaluations(run, runs, i)).filter(Boolean);
+  const held = runs.flatMap((run) => [evaluations(run.evals, "step", run, runs),
+    evaluations(run.settings, "setting", run, runs)]).filter(Boolean);
   const events = section("What happened", runs.flatMap((run, i) => happened(run, runs, i)));
   main.append(...[el("header", { class: two ? "top halves" : "top" }, head),
     section("Curves", charts.length ? el("div", { class: "charts" }, charts) : null),
@@ -94,9 +97,7 @@ function showReport({ runs, samples, summary }) {
   ].filter(Boolean));
   if (!samples) return;
   const view = new Trace(samples);
-  const text = summary ? "Evaluated answers" : two ? "Answers at the last step of both"
-    : "Answers of the first and the last step";
-  main.insertBefore(section(text, view.node), events);
+  main.insertBefore(section(title, view.node), events);
 }
 
 showReport(pageData());

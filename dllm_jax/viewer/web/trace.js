@@ -27,6 +27,7 @@ class Trace {
   // without pairs are shown one after the other.
   constructor({ files, pairs }) {
     this.files = files;
+    for (const file of files) file.pictures ??= files[0].pictures; // of two the first has those of both
     this.compared = Boolean(pairs);
     const answers = files.map((file) => file.rows.map((row) => new Answer(file, row)));
     this.entries = pairs
