@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import errno
 import gc
+import inspect
 import io
 import os
 import pathlib
@@ -373,9 +374,9 @@ def of_file(named: str) -> ml_collections.ConfigDict:
     tree = config.default()
     try:
         get_config = runpy.run_path(path).get("get_config")
-        if get_config is None:
-            raise ValueError("it has no function get_config")
-        made = get_config(*([preset] if preset else []))
+        if not callable(get_config):
+            raise ValueError("it has no function get_config")  # noqa: TRY004 (refuses)
+        made = get_config(*presets_of(get_config, preset))
         if type(made) is not ml_collections.ConfigDict:
             raise ValueError(f"get_config returns {made!r:.40}, which is no ConfigDict")
         for name, value in made.items():
@@ -385,6 +386,21 @@ def of_file(named: str) -> ml_collections.ConfigDict:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever its author wrote)
         raise ValueError(f"--config={path}{place_and_reason(error, path)}") from None
     return tree
+
+
+def presets_of(get_config, preset: str) -> list[str]:
+    """Returns the arguments of a file's get_config: the preset, if one is named.
+
+    Raises ValueError where it takes none, or does not do without one.
+    """
+    given = [preset] if preset else []
+    try:
+        inspect.signature(get_config).bind(*given)
+    except TypeError:
+        if preset:
+            raise ValueError(f"it has no presets, and so no {preset!r}") from None
+        raise ValueError("name one of its presets: --config=FILE:PRESET") from None
+    return given
 
 
 def is_section(x) -> bool:
@@ -543,7 +559,7 @@ def check_overrides(argv: list[str]):
     """Raises ValueError for a leaf that Config lacks."""
     known = config.keys(dataclasses.asdict(config.Config()))
     for arg in argv[1:]:
-        leaf = re.match(r"--?(?:no)?config\.([^=]+)", arg)
+        leaf = re.match(r"--?(?:no)?config\.([^=]*)", arg)
         if leaf and leaf[1] not in known:
             raise ValueError(config.unknown(leaf[1], known))
 

@@ -356,6 +356,8 @@ def job_of(tree: ml_collections.ConfigDict, marks: dict) -> dict:
     job = {"model.path": leaves["model.path"], **marks}
     deciding = ("seed", "model.", "sampler.")
     idle = (*UNUSED, "model.path", "sampler.rows", "sampler.pages")
+    if leaves["data.image_root"]:  # where a page of the answers finds their images
+        deciding += ("data.image_root",)
     return job | {
         key: value
         for key, value in leaves.items()

@@ -263,11 +263,14 @@ def connect(coordinator, count, index, seconds: int) -> None:
     def give_up():
         end(exits.STOPPED, nobody_came(state, seconds, *reasons[-1:]))
 
+    def turned_away():  # JAX aborts
+        end(exits.STOPPED, not_taken(state))
+
     if given and index == 0 and taken(coordinator):
         end(exits.STOPPED, no_way(coordinator, "another program has the port here"))
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
-    at_abort(give_up)
+    at_abort(turned_away)
     alarm = threading.Timer(seconds, give_up)
     alarm.daemon = True
     alarm.start()
@@ -364,9 +367,19 @@ def nobody_came(state, seconds: int, reason: str = "") -> str:
             "process 0, --processes=N and --process=I"
         )
     return (
-        f"error: process {state.process_id} waited {seconds} seconds at the coordinator, "
-        f"{state.coordinator_address}, and not all processes came; is it the address of "
-        "process 0, and were all started?"
+        f"error: process {state.process_id} of {state.num_processes} waited {seconds} "
+        f"seconds at the coordinator, {state.coordinator_address}, and not all came; is it "
+        "the address of process 0, and were all started, each told that they are "
+        f"{state.num_processes}, and a number of its own?"
+    )
+
+
+def not_taken(state) -> str:
+    """Returns the last line of a process that the coordinator does not know, or no more."""
+    return (
+        f"error: process {state.process_id} of {state.num_processes}: the coordinator, "
+        f"{state.coordinator_address}, does not take it: was it told of fewer processes, has "
+        "another one this number, or has it ended?"
     )
 
 

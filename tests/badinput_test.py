@@ -338,7 +338,8 @@ COMMANDS = """
     train --config=  --config=FILE is required
     train --config=configs  --config=configs: there is no such file
     train --config=configs/none.py  --config=configs/none.py: there is no such file
-    train --config=configs/smoke.py:preset  configs/smoke.py: TypeError
+    train --config=configs/smoke.py:preset  configs/smoke.py: it has no presets, and so no 'preset'
+    train --config=configs/smoke.py --config.=3  unknown config key ''
     train --config=configs/tracerl.py:none  --config=configs/tracerl.py: preset='none': choose from
     train --config.mesh=1  'mesh'
     train --config.sampler.stop_ids=abc  stop_ids
@@ -448,6 +449,11 @@ CONFIG_FILES = {
     "exit.py": ("import sys\nsys.exit(0)\n", "line 2: SystemExit"),
     "deep.py": ("def f():\n    f()\nf()\n", "RecursionError"),
     "empty.py": ("", "empty.py: it has no function get_config"),
+    "number.py": ("get_config = 5\n", "number.py: it has no function get_config"),
+    "one.py": (
+        "def get_config(name):\n    return 5\n",
+        "one.py: name one of its presets",
+    ),
     "x.yaml": ("a: 1\n", "python -m dllm_jax.config"),
     "binary.py": (b"\x80\xff\x00\x01", "binary.py"),
     "nulls.py": (b"x = 1\n\x00", "nulls.py"),

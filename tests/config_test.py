@@ -708,8 +708,9 @@ def test_threads_of_a_save_that_failed_keep_nobody(monkeypatch):
 
 
 HELD = """
-import sys, threading
+import signal, sys, threading
 from dllm_jax import exits
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell of a script leaves it for `&`
 exits.GRACE_S = 0.0
 exits.at_end.append(lambda code, line: print(code, line, flush=True))
 held = threading.Event()

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, exits, generate, memory, sharding
+from dllm_jax import config, exits, folder, generate, memory, sharding
 from dllm_jax.models import hf
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.viewer import traces
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A program that two tests share.
@@ -160,10 +161,12 @@ def test_a_job_goes_on_behind_its_last_answer(ask, tmp_path, cache, capsys):
     assert not (tmp_path / "out.jsonl.lock").exists()
 
 
-def test_a_finished_job_samples_nothing(ask, monkeypatch):
+def test_a_finished_job_samples_nothing(ask, tmp_path, monkeypatch):
     whole = ask("--seed=1")
     monkeypatch.setattr(generate.answers.Engine, "stream", lambda *_, **__: 1 / 0)
     assert ask("--seed=1", again="--nooverwrite") == whole
+    images = f"--config.data.image_root={tmp_path}"  # by their marks, wherever they lie
+    assert ask("--seed=1", images, again="--nooverwrite") == whole
 
 
 def test_answers_of_another_job_are_refused_and_stay(ask, tmp_path):
@@ -193,6 +196,18 @@ def test_answers_of_another_job_are_refused_and_stay(ask, tmp_path):
     assert (tmp_path / "out.jsonl").read_text().count("\n") == 3
     more = ask("--seed=1", prompts=[*PROMPTS, {"prompt_ids": [3]}], **go_on)
     assert more[:3] == whole and len(more) == 4
+
+
+def test_a_page_of_answers_finds_their_images_by_the_note(tmp_path):
+    """It looked for them beside the answers, wherever --config.data.image_root said."""
+    tree, file = generate.defaults(), tmp_path / "out.jsonl"
+    before = generate.job_of(tree, {})
+    assert "data.image_root" not in before
+    tree.data.image_root = "pictures"
+    job = generate.job_of(tree, {})
+    folder.note_of(file).write_text(json.dumps(job))
+    assert traces.settings(file, []).roots == ("pictures",)
+    assert job == before | {"data.image_root": "pictures"}
 
 
 def test_answers_of_other_weights_are_refused(ask, model, tmp_path):

@@ -464,12 +464,28 @@ def test_processes_that_were_told_other_numbers_of_them_are_refused(tmp_path):
     assert not folder.exists()
 
 
+def test_who_is_told_of_more_processes_than_the_coordinator_is_told_so(tmp_path):
+    """JAX aborts there at once; the last line was of having waited for all the time."""
+    folder, port = tmp_path / "run", served.free_port()
+    runs = [numbered(folder, port, *given) for given in ((2, 0), (3, 2))]
+    wait_for(runs[1])
+    runs[0].kill()
+    told = end(runs, -signal.SIGKILL, exits.STOPPED)
+    assert last(told[1]) == (
+        f"error: process 2 of 3: the coordinator, localhost:{port}, does not take it: was it "
+        "told of fewer processes, has another one this number, or has it ended?"
+    )
+
+
 def test_who_waits_in_vain_names_the_coordinator(command, tmp_path):
     arguments = ["--config=configs/smoke.py", "--join_within=1"]
     arguments += ["--coordinator=localhost:1", "--processes=2", "--process=1"]
     (told,) = end([served.start("dllm_jax.train", arguments)], exits.STOPPED)
-    assert last(told).startswith("error: process 1 waited 1 seconds at the coordinator")
-    assert "localhost:1, and not all processes came" in last(told)
+    assert last(told) == (
+        "error: process 1 of 2 waited 1 seconds at the coordinator, localhost:1, and not "
+        "all came; is it the address of process 0, and were all started, each told that "
+        "they are 2, and a number of its own?"
+    )
     assert "stack trace" not in told
 
 

@@ -86,6 +86,9 @@ TASKS: dict[str, tuple[Callable[[np.random.Generator], dict], str]] = {
     "countdown": (countdown, "countdown"),
     "sudoku": (sudoku, "sudoku"),
 }
+SUDOKUS = (
+    96 * 284
+)  # different ones that `sudoku` can draw, the last of them hardly ever
 
 
 def drawn(name: str, count: int, seed: int) -> Iterator[dict]:
@@ -94,6 +97,8 @@ def drawn(name: str, count: int, seed: int) -> Iterator[dict]:
     Raises ValueError where there are not so many.
     """
     draw, rng, seen = TASKS[name][0], np.random.default_rng(seed), set()
+    if name == "sudoku" and count > SUDOKUS:  # found out by TRIES after minutes
+        raise ValueError(f"{name}: there are {SUDOKUS:,} different ones, no {count:,}")
     while len(seen) < count:
         for _ in range(TRIES):
             row = draw(rng)

@@ -173,6 +173,23 @@ def write_records(folder: pathlib.Path, rows: list[dict], heldout: int) -> None:
         print(f"{folder / name}.jsonl: {len(part)} problems")
 
 
+def check_counts(p: argparse.ArgumentParser, args, most: int) -> None:
+    """Ends the command where --heldout or --train is below 1, or both ask for too many.
+
+    most: how many different problems there are.
+    """
+    counts = args.heldout, args.train
+    if min(counts) < 1 or sum(counts) > most:
+        p.error(f"--heldout and --train: 1 or more each, of {most:,} problems")
+
+
+def check_share(p: argparse.ArgumentParser, args, name: str) -> None:
+    """Ends the command where an argument is no share."""
+    share = getattr(args, name)
+    if not 0 <= share <= 1:
+        p.error(f"--{name}={share}: a share, from 0 to 1")
+
+
 def main():
     """Writes the problems and the blank checkpoint."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -187,11 +204,8 @@ def main():
         "--folder", type=pathlib.Path, default=HERE, help="where the problems go"
     )
     args = p.parse_args()
-    counts = args.heldout, args.train
-    if min(counts) < 1 or sum(counts) > PAIRS:
-        p.error(f"--heldout and --train: 1 or more each, of {PAIRS:,} problems")
-    if not 0 <= args.worked <= 1:
-        p.error(f"--worked={args.worked}: a share, from 0 to 1")
+    check_counts(p, args, PAIRS)
+    check_share(p, args, "worked")
     rng = np.random.default_rng(args.seed)
 
     rows = problems(rng, args.heldout + args.train, args.worked)

@@ -43,8 +43,13 @@ def main():
         found = pairs(records(args.answers, "--answers"))
     except ValueError as error:
         p.error(str(error))
+    except KeyError as error:
+        p.error(f"--answers={args.answers}: no {error} in it: name an eval.jsonl")
     text = "".join(json.dumps(pair) + "\n" for pair in found)
-    pathlib.Path(args.out).write_text(text)
+    try:
+        pathlib.Path(args.out).write_text(text)
+    except OSError as error:
+        p.error(f"--out={args.out}: {error.strerror}")
     print(f"{len(found)} pairs in {args.out}")
 
 

@@ -48,6 +48,9 @@ FAMILIES = [
     ("list {x} backwards, {k} times", "{x}[::-1] * {k}", "list"),
 ]
 FUNCTIONS, ARGUMENTS = "fghpqr", "xnabcv"
+DIGITS = range(2, 10)
+# Of a family without {j} there are no more, and of each there are to be about as many.
+MOST = len(FAMILIES) * len(DIGITS) * len(FUNCTIONS) * len(ARGUMENTS)
 TESTS = 6
 # Tokens beside single characters, so that an answer takes 10 to 25 of them.
 WORDS = (
@@ -140,13 +143,12 @@ def problem(rng, index: int, k: int, j: int, function: str, x: str, wrong: float
 
 
 def problems(rng: np.random.Generator, count: int, wrong: float) -> list[dict]:
-    """Returns different problems, shuffled, of each family about as many."""
+    """Returns different problems, shuffled, of each family about as many; at most MOST."""
     rows = []
     each = -(-count // len(FAMILIES))
     for index, (asked, _, _) in enumerate(FAMILIES):
-        digits = range(2, 10)
-        all_j = digits if "{j}" in asked else [0]
-        every = [*itertools.product(digits, all_j, FUNCTIONS, ARGUMENTS)]
+        all_j = DIGITS if "{j}" in asked else [0]
+        every = [*itertools.product(DIGITS, all_j, FUNCTIONS, ARGUMENTS)]
         for i in rng.permutation(len(every))[:each]:
             rows.append(problem(rng, index, *every[i], wrong))
     return [rows[i] for i in rng.permutation(len(rows))[:count]]
@@ -162,6 +164,8 @@ def main():
     p.add_argument("--wrong", type=float, default=0.5, help="share of wrong responses")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
+    arithmetic.check_counts(p, args, MOST)
+    arithmetic.check_share(p, args, "wrong")
     rng = np.random.default_rng(args.seed)
     rows = problems(rng, args.heldout + args.train, args.wrong)
     arithmetic.write_records(pathlib.Path(args.out), rows, args.heldout)

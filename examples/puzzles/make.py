@@ -31,7 +31,13 @@ from collections.abc import Callable
 import numpy as np
 
 from dllm_jax.data import tasks
-from examples.arithmetic.make import respond, tokenizer, write_blank, write_records
+from examples.arithmetic.make import (
+    check_counts,
+    respond,
+    tokenizer,
+    write_blank,
+    write_records,
+)
 
 HERE = pathlib.Path(__file__).parent
 # A prompt has four tokens besides the question: that of a sudoku is a block of 20.
@@ -124,6 +130,8 @@ TASKS: dict[str, tuple[Callable, str, int]] = {
     "sums": (sums, "question", 0),
     "countdown": (countdown, "question", 0),
 }
+# How many different ones there are.
+MOST = {"sudoku": tasks.SUDOKUS, "sums": 10_000**2, "countdown": 286_068}
 
 
 def shared(heldout: list[dict], train: list[dict], field: str) -> int:
@@ -153,7 +161,11 @@ def main():
         print(f"{folder}/d1.jsonl: {len(lines)} problems")
         return
     draw, field, block = TASKS[args.task]
-    rows = draw(args.heldout + args.train, args.seed)
+    check_counts(p, args, MOST[args.task])
+    try:
+        rows = draw(args.heldout + args.train, args.seed)
+    except ValueError as error:
+        p.error(str(error))
     folder = HERE / args.task
     write_records(folder, rows, args.heldout)
     parts = [

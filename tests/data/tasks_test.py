@@ -32,6 +32,8 @@ def test_too_many_are_refused(monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "one", (lambda rng: {"question": "?"}, "math"))
     with pytest.raises(ValueError, match="one: no 2 different tasks were found"):
         list(tasks.drawn("one", 2, 0))
+    with pytest.raises(ValueError, match="sudoku: there are 27,264 different ones"):
+        next(tasks.drawn("sudoku", 30_000, 0))
 
 
 def test_arithmetic_is_right():

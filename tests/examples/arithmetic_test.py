@@ -12,6 +12,8 @@ import safetensors.numpy
 
 from examples.arithmetic import make as arithmetic
 from examples.arithmetic import pairs
+from examples.functions import make as functions
+from examples.puzzles import make as puzzles
 
 HERE = pathlib.Path(arithmetic.__file__).parent
 
@@ -35,19 +37,30 @@ def test_its_command_says_nothing_of_pytorch():
 
 
 @pytest.mark.parametrize(
-    ("command", "flag", "says"),
+    ("command", "flags", "says"),
     [
         (arithmetic, "--train=-1", "--heldout and --train: 1 or more each"),
         (arithmetic, "--heldout=1000000", "of 1,000,000 problems"),
         (arithmetic, "--worked=2", "--worked=2.0: a share, from 0 to 1"),
+        (functions, "--train=2000000", "1 or more each, of 5,760 problems"),
+        (functions, "--heldout=0", "--heldout and --train: 1 or more each"),
+        (functions, "--wrong=7", "--wrong=7.0: a share, from 0 to 1"),
+        (puzzles, "sudoku --train=200000", "1 or more each, of 27,264 problems"),
+        (puzzles, "countdown --train=300000", "1 or more each, of 286,068 problems"),
+        (puzzles, "sums --train=-300", "--heldout and --train: 1 or more each"),
         (pairs, "--answers=none.jsonl", "--answers 'none.jsonl': no such file"),
+        (
+            pairs,
+            f"--answers={HERE}/heldout.jsonl",
+            "no 'group' in it: name an eval.jsonl",
+        ),
     ],
 )
 def test_what_they_cannot_make_is_one_line(
-    monkeypatch, capsys, tmp_path, command, flag, says
+    monkeypatch, capsys, tmp_path, command, flags, says
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["command", flag])
+    monkeypatch.setattr(sys, "argv", ["command", *flags.split()])
     with pytest.raises(SystemExit, match="2"):
         command.main()
     assert says in capsys.readouterr().err.splitlines()[-1]

@@ -42,6 +42,13 @@ def test_their_problems_differ_and_are_drawn_by_the_seed():
         assert code.extract(row["response"]).startswith(f"def {function}({x}):\n")
 
 
+def test_of_each_family_there_are_as_many_as_are_asked_for(monkeypatch):
+    monkeypatch.setattr(make, "problem", lambda rng, index, *given: {"family": index})
+    rows = make.problems(np.random.default_rng(0), make.MOST, 0.5)
+    found = np.bincount([row["family"] for row in rows], minlength=20)
+    assert len(rows) == make.MOST and set(found) == {make.MOST // 20}
+
+
 @pytest.mark.parametrize("index", range(20))
 def test_their_tests_tell_each_program_from_the_others(index):
     _, value, kind = make.FAMILIES[index]
