@@ -391,16 +391,25 @@ def of_file(named: str) -> ml_collections.ConfigDict:
 def presets_of(get_config, preset: str) -> list[str]:
     """Returns the arguments of a file's get_config: the preset, if one is named.
 
-    Raises ValueError where it takes none, or does not do without one.
+    Raises ValueError where it takes none, does not do without one, or wants something else.
     """
+    taken = inspect.signature(get_config)
+
+    def takes(*given) -> bool:
+        try:
+            taken.bind(*given)
+        except TypeError:
+            return False
+        return True
+
     given = [preset] if preset else []
-    try:
-        inspect.signature(get_config).bind(*given)
-    except TypeError:
-        if preset:
-            raise ValueError(f"it has no presets, and so no {preset!r}") from None
-        raise ValueError("name one of its presets: --config=FILE:PRESET") from None
-    return given
+    if takes(*given):
+        return given
+    if preset and takes():
+        raise ValueError(f"it has no presets, and so no {preset!r}")
+    if not takes("a preset"):
+        raise ValueError(f"get_config{taken} takes other arguments than a preset")
+    raise ValueError("name one of its presets: --config=FILE:PRESET")
 
 
 def is_section(x) -> bool:

@@ -185,12 +185,12 @@ class Writer:
             parts.append(f"left {clock(left)}")
         return "  ".join(parts)
 
-    def close(self) -> None:
-        """Closes the bar and the trackers."""
+    def close(self, stopped: bool = False) -> None:
+        """Closes the bar and the trackers. stopped: whether a signal ends the run."""
         if self.enabled:
             self.bar.close()
             if self.trackers:
-                self.trackers.close()
+                self.trackers.close(stopped)
 
 
 def clock(seconds: int) -> str:

@@ -57,9 +57,9 @@ def reader(args, sampler: SamplerConfig, model: ModelConfig, tok, learns=False):
     """Returns what makes prompts of records with images, or of captions; None for others.
 
     args: config.ModelArgs; model: what the checkpoint becomes; tok: its tokenizer, or None.
-    learns: captions come
-    with the image that is to be drawn. See models.vision.prompts.Reader. Raises ValueError
-    for a tokenizer of images, and what it is to do, beside a model that has none of its codes.
+    learns: captions come with the image that is to be drawn. See
+    models.vision.prompts.Reader. Raises ValueError for a tokenizer of images, and for what it
+    is to do, beside a model without codes.
     """
     for name in () if model.codebook else ("vq", "image_size", "image_fit"):
         if (value := getattr(args, name)) != getattr(type(args), name):

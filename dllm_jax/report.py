@@ -31,7 +31,7 @@ def content(paths: list[str], images: str = "") -> dict:
 
 
 def chosen(folders: list[pathlib.Path]) -> tuple[list[pathlib.Path], str]:
-    """Returns (one or two files of answers to replay, what they are); ([], "") for none.
+    """Returns (at most two files of answers to replay, what they are).
 
     Of one run they are those of its first and its last step, or what it evaluated: of
     several settings the first and the last. Of two runs they are the evaluations that both
@@ -40,30 +40,39 @@ def chosen(folders: list[pathlib.Path]) -> tuple[list[pathlib.Path], str]:
     steps = [sorted((path / "samples").glob("step_*.jsonl")) for path in folders]
     evaluated = [path / "eval.jsonl" for path in folders]
     if len(folders) == 1 and steps[0]:
-        files = list(dict.fromkeys((steps[0][0], steps[0][-1])))
-        return files, "Answers of the first and the last step"
+        return ends(steps[0], "step")
     if all(path.is_file() for path in evaluated):
         return evaluated, EVALUATED
     if len(folders) == 1:
         found = [part / "eval.jsonl" for part in runs.parts_of(folders[0])]
-        found = [path for path in found if path.is_file()]
-        title = "Answers of the first and the last setting"
-        return list(dict.fromkeys((*found[:1], *found[-1:]))), title
+        return ends([path for path in found if path.is_file()], "setting")
     both = {path.name for path in steps[0]} & {path.name for path in steps[1]}
     files = [path / "samples" / max(both) for path in folders] if both else []
     return files, "Answers at the last step of both"
 
 
+def ends(files: list[pathlib.Path], what: str) -> tuple[list[pathlib.Path], str]:
+    """Returns (the first and the last of some files, what they are)."""
+    found = list(dict.fromkeys((*files[:1], *files[-1:])))
+    which = "only" if len(files) == 1 else "first and the last"
+    return found, f"Answers of the {which} {what}"
+
+
 def samples(folders: list[pathlib.Path], images: str) -> dict:
-    """Returns what the page shows of `chosen` answers; {} where there are none.
+    """Returns what the page shows of `chosen` answers; {} where none can be read.
 
     "samples": for the replay; "title": what they are; "summary": how two runs' evaluations
     differ.
     """
     files, title = chosen(folders)
-    if not files:
+    try:
+        read = [traces.read(str(path), images) for path in files]
+    except ValueError as error:  # such as of an evaluation that has hardly begun
+        warn(f"answers are left out: {error}")
+        read = []
+    if not read:
         return {}
-    read, pictures = [traces.read(str(path), images) for path in files], album.Album()
+    pictures = album.Album()
     toks = [traces.tokenizer(file.model) for file in read]
     sides = zip(read, toks, strict=True)
     made = {"files": [traces.packed(*x, pictures=pictures) for x in sides]}

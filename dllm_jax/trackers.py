@@ -5,7 +5,7 @@ raises later costs the tracker and never the run (`Trackers`):
 
     __init__(run)         run: Run. Imports its package, which nothing else does
     log(step, values)     metrics by name, all of them finite
-    close()
+    close(stopped)        stopped: whether a signal ends the run, to whichever process
 
 None of them needs a network: wandb and mlflow write into the run's folder, trackio to its
 own database, unless their environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI,
@@ -86,7 +86,7 @@ class TensorBoard:
         parts = [self.scalar(name, x).value[0] for name, x in values.items()]
         self.write(step=step, summary={"value": parts})
 
-    def close(self) -> None:
+    def close(self, stopped: bool) -> None:
         """Closes the file."""
         self.file.close()
 
@@ -124,9 +124,9 @@ class Wandb:
         """Writes a step; those that the service has already stay as they were."""
         self.run.log(values, step=step)
 
-    def close(self) -> None:
-        """Ends the run, with the exit code that the command will have."""
-        self.run.finish(exit_code=exits.STOPPED if exits.received else 0)
+    def close(self, stopped: bool) -> None:
+        """Ends the run; the exit code of one that a signal stopped is the command's."""
+        self.run.finish(exit_code=exits.STOPPED if stopped else 0)
 
 
 class Trackio:
@@ -145,7 +145,7 @@ class Trackio:
         """Writes a step."""
         self.trackio.log(values, step=step)
 
-    def close(self) -> None:
+    def close(self, stopped: bool) -> None:
         """Ends the run."""
         self.trackio.finish()
 
@@ -171,7 +171,7 @@ class Mlflow:
         mlflow.start_run(run_name=run.name, tags={self.tag: run.id})
         # Before MLflow's own, which was registered earlier, and says FINISHED of whatever is
         # not ended yet.
-        atexit.register(mlflow.end_run, "FAILED")
+        atexit.register(self.end, "FAILED")
         mlflow.log_params({name: str(x)[:500] for name, x in run.config.items()})
 
     def bury(self, experiment: str, of: str) -> None:
@@ -189,9 +189,13 @@ class Mlflow:
         named = {re.sub(r"[^\w./ -]", "_", name): x for name, x in values.items()}
         self.mlflow.log_metrics(named, step=step)
 
-    def close(self) -> None:
+    def close(self, stopped: bool) -> None:
         """Ends the run."""
-        self.mlflow.end_run("KILLED" if exits.received else "FINISHED")
+        self.end("KILLED" if stopped else "FINISHED")
+
+    def end(self, status: str) -> None:
+        """Ends the run, if that is not done, with a status, or as one that was stopped."""
+        self.mlflow.end_run("KILLED" if exits.received else status)
 
 
 TRACKERS = {
@@ -248,7 +252,7 @@ class Trackers:
         for name, tracker in list(self.live.items()):
             self.tried(name, lambda tracker=tracker: tracker.log(step, finite))
 
-    def close(self) -> None:
-        """Closes all of them."""
+    def close(self, stopped: bool = False) -> None:
+        """Closes all of them. stopped: whether a signal ends the run."""
         for name, tracker in list(self.live.items()):
-            self.tried(name, tracker.close)
+            self.tried(name, lambda tracker=tracker: tracker.close(stopped))

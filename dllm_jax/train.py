@@ -309,11 +309,12 @@ class Training:
         if progress.step > self.saved:  # a signal came before a save was due
             self.save()
         here.checkpoints.close()
-        self.writer.close()
+        stopped = here.stopping()  # by a signal to any process
+        self.writer.close(stopped)
         if here.main:
             draw(here.folder)
             leave.after_run(here.folder, here.tok, here.say)
-        if here.stopping():
+        if stopped or here.stopping():
             raise exits.Stopped(
                 "stopped by a signal; start the same command again to go on in "
                 f"{here.folder}"

@@ -454,6 +454,10 @@ CONFIG_FILES = {
         "def get_config(name):\n    return 5\n",
         "one.py: name one of its presets",
     ),
+    "two.py": (
+        "def get_config(name, more):\n    return 5\n",
+        "two.py: get_config(name, more) takes other arguments than a preset",
+    ),
     "x.yaml": ("a: 1\n", "python -m dllm_jax.config"),
     "binary.py": (b"\x80\xff\x00\x01", "binary.py"),
     "nulls.py": (b"x = 1\n\x00", "nulls.py"),

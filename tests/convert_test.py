@@ -229,7 +229,7 @@ def test_adapters_that_peft_would_not_add_are_told(
     )
     pairs = transformer.init(jax.random.key(0), cfg)
     peft.save(tmp_path / "out", cfg, pairs, "org/model")
-    said = "adds no adapters of dense layers of qwen3_moe; use to-hf"
+    said = "adds no adapters to dense layers of qwen3_moe; use to-hf"
     assert (said in capsys.readouterr().err) == warns
 
 

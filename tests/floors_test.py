@@ -159,8 +159,9 @@ REWARDS = 4_310  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports
-# of a sweep, and pictures that two files share.
-LOOKED_AT = 870
+# of a sweep, and pictures that two files share; 15 for several sweeps in a folder, and answers that
+# cannot be read.
+LOOKED_AT = 885
 # What images become: features, and codes; answers about them; prompts told apart; ids that they share.
 VISION = 1_270
 PAGES = "viewer", "trace", "report"  # what people look at

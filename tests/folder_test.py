@@ -422,6 +422,9 @@ def test_another_job_is_refused_with_the_difference(tmp_path):
         ValueError, match="seed was 1, is now 2; .*--out.*run.folder.*--over"
     ):
         folder.Answers(path, {"seed": 2, "stop": (1, 2)}, overwrite=False)
+    moved = {"seed": 2, "stop": (1, 2), "data.image_root": "elsewhere"}  # no reason
+    with pytest.raises(ValueError, match="another job: seed was 1, is now 2"):
+        folder.Answers(path, moved, overwrite=False)
     assert path.read_text() == '{"n": 1}\n'
 
 

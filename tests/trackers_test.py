@@ -147,13 +147,13 @@ def test_what_is_told_can_be_read_again(name, request, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("signals", "wandb", "mlflow"), [([], 0, "FINISHED"), ([15], 75, "KILLED")]
+    ("stopped", "wandb", "mlflow"), [(False, 0, "FINISHED"), (True, 75, "KILLED")]
 )
 def test_a_run_that_a_signal_stops_has_not_finished(
-    signals, wandb, mlflow, calls, tmp_path, monkeypatch
+    stopped, wandb, mlflow, calls, tmp_path
 ):
-    monkeypatch.setattr(trackers.exits, "received", signals)
-    trackers.Trackers(["wandb", "mlflow"], run_of(tmp_path)).close()
+    """To any of its processes: the one that tells may have received none."""
+    trackers.Trackers(["wandb", "mlflow"], run_of(tmp_path)).close(stopped)
     assert calls[-2:] == [
         ("finish", (), {"exit_code": wandb}),
         ("end_run", (mlflow,), {}),
@@ -174,8 +174,10 @@ def test_mlflow_is_told_of_runs_that_nobody_closed(calls, tmp_path, monkeypatch)
     run = run_of(tmp_path)
     trackers.Trackers(["mlflow"], run)
     ((call, *said),) = ends
-    call(*said)
-    assert said == ["FAILED"] and calls[-1] == ("end_run", ("FAILED",), {})
+    for signals, status in (([15, 15], "KILLED"), ([], "FAILED")):  # or two signals
+        monkeypatch.setattr(trackers.exits, "received", signals)
+        call(*said)
+        assert calls[-1] == ("end_run", (status,), {})
     place = calls.index(("set_terminated", ("earlier", "KILLED"), {}))
     assert f"= '{run.id}'" in calls[place - 1] and "RUNNING" in calls[place - 1]
     (started,) = [call for call in calls if call[0] == "start_run"]
@@ -238,15 +240,15 @@ def test_the_writer_tells_them_every_row(tmp_path):
         def log(self, step, values):
             told.append((step, values))
 
-        def close(self):
-            told.append("closed")
+        def close(self, stopped):
+            told.append(f"closed, stopped: {stopped}")
 
     writer = metrics.Writer(
         tmp_path, 10, 2, trackers=lambda first: told.append(first) or Kept()
     )
     writer.write(3, {"reward": 1.0})
-    writer.close()
-    assert told == [3, (3, {"reward": 1.0}), "closed"]
+    writer.close(stopped=True)
+    assert told == [3, (3, {"reward": 1.0}), "closed, stopped: True"]
 
 
 def events_of(folder) -> list:

@@ -20,8 +20,8 @@ from dllm_jax.models import export, hf
 from dllm_jax.models.config import ModelConfig
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Whose experts transformers 5 has in one tensor. By their names PEFT takes the projections of
-# dense layers for those of experts, and has no adapters of dense layers.
+# Families whose experts transformers 5 has in one tensor: PEFT takes the projections of dense
+# layers, of the same names, for those of experts, and adds no adapters to them.
 FUSED = ("qwen3_moe",)
 
 
@@ -41,7 +41,7 @@ def save(path, cfg: ModelConfig, trained: dict, like: str) -> None:
         tensors[f"base_model.model.{module}.lora_B.weight"] = b_oC
     if cfg.family in FUSED and any(".mlp." in module for module in ranks):
         exits.warn(
-            f"beside transformers 5 PEFT adds no adapters of dense layers of {cfg.family}; use "
+            f"with transformers 5 PEFT adds no adapters to dense layers of {cfg.family}; use "
             "to-hf, which adds all"
         )
     folder = pathlib.Path(path)

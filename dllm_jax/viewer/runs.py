@@ -32,8 +32,8 @@ def told(path: str) -> dict:
     home = home_of(folder)
     run, cfg = object_in(home / "run.json"), object_in(home / "config.json")
     if not rows and not run:
-        inside = sorted(x.parent.name for x in folder.glob("*/run.json"))
-        more = f"; name one that is in it, such as {inside[0]!r}" if inside else ""
+        inside = sorted(x.parent for x in pathlib.Path(path).glob("*/run.json"))
+        more = f"; name one that is in it, such as {inside[0]}" if inside else ""
         raise ValueError(
             f"{path}: no run's folder: neither metrics.jsonl nor run.json{more}"
         )
@@ -49,7 +49,7 @@ def told(path: str) -> dict:
         "phases": phases(rows),
         "evals": evals(rows, heldout_size(cfg)),
         "scores": scores(folder),
-        "settings": [setting(part) for part in parts_of(folder)],
+        "settings": settings(folder),
         "attempts": [attempt_of(attempt) for attempt in attempts],
         "sums": sums(rows),
         "events": events(home),
@@ -65,26 +65,36 @@ def home_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of a run's eval.sweep, by its values, and of its eval.samplers."""
+    """Returns the folders of a run's eval.sweep and eval.samplers, as `place` says."""
     files = folder.glob("*/eval.json") if (folder / "run.json").is_file() else ()
     parts = [x.parent for x in files if not (x.parent / "run.json").exists()]
-    return sorted(parts, key=lambda part: (value_in(part.name), part.name))
+    return sorted(parts, key=lambda part: place(part.name))
 
 
-def value_in(name: str) -> float:
-    """Returns the value of a setting's name, "threshold=0.9"; 0 where it has none."""
+def place(name: str) -> tuple[str, float, str]:
+    """Returns by what settings are sorted: "threshold=0.9" by its key and its value."""
+    key, _, value = name.partition("=")
     try:
-        return float(name.partition("=")[2])
+        return key, float(value), name
     except ValueError:
-        return 0.0
+        return key, 0.0, name
 
 
-def setting(part: pathlib.Path) -> list:
-    """Returns of one of `parts_of` its name, and the rest of a row of `evals`."""
-    known = {name: x for name, *x in scores(part)}
-    accuracy = known.get("accuracy", [None] * 3)
-    names = "tokens_per_forward", "response_length"
-    return [part.name, *accuracy, *(known.get(x, [None])[0] for x in names)]
+def settings(folder: pathlib.Path) -> list[list]:
+    """Returns (name, the rest of a row of `evals`) of each setting; [] where there are none.
+
+    What the folder itself holds beside `parts_of` is of the configuration's own sampler.
+    """
+    parts = {part.name: scores(part) for part in parts_of(folder)}
+    if parts and (own := scores(folder)):
+        parts = {"sampler": own} | parts
+    rows = []
+    for name, told in parts.items():
+        known = {score: x for score, *x in told}
+        accuracy = known.get("accuracy", [None] * 3)
+        more = "tokens_per_forward", "response_length"
+        rows.append([name, *accuracy, *(known.get(x, [None])[0] for x in more)])
+    return rows
 
 
 def overlaid(tree: dict, leaves: dict, prefix: str = "") -> dict:

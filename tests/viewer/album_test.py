@@ -106,6 +106,17 @@ def test_two_files_of_a_page_share_its_pictures(tmp_path, monkeypatch):
     assert second["rows"][0]["p"] == 2 and "left out" in second["rows"][1]["p"]
 
 
+def test_of_a_name_each_file_has_the_picture_in_its_own_folder(tmp_path):
+    own, other = noise(8, 8), noise(8, 8)
+    for name, rgb in (("own", own), ("other", other)):
+        (tmp_path / name).mkdir()
+        Image.fromarray(rgb).save(tmp_path / name / "a.png")
+    pictures, seen = album.Album(), {"file": "a.png", "mark": images.mark(own)}
+    assert pictures.begin((str(tmp_path / "own"),)) and pictures.shown(seen) == 0
+    assert not pictures.begin((str(tmp_path / "other"),))
+    assert "has changed since" in pictures.shown(seen)
+
+
 def test_codes_of_a_drawing_are_no_text(tmp_path):
     uri = images.embedded(noise(8, 8))
     rows = [answer(range(90, 99), picture=uri), answer(range(90, 98), picture=uri)]

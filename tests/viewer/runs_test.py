@@ -19,7 +19,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for name in "ba":
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text('{"attempts": []}')
-    with pytest.raises(ValueError, match="; name one that is in it, such as 'a'$"):
+    with pytest.raises(ValueError, match="; name one that is in it, such as .*/a$"):
         runs.told(str(tmp_path))
 
 
@@ -169,13 +169,14 @@ def test_a_setting_of_a_sweep_has_the_rest_of_the_sweeps_folder(tmp_path):
 
 def test_a_sweeps_own_folder_shows_each_of_its_settings(tmp_path):
     (tmp_path / "run.json").write_text('{"attempts": [{"ended": "done"}]}')
-    for share, value in enumerate(("2", "0.5", "10"), 1):
-        (part := tmp_path / f"temperature={value}").mkdir()
+    settings = "temperature=2", "temperature=0.5", "threshold=0.9", "temperature=10"
+    for share, name in enumerate(settings, 1):  # of two sweeps
+        (part := tmp_path / name).mkdir()
         told = {"accuracy": share / 4, "tokens_per_forward": 2.5}
         (part / "eval.json").write_text(json.dumps(told))
         card = {"scores": {"accuracy": {"low": 0.1, "high": 0.9}}}
         (part / "card.json").write_text(json.dumps(card))
-        write(part / "eval.jsonl", [answer(question=value)])
+        write(part / "eval.jsonl", [answer(question=name)])
     (other := tmp_path / "another run").mkdir()  # of its own
     for name in ("run.json", "eval.json"):
         (other / name).write_text('{"accuracy": 1}')
@@ -183,14 +184,45 @@ def test_a_sweeps_own_folder_shows_each_of_its_settings(tmp_path):
     assert made["runs"][0]["settings"] == [
         ["temperature=0.5", 0.5, 0.1, 0.9, 2.5, None],
         ["temperature=2", 0.25, 0.1, 0.9, 2.5, None],
-        ["temperature=10", 0.75, 0.1, 0.9, 2.5, None],
+        ["temperature=10", 1.0, 0.1, 0.9, 2.5, None],
+        ["threshold=0.9", 0.75, 0.1, 0.9, 2.5, None],
     ]
     assert made["title"] == "Answers of the first and the last setting"
     shown = [file["rows"][0]["q"] for file in made["samples"]["files"]]
-    assert shown == ["0.5", "10"]
-    for part in tmp_path.glob("*/eval.jsonl"):
+    assert shown == ["temperature=0.5", "threshold=0.9"]
+    for part in sorted(tmp_path.glob("*/eval.jsonl"))[1:]:
         part.unlink()
+    made = report.content([str(tmp_path)])
+    assert made["title"] == "Answers of the only setting"
+    assert [file["rows"][0]["q"] for file in made["samples"]["files"]] == shown[:1]
+    (tmp_path / "temperature=0.5" / "eval.jsonl").unlink()
     assert report.content([str(tmp_path)])["samples"] is None
+
+
+def test_beside_further_samplers_the_first_one_has_a_row(tmp_path):
+    """The folder itself holds its answers and scores."""
+    (tmp_path / "run.json").write_text('{"attempts": []}')
+    for name, share in ((".", 0.5), ("two", 0.25), ("one", 0.75)):
+        (part := tmp_path / name).mkdir(exist_ok=True)
+        (part / "eval.json").write_text(json.dumps({"accuracy": share}))
+        write(part / "eval.jsonl", [answer(question=name)])
+    made = report.content([str(tmp_path)])
+    rows = [row[:2] for row in made["runs"][0]["settings"]]
+    assert rows == [["sampler", 0.5], ["one", 0.75], ["two", 0.25]]
+    assert made["samples"]["files"][0]["rows"][0]["q"] == "."
+    for name in ("one", "two"):
+        (tmp_path / name / "eval.json").unlink()
+    assert report.content([str(tmp_path)])["runs"][0]["settings"] == []
+
+
+@pytest.mark.parametrize("text", ["", '{"response_ids": [1], "step_m'])
+def test_answers_that_cannot_be_read_cost_no_report(tmp_path, text, capsys):
+    """As an evaluation leaves them that was killed, or has hardly begun."""
+    (tmp_path / "run.json").write_text('{"attempts": []}')
+    (tmp_path / "eval.jsonl").write_text(text)
+    made = report.content([str(tmp_path)])
+    assert made["samples"] is None and made["summary"] is None
+    assert "warning: answers are left out: " in capsys.readouterr().err
 
 
 def test_one_evaluation_shows_its_answers(tmp_path):

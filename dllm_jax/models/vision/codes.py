@@ -66,7 +66,7 @@ class ImageTokens:
 
     @functools.cached_property
     def every(self) -> tuple[int, ...]:
-        """The id of each code, once: of its own each prompt would hold five times as much."""
+        """The id of each code: with numbers of its own a prompt would take five times as much."""
         return tuple(range(*self.drawn))
 
     def ids(self, codes) -> list[int]:

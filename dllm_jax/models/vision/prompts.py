@@ -67,8 +67,8 @@ class Reader:
     def ids(self, first: int, count: int) -> list[int]:
         """Returns the ids of a prompt's rows from `first` on.
 
-        They are the same numbers in all prompts: of its own each, of thousands of rows, would
-        hold five times as much.
+        All prompts share these numbers: with some of its own each, of thousands of rows, would
+        take five times as much.
         """
         vocab, rows = self.model.vocab, self.rows
         rows += range(vocab + len(rows), vocab + first + count)
