@@ -297,6 +297,14 @@ def test_examples_end_at_the_end_of_a_block(tmp_path, tok, block):
         assert (got.tokens_BT[i, first + count :] == pad).all()
 
 
+def test_a_tail_stands_behind_each_answer():
+    ragged = [data.Example([5], [6, 7], [2, 1]), data.Example([5, 5], [6], [1])]
+    got = data.stacked(ragged, 0, 6, tail=(8, 9))
+    assert got.tokens_BT.tolist() == [[5, 6, 7, 8, 9, 0], [5, 5, 6, 8, 9, 0]]
+    assert got.step_BT.tolist() == [[0, 2, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
+    assert (got.prompt_len_B.tolist(), got.len_B.tolist()) == ([1, 2], [2, 1])
+
+
 def test_an_example_takes_the_room_of_its_own_tokens(tmp_path, tok):
     """Not that of a canvas: 200,000 in 8,192 positions each would be 13 GB."""
     row = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}

@@ -317,7 +317,9 @@ def stacked(
     tokens_BT, step_BT = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     for i, example in enumerate(examples):
         first, end = len(example.prompt), length(example)
-        tokens_BT[i, : end + len(tail)] = [*example.prompt, *example.answer, *tail]
+        tokens_BT[i, :first] = example.prompt
+        tokens_BT[i, first:end] = example.answer
+        tokens_BT[i, end : end + len(tail)] = tail
         step_BT[i, first:end] = example.step
     return Examples(
         tokens_BT=tokens_BT,

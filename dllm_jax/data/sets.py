@@ -314,13 +314,11 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
 
 
 def name_of(path: str) -> str:
-    """Returns what a file of the hub is called in the cache: files of two kinds are two."""
-    stem, kind = os.path.splitext(path.removesuffix(".gz"))
-    if path.endswith(".gz"):
-        kind += "_gz"
-    told = urllib.parse.quote(stem).replace("/", "+")  # a "+" of its own is %2B now
-    kind = urllib.parse.quote(kind)
-    return told if kind == ".jsonl" else told + (kind.replace(".", "_") or "_")
+    """Returns what a file of the hub is called in the cache: no two have one name."""
+    stem, kind = os.path.splitext(path)
+    # Own ones of "+" and "=" are %2B and %3D now.
+    told, kind = (urllib.parse.quote(x).replace("/", "+") for x in (stem, kind))
+    return told if kind == ".jsonl" else f"{told}={kind[1:]}"
 
 
 def known_set(name: str) -> Set:

@@ -86,9 +86,9 @@ TASKS: dict[str, tuple[Callable[[np.random.Generator], dict], str]] = {
     "countdown": (countdown, "countdown"),
     "sudoku": (sudoku, "sudoku"),
 }
-SUDOKUS = (
-    96 * 284
-)  # different ones that `sudoku` can draw, the last of them hardly ever
+# Different ones that `sudoku` can draw, the last of them hardly ever: grids, and of each those
+# that lose their only solution with any given.
+SUDOKUS = 96 * 284
 
 
 def drawn(name: str, count: int, seed: int) -> Iterator[dict]:

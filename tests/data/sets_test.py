@@ -212,9 +212,11 @@ def test_files_of_the_hub_that_differ_in_their_kind_alone_are_two(mirror):
 
 def test_files_of_the_hub_with_names_alike_are_two(mirror):
     names = ("a/b_c/d.jsonl", "a/b/c_d.jsonl", "a/b/c/d.jsonl", "a/b/c+d.jsonl")
+    names += ("a/b/d.json", "a/b/d_json.jsonl", "a/b/d=json.jsonl", "a/b/d.json.jsonl")
     for name in names:
         owner, repository, path = name.split("/", 2)
-        text = json.dumps({"name": name}).encode()
+        row = {"name": name}
+        text = json.dumps([row] if path == "d.json" else row).encode()
         mirror(sets.HUB.format(f"{owner}/{repository}", path), text)
     for name in names * 2:
         assert records.records(str(sets.get(f"hub:{name}")[0])) == [{"name": name}]

@@ -70,7 +70,7 @@ TEXT = (
     r"|operatorname)\s*"
 )
 GREEK = r"\\(?:pi|theta)(?![A-Za-z])"
-DEGREES = r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))"
+DEGREES = r" ?(?:\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degrees?(?![A-Za-z]))"
 ANGLE = rf"([0-9.]+){DEGREES}"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
@@ -83,15 +83,14 @@ REWRITES = (
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
     (r" ?\*\* ?", "^"),  # Python's power
-    (
-        r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)",
-        r"\\cup ",
-    ),  # between intervals, of a keyboard
+    # Between intervals, of a keyboard.
+    (r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)", r"\\cup "),
+    (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?= ?\()", r"\\\1"),
     (
         rf"\\(sin|cos|tan|cot|sec|csc) ?(?:\( ?{ANGLE} ?\)|\{{ ?{ANGLE} ?\}}|{ANGLE})",
         r"\\\1(\\frac{\2\3\4\\pi}{180})",
     ),
-    (rf"{DEGREES}(?: ?[CF]$)?| ?\\degrees?(?![A-Za-z])", ""),
+    (rf"{DEGREES}(?: ?[CF]$)?", ""),
     (r"\\([lg])eqslant(?![A-Za-z])|\\([lg])e(?![A-Za-z])", r"\\\1\2eq"),
     (r"\\ne(?![A-Za-z])", r"\\neq"),
     (r"<=(?!>)", r"\\leq "),
@@ -103,7 +102,6 @@ REWRITES = (
     (r"\\overline ?\{([A-Z]+)\}", r"\1"),  # a segment, not a repeating decimal
     (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
-    (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?= ?\()", r"\\\1"),
     # All x of which a relation holds are those that it says.
     (
         r"^\\?\{ ?([a-z]) ?(?:\\mid|:|\|) ?([^{}=]*(?:[<>]|\\[lg]eq)[^{}=]*)\\?\}$",
@@ -324,11 +322,12 @@ CONGRUENT = re.compile(rf"^{LETTER} ?\\equiv(?![A-Za-z]) ?")
 RELATIONS = re.compile("="), re.compile(r"\\in(?![A-Za-z])")
 ORDER = re.compile(r"[<>]|\\(?:[lg]eq|[lg]t)(?![A-Za-z])")
 # Words are products of their letters to math-verify, 5 6 a mixed number, 52_8 is 52,
-# f' is f, and what follows an approximation, or stands before a box, is ignored.
+# f' is f, 2^3^2 is 64, and what follows an approximation, or stands before a box, is
+# ignored.
 MISREAD = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}"
     r"|[0-9] +[.0-9]|[0-9] ?\{|[0-9})] ?_|\\approx|\\sim|\\equiv(?!.*mod)"
-    r"|(?<![0-9])'|\\prime|\\boxed"
+    rf"|(?<![0-9])'|\\prime|\\boxed|\^ ?(?:\w|{ARGUMENT}) ?\^"
 )
 
 
@@ -384,7 +383,10 @@ def quantity(text: str) -> str:
     if len(re.findall(signs, text)) % 2 == 0:  # of mathematics, not of money
         text = re.sub(signs, "", text)
     text = re.sub(r"\\[][()]", "", text).strip()
-    return NAME.sub("", text).rpartition("=")[2].strip()
+    name, _, value = text.partition("=")
+    # Of an equation, 7 = 500 cm or 2s = 3m, both sides count.
+    named = NAME.fullmatch(f"{clean(name)} = ")
+    return value.rpartition("=")[2].strip() if named else text
 
 
 def unnamed(text: str) -> str:
@@ -433,10 +435,10 @@ def split(text: str) -> tuple[str, list[str]]:
 def same(answer: str, gold: str) -> bool:
     """All stages on cleaned answers."""
     if (sides := links(answer)) and not links(gold):
-        *before, last = sides
+        name, *before, last = sides
+        right = same(f"{name} = {last}", gold)
         # Each says the same, or it is none of them.
-        agree = all(agrees(side, last) for side in before[1:])
-        return agree and same(f"{before[0]} = {last}", gold)
+        return right and all(agrees(side, last) for side in dict.fromkeys(before))
     answer, gold = unname(answer, gold)
     if (verdict := exact(answer, gold)) is not None:
         return verdict

@@ -136,11 +136,10 @@ def unordered(kind: type, name: str):
     return method
 
 
-for named in ("and", "or", "sub", "xor", "rand", "ror", "rsub", "rxor"):
-    for kind in (Unordered, Frozen):
-        setattr(kind, f"__{named}__", unordered(kind, f"__{named}__"))
-for named in ("union", "intersection", "difference", "symmetric_difference", "copy"):
-    for kind in (Unordered, Frozen):
+NAMED = "union", "intersection", "difference", "symmetric_difference", "copy"
+SIGNS = "and", "or", "sub", "xor", "rand", "ror", "rsub", "rxor"
+for kind in (Unordered, Frozen):
+    for named in (*NAMED, *(f"__{sign}__" for sign in SIGNS)):
         setattr(kind, named, unordered(kind, named))
 
 

@@ -88,7 +88,7 @@ def drawn_in(part) -> list:
         found = [sympy.simplify(base**x) for x in exponent.args]
         return [x for x in found if isinstance(x, number) and abs(x) != 1]
     if isinstance(base, product) and exponent != -1:
-        found = [sympy.Pow(x, exponent, evaluate=False) for x in base.args]
+        found = [sympy.Pow(x, exponent, evaluate=False) for x in factors(base)]
         return [x for x in found if is_plain(x) and abs(x.doit()) != 1]
     return []
 
