@@ -124,7 +124,7 @@ def extend_index(
     index["weight_map"] |= dict.fromkeys(added, file)
     sums = index.get("metadata") or {}
     for key in ("total_size", "total_parameters"):
-        if sums.get(key):
+        if type(sums.get(key)) is int and sums[key]:
             sums[key] += sum(of_tensor[key] for of_tensor in added.values())
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

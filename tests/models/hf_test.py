@@ -324,6 +324,13 @@ def test_export_adds_a_value_head_that_the_original_lacks(tmp_path):
         "total_size": 800 + 4 * cfg.d_model,
         "total_parameters": 200 + cfg.d_model,
     }
+    text = {"total_size": "800"}  # which is no sum
+    (silent / repository.INDEX).write_text(
+        json.dumps({"weight_map": SHARDS, "metadata": text})
+    )
+    hf.save(tmp_path / "text", cfg, params, like=silent)
+    index = json.loads((tmp_path / "text" / repository.INDEX).read_text())
+    assert index["metadata"] == text
 
 
 def test_export_takes_what_params_lack_from_the_original(tmp_path):
