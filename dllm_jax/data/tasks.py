@@ -86,9 +86,9 @@ TASKS: dict[str, tuple[Callable[[np.random.Generator], dict], str]] = {
     "countdown": (countdown, "countdown"),
     "sudoku": (sudoku, "sudoku"),
 }
-# Different ones that `sudoku` can draw, the last of them hardly ever: grids, and of each those
-# that lose their only solution with any given.
-SUDOKUS = 96 * 284
+# How many different ones a task has, where that is few. Of sudokus: grids, and of each those that
+# lose their only solution with any given; the last of them are hardly ever drawn.
+MOST = {"sudoku": 96 * 284}
 
 
 def drawn(name: str, count: int, seed: int) -> Iterator[dict]:
@@ -97,8 +97,9 @@ def drawn(name: str, count: int, seed: int) -> Iterator[dict]:
     Raises ValueError where there are not so many.
     """
     draw, rng, seen = TASKS[name][0], np.random.default_rng(seed), set()
-    if name == "sudoku" and count > SUDOKUS:  # found out by TRIES after minutes
-        raise ValueError(f"{name}: there are {SUDOKUS:,} different ones, no {count:,}")
+    most = MOST.get(name, count)
+    if count > most:  # found out by TRIES after minutes
+        raise ValueError(f"{name}: there are {most:,} different ones, no {count:,}")
     while len(seen) < count:
         for _ in range(TRIES):
             row = draw(rng)

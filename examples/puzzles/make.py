@@ -124,14 +124,13 @@ def read_d1(path: str) -> list[dict]:
     ]
 
 
-# Task: (its records, the field of the question, the block of its blank model; 0: none).
-TASKS: dict[str, tuple[Callable, str, int]] = {
-    "sudoku": (sudoku, "puzzle", 20),
-    "sums": (sums, "question", 0),
-    "countdown": (countdown, "question", 0),
+# Task: (its records, how many different ones there are, the field of the question, the block of
+# its blank model; 0: none).
+TASKS: dict[str, tuple[Callable, int, str, int]] = {
+    "sudoku": (sudoku, tasks.MOST["sudoku"], "puzzle", 20),
+    "sums": (sums, 10_000**2, "question", 0),
+    "countdown": (countdown, 286_068, "question", 0),
 }
-# How many different ones there are.
-MOST = {"sudoku": tasks.SUDOKUS, "sums": 10_000**2, "countdown": 286_068}
 
 
 def shared(heldout: list[dict], train: list[dict], field: str) -> int:
@@ -160,8 +159,8 @@ def main():
         (folder / "d1.jsonl").write_text("".join(lines))
         print(f"{folder}/d1.jsonl: {len(lines)} problems")
         return
-    draw, field, block = TASKS[args.task]
-    check_counts(p, args, MOST[args.task])
+    draw, most, field, block = TASKS[args.task]
+    check_counts(p, args, most)
     try:
         rows = draw(args.heldout + args.train, args.seed)
     except ValueError as error:

@@ -13,7 +13,7 @@ from examples.puzzles import make as puzzles
 
 @pytest.mark.parametrize("task", puzzles.TASKS)
 def test_responses_to_puzzles_are_right_and_no_two_are_the_same(task):
-    draw, field, _ = puzzles.TASKS[task]
+    draw, _, field, _ = puzzles.TASKS[task]
     rows = draw(40, 3)
     assert rows == draw(40, 3) and len({row[field] for row in rows}) == 40
     grader = rewards.grader({"sums": "math"}.get(task, task), RewardConfig())
@@ -117,7 +117,7 @@ def test_only_countdowns_are_read(monkeypatch, capsys, tmp_path):
     ("task", "most"), [("sudoku", 1e6), ("sums", 3e6), ("countdown", 3e6)]
 )
 def test_what_is_bundled_is_what_its_command_makes(task, most):
-    draw, field, _ = puzzles.TASKS[task]
+    draw, _, field, _ = puzzles.TASKS[task]
     folder = pathlib.Path(puzzles.__file__).parent / task
     heldout, train = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").open()]
