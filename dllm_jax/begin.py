@@ -528,6 +528,7 @@ def begin_or_resume(here: Scene, restored):
         check_same(cfg, restored[1])
     base, value = networks.frozen(cfg.model.path, model, mesh)
     content = processes.contents(data.mixture(cfg.data.train))
+    began = {"data": content, "model": origin(cfg.model.path)}
     if restored is None:
         states = networks.initial(
             cfg.model.path,
@@ -539,12 +540,7 @@ def begin_or_resume(here: Scene, restored):
             jax.random.key(cfg.seed),
             value_path=cfg.rl.value_path,
         )
-        return (
-            states,
-            base,
-            0,
-            {"taken": 0, "data": content, "model": origin(cfg.model.path)},
-        )
+        return states, base, 0, {"taken": 0} | began
     states, meta, start = restored
     here.say(f"resuming {pathlib.Path(cfg.run.folder)} after step {start}")
     for change in config.changes(meta["config"], cfg).values():
@@ -559,9 +555,4 @@ def begin_or_resume(here: Scene, restored):
         meta = meta | {"memory": sources.of_others(before)}
         if before.keys() - meta["memory"].keys():
             here.say("  which of them were solved how often is forgotten")
-    return (
-        states,
-        base,
-        start,
-        meta | {"data": content, "model": origin(cfg.model.path)},
-    )
+    return states, base, start, meta | began

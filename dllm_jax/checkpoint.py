@@ -169,7 +169,8 @@ class Checkpoints:
         passed over by name: they make way, since Orbax saves nothing older than it has.
         """
         self.wait()
-        self.clear_partial()
+        if jax.process_index() == 0:
+            self.clear_partial()
         for later in [number for number in self.steps() if number >= step]:
             warn(f"checkpoint {self.folder / str(later)} makes way for step {step}")
             self.manager.delete(later)
@@ -212,9 +213,13 @@ class Checkpoints:
         try:
             with room(self.folder, self.wanted):
                 yield
-        except CannotGoOn:
+        except CannotGoOn as error:
             self.clear_partial()
-            raise
+            if not (self.folder / str(self.saving)).is_dir():
+                raise
+            raise CannotGoOn(
+                f"step {self.saving} is whole, and one before it cannot be removed: {error}"
+            ) from None
         except ValueError as error:
             if not any(words in str(error) for words in REMOVED):
                 raise
@@ -236,16 +241,17 @@ class Checkpoints:
                     raise record.exc_info[1]
             except BaseException as error:  # noqa: BLE001 (whatever Orbax has met)
                 processes.fail(error)
+                self.clear_partial()  # all end by that, wherever process 0 is meanwhile
         return record.levelname == "CRITICAL"
 
     def clear_partial(self) -> None:
-        """Removes what saves have written that were never whole; of process 0 alone.
+        """Removes what saves have written that were never whole.
 
         That is the one that has found no room, or one of a run that was killed meanwhile,
         of a step that is perhaps not saved again. Orbax's threads may still write there for
         a moment.
         """
-        for _ in range(20 if jax.process_index() == 0 else 0):
+        for _ in range(20):
             folders = list(self.folder.glob("*.orbax-checkpoint-tmp*"))
             if not folders:
                 return

@@ -9,6 +9,8 @@ import itertools
 import math
 import pathlib
 
+import numpy as np
+
 PANELS = {  # title -> the metrics drawn in it
     "accuracy": ("heldout_accuracy", "accuracy", "reward"),
     "training loss": ("loss",),
@@ -185,16 +187,15 @@ def draw_line(axis, points, look: dict, label: str):
         return
     # Of a long run's steps a pixel has many: the mean of a few would fill its panel.
     half = max(min(len(values) // 20 + 1, 8), len(values) // 200)
-    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
-    means = [sum(window) / len(window) for window in windows]
+    window, ones = np.ones(2 * half + 1), np.ones(len(values))
+    totals, counts = (np.convolve(line, window, "same") for line in (values, ones))
     axis.plot(steps, values, **look, lw=0.8, alpha=0.35)
-    axis.plot(steps, means, **look, lw=1.8, label=label)
+    axis.plot(steps, totals / counts, **look, lw=1.8, label=label)
 
 
 def draw_seconds(axis, rows: list[dict]):
     """Draws the seconds of each step as a bar, its phases on top of each other."""
-    timed = {phase for row in rows for phase in phases_of(row)}
-    phases = [phase for phase in PHASES if phase in timed]
+    phases = [x for x in PHASES if any(f"seconds/{x}" in row for row in rows)]
     size = -(-len(rows) // BARS)
     bars = [rows[i : i + size] for i in range(0, len(rows), size)]
     stack = [[mean_seconds(bar, phase) for bar in bars] for phase in phases]

@@ -13,7 +13,6 @@ error that refuses, where this package raises it (command_line.entry).
 """
 
 import contextlib
-import errno
 import functools
 import os
 import pathlib
@@ -57,6 +56,9 @@ class Stopped(Exception):
 class StoppedAtOnce(SystemExit):
     """A second signal: no function that a user gave has raised this one."""
 
+    def __str__(self):
+        return TWICE
+
 
 def warn(text: str) -> None:
     """Tells the terminal, once for all processes."""
@@ -88,10 +90,13 @@ def exhausted(error: BaseException) -> bool:
     )
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What libraries make of them: Orbax a ValueError, safetensors an error of its own.
-TOO_LARGE = "File too large"
-FULL_WORDS = ("No space left on device", "Disk quota exceeded", TOO_LARGE)
+# What a full disk says, also in an error that a library makes of it: Orbax's is a ValueError,
+# safetensors has one of its own. And why it is full where bytes are free.
+FULL_WORDS = {
+    "No space left on device": "no further file may be made, see `df -i`",
+    "Disk quota exceeded": "the quota of who writes here is used up, see `quota`",
+    "File too large": "a file may not grow so large here, see `ulimit -f`",
+}
 
 
 @contextlib.contextmanager
@@ -106,12 +111,12 @@ def room(folder, wanted: int = 0, *, first: bool = False):
         yield
     except Exception as error:
         number = number_of(error)
-        if number in FULL or any(words in str(error) for words in FULL_WORDS):
-            reason = (
-                f"no room: {wanted or 'some'} bytes are wanted, {free(folder)} free"
-            )
-            if TOO_LARGE in str(error):
-                reason += ", but a file may not grow so large here, see `ulimit -f`"
+        text = f"{error} {number and os.strerror(number)}"
+        if why := [why for words, why in FULL_WORDS.items() if words in text]:
+            left = free(folder)
+            reason = f"no room: {wanted or 'some'} bytes are wanted, {left} free"
+            enough = left > max(wanted, 2**20)
+            reason += "".join(f", but {each}" for each in why if enough)
         elif number is None:
             raise
         elif first:
@@ -213,6 +218,7 @@ class StopSignal:
         threading.Thread(target=self.heed, args=[signals], daemon=True).start()
         for number in LISTENED:
             signal.signal(number, self.note)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its terminal may go
 
     def note(self, number: int = signal.SIGTERM, _=None):
         """Remembers the signal; a second one ends what the main thread is at."""

@@ -130,10 +130,9 @@ class Writer:
     def begin(self, rows: dict[int, dict]) -> None:
         """Makes the file hold these rows, by their steps."""
         partial = self.path.with_suffix(".partial")
+        lines = [json.dumps(rows[n]) + "\n" for n in sorted(rows)]
         with room(self.path.parent):
-            partial.write_text(
-                "".join(json.dumps(rows[n]) + "\n" for n in sorted(rows))
-            )
+            partial.write_text("".join(lines))
             os.replace(partial, self.path)
 
     def append(self, row: dict) -> None:

@@ -85,11 +85,7 @@ class Group:
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            self.tell(
-                "cause",
-                f"a second process {self.index} has come, on {host}: the first is lost, or "
-                f"two were started as --process={self.index}",
-            )
+            self.tell("cause", second(self.index, f"on {host}"))
             time.sleep(PATIENCE_S)  # `listen` ends this process meanwhile
             end(exits.STOPPED)
         self.hosts = self.shared("host", host)
@@ -131,18 +127,29 @@ class Group:
         end(code, line)
 
     def look(self) -> None:
-        """Tells of processes whose heart no longer beats."""
+        """Tells of processes whose heart no longer beats, or whose number another took.
+
+        That may be a program of somebody else's, which knows nothing of `enter`: the
+        coordinator hears the first no more, and would call it lost as the second ends.
+        """
+        everyone, first = list(range(self.count)), {}
         while not self.conclusion:
             time.sleep(1)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                alive = self.client.get_live_nodes(list(range(self.count)))
-                lost = sorted(set(range(self.count)) - set(alive))
-                if lost and not self.conclusion:
-                    self.tell(
-                        "cause",
-                        f"{' and '.join(map(self.name, lost))} is lost: not heard of for "
-                        f"{HEARTBEAT_S} seconds{self.where()}",
+                alive = self.client.get_live_nodes(everyone)  # {index: of which start}
+                first = first or alive
+                lost = [self.name(index) for index in everyone if index not in alive]
+                again = [index for index in alive if alive[index] != first.get(index)]
+                text = f"{' and '.join(lost)} is lost: not heard of for {HEARTBEAT_S} seconds"
+                if not alive:  # process 0 counts by its wall clock, and itself, too
+                    text = (
+                        f"none was heard of for {HEARTBEAT_S} seconds by the clock of "
+                        f"{self.name(0)}: it was set, or that host slept"
                     )
+                if again:
+                    text = second(again[0], f"beside {self.name(again[0])}")
+                if (lost or again) and not self.conclusion:
+                    self.tell("cause", text + self.where())
 
     # ---- The coordinator's end -------------------------------------------------------
 
@@ -219,10 +226,7 @@ class Group:
 
 
 def join(
-    coordinator: str | None,
-    count: int | None,
-    index: int | None,
-    seconds: int = JOIN_S,
+    coordinator: str | None, count: int | None, index: int | None, seconds: int = JOIN_S
 ) -> None:
     """Makes this process number `index` of `count`; from now on they end together.
 
@@ -383,6 +387,14 @@ def not_taken(state) -> str:
     )
 
 
+def second(index: int, where: str) -> str:
+    """Returns the cause where a process has come whose number another has. where: did it."""
+    return (
+        f"a second process {index} has come, {where}: the first is lost, or two were started "
+        f"as --process={index}"
+    )
+
+
 @contextlib.contextmanager
 def together():
     """Lets the processes of a run end together, however the code inside ends."""
@@ -458,9 +470,9 @@ def ending(error: BaseException) -> tuple[str, int]:
     """Returns (what an error says, the exit code that it leads to)."""
     if not isinstance(error, SystemExit):
         return f"{type(error).__name__}: {one_line(error)}", 1
-    if isinstance(error, exits.StoppedAtOnce):
-        return exits.TWICE, int(error.code or 0)
-    return one_line(error.__context__), int(error.code or 0)
+    said = error if isinstance(error, exits.StoppedAtOnce) else error.__context__
+    # KeyboardInterrupt has no words.
+    return one_line(said) or type(said).__name__, int(error.code or 0)
 
 
 def broken(error: BaseException) -> bool:

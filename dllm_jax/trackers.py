@@ -211,9 +211,8 @@ def named(text: str) -> list[str]:
 
     Raises ValueError for one that is not in TRACKERS, and where its package is missing.
     """
-    names = list(
-        dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
-    )
+    told = [name.strip() for name in text.split(",")]
+    names = list(dict.fromkeys(filter(None, told)))
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)

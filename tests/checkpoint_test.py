@@ -373,6 +373,25 @@ def test_a_save_without_room_is_one_line_and_what_was_whole_stays(tmp_path):
     assert Checkpoints(tmp_path).restore(None)[2] == 1
 
 
+def test_a_step_that_cannot_be_removed_costs_none_that_is_whole(tmp_path, monkeypatch):
+    """It was told as if the folder took nothing, by the bare name of a file in it."""
+    checkpoints = fill(tmp_path, [1], keep=1)
+    remove = shutil.rmtree
+
+    def refused(path, *args, **kwargs):
+        if pathlib.Path(path).name == "1":
+            raise PermissionError(1, "Operation not permitted", "_METADATA")
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with pytest.raises(
+        exits.CannotGoOn, match="^step 2 is whole, and one before it can"
+    ):
+        checkpoints.save(2, tree(2), {})
+        checkpoints.wait()
+    assert Checkpoints(tmp_path).restore(target(tree(0)))[2] == 2
+
+
 def test_a_damaged_step_that_was_asked_for_is_an_error(tmp_path):
     checkpoints = fill(tmp_path, [1, 2])
     flip(largest(tmp_path / "2"))
@@ -526,6 +545,7 @@ def test_a_process_without_room_ends_the_other_that_waits_for_it(tmp_path, victi
         assert line.startswith(f"error: process {victim} on ")
         assert f" ended: {tmp_path}: no room: {512 * 256 * 4} bytes are wanted" in line
         assert "see `ulimit -f`" in line
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
     assert Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))[2] == 1
 
 

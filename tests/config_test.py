@@ -732,6 +732,7 @@ def test_a_second_signal_ends_a_run_whatever_it_is_at(where):
     run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     try:
         assert run.stdout.readline() == "listens\n"
+        run.send_signal(signal.SIGHUP)  # as a terminal's end does, which ends no run
         run.send_signal(signal.SIGINT)
         said = [run.stderr.readline() for _ in range(2)]
         assert said[1].startswith("SIGINT: stops when what it is at is whole; another")

@@ -137,10 +137,14 @@ def test_what_20_000_steps_tell_can_be_seen():
     ]
     figure = curves.figure_of(plt, rows)
     reward, seconds = figure.axes
-    _, mean = (line.get_ydata() for line in reward.lines)
+    raw, mean = (line.get_ydata() for line in reward.lines)
     (bars,) = (x.get_paths()[0].vertices for x in seconds.collections)
     plt.close(figure)
     assert max(abs(y - 1.5) for y in mean[200:-200]) < 0.01
+    parts = {0: raw[:101], 7: raw[:108], 5_000: raw[4_900:5_101], -1: raw[-101:]}
+    assert {i: mean[i] for i in parts} == pytest.approx(
+        {i: sum(part) / len(part) for i, part in parts.items()}
+    )
     tops = {y for x, y in bars if 1 < x < 19_999}
     assert len(bars) < 5 * curves.BARS and tops == {0, 0.5}
     assert max(x for x, _ in bars) == 20_000.5

@@ -156,6 +156,24 @@ def test_render_uses_the_chat_template(tok):
     assert tok.unk_token_id not in ids
 
 
+@pytest.mark.parametrize("role", data.ROLES)
+def test_words_that_the_chat_template_leaves_out_are_told(tok, role):
+    """As Qwen's does of a developer's. Of thoughts that it leaves out nothing is said."""
+    tok = copy.deepcopy(tok)
+    shown = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content | trim }}{% endfor %}"
+    )
+    tok.chat_template = shown
+    asked = [{"role": role, "content": "3"}, {"role": "user", "content": " 1+2\n"}]
+    if role in ("system", "developer"):
+        with pytest.raises(
+            ValueError, match=f"^message 1: .*leaves out what role='{role}'"
+        ):
+            data.render(tok, asked)
+    else:
+        assert tok.decode(data.render(tok, asked)) == "3" * (role == "user") + "1+2"
+
+
 def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
     fresh = copy.deepcopy(tok)
     for text in ("1+2", "1+é2ñ", "ü"):

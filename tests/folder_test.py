@@ -272,7 +272,7 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
     told = attempts(tmp_path)
     assert [attempt["ended"] for attempt in told] == [
         *("done", "refused: no such file", "cannot go on: disk full"),
-        *("stopped: by a signal", "stopped: 75", "defect: 'step'"),
+        *("stopped: by a signal", f"stopped: {exits.TWICE}", "defect: 'step'"),
         "cannot go on: no memory left: 14 GiB",
     ]
     assert [attempt["config"]["steps"] for attempt in told] == [1] + [2] * 6
@@ -496,9 +496,20 @@ def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
     read_only = pytest.raises(exits.CannotGoOn, match="cannot be written to: Read-only")
     with read_only, exits.room(tmp_path):  # as TensorStore tells it
         raise ValueError("PERMISSION_DENIED: Error writing [os_error_code='30']")
-    large = pytest.raises(exits.CannotGoOn, match="may not grow so large here, see `ul")
-    with large, exits.room(tmp_path, 4096):
-        raise OSError(27, "File too large")
+    for number, hint in (
+        (errno.EFBIG, "free, but a file may not grow so large here, see `ulimit -f`;"),
+        (
+            errno.EDQUOT,
+            "free, but the quota of who writes here is used up, see `quota`;",
+        ),
+        (errno.ENOSPC, "free, but no further file may be made, see `df -i`;"),
+    ):
+        told = pytest.raises(exits.CannotGoOn, match=hint)
+        with told, exits.room(tmp_path, 4096):
+            raise OSError(number, os.strerror(number))
+    full = pytest.raises(exits.CannotGoOn, match="free; what was whole is whole")
+    with full, exits.room(tmp_path, 2**62):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     in_the_way = pytest.raises(
         exits.CannotGoOn, match=rf"Is a directory \({tmp_path}/a\)"
     )

@@ -451,7 +451,40 @@ def test_a_number_that_comes_again_ends_all_as_a_loss_does(tmp_path):
     runs.append(numbered(folder, port, 2, 1))
     told = end(runs, exits.STOPPED, -signal.SIGKILL, exits.STOPPED)
     for line in (last(told[0]), last(told[2])):
-        assert line.startswith("error: a second process 1 has come, on ")
+        assert line.startswith("error: a second process 1 has come, ")
+
+
+class Counted:
+    """A client of a coordinator, told who lives each time that it is asked."""
+
+    def __init__(self, *alive):
+        self.alive, self.group, self.causes = iter(alive), None, []
+
+    def get_live_nodes(self, everyone: list[int]) -> dict[int, int]:
+        """Returns the number of each one's start."""
+        return next(self.alive)
+
+    def key_value_set(self, kind: str, text: str):
+        """Notes a cause, with which the group ends."""
+        self.causes.append(json.loads(text)["text"])
+        self.group.conclusion = exits.STOPPED, text
+
+
+@pytest.mark.parametrize(
+    "then, cause",
+    [
+        ({0: 17, 1: 20}, "a second process 1 has come, beside process 1 on "),
+        ({0: 17}, "process 1 on an unknown host is lost: not heard of for 20 seconds"),
+        ({}, "none was heard of for 20 seconds by the clock of process 0 on "),
+    ],
+)
+def test_what_is_no_loss_is_not_called_one(monkeypatch, then, cause):
+    """A program of somebody else's that took a number; a clock that was set by an hour."""
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    client = Counted({0: 17, 1: 19}, {1: 19, 0: 17}, then)
+    client.group = processes.Group(client, "localhost:1", 0, 2)
+    client.group.look()
+    assert client.causes[0].startswith(cause)
 
 
 def test_processes_that_were_told_other_numbers_of_them_are_refused(tmp_path):
@@ -560,6 +593,13 @@ def test_a_broken_connection_is_no_first_cause(error, effect):
     refused = SystemExit(exits.REFUSED)
     refused.__context__ = error
     assert processes.broken(refused) == effect
+
+
+def test_an_end_without_words_is_told_by_its_kind():
+    """Of Ctrl-C, before a run listens, the others told: process 1 on HOST ended: ."""
+    interrupted = SystemExit(exits.STOPPED)
+    interrupted.__context__ = KeyboardInterrupt()
+    assert processes.ending(interrupted) == ("KeyboardInterrupt", exits.STOPPED)
 
 
 def test_a_job_of_kubernetes_goes_on_after_the_codes_that_say_so():

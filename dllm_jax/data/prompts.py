@@ -41,6 +41,7 @@ NO_TOKENIZER = (
     "has no tokenizer: copy tokenizer*.json of the model it was made from into it"
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOLD = ROLES[:3]  # whose words a template writes as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +273,12 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
             f"its prompt has no tokens: tokenizer {str(tok.name_or_path)!r} makes none of "
             f"{checks.shown(written)}, which its chat template writes"
         )
+    for number, message in enumerate(() if plain else messages, 1):
+        if message["role"] in TOLD and message["content"].strip() not in written:
+            raise ValueError(
+                f"message {number}: the chat template of tokenizer {str(tok.name_or_path)!r} "
+                f"leaves out what role={message['role']!r} says; give it another role"
+            )
     if tok.unk_token_id is not None and tok.unk_token_id in ids:
         warn_unknown(tok, written)
     return ids

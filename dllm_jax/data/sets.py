@@ -43,14 +43,10 @@ GITHUB = "https://raw.githubusercontent.com/{}"
 # ---- Records, as they are kept -----------------------------------------------------------
 
 
-def as_is(rows: list[dict]) -> list[dict]:
-    """Keeps records as they are."""
-    return rows
-
-
 def answered(rows: list[dict]) -> list[dict]:
     """Reads mathematics of dLLM-RL."""
-    return renamed(rows, ground_truth_answer="answer")
+    names = {"ground_truth_answer": "answer"}
+    return [{names.get(field, field): x for field, x in row.items()} for row in rows]
 
 
 def grade_school(rows: list[dict]) -> list[dict]:
@@ -143,11 +139,6 @@ def sudoku_row(puzzle: str, solution: str) -> dict:
     }
 
 
-def renamed(rows: list[dict], **names: str) -> list[dict]:
-    """Returns records with fields renamed: old="new"."""
-    return [{names.get(field, field): x for field, x in row.items()} for row in rows]
-
-
 # ---- The table ---------------------------------------------------------------------------
 
 
@@ -158,7 +149,7 @@ class Set:
     url: str
     sha256: str  # of the file there; "": not known, noted when it is first downloaded
     reward: str  # the grader that judges its answers
-    read: Callable[[list[dict]], list[dict]] = as_is
+    read: Callable[[list[dict]], list[dict]] = list  # as they are
     count: int = 0  # records that are kept; 0: not known
 
 

@@ -36,8 +36,11 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
 LOOSE = {"selection": 0.05, "token_draw": 0.05}
 HEADED = ("attention", "cache_update", "paged_attention")
 PLATFORMS = ("cpu", "gpu", "tpu")
-SLOTS, SEATS, ROWS, HELD, VOCAB = 320, 96, 4, 5, 8192
-LONG = 1344  # slots of more than one tile of keys, on every chip
+SLOTS, ROWS, HELD, VOCAB = 320, 4, 5, 8192
+LONG = 1400  # slots of more than one tile of keys, on every chip
+# Seats of a row: on a TPU all rows' are two tiles, over which the head's gradient is summed;
+# on a GPU they are so many that a block goes over several tiles of the vocabulary.
+SEATS = {"cpu": 96, "gpu": 576, "tpu": 160}
 CHUNK = 64  # positions of a prompt's chunk, or whole blocks of no fewer
 
 
@@ -322,7 +325,7 @@ def packed_rows(wide: Widths, rng, rows: int, slots: int, kv_heads: int):
     clean, slot = slots // 2 // Q * Q, np.arange(slots)
     noised, padding = slot >= clean, slot >= slots - slots // 16
     block = np.where(noised, (slot - clean) % clean, slot) // Q * Q  # where it begins
-    second = clean // 2 // Q * Q
+    second = clean * 4 // 5 // Q * Q  # a TPU's part of 256 keys is seen whole before
     begin = np.where(block < second, 0, second)
     end = np.where(padding, begin, np.where(noised, block, block + Q))
     group = np.where(noised & ~padding, (slot - clean) // Q, -1)
@@ -420,7 +423,7 @@ def selection(wide: Widths, rng):
     # So low that a token that rounding moves is a small one.
     border = rng.uniform(-9, -5, token.shape)
     border = jnp.where(rng.random(token.shape) < 0.5, border, jnp.inf)
-    pulled = tuple(normal(rng, token.shape, "float32") for _ in range(2))
+    pulled = tuple(normal(rng, token.shape, "float32") for _ in range(3))
 
     def run(implementation, x, head, token, border, pulled):
         def done(x, head):
@@ -432,7 +435,7 @@ def selection(wide: Widths, rng):
                 rule=pallas_kernels.Rule(),
                 forbidden=wide.vocab - 1,
                 implementation=implementation,
-            )[:2]
+            )
 
         out, pull = jax.vjp(done, x, head)
         return out, pull(pulled)
@@ -489,7 +492,8 @@ def normal(rng, shape, dtype: str):
 
 def hidden_and_head(wide: Widths, rng):
     """Returns (x_BUD, head_DV) whose logits have a deviation of 3: few tokens tie."""
-    x = normal(rng, (ROWS, SEATS, wide.d_model), wide.dtype)
+    seats = SEATS[choice.platform()]
+    x = normal(rng, (ROWS, seats, wide.d_model), wide.dtype)
     head = normal(rng, (wide.d_model, wide.vocab), "float32") * 3 / wide.d_model**0.5
     return x, head.astype(wide.dtype)
 

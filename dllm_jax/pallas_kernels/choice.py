@@ -33,7 +33,7 @@ Pallas' interpreter, on any platform (TPU's also take `pltpu.InterpretParams`).
         if there is one. All of these pages are read, and no product is made of them.
     cache_update
         update(pages, layer, table_BA, start_B, keep_B, k_BWKH, v_BWKH, *, interpret)
-            -> pages, the same memory, written where `keep`
+            -> pages, the same memory, written where `keep`; W is a page at the most
     token_logprob
         pick(x_RD, head_DV, token_R, offset, *, forbidden, interpret)
             -> (lse_R, mean_R, logit_R), f32: the log of the sum of exponentials, the mean

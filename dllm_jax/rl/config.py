@@ -257,7 +257,8 @@ class RLConfig:
     rest_after: int = 0
     rest_for: int = 4
     # How much a problem's last solve rate p decides whether it is asked when it comes up:
-    # with chance 1 - curriculum x (1 - 4 p (1 - p)). 0: not at all.
+    # with chance 1 - curriculum x (1 - 4 p (1 - p)), p as if one more answer had been right
+    # and one wrong. 0: not at all.
     curriculum: float = 0.0
     # An answer cut at its limit. wrong: it earns 0, or what the worst of its group does. graded:
     # as its grader says. soft: that, less for its last tokens. mask: it counts for nothing.

@@ -141,7 +141,11 @@ def panels(rows: list[dict]) -> list[dict]:
             "title": title,
             "log": bool(lines.keys() & set(curves.LOG)),
             "lines": [
-                {"label": curves.label_of(metric, lines), "points": points}
+                # Of 100,000 steps all digits would be most of the page.
+                {
+                    "label": curves.label_of(metric, lines),
+                    "points": [(step, float(f"{y:.6g}")) for step, y in points],
+                }
                 for metric, points in lines.items()
             ],
         }

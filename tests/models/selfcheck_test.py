@@ -20,8 +20,10 @@ from dllm_jax.pallas_kernels import (
 )
 from dllm_jax.pallas_kernels.gpu import attention as gpu_attention
 from dllm_jax.pallas_kernels.gpu import paged_attention as gpu_paged_attention
+from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import attention as tpu_attention
 from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
+from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
 
 WIDE = selfcheck.Widths(
     heads=4,
@@ -350,18 +352,31 @@ def test_on_a_tpu_a_row_has_several_chunks(shape):
     assert rows * held > 2 * tpu_paged_attention.AT_ONCE
 
 
-def test_on_a_chip_sums_go_over_several_tiles_of_keys():
-    """For some tile of queries forward, and for some of keys backward."""
-    *_, (rows, slots, kv_heads) = selfcheck.attention_sizes("tpu", WIDE)
+@pytest.mark.parametrize("block", [1, 4, 32, 1024])
+def test_on_a_chip_sums_go_over_several_tiles_of_keys(block):
+    """For some tile of queries forward, and for some of keys backward; some are seen whole."""
+    wide = dataclasses.replace(WIDE, block=block)
+    *_, (rows, slots, kv_heads) = selfcheck.attention_sizes("tpu", wide)
     rng = np.random.default_rng(0)
-    *_, seen = selfcheck.packed_rows(WIDE, rng, rows, slots, kv_heads)
+    *_, seen = selfcheck.packed_rows(wide, rng, rows, slots, kv_heads)
     forward, backward = tpu_attention.plan(seen, 2, WIDE.head_dim)
     for step_Bv, count_B in (forward, *backward):
-        places = [tiles.place(int(x)) for x in step_Bv[0, : count_B[0]]]
-        major = [i for i, _ in places]
+        steps = [int(x) for x in step_Bv[0, : count_B[0]]]
+        major = [tiles.place(x)[0] for x in steps]
         assert max(map(major.count, major)) > 1 and len(set(major)) > 1
-    for _, count_Bi in gpu_attention.plan(seen):
+        parts = {x >> tiles.KIND_BIT + 2 * n & 3 for x in steps for n in range(4)}
+        assert parts == {0, 1, 2}
+    for visit_Bij, count_Bi in gpu_attention.plan(seen):
         assert count_Bi.max() > gpu_attention.BUFFERS
+        assert set(np.unique(visit_Bij % 2)) == {0, 1}
+
+
+def test_on_a_chip_the_head_goes_over_several_tiles():
+    """Of rows, over which a TPU sums the head's gradient; of the vocabulary, in a GPU's block."""
+    rows = {here: selfcheck.ROWS * seats for here, seats in selfcheck.SEATS.items()}
+    assert tpu_token_logprob.tile_sizes(rows["tpu"], 1024, 8192, 2)[0] < rows["tpu"]
+    for name in gpu_token_logprob.TUNED:
+        assert gpu_token_logprob.share_of(name, rows["gpu"], selfcheck.VOCAB) > 1
 
 
 def test_a_cpu_checks_little():

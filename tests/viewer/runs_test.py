@@ -72,6 +72,12 @@ def test_a_damaged_file_costs_what_it_told(name, content, tmp_path):
     assert json.dumps(told)
 
 
+def test_a_page_has_no_more_digits_than_it_draws(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "kl": 1e-5 / 3, "loss": 2**70}])
+    lines = [x["lines"][0]["points"] for x in runs.told(str(tmp_path))["panels"]]
+    assert lines == [[(1, 1.18059e21)], [(1, 3.33333e-6)]]
+
+
 @pytest.mark.parametrize("name", ["run.json", "config.json"])
 def test_what_a_damaged_file_costs_is_said(name, tmp_path, capsys):
     write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])

@@ -3,10 +3,10 @@
 Forward and backward of FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608). A block
 of three warpgroups keeps a tile of one side, the resident one: two warpgroups compute, 64
 rows of it each, while the third copies the tiles of the other side, the streamed one, that
-`tiles.schedule` names, and what the mask is made of there, through a ring of buffers. Scores are in base 2, so that an
-exponential is one instruction. A tile of scores has rows of the resident side (axis 0) and
-columns of the streamed one (axis 1): the queries are axis 0 of the forward pass and of dq,
-and axis 1 of dk and dv.
+`tiles.schedule` names, and what the mask is made of there, through a ring of buffers. Scores
+are in base 2, so that an exponential is one instruction. A tile of scores has rows of the
+resident side (axis 0) and columns of the streamed one (axis 1): the queries are axis 0 of the
+forward pass and of dq, and axis 1 of dk and dv.
 
 Letters: r rows of one tile, c columns of it, i tiles of queries, j tiles of keys.
 """
@@ -50,8 +50,8 @@ def run(
 
     body: the kernel, called with the inputs, the outputs and the scratch; dtype: of what
     it multiplies; grid: sizes by name; approximate: whether logarithms and exponentials may
-    be. What is returned takes the inputs and gives `out_type`'s arrays. Raises ValueError for numbers that no product takes as they lie in memory. The
-    interpreter prints races.
+    be. What is returned takes the inputs and gives `out_type`'s arrays. Raises ValueError for
+    numbers that no product takes as they lie in memory. The interpreter prints races.
     """
     if str(dtype) not in choice.NUMBERS["gpu"] and not interpret:
         raise ValueError(
@@ -340,9 +340,7 @@ def launch(kind: Pass, q_side, k_side, vectors, mask, interpret):
             here = pl.ds(row, ROWS)
             held = [load(x.at[b, here], 0) for x in masks[q_axis]]
             values = [load(x.at[b, h, here], 0) for x in vectors if q_axis == 0]
-            masked = len(
-                masks[1 - q_axis]
-            )  # lines of the mask; behind them the vectors
+            masked = len(masks[1 - q_axis])  # lines; behind them are the vectors
 
             def compute(turn, n, carry):
                 slot = lax.rem(n, jnp.int32(BUFFERS))

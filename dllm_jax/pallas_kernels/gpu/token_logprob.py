@@ -138,6 +138,12 @@ def draw_end(carry):
     return *carry[5:], max_r + jnp.log(sum_r), *softmax_result(carry[2:5])
 
 
+def share_of(name: str, R: int, V: int) -> int:
+    """Returns over how many tiles of the vocabulary a block walks; the last one over fewer."""
+    blocks = pl.cdiv(BLOCKS, pl.cdiv(R, RESIDENT))  # of a tile of rows
+    return pl.cdiv(pl.cdiv(V, TUNED[name][0]), blocks)
+
+
 def launch(
     name: str,
     step,
@@ -164,7 +170,7 @@ def launch(
     x_RD = tiles.pad(tiles.pad(x_RD, 0, RESIDENT), 1, TILE_D)
     head_DV = tiles.pad(tiles.pad(head_DV, 0, TILE_D), 1, TILE_V)
     (padded, D), tiles_of_V = x_RD.shape, pl.cdiv(V, tile)
-    share = pl.cdiv(tiles_of_V, pl.cdiv(BLOCKS, padded // RESIDENT))  # tiles of a block
+    share = share_of(name, R, V)
     parts, depth = pl.cdiv(tiles_of_V, share), D // TILE_D
     padded_rows = tuple(tiles.pad(x_R, 0, RESIDENT) for x_R in rows)
 

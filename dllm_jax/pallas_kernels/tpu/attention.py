@@ -24,9 +24,7 @@ from dllm_jax.pallas_kernels.reference import NEVER
 
 TILE_T, TILE_S = 256, 1024  # queries, keys
 PART = 256  # keys that are computed together
-GRADIENT = (
-    2**24
-)  # bytes of the queries' gradient in fast memory, of which there are two
+GRADIENT = 2**24  # bytes of the queries' gradient in fast memory: there are two of it
 VMEM = 2**26
 LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))

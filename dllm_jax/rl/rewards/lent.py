@@ -24,7 +24,7 @@ from dllm_jax.sampling.config import SamplerConfig
 # Tiles that a question's images have, about: those of 1024 x 768 pixels are seven.
 TILES = 8
 # The turns of a question, to find out whether a chat template writes them.
-BLANK = [{"role": role, "content": "?"} for role in ("system", "user")]
+BLANK = [{"role": role, "content": f"{role}?"} for role in ("system", "user")]
 
 
 class Lent:

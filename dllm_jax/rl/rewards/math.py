@@ -118,8 +118,12 @@ REWRITES = (
     (rf"\^ ?(\\frac ?{ARGUMENT} ?{ARGUMENT}|\\sqrt ?{ARGUMENT})", r"^{\1}"),
     (r"\^ ?\{ ?(-?)0?\.5 ?\}", r"^{\1\\frac{1}{2}}"),  # a root, and exactly
     (r"^\\boxed ", ""),
+    # To sympy a root of a negative number is complex.
+    (r"(\\sqrt ?\[ ?[3579] ?\] ?\{) ?-([0-9.]+ ?\})", r"(-\1\2)"),
 )
-WRAPPED = re.compile(rf" ?(?:{TEXT}\{{((?:[^{{}}]|{ARGUMENT})*)\}}|\*\*([^*]+)\*\*) ?")
+WRAPPED = re.compile(
+    rf" ?(?:{TEXT}\{{((?:[^{{}}]|{ARGUMENT})*)\}}|\*\*([^*]+)\*\*|\$((?:\\.|[^$\\])+)\$) ?"
+)
 # A unit follows a quantity; bare letters count only where they cannot be a product.
 POWER = r"(?: ?\^ ?\{?[23]\}?)?"
 UNIT = re.compile(
@@ -129,7 +133,7 @@ UNIT = re.compile(
     r"| ?(?:[ck]?m|mi|ft) ?/ ?(?:s|h|hr|min)(?![A-Za-z])"
     r"|(?: (?:(?:per|of|a) ){0,2}"
     r"(?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|hrs|yds?|cup|men|way"
-    r"|box|bag|jar|car|egg|pie|pen|dog|cat)){1,4}"
+    r"|box|bag|jar|car|egg|pie|pen|dog|cat)){1,4}|(?<=[0-9]) [hy]rs?(?! ?\^)"  # hr^2, 2\pi hr: products
     rf"){POWER}$"
 )
 # With a power, and mg after a fraction, these are products: \frac13 mL^2, \frac12 mg.
@@ -185,7 +189,7 @@ def typed(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    r"""Returns the answer without a font of all of it: of \mathbf{\frac12}, or of **5**."""
+    r"""Returns the answer without a font or dollars of all of it: of \mathbf{\frac12}, **5**."""
     while whole := WRAPPED.fullmatch(text):
         text = whole[whole.lastindex]
     return text
@@ -669,7 +673,9 @@ def equal(answer: str, gold: str) -> bool | None:
     answer, asked = unwrapped(answer), unwrapped(gold.rsplit("####")[-1])
     verdict = units.by_units(quantity(answer), quantity(asked))
     # Of two names, or sides of a chain, it has compared one.
-    if verdict is False or (verdict and (answer + asked).count("=") < 2):
+    names = {clean(x.partition("=")[0]) for x in (answer, asked) if "=" in x}
+    chained = max(answer.count("="), asked.count("=")) > 1
+    if verdict is False or (verdict and len(names) < 2 and not chained):
         return verdict
     answer, target = map(clean, units.unitless(answer, asked))
     verdict = None

@@ -26,10 +26,11 @@ function tickText(t) {
   return text.replaceAll("-", MINUS);
 }
 
+// The running mean at a point, as a function of its number: of a long run few points are drawn.
 function running(values) {
   // Of a long run's steps a pixel has many: the mean of a few would fill its chart.
   const half = Math.max(Math.min(Math.floor(values.length / 20) + 1, 8), Math.floor(values.length / 200));
-  return values.map((_, i) => mean(values.slice(Math.max(i - half, 0), i + half + 1)));
+  return (i) => mean(values.slice(Math.max(i - half, 0), i + half + 1));
 }
 
 // The numbers of the points that are drawn: of those that share a bar the least and the largest.
@@ -111,13 +112,14 @@ class Chart {
 
   curve({ points }, name) {
     const values = points.map(([, y]) => this.scaled(y)), drawn = extremes(values);
-    const path = (heights) => drawn.map((i, k) =>
-      `${k ? "L" : "M"}${this.x(points[i][0]).toFixed(1)} ${this.y(heights[i]).toFixed(1)}`).join("");
+    const path = (height) => svg("path", { d: drawn.map((i, k) =>
+      `${k ? "L" : "M"}${this.x(points[i][0]).toFixed(1)} ${this.y(height(i)).toFixed(1)}`).join("") });
+    const raw = path((i) => values[i]);
     if (points.length > FEW) {
-      return svg("g", { class: name }, svg("path", { class: "raw", d: path(values) }),
-        svg("path", { d: path(running(values)) }));
+      raw.setAttribute("class", "raw");
+      return svg("g", { class: name }, raw, path(running(values)));
     }
-    return svg("g", { class: name }, svg("path", { d: path(values) }), points.map(([step], i) =>
+    return svg("g", { class: name }, raw, points.map(([step], i) =>
       svg("circle", { cx: this.x(step), cy: this.y(values[i]), r: 2.2 })));
   }
 

@@ -619,6 +619,7 @@ def test_a_checkpoint_judges_with_the_engine(capsys, one_width):
     [
         (None, "has no chat template"),
         ("{{ raise_exception('no system turn') }}", "no system turn"),
+        ("{{ messages[1].content }}", "leaves out what role='system' says"),
     ],
 )
 def test_a_checkpoint_that_nobody_can_ask_is_refused_before_a_step(
