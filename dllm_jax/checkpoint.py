@@ -241,7 +241,9 @@ class Checkpoints:
                     raise record.exc_info[1]
             except BaseException as error:  # noqa: BLE001 (whatever Orbax has met)
                 processes.fail(error)
-                self.clear_partial()  # all end by that, wherever process 0 is meanwhile
+                # Others that have lost this process may have begun to write again.
+                if isinstance(error, CannotGoOn):
+                    self.clear_partial()
         return record.levelname == "CRITICAL"
 
     def clear_partial(self) -> None:

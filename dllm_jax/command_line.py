@@ -165,7 +165,7 @@ def reachable():
     try:
         yield
     except OSError as error:
-        if error.strerror in exits.FULL_WORDS:
+        if error.errno in exits.FULL:
             if error.filename is None:  # Python would try again at its end
                 exits.unheard(sys.stdout)
             place = error.filename or "what it prints or writes"

@@ -13,6 +13,7 @@ error that refuses, where this package raises it (command_line.entry).
 """
 
 import contextlib
+import errno
 import functools
 import os
 import pathlib
@@ -90,12 +91,11 @@ def exhausted(error: BaseException) -> bool:
     )
 
 
-# What a full disk says, also in an error that a library makes of it: Orbax's is a ValueError,
-# safetensors has one of its own. And why it is full where bytes are free.
-FULL_WORDS = {
-    "No space left on device": "no further file may be made, see `df -i`",
-    "Disk quota exceeded": "the quota of who writes here is used up, see `quota`",
-    "File too large": "a file may not grow so large here, see `ulimit -f`",
+# The numbers of a full disk's errors, and why it is full where bytes are free.
+FULL = {
+    errno.ENOSPC: "perhaps no further file may be made, see `df -i`",
+    errno.EDQUOT: "the quota of who writes here is used up, see `quota`",
+    errno.EFBIG: "a file may not grow so large here, see `ulimit -f`",
 }
 
 
@@ -111,12 +111,11 @@ def room(folder, wanted: int = 0, *, first: bool = False):
         yield
     except Exception as error:
         number = number_of(error)
-        text = f"{error} {number and os.strerror(number)}"
-        if why := [why for words, why in FULL_WORDS.items() if words in text]:
+        if number in FULL:
             left = free(folder)
             reason = f"no room: {wanted or 'some'} bytes are wanted, {left} free"
-            enough = left > max(wanted, 2**20)
-            reason += "".join(f", but {each}" for each in why if enough)
+            if number != errno.ENOSPC or left > max(wanted, 2**20):
+                reason += f", but {FULL[number]}"
         elif number is None:
             raise
         elif first:
@@ -135,11 +134,15 @@ def room(folder, wanted: int = 0, *, first: bool = False):
 
 
 def number_of(error: Exception) -> int | None:
-    """Returns the errno of an error, also of one that TensorStore tells; None: it has none."""
-    if isinstance(error, OSError):
+    """Returns the errno of an error; None: it has none.
+
+    Of a library's error, too: TensorStore tells the number, others a full disk's words.
+    """
+    if isinstance(error, OSError) and error.errno:
         return error.errno
-    told = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(told[1]) if told else None
+    if told := re.search(r"os_error_code='(\d+)'", str(error)):
+        return int(told[1])
+    return next((n for n in FULL if os.strerror(n) in str(error)), None)
 
 
 def read(file: pathlib.Path) -> bytes:
@@ -238,11 +241,9 @@ class StopSignal:
             came += [number for number in os.read(signals, 64) if number in LISTENED]
             if len(came) == 1:
                 name = signal.Signals(came[0]).name
-                told = (
-                    f"\n{name}: stops when what it is at is whole; another one stops it"
-                )
+                told = f"\n{name}: stops when what it is at is whole; another one stops"
                 with contextlib.suppress(OSError):  # of a terminal that is gone
-                    os.write(2, f"{told} at once\n".encode())
+                    os.write(2, f"{told} it at once\n".encode())
         cut(STOPPED, f"stopped: {TWICE}")
 
     def __call__(self) -> bool:

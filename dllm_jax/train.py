@@ -57,7 +57,7 @@ def train(cfg: config.Config, run: Folder, resume: str = "auto") -> None:
     note_judges(here, progress)
 
     if progress.step >= source.steps:
-        here.say(f"all {source.steps} steps are done: nothing is left to train")
+        here.say(f"{progress.step} of {source.steps} steps are done: none is left")
     elif profile_missed(here, progress.step, source.steps):
         here.say(
             f"warning: run.profile={cfg.run.profile}: no profile is written, as the steps to "

@@ -1,5 +1,6 @@
 """Checkpoints: round trips over meshes, and every way in which one can be broken."""
 
+import logging
 import os
 import pathlib
 import shutil
@@ -547,6 +548,21 @@ def test_a_process_without_room_ends_the_other_that_waits_for_it(tmp_path, victi
         assert "see `ulimit -f`" in line
     assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
     assert Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))[2] == 1
+
+
+def test_a_process_that_others_have_lost_removes_nothing_that_they_write(tmp_path):
+    """Its save fails for want of the others, which may have begun again without it."""
+    checkpoints, theirs = fill(tmp_path, [1]), tmp_path / "2.orbax-checkpoint-tmp"
+    theirs.mkdir()
+    for error, kept in (
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: no coordinator"), True),
+        (OSError(28, "No space left on device"), False),
+    ):
+        told = type(error), error, None
+        record = logging.LogRecord("absl", logging.ERROR, "", 1, "failed", (), told)
+        record.threadName = "async_save"
+        checkpoints.hear(record)
+        assert theirs.exists() == kept
 
 
 @pytest.mark.parametrize("sums", ["null", "3", "{}", "[]", "[" * 100_000])

@@ -905,6 +905,13 @@ def test_an_output_without_room_is_one_line(monkeypatch, capsys, buffering):
     )
 
 
+def test_a_full_disk_is_known_by_its_number_whatever_a_library_says():
+    """PyArrow has its own words in place of the system's."""
+    full = pytest.raises(exits.CannotGoOn, match="^a: writing. Detail: no space$")
+    with full, command_line.reachable():
+        raise OSError(28, "writing. Detail: no space", "a")
+
+
 def test_a_closed_output_is_none_to_fail_by(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command"])
     monkeypatch.setattr(sys, "stdout", None)  # as >&- leaves it

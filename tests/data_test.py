@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import types
 import warnings
 
 import hypothesis
@@ -172,6 +173,29 @@ def test_words_that_the_chat_template_leaves_out_are_told(tok, role):
             data.render(tok, asked)
     else:
         assert tok.decode(data.render(tok, asked)) == "3" * (role == "user") + "1+2"
+
+
+def test_a_chat_template_may_alter_words(tok):
+    """As SmolLM3's does a system message's /no_think, of which it makes another."""
+    tok = copy.deepcopy(tok)
+    tok.chat_template = (
+        "{% for m in messages %}{{ m.content | replace('3', '4') }}{% endfor %}"
+    )
+    asked = [{"role": "system", "content": "3"}, {"role": "user", "content": "1+3"}]
+    assert tok.decode(data.render(tok, asked)) == "41+4"
+
+
+def test_what_a_model_that_looks_adds_is_no_message_of_the_record(tok):
+    tok = copy.deepcopy(tok)
+    tok.chat_template = "{{ messages[-1].content }}"
+    before = {"role": "system", "content": "3"}
+    shown = types.SimpleNamespace(
+        plain=False, messages=lambda given: [before, *given], ids=data.prompts.ids_of
+    )
+    asked = [{"role": "developer", "content": "2"}, {"role": "user", "content": "1+1"}]
+    assert tok.decode(data.render(tok, asked[1:], shown)) == "1+1"
+    with pytest.raises(ValueError, match="^message 1: .*leaves out what role='dev"):
+        data.render(tok, asked, shown)
 
 
 def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):

@@ -502,11 +502,16 @@ def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
             errno.EDQUOT,
             "free, but the quota of who writes here is used up, see `quota`;",
         ),
-        (errno.ENOSPC, "free, but no further file may be made, see `df -i`;"),
+        (errno.ENOSPC, "free, but perhaps no further file may be made, see `df -i`;"),
     ):
         told = pytest.raises(exits.CannotGoOn, match=hint)
         with told, exits.room(tmp_path, 4096):
-            raise OSError(number, os.strerror(number))
+            raise OSError(number, "in another language")
+    with (
+        pytest.raises(exits.CannotGoOn, match="free, but the quota of"),
+        exits.room(tmp_path, 2**62),
+    ):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     full = pytest.raises(exits.CannotGoOn, match="free; what was whole is whole")
     with full, exits.room(tmp_path, 2**62):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

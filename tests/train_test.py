@@ -722,7 +722,7 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert np.isfinite(rows(folder)[-1]["grad_norm"])
     assert "steps are done" not in told and "holds other records" not in told
-    assert "all 2 steps are done" in end(command(folder, *OLD_KEYS))
+    assert "2 of 2 steps are done" in end(command(folder, *OLD_KEYS))
     told = end(command(folder, *OLD_KEYS, "seed=1"), 2)
     assert "all 2 steps of its run are done, and config.seed was 0, is now 1" in told
     other = tmp_path / "other.jsonl"

@@ -41,7 +41,6 @@ NO_TOKENIZER = (
     "has no tokenizer: copy tokenizer*.json of the model it was made from into it"
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOLD = ROLES[:3]  # whose words a template writes as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,9 +261,8 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
     Raises ValueError when the tokenizer has no chat template, or a bad one, and when these
     are no messages.
     """
-    messages = conversation(messages)
-    if shown is not None:
-        messages = shown.messages(messages)
+    given = conversation(messages)
+    messages = given if shown is None else shown.messages(given)
     plain = shown is not None and shown.plain
     written = messages[-1]["content"] if plain else by_template(tok, messages)
     ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
@@ -273,15 +271,28 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
             f"its prompt has no tokens: tokenizer {str(tok.name_or_path)!r} makes none of "
             f"{checks.shown(written)}, which its chat template writes"
         )
-    for number, message in enumerate(() if plain else messages, 1):
-        if message["role"] in TOLD and message["content"].strip() not in written:
-            raise ValueError(
-                f"message {number}: the chat template of tokenizer {str(tok.name_or_path)!r} "
-                f"leaves out what role={message['role']!r} says; give it another role"
-            )
+    if not plain:
+        refuse_left_out(tok, messages, written, len(given))
     if tok.unk_token_id is not None and tok.unk_token_id in ids:
         warn_unknown(tok, written)
     return ids
+
+
+def refuse_left_out(tok, messages: list[dict], written: str, count: int) -> None:
+    """Raises ValueError for one of the last `count` messages of which nothing is written.
+
+    Not for an assistant's or a tool's. Words that the chat template alters, or obeys as
+    SmolLM3's does /no_think, are not left out.
+    """
+    for number, message in enumerate(messages[-count:], 1):
+        if message["role"] in ROLES[3:] or message["content"].strip() in written:
+            continue
+        other = [x | {"content": "?"} if x is message else x for x in messages]
+        if by_template(tok, other) == written:
+            raise ValueError(
+                f"message {number}: the chat template of tokenizer {str(tok.name_or_path)!r} "
+                f"leaves out what role={message['role']!r} says; change the role or template"
+            )
 
 
 def by_template(tok, messages: list[dict]) -> str:

@@ -35,11 +35,10 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
 # all but reaches.
 LOOSE = {"selection": 0.05, "token_draw": 0.05}
 HEADED = ("attention", "cache_update", "paged_attention")
-PLATFORMS = ("cpu", "gpu", "tpu")
 SLOTS, ROWS, HELD, VOCAB = 320, 4, 5, 8192
 LONG = 1400  # slots of more than one tile of keys, on every chip
-# Seats of a row: on a TPU all rows' are two tiles, over which the head's gradient is summed;
-# on a GPU they are so many that a block goes over several tiles of the vocabulary.
+# By platform, seats of a row: on a TPU all rows' are two tiles, over which the head's
+# gradient is summed; on a GPU a block goes over several tiles of the vocabulary.
 SEATS = {"cpu": 96, "gpu": 576, "tpu": 160}
 CHUNK = 64  # positions of a prompt's chunk, or whole blocks of no fewer
 
@@ -129,7 +128,7 @@ def check(kernels: str, wide: Widths, folder: str = "") -> list[str]:
 def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
     """Does what `check` does, whatever this process has looked at."""
     here = choice.platform()
-    if kernels != "reference" and here not in PLATFORMS:
+    if kernels != "reference" and here not in SEATS:
         return [
             f"warning: {here!r} is no chip with kernels: XLA's operations do instead"
         ]
@@ -492,8 +491,7 @@ def normal(rng, shape, dtype: str):
 
 def hidden_and_head(wide: Widths, rng):
     """Returns (x_BUD, head_DV) whose logits have a deviation of 3: few tokens tie."""
-    seats = SEATS[choice.platform()]
-    x = normal(rng, (ROWS, seats, wide.d_model), wide.dtype)
+    x = normal(rng, (ROWS, SEATS[choice.platform()], wide.d_model), wide.dtype)
     head = normal(rng, (wide.d_model, wide.vocab), "float32") * 3 / wide.d_model**0.5
     return x, head.astype(wide.dtype)
 

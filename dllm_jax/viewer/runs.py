@@ -144,7 +144,7 @@ def panels(rows: list[dict]) -> list[dict]:
                 # Of 100,000 steps all digits would be most of the page.
                 {
                     "label": curves.label_of(metric, lines),
-                    "points": [(step, float(f"{y:.6g}")) for step, y in points],
+                    "points": [(step, float(f"{y:.7g}")) for step, y in points],
                 }
                 for metric, points in lines.items()
             ],

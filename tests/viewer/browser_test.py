@@ -296,6 +296,16 @@ def test_many_answers_open_at_once(opened):
         assert view.js("return document.querySelectorAll('.item').length") == 200
 
 
+def test_answers_to_one_prompt_stand_below_it(opened):
+    made = by_hand(
+        ["one", "one", "", "", "two"]
+    )  # of two prompts skipped nothing is known
+    made["files"] += by_hand(["two"])["files"]
+    with opened(page.TRACE, made) as view:
+        heads = "return [...document.querySelectorAll('h3')].map((x) => x.textContent)"
+        assert view.js(heads) == ["one"]
+
+
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run that ended badly once, with hostile words in its log."""

@@ -72,6 +72,7 @@ TEXT = (
 GREEK = r"\\(?:pi|theta)(?![A-Za-z])"
 DEGREES = r" ?(?:\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degrees?(?![A-Za-z]))"
 ANGLE = rf"([0-9.]+){DEGREES}"
+ODD_ROOT = r"\\sqrt ?\[ ?\d*[13579] ?\] ?\{"
 ARGUMENT = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 REWRITES = (
     (r"√ ?\(([^()]*)\)|√ ?([0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"\\sqrt{\1\2}"),
@@ -119,7 +120,7 @@ REWRITES = (
     (r"\^ ?\{ ?(-?)0?\.5 ?\}", r"^{\1\\frac{1}{2}}"),  # a root, and exactly
     (r"^\\boxed ", ""),
     # To sympy a root of a negative number is complex.
-    (r"(\\sqrt ?\[ ?[3579] ?\] ?\{) ?-([0-9.]+ ?\})", r"(-\1\2)"),
+    (rf"({ODD_ROOT}) ?- ?((?:[\d.,/]+|\\frac(?: ?\{{\d+\}}){{2}}) ?\}})", r"(-\1\2)"),
 )
 WRAPPED = re.compile(
     rf" ?(?:{TEXT}\{{((?:[^{{}}]|{ARGUMENT})*)\}}|\*\*([^*]+)\*\*|\$((?:\\.|[^$\\])+)\$) ?"

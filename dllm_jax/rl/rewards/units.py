@@ -26,6 +26,7 @@ SECONDS = {
     "hr": 3_600,
 }
 SECONDS |= {"hour": 3_600, "day": 86_400, "week": 604_800}
+MONTHS = {"month": 1, "year": 12, "yr": 12}
 GRAMS = {"mg": 1, "g": 1_000, "gram": 1_000, "kg": 1_000_000, "kilogram": 1_000_000}
 OUNCES = {"oz": 1, "ounce": 1, "lb": 16, "pound": 16}
 LITRES = {"ml": 1, "mL": 1, "l": 1_000, "L": 1_000, "milliliter": 1, "liter": 1_000}
@@ -33,7 +34,7 @@ MONEY = {"cent": 1, "dollar": 100}
 UNITS = {
     name: (kind, size)
     for kind, table in enumerate(
-        (METRES, INCHES, SECONDS, GRAMS, OUNCES, LITRES, MONEY)
+        (METRES, INCHES, SECONDS, MONTHS, GRAMS, OUNCES, LITRES, MONEY)
     )
     for name, size in table.items()
 }

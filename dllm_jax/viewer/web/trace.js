@@ -125,13 +125,13 @@ class Trace {
     const rows = [];
     this.buttons = new Map();
     left.forEach(([sides, i], place) => {
-      const [answer] = sides, prompt = (k) => left[k]?.[0][0].row.q;
-      const file = (k) => left[k]?.[0][0].file;
-      if (!this.compared && this.files.length > 1 && file(place - 1) !== answer.file) {
+      const [answer] = sides, of = (k) => left[k]?.[0][0];
+      if (!this.compared && this.files.length > 1 && of(place - 1)?.file !== answer.file) {
         rows.push(el("h2", {}, answer.file.name));
       }
-      const first = prompt(place - 1) !== answer.row.q || file(place - 1) !== answer.file;
-      const alone = first && prompt(place + 1) !== answer.row.q;
+      // Of what was skipped there is no prompt.
+      const same = (k) => answer.row.q && of(k)?.row.q === answer.row.q && of(k).file === answer.file;
+      const first = !same(place - 1), alone = first && !same(place + 1);
       if (first && !alone) rows.push(el("h3", { dir: "auto" }, excerpt(answer.row.q)));
       const text = alone ? answer.row.q : answer.text;
       const said = !alone && answer.picture ? image(answer.picture, "A drawing", "thumb")
