@@ -156,8 +156,7 @@ def check_reward(cfg):
             f"reward.split={cfg.reward.split!r}: a judge reads excerpts of texts, and "
             "sampler.answers='image' draws; set it to 'none'"
         )
-    loss = OBJECTIVES[cfg.objective.loss]
-    if cfg.reward.split != "none" and (loss.bounds or loss.answers):
+    if cfg.reward.split != "none" and OBJECTIVES[cfg.objective.loss].by_answer:
         raise ValueError(
             f"reward.split={cfg.reward.split!r}: objective.loss="
             f"{cfg.objective.loss!r} has one advantage for each answer; set it to "

@@ -216,6 +216,15 @@ def earnings(rollouts: Rollouts, keep_n, rl: RLConfig, longest: int = 0) -> Earn
     )
 
 
+def check_earned(rollouts: Rollouts, loss: str) -> None:
+    """Raises ValueError where graders reward tokens, which a loss of answers does not do."""
+    if rollouts.reward_nT is not None and OBJECTIVES[loss].by_answer:
+        raise ValueError(
+            f"rl.reward gives tokens rewards of their own, and objective.loss={loss!r} has one "
+            "advantage for each answer; set it to 'policy' or 'dipo'"
+        )
+
+
 def token_rewards(rollouts: Rollouts, rl: RLConfig) -> np.ndarray | None:
     """Returns the rewards [n, T] of tokens, by position; None where only answers have some.
 

@@ -233,6 +233,11 @@ class Objective:
     # Of whole answers: (Answers, cfg) -> (factor of A [n], added to it [n], metrics).
     answers: Callable | None = None
 
+    @property
+    def by_answer(self) -> bool:
+        """Whether all tokens of an answer have one advantage."""
+        return self.bounds or self.answers is not None
+
     def __call__(self, out, batch, cfg):
         """Returns (loss, sums)."""
         return self.function(out, batch, cfg)

@@ -237,6 +237,7 @@ class RL:
             more = self.rollouts(step, asked, weights, wave)
             if more is None:
                 return None
+            batches.check_earned(more, self.settings.objective.loss)
             if self.curriculum:
                 judged_n = judged(more, rl).judged_n  # the others say nothing
                 groups = np.split(np.arange(len(asked)), len(chosen))

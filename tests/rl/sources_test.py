@@ -21,6 +21,7 @@ from dllm_jax.rl.config import (
     ObjectiveConfig,
     RLConfig,
 )
+from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.rl.rewards import Grades, process
 from tests.rl import lent
 
@@ -398,6 +399,25 @@ def test_what_is_not_judged_tells_nothing_of_a_problem(tmp_path, of_no_weight):
     source.batches(1, 0, lent.Weights(), lent.score)
     told = source.curriculum.memory
     assert [row[1:] for row in told] == [[0.75, 1, source.settings.rl.rest_for]] * 3
+
+
+@pytest.mark.parametrize("loss", [x for x, row in OBJECTIVES.items() if row.rl])
+def test_rewards_of_tokens_are_for_losses_of_tokens(tmp_path, loss):
+    def grade(texts, problems, trace):
+        right_n = np.arange(len(texts)) % 2
+        return Grades(right_n, np.ones(trace.tokens_BT.shape))
+
+    chosen = settings("rl", tmp_path)
+    objective = dataclasses.replace(chosen.objective, loss=loss)
+    chosen = dataclasses.replace(chosen, objective=objective)
+    lend = lent.tools(chosen, tmp_path)
+    lend.grader = dataclasses.replace(lend.grader, grade=grade)
+    source = sources.RL(chosen, lend)
+    if loss in ("policy", "dipo"):
+        assert source.asked(1, 0, lent.Weights())[1].reward_nT is not None
+        return
+    with pytest.raises(ValueError, match=f"tokens rewards .*loss='{loss}'"):
+        source.batches(1, 0, lent.Weights(), lent.score)
 
 
 def test_a_mixture_asks_both_files(tmp_path):
