@@ -195,7 +195,8 @@ def draw_line(axis, points, look: dict, label: str):
 
 def draw_seconds(axis, rows: list[dict]):
     """Draws the seconds of each step as a bar, its phases on top of each other."""
-    phases = [x for x in PHASES if any(f"seconds/{x}" in row for row in rows)]
+    timed = {phase for row in rows for phase in phases_of(row)}
+    phases = [phase for phase in PHASES if phase in timed]
     size = -(-len(rows) // BARS)
     bars = [rows[i : i + size] for i in range(0, len(rows), size)]
     stack = [[mean_seconds(bar, phase) for bar in bars] for phase in phases]
