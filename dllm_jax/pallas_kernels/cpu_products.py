@@ -10,10 +10,12 @@ cores that read 42 GB/s take 2.8 ms for the layers of 30M parameters with 4 slot
 5.4 with 12 and 4.7 with 16, 13.8 with 60 and 10.4 with 64. The head is a transpose, as a tied
 one is the embedding.
 
-Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general`, where
-XLA hands both to its library (YNNPACK), which finds the same numbers, to the last bit. With
-weights of one operand as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took
-4.7, and 3.2 where they took 3.6 with 4.
+Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general` where
+512 numbers are contracted, and XLA hands both to its library (YNNPACK), which finds the same
+numbers, to the last bit. Two other cores, which read 33 GB/s, take 0.95 to 1.1 of that time with
+512, 0.8 to 0.95 with 192 or 384, 1 to 1.35 with 576 and 1.25 to 1.4 from 1,024 on: what 16 slots have
+of 512 numbers fills a first cache of 32 KB. With weights of one operand as one matrix, the layers of
+30M take 3.9 ms with 8 slots where they took 4.7, and 3.2 where they took 3.6 with 4.
 
 Of many slots, the gradient of a weight is a product whose operands are both contracted over
 their first dimension, as autodiff writes it. That is left to another library, and XLA folds a
@@ -35,6 +37,7 @@ from dllm_jax.pallas_kernels import choice
 
 FEW_LEFT = 128  # slots of which a product by a transpose on the left is the fastest
 TILE, BESIDE = 16, 4  # slots of a tile, and how many tiles at most are side by side
+SHALLOW = 512  # numbers contracted where a product is written as sums, at most
 
 
 @flax.struct.dataclass
@@ -70,7 +73,8 @@ def by_transpose(x_RD, w_FD, dtype=None):
         return jax.lax.dot_general(x_RD, w_FD, dims, preferred_element_type=dtype)
     x_rD = jnp.pad(x_RD, ((0, filled(R) - R), (0, 0)))
     # Of narrower numbers each product would be rounded.
-    if x_RD.dtype == jnp.float32 and library_sums():
+    summed = x_RD.shape[1] <= SHALLOW and x_RD.dtype == jnp.float32
+    if summed and library_sums():
         y_Fr = as_sums(w_FD, x_rD)
     else:
         y_Fr = jax.lax.dot_general(w_FD, x_rD, dims)

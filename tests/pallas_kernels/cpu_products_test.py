@@ -29,9 +29,10 @@ def test_what_is_contracted_comes_last(contracted):
 
 
 @pytest.mark.parametrize("slots", [1, 8, 12, 20, 52, FEW_LEFT, FEW_LEFT + 1])
-@pytest.mark.parametrize("sums", [True, False])
-def test_a_transpose_on_either_side_is_the_product(slots, sums, monkeypatch):
+@pytest.mark.parametrize(("sums", "most"), [(True, 24), (True, 23), (False, 24)])
+def test_a_transpose_on_either_side_is_the_product(slots, sums, most, monkeypatch):
     monkeypatch.setattr(cpu_products, "library_sums", lambda: sums)
+    monkeypatch.setattr(cpu_products, "SHALLOW", most)
     x_RD, w_DNH = operands(slots)
     w_DF = np.asarray(w_DNH).reshape(24, -1)
     traced_anew = functools.partial(cpu_products.by_transpose)
@@ -52,6 +53,14 @@ def test_few_slots_are_multiplied_by_the_library():
     (sums,) = (x.split()[0] for x in computations if re.search(r"[^%]\breduce\(", x))
     (caller,) = (x for x in text.splitlines() if f"calls={sums}," in x)
     assert "__ynn_fusion" in caller
+
+
+@pytest.mark.parametrize(("deep", "summed"), [(512, True), (513, False)])
+def test_what_fits_no_first_cache_is_no_sum(deep, summed):
+    shapes = [jax.ShapeDtypeStruct((size, deep), jnp.float32) for size in (4, 48)]
+    anew = functools.partial(cpu_products.by_transpose)
+    text = jax.jit(anew).lower(*shapes).as_text()
+    assert ("stablehlo.reduce" in text, "stablehlo.dot" in text) == (summed, not summed)
 
 
 def test_a_tile_is_filled_where_its_end_would_take_longer():
