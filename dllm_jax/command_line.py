@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import gc
 import inspect
 import io
@@ -106,12 +107,11 @@ def entry(main, help_text: str = "") -> None:
     os.environ["MPLBACKEND"] = "agg"
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
-    if help_text and HELP & set(sys.argv[1:]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
-        print(help_text)
-        return
+    asked = help_text and HELP & set(sys.argv[1:])
+    if asked:
+        main = functools.partial(print, help_text)
     try:
-        if jax.config.jax_enable_x64:
+        if jax.config.jax_enable_x64 and not asked:
             raise ValueError(
                 "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
             )

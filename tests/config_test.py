@@ -891,15 +891,16 @@ def test_a_pipe_of_its_own_that_breaks_is_a_defect(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it has no /dev/full")
+@pytest.mark.parametrize("asked", [(), ("--help",)])
 @pytest.mark.parametrize("buffering", [1, -1])
-def test_an_output_without_room_is_one_line(monkeypatch, capsys, buffering):
+def test_an_output_without_room_is_one_line(monkeypatch, capsys, buffering, asked):
     """Where it prints, or at its end; nothing is left that Python would write again."""
     with open("/dev/full", "w", buffering) as full:
         monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(sys, "argv", ["command"])
+        monkeypatch.setattr(sys, "argv", ["command", *asked])
         monkeypatch.setattr(exits, "leave", lambda: sys.exit(exits.STUCK))
         with pytest.raises(SystemExit, match=str(exits.STUCK)):
-            command_line.entry(lambda: print("a line"))
+            command_line.entry(lambda: print("a line"), "help")
     assert capsys.readouterr().err == (
         "error: what it prints or writes: No space left on device\n"
     )
