@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import difflib
 import errno
-import functools
 import gc
 import inspect
 import io
@@ -108,15 +107,12 @@ def entry(main, help_text: str = "") -> None:
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
     asked = help_text and HELP & set(sys.argv[1:])
-    if asked:
-        main = functools.partial(print, help_text)
     try:
-        if jax.config.jax_enable_x64 and not asked:
-            raise ValueError(
-                "JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it"
-            )
         with reachable(), read_or_not():
-            main()
+            if asked:
+                print(help_text)
+            else:
+                of_32_bits(main)
     except exits.CannotGoOn as error:
         print(f"error: {error}", file=sys.stderr)
         exits.leave()
@@ -125,8 +121,10 @@ def entry(main, help_text: str = "") -> None:
             print(stop, file=sys.stderr)
         exits.cut_in_time(exits.STOPPED)  # a grader's thread may wait for its judge
         sys.exit(exits.STOPPED)
-    except KeyboardInterrupt:  # where no exits.StopSignal listens
-        print("stopped by a signal", file=sys.stderr)
+    except (KeyboardInterrupt, exits.StoppedAtOnce) as stop:
+        # The former comes where no exits.StopSignal listens, and has no words.
+        words = f": {stop}" if str(stop) else " by a signal"
+        print(f"stopped{words}", file=sys.stderr)
         sys.exit(exits.STOPPED)
     except (jax.errors.JaxRuntimeError, MemoryError, ValueError) as error:
         if exits.exhausted(error):
@@ -141,6 +139,13 @@ def entry(main, help_text: str = "") -> None:
             raise
         print(f"error: {NO_DEVICE.format(jax.config.jax_platforms)}", file=sys.stderr)
         sys.exit(exits.REFUSED)
+
+
+def of_32_bits(main):
+    """Runs a command; raises ValueError where JAX would make its programs of 64 bits."""
+    if jax.config.jax_enable_x64:
+        raise ValueError("JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it")
+    main()
 
 
 @contextlib.contextmanager

@@ -571,7 +571,8 @@ def ended(error: BaseException | None) -> str:
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
     kind = "defect" if of_runtime(error) else names.get(type(error), "defect")
-    return f"{kind}: {str(error) or type(error).__name__}"
+    told = str(error).removeprefix("stopped ")  # by a signal
+    return f"{kind}: {told or type(error).__name__}"
 
 
 def versions() -> dict[str, str]:

@@ -192,6 +192,13 @@ class Group:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this process: with the others, or telling them why it cannot go on."""
+        try:
+            self.part(error)
+        except exits.StoppedAtOnce as again:  # while it waited for the others
+            self.part(again)
+
+    def part(self, error: BaseException | None) -> None:
+        """Does what `leave` does, but for a second signal meanwhile, which it raises."""
         if error is None:
             self.leave_together(0, "")
         if isinstance(error.__context__, exits.Stopped):  # which all agreed on

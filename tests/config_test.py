@@ -906,6 +906,16 @@ def test_an_output_without_room_is_one_line(monkeypatch, capsys, buffering, aske
     )
 
 
+def test_who_is_stopped_at_once_says_so_last(monkeypatch, capsys):
+    def main():
+        raise exits.StoppedAtOnce(exits.STOPPED)
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit, match=str(exits.STOPPED)):
+        command_line.entry(main)
+    assert capsys.readouterr().err == f"stopped: {exits.TWICE}\n"
+
+
 def test_a_full_disk_is_known_by_its_number_whatever_a_library_says():
     """PyArrow has its own words in place of the system's."""
     full = pytest.raises(exits.CannotGoOn, match="^a: writing. Detail: no space$")

@@ -140,8 +140,9 @@ def test_no_test_imports_another():
 # beyond a checkpoint, and gate and up as one matrix on a CPU; 20 for kernels checked in the widths
 # of each layout. 90 for trackers that tell how a run ended, processes that are told other
 # numbers, sums of an index, critics that see the record, and what graders say of some answers. 10
-# for rewards of tokens that a loss of answers does not take. 10 for deep products of few slots.
-CORE, FILE = 19_670, 500
+# for rewards of tokens that a loss of answers does not take. 20 for deep products of few slots,
+# and a second signal to who waits for others.
+CORE, FILE = 19_680, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near

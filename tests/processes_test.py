@@ -487,6 +487,39 @@ def test_what_is_no_loss_is_not_called_one(monkeypatch, then, cause):
     assert client.causes[0].startswith(cause)
 
 
+class Waiting:
+    """A client that a second signal finds at a barrier."""
+
+    def __init__(self):
+        self.told = {}
+
+    def wait_at_barrier(self, name: str, milliseconds: int):
+        """Ends as the handler of signals lets it."""
+        raise exits.StoppedAtOnce(exits.STOPPED)
+
+    def key_value_set(self, kind: str, text: str):
+        """Notes what is told."""
+        self.told[kind] = json.loads(text)
+
+
+@pytest.mark.parametrize("first", [None, exits.Stopped("by a signal")])
+def test_a_second_signal_ends_who_waits_for_the_others(monkeypatch, first):
+    """Python came to its own end there, under threads of C++: a segmentation fault."""
+    ends, group = [], processes.Group(Waiting(), "localhost:1", 1, 2)
+    monkeypatch.setattr(processes, "end", lambda *told: ends.append(told))
+    monkeypatch.setattr(processes, "deaf", lambda: None)
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    error = None
+    if first is not None:  # as the command's entry raises it
+        error = SystemExit(exits.STOPPED)
+        error.__context__ = first
+    group.leave(error)
+    assert ends == [(exits.STOPPED,)]
+    cause = group.client.told["cause"]
+    assert cause["text"].endswith(f"ended: {exits.TWICE}")
+    assert cause["code"] == exits.STOPPED
+
+
 def test_processes_that_were_told_other_numbers_of_them_are_refused(tmp_path):
     folder, port = tmp_path / "run", served.free_port()
     runs = [numbered(folder, port, count, count - 2) for count in (2, 3)]

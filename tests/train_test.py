@@ -383,9 +383,7 @@ def test_stopped_then_damaged_falls_back(command, whole, tmp_path):
     newest = rows(folder)[-1]["step"]
     assert newest in (3, 4)
     assert saved(folder) == [2, newest]  # also what was not yet due
-    assert attempts(folder)[0]["ended"].startswith(
-        "stopped: stopped by a signal; start"
-    )
+    assert attempts(folder)[0]["ended"].startswith("stopped: by a signal; start")
 
     state = folder / "checkpoints" / str(newest) / "state"
     file = max(
