@@ -13,9 +13,10 @@ one is the embedding.
 Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general` where
 512 numbers are contracted, and XLA hands both to its library (YNNPACK), which finds the same
 numbers, to the last bit. Two other cores, which read 33 GB/s, take 0.95 to 1.1 of that time with
-512, 0.8 to 0.95 with 192 or 384, 1 to 1.35 with 576 and 1.25 to 1.4 from 1,024 on: what 16 slots have
-of 512 numbers fills a first cache of 32 KB. With weights of one operand as one matrix, the layers of
-30M take 3.9 ms with 8 slots where they took 4.7, and 3.2 where they took 3.6 with 4.
+512, 0.8 to 1 with 192 or 384, 0.95 to 1.4 with 576, and 1.28 from 1,024 on (the median of 36
+shapes, 1.03 to 1.5): what 16 slots have of 512 numbers fills a first cache of 32 KB. With weights
+of one operand as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took 4.7, and
+3.2 where they took 3.6 with 4.
 
 Of many slots, the gradient of a weight is a product whose operands are both contracted over
 their first dimension, as autodiff writes it. That is left to another library, and XLA folds a
