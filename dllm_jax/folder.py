@@ -571,8 +571,8 @@ def ended(error: BaseException | None) -> str:
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
     kind = "defect" if of_runtime(error) else names.get(type(error), "defect")
-    told = str(error).removeprefix("stopped ")  # by a signal
-    return f"{kind}: {told or type(error).__name__}"
+    words = str(error).removeprefix(f"{kind} ")  # as those of Stopped begin
+    return f"{kind}: {words or type(error).__name__}"
 
 
 def versions() -> dict[str, str]:
