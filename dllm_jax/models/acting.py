@@ -35,7 +35,7 @@ from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.transformer import Params
 from dllm_jax.models.vision import soft
 from dllm_jax.pallas_kernels import cpu_products
-from dllm_jax.pallas_kernels.cpu_products import Transposed
+from dllm_jax.pallas_kernels.cpu_products import Tiled, Transposed
 from dllm_jax.sharding import ACT, AXES, MODEL, named, pspec
 
 # Platforms on which each layer's weights are arrays of their own.
@@ -108,12 +108,17 @@ def multiplied(tree: Params, of) -> Params:
     }
 
 
-def transposed(spec) -> Transposed:
-    """Returns a Spec of a stack as Transposed."""
-    stack, dims = spec.dims[0], spec.dims[1:]
+def turned(spec, model: ModelConfig, mesh: Mesh):
+    """Returns a Spec of a stack, or of the head, as Tiled or Transposed."""
+    stack, dims = ("", spec.dims) if spec.dims == "DV" else (spec.dims[0], spec.dims[1:])
     inner = lora.contracted(dims)
-    dims = stack + dims.removeprefix(inner) + inner
-    return Transposed(dataclasses.replace(spec, dims=dims), len(inner))
+    others = dims.removeprefix(inner)
+    sizes = [
+        transformer.shape(dataclasses.replace(spec, dims=x), model) for x in (inner, others)
+    ]
+    if cpu_products.lies_tiled(*map(math.prod, sizes), model.dtype, mesh.size):
+        return Tiled(spec, len(inner), sizes[1])
+    return Transposed(dataclasses.replace(spec, dims=stack + others + inner), len(inner))
 
 
 def heavy(model: ModelConfig) -> bool:
@@ -154,7 +159,12 @@ def joined_spec(parts) -> transformer.Spec:
 
 
 def as_one(parts, number=None):
-    """Returns the array that `joined_spec` describes; number: of a layer, None: the stack."""
+    """Returns the array that `joined_spec` describes; number: of a layer, None: the stack.
+
+    Of an embedding alone the head's.
+    """
+    if tied(parts):
+        return parts[0].T
     if number is not None:
         parts = [x[number] for x in parts]
     if len(parts) == 2:
@@ -184,17 +194,20 @@ def abstract(
         int8.check(model)
         tree = multiplied(tree, int8.spec)
     platform = mesh.devices.flat[0].platform
-    turned = platform in APART and few(model, slots) and not in_int8
+    few_slots = platform in APART and few(model, slots) and not in_int8
     # Not where an adapter belongs to one of them: beside adapters the weights that learn
     # serve as they are.
-    if (turned or platform in JOINED_ON) and not (in_int8 or model.lora):
+    if (few_slots or platform in JOINED_ON) and not (in_int8 or model.lora):
         by_head = model.kv_heads % mesh.shape["model"] == 0
         names = JOINED if by_head else ("w_gate_up",)
         tree = joined(tree, names, joined_spec)
+    turn = functools.partial(turned, model=model, mesh=mesh)
     if platform in APART:
-        tree["head"] = Transposed(transformer.Spec("VD"))
-    if turned:
-        tree = multiplied(tree, transposed)
+        # Of some ids alone the columns are cut, wherever they are.
+        head = turn(transformer.Spec("DV"))
+        tree["head"] = Transposed(transformer.Spec("VD")) if model.drawn else head
+    if few_slots:
+        tree = multiplied(tree, turn)
     if platform in (APART_INT8 if in_int8 else APART):
         for name, letter in (("first", "Y"), ("layers", "L")):
             if name in tree:
@@ -204,10 +217,16 @@ def abstract(
     def place(path, spec):
         return struct(spec, model, mesh, transformer.dtype_of(path, model.dtype))
 
-    made = jax.tree_util.tree_map_with_path(place, tree, is_leaf=int8.is_int8)
-    if model.tied and platform in APART:  # the very array, as `walked` has it
+    made = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_other)
+    very = isinstance(made.get("head"), Transposed)  # array, as `walked` has it
+    if model.tied and very:
         made["head"] = made["head"].replace(w=made["embed"])
     return made
+
+
+def is_other(x) -> bool:
+    """Returns whether x is a Spec's that is not laid out as this says: one leaf of a tree."""
+    return int8.is_int8(x) or isinstance(x, Tiled)
 
 
 def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
@@ -217,6 +236,10 @@ def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
         return int8.Int8(
             of(spec.w, dtype=jnp.dtype("int8")), of(spec.scale, dtype=dtype)
         )
+    if isinstance(spec, Tiled):
+        lies = functools.partial(cpu_products.in_tiles, contracted=spec.contracted)
+        tiles, whole = jax.eval_shape(lies, of(spec.w, dtype=dtype)), named("", (), ACT, mesh)
+        return spec.replace(w=jax.ShapeDtypeStruct(tiles.shape, dtype, sharding=whole))
     shape = transformer.shape(spec, model)
     place = named(spec.dims, shape, ACT, mesh)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -238,7 +261,9 @@ def taken(params: Params, like: Params) -> Params:
 
     def moved(x, number, place):
         made, parts = copied(x, number, place), jax.tree.leaves(x)
-        if made is not x and (number is None or number + 1 == len(parts[0])):
+        if tied(x) or made is x:
+            return made
+        if number is None or number + 1 == len(parts[0]):
             for old in parts:
                 old.delete()
         return made
@@ -261,16 +286,18 @@ def walked(params: Params, like: Params, get) -> Params:
     But for the rows of images, which are no weights.
 
     x: that of `params`, or a tuple of those that are to be one; number: which of the stack x
-    is meant, None for all of x. An Int8 is one leaf, and so is a Transposed.
+    is meant, None for all of x. An Int8 is one leaf, and so are Transposed and Tiled.
     """
     out, towers = {}, [like[name] for name in ("first", "layers") if name in like]
     towers = [x[0] if isinstance(x, tuple) else x for x in towers]
     names = [name for name in JOINED if any(name in tower for tower in towers)]
     params = joined(params, names, tuple)
-    tied = "head" in like and "head" not in params
+    head = like["head"] if "head" not in params and "head" in like else None
+    if isinstance(head, Tiled):
+        out["head"] = get((params["embed"],), None, head)
     for name, places in like.items():
         # Whoever looks at images adds `soft`.
-        if name == "soft" or (tied and name == "head"):
+        if name == "soft" or (head is not None and name == "head"):
             continue
         if isinstance(places, tuple):
             stack, tree = jax.tree.flatten(params[name], is_leaf=several)
@@ -287,8 +314,8 @@ def walked(params: Params, like: Params, get) -> Params:
                 places,
                 is_leaf=several,
             )
-    if tied:
-        out["head"] = like["head"].replace(w=out["embed"])
+    if isinstance(head, Transposed):
+        out["head"] = head.replace(w=out["embed"])
     return out
 
 
@@ -297,9 +324,14 @@ def several(x) -> bool:
     return isinstance(x, tuple)
 
 
+def tied(x) -> bool:
+    """Returns whether x is an embedding of which a head is to be made."""
+    return several(x) and len(x) == 1
+
+
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if several(x) or isinstance(place, (int8.Int8, Transposed)):
+    if several(x) or isinstance(place, (int8.Int8, Transposed, Tiled)):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
@@ -314,25 +346,27 @@ def copied(x, number, place):
         return x
     if int8.is_int8(place):
         return int8.quantizer(place)(x, number)
-    part, behind, to = jnp.asarray if number is None else operator.getitem, 0, place
+    part, lies, to = jnp.asarray if number is None else operator.getitem, (), place
     if several(x):
         part = as_one
-    if isinstance(place, Transposed):
-        behind, to = place.contracted, place.w
-    copy = copier(to.dtype, to.sharding, part, behind)
+    if isinstance(place, (Transposed, Tiled)):
+        lies, to = (type(place), place.contracted), place.w
+    copy = copier(to.dtype, to.sharding, part, *lies)
     made = copy(x) if number is None else copy(x, number)
     return made if to is place else place.replace(w=made)
 
 
 @functools.cache
-def copier(dtype, place, part, behind):
+def copier(dtype, place, part, kind=None, contracted=0):
     """Returns a program that copies part(x, ...), such as one array of a stack.
 
-    Its first dimensions, `behind` of them, come last. What else `part` takes, a layer's number,
-    is data.
+    kind: Transposed or Tiled, which the copy is to be of. What else `part` takes, a layer's
+    number, is data.
     """
+    lay = {Transposed: cpu_products.transposed, Tiled: cpu_products.in_tiles}
 
     def copy(x, *number):
-        return cpu_products.transposed(part(x, *number).astype(dtype), behind)
+        made = part(x, *number).astype(dtype)
+        return lay[kind](made, contracted) if kind else made
 
     return jax.jit(copy, out_shardings=place)

@@ -19,7 +19,13 @@ from dllm_jax.models.cache import Window, asked, cut
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.int8 import Int8
 from dllm_jax.models.mask import Mask
-from dllm_jax.pallas_kernels.cpu_products import Transposed, by_transpose, product
+from dllm_jax.pallas_kernels.cpu_products import (
+    Tiled,
+    Transposed,
+    by_tiles,
+    by_transpose,
+    product,
+)
 from dllm_jax.sharding import constrain
 
 
@@ -215,7 +221,7 @@ def project(x, w, dims: str, bias=None):
     W + scale A B, its adapters one after the other. The constraint gathers what `fsdp`
     has split of w, in the computing dtype. Both are flattened to matrices, for which CPUs
     have fast code. An Int8's scales multiply what comes out of the product. A
-    Transposed is read as it lies.
+    Transposed is read as it lies, and so is a Tiled.
     """
     inner = len(lora.contracted(dims))
     if isinstance(w, lora.Adapted):
@@ -231,6 +237,8 @@ def project(x, w, dims: str, bias=None):
     if isinstance(w, Transposed):
         w = constrain(w.w.astype(x.dtype), dims[inner:] + dims[:inner])
         y, outer = by_transpose(x_RD, w.reshape(-1, size)), w.shape[:-inner]
+    elif isinstance(w, Tiled):
+        y, outer = by_tiles(x_RD, w.w), w.others
     else:
         w = constrain(w.astype(x.dtype), dims)
         y, outer = product(x_RD, w.reshape(size, -1)), w.shape[inner:]

@@ -31,9 +31,9 @@ from dllm_jax.models.layer import (
 )
 from dllm_jax.models.mask import Mask
 from dllm_jax.models.vision import siglip, soft
-from dllm_jax.pallas_kernels import reference
+from dllm_jax.pallas_kernels import cpu_products, reference
 from dllm_jax.pallas_kernels.attend import SAVED
-from dllm_jax.pallas_kernels.cpu_products import Transposed, by_transpose
+from dllm_jax.pallas_kernels.cpu_products import Tiled, Transposed
 from dllm_jax.sharding import PARAM, constrain, named
 
 Params = dict  # nested: a word -> an array or another dict; what specs() declares
@@ -451,6 +451,8 @@ def head(params: Params, cfg: ModelConfig):
     forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
     if isinstance(weight, Transposed):  # cut as it lies: what reads it turns it back
         weight = weight.w[first:end].T
+    elif isinstance(weight, Tiled):
+        weight = cpu_products.columns(weight.w)
     elif cfg.drawn:
         weight = weight[:, first:end]
     return constrain(weight.astype(cfg.dtype), "DV"), first, forbidden
@@ -464,8 +466,11 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
     """
     weight_DV, _, forbidden = head(params, cfg)
     x_RD = x_BWD.reshape(-1, cfg.d_model)
-    if isinstance(params.get("head"), Transposed):
-        logits_RV = by_transpose(x_RD, weight_DV.T, jnp.float32)
+    lies = params.get("head")
+    if isinstance(lies, Transposed):
+        logits_RV = cpu_products.by_transpose(x_RD, weight_DV.T, jnp.float32)
+    elif isinstance(lies, Tiled):
+        logits_RV = cpu_products.by_tiles(x_RD, lies.w)
     else:
         logits_RV = reference.logits(x_RD, weight_DV)
     logits_BWV = constrain(logits_RV.reshape(*x_BWD.shape[:2], -1), "BWV")

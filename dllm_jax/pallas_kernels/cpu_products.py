@@ -28,6 +28,7 @@ Letters: r slots that fill tiles.
 """
 
 import functools
+import math
 
 import flax.struct
 import jax
@@ -38,7 +39,9 @@ from dllm_jax.pallas_kernels import choice
 
 FEW_LEFT = 128  # slots of which a product by a transpose on the left is the fastest
 TILE, BESIDE = 16, 4  # slots of a tile, and how many tiles at most are side by side
-SHALLOW = 512  # numbers contracted where a product is written as sums, at most
+COLUMNS = 64  # of a tile of Tiled
+SHALLOW = 768  # numbers contracted, at most, where weights are Tiled
+SUMMED = 512  # numbers of a sum, at most, that the library makes as a product
 
 
 @flax.struct.dataclass
@@ -49,9 +52,44 @@ class Transposed:
     contracted: int = flax.struct.field(pytree_node=False, default=1)  # how many
 
 
+@flax.struct.dataclass
+class Tiled:
+    """A weight [*contracted, *other dimensions] as tiles [b, K, n], see `in_tiles`."""
+
+    w: jax.Array
+    contracted: int = flax.struct.field(pytree_node=False)  # how many
+    others: tuple[int, ...] = flax.struct.field(pytree_node=False)  # sizes
+
+
 def transposed(w, contracted: int):
     """Returns `Transposed.w` of a weight."""
     return jnp.moveaxis(w, range(contracted), range(-contracted, 0))
+
+
+def lies_tiled(contracted: int, others: int, dtype, devices: int) -> bool:
+    """Returns whether a weight of these numbers is Tiled, not Transposed, for few slots.
+
+    devices: how many have parts of it; of several XLA would have to split the tiles.
+    """
+    fits = contracted <= SHALLOW and contracted % parts_of(contracted) == 0
+    fits = fits and others % COLUMNS == 0 and jnp.dtype(dtype) == jnp.float32
+    return fits and devices <= 1 and library_sums()
+
+
+def parts_of(contracted: int) -> int:
+    """Returns in how many sums a sum of so many numbers is made."""
+    return -(-contracted // SUMMED)
+
+
+def in_tiles(w, contracted: int = 1):
+    """Returns `Tiled.w` of a weight: of `COLUMNS` neighbours all, then of the next ones."""
+    K = math.prod(w.shape[:contracted])
+    return w.reshape(K, -1, COLUMNS).swapaxes(0, 1)
+
+
+def columns(w_bKn):
+    """Returns the matrix [K, F] of tiles."""
+    return w_bKn.swapaxes(0, 1).reshape(w_bKn.shape[1], -1)
 
 
 def filled(slots: int) -> int:
@@ -64,34 +102,44 @@ def filled(slots: int) -> int:
 def by_transpose(x_RD, w_FD, dtype=None):
     """Returns x W [R, F], of W's transpose, in `dtype` or that of x.
 
-    With the slots on the right while these are few; the barrier behind is there because XLA would
-    write the product the other way round, those before because it would make what x comes from
-    anew for each of its products. Not of narrower numbers than the result's: where W is not
-    stored as its transpose, XLA has no such product of them, and it is no faster.
+    With the slots on the right while these are few; the barrier is there because XLA would
+    write the product the other way round. Not of narrower numbers than the result's: where W
+    is not stored as its transpose, XLA has no such product of them, and it is no faster.
     """
     R, dims = len(x_RD), (((1,), (1,)), ((), ()))
     if R > FEW_LEFT or dtype not in (None, x_RD.dtype):
         return jax.lax.dot_general(x_RD, w_FD, dims, preferred_element_type=dtype)
     x_rD = jnp.pad(x_RD, ((0, filled(R) - R), (0, 0)))
-    # Of narrower numbers each product would be rounded.
-    summed = x_RD.shape[1] <= SHALLOW and x_RD.dtype == jnp.float32
-    if summed and library_sums():
-        y_Fr = as_sums(w_FD, x_rD)
-    else:
-        y_Fr = jax.lax.dot_general(w_FD, x_rD, dims)
+    y_Fr = jax.lax.dot_general(w_FD, x_rD, dims)
     return jax.lax.optimization_barrier(y_Fr).T[:R]
 
 
-def as_sums(w_FD, x_rD):
-    """Returns W x [F, r], written as sums of products."""
-    w_FD, x_rD = jax.lax.optimization_barrier((w_FD, x_rD))
-    return jnp.sum(w_FD[:, None] * x_rD[None], axis=-1)
+def by_tiles(x_RK, w_bKn):
+    """Returns x W [R, F], of tiles of W; both f32.
+
+    Written as sums, since `dot_general` would want the slots once for each tile.
+    """
+    b, K, n = w_bKn.shape
+    parts = parts_of(K)
+    y_Rbpn = as_sums(x_RK.reshape(-1, parts, K // parts), w_bKn.reshape(b, parts, -1, n))
+    return y_Rbpn.sum(axis=2).reshape(-1, b * n)
+
+
+def as_sums(x_Rpk, w_bpkn):
+    """Returns products of parts of slots with the same parts of tiles [R, b, p, n], as sums.
+
+    The barriers are there because XLA would make what x comes from anew for each sum, and would
+    make one sum of the parts'.
+    """
+    x_Rpk, w_bpkn = jax.lax.optimization_barrier((x_Rpk, w_bpkn))
+    y_Rbpn = jnp.sum(w_bpkn[None] * x_Rpk[:, None, ..., None], axis=3)
+    return jax.lax.optimization_barrier(y_Rbpn)
 
 
 @functools.cache
 def library_sums() -> bool:
     """Returns whether XLA hands such sums to its library here; a loop of its own is slow."""
-    shapes = [jax.ShapeDtypeStruct((size, 64), jnp.float32) for size in (64, 8)]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 1, 64), (2, 1, 64, 64))]
     return "__ynn_fusion" in jax.jit(as_sums).lower(*shapes).compile().as_text()
 
 

@@ -10,6 +10,8 @@ their answer has ended, cost nothing.
 Letters: r positions of one step.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -44,7 +46,13 @@ def draw(
     R = len(x_RD)
     if choice.platform() != "cpu":  # a step of a loop costs launches
         return ask(logits(x_RD, head_DV), jnp.arange(R))
-    head_VD = head_DV.T  # what samples has it so: outside of loops the two cancel out
+    # What samples has it so: outside of loops the two cancel out.
+    devices = jax.sharding.get_abstract_mesh().size
+    if cpu_products.lies_tiled(*head_DV.shape, head_DV.dtype, devices):
+        multiply, head = cpu_products.by_tiles, cpu_products.in_tiles(head_DV)
+    else:
+        multiply = functools.partial(cpu_products.by_transpose, dtype=jnp.float32)
+        head = head_DV.T
     tile = min(-(-R // STEP) * STEP, TILE)
     order_R = jnp.argsort(~wanted_R, stable=True)  # those wanted come first
     filled_R, count = tiles.pad(order_R, 0, tile), wanted_R.sum()
@@ -52,7 +60,7 @@ def draw(
     def walk_tile(number, out):
         first = number * tile
         rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
-        logits_RV = cpu_products.by_transpose(x_RD[rows_R], head_VD, jnp.float32)
+        logits_RV = multiply(x_RD[rows_R], head)
 
         def walk_few(number, out):
             begin = number * STEP
