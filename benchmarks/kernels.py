@@ -317,7 +317,7 @@ def draws_of_few(scale: Scale):
 def draw_of(scale: Scale, rows: int, share: float) -> Case:
     """Returns draws of rows of 4 positions, a share of which is wanted.
 
-    The head lies as what samples has it: on a CPU it is a transpose (cpu_products.py).
+    On a CPU the head is a transpose, as a deep one of what samples is (cpu_products.py).
     """
     D, V = scale.model.d_model, scale.sizes["vocab"]
     keys = jax.random.split(jax.random.key(2), 2)

@@ -34,7 +34,8 @@ of the rounds, and the median of their ratios; `asked` is the goal, and written 
 Such ratios belong to a machine, of which `machine` says what its two cores read and multiply.
 From 729bf73 on few slots are multiplied by transposed weights: of those with one row the ones
 that read 25 GB/s are of weights in tiles, as they lay before. From 2d1875a on such products are
-sums, and weights of one operand one matrix; from 0397149 on sums of more than 512 are none.
+sums, and weights of one operand one matrix; from 0397149 on sums of more than 512 are none;
+from c7be198 on shallow weights lie in tiles again, and their products are sums.
 Rows of a GPU that name no commit are of 59e1659. Those of 27d85a3 are of programs with XLA's
 kernel for norms, which sampling is without since (`denoise.ON_GPU`); from c03e924 on a
 forward's layers are one CUDA graph there.

@@ -11,12 +11,12 @@ computation but for routers, to where sampling wants them:
 *   on a CPU layer by layer: a tuple of each layer's own arrays stands for a stack of
     them. There a scan copies a layer's weights out of the stack before it multiplies by
     them. A TPU reads them where they are, and so does a GPU by `denoise.ON_GPU`.
-    The head is Transposed there (a tied one: it is the embedding), and so is what layers
-    multiply with where `few` says so.
+    The head is Tiled there, or Transposed (if tied it is the embedding then), and so is what
+    layers multiply with where `few` says so.
 *   on a GPU the gate and up projections as one matrix, their columns by turns, so that
     `model` splits both alike, and so are those to queries, keys and values, by key heads:
     a layer has three products less, and the others are as wide as two and three. So it is on
-    a CPU where weights are Transposed.
+    a CPU where `few` says so.
 *   with `sampler.int8` those that layers multiply with as Int8, half the bytes. On
     a GPU layer by layer then, too: no product reads a part of a stack and converts it.
 """
@@ -43,7 +43,7 @@ APART = ("cpu",)
 APART_INT8 = ("cpu", "gpu")
 JOINED_ON = ("gpu",)  # on which several are one
 HEAVY = 2**26  # bytes of a tower that no CPU's cache holds
-FEW = 16  # slots, see `few`
+FEW = 32  # slots, see `few`
 # What is one there, and what of.
 JOINED = {"w_gate_up": ("w_gate", "w_up"), "wqkv": ("wq", "wk", "wv")}
 JOINED |= {"bqkv": ("bq", "bk", "bv")}
@@ -110,15 +110,15 @@ def multiplied(tree: Params, of) -> Params:
 
 def turned(spec, model: ModelConfig, mesh: Mesh):
     """Returns a Spec of a stack, or of the head, as Tiled or Transposed."""
-    stack, dims = ("", spec.dims) if spec.dims == "DV" else (spec.dims[0], spec.dims[1:])
+    stack = "" if spec.dims == "DV" else spec.dims[0]
+    dims = spec.dims.removeprefix(stack)
     inner = lora.contracted(dims)
     others = dims.removeprefix(inner)
-    sizes = [
-        transformer.shape(dataclasses.replace(spec, dims=x), model) for x in (inner, others)
-    ]
+    sizes = [tuple(model.sizes[x] for x in letters) for letters in (inner, others)]
     if cpu_products.lies_tiled(*map(math.prod, sizes), model.dtype, mesh.size):
         return Tiled(spec, len(inner), sizes[1])
-    return Transposed(dataclasses.replace(spec, dims=stack + others + inner), len(inner))
+    dims = stack + others + inner
+    return Transposed(dataclasses.replace(spec, dims=dims), len(inner))
 
 
 def heavy(model: ModelConfig) -> bool:
@@ -129,10 +129,11 @@ def heavy(model: ModelConfig) -> bool:
 
 
 def few(model: ModelConfig, slots: float) -> bool:
-    """Returns whether a CPU has what layers multiply with Transposed: for few slots.
+    """Returns whether a CPU has what layers multiply with Tiled or Transposed: for few slots.
 
-    slots: how many of present blocks a forward has on a device. On two cores 1 row of 30M is
-    answered 1.7 times as fast then, 2 rows 1.3, 4 rows 1.1 times, and 8 rows 0.99 times.
+    slots: how many of present blocks a forward has on a device. On two cores that read 35 GB/s
+    1 row of 30M is answered 1.37 times as fast then, 2 rows 1.24, 4 rows 1.08, 8 rows 1.03 and
+    32 rows 0.98 times; of 135M 1 row 1.28, 4 rows 1.07, 8 rows 1.03, 12 rows 1.00, 32 rows 0.93.
     """
     return slots <= FEW and heavy(model)
 
@@ -218,8 +219,8 @@ def abstract(
         return struct(spec, model, mesh, transformer.dtype_of(path, model.dtype))
 
     made = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_other)
-    very = isinstance(made.get("head"), Transposed)  # array, as `walked` has it
-    if model.tied and very:
+    if model.tied and isinstance(made.get("head"), Transposed):
+        # The very array, as `walked` has it.
         made["head"] = made["head"].replace(w=made["embed"])
     return made
 
@@ -237,9 +238,10 @@ def struct(spec, model: ModelConfig, mesh: Mesh, dtype):
             of(spec.w, dtype=jnp.dtype("int8")), of(spec.scale, dtype=dtype)
         )
     if isinstance(spec, Tiled):
-        lies = functools.partial(cpu_products.in_tiles, contracted=spec.contracted)
-        tiles, whole = jax.eval_shape(lies, of(spec.w, dtype=dtype)), named("", (), ACT, mesh)
-        return spec.replace(w=jax.ShapeDtypeStruct(tiles.shape, dtype, sharding=whole))
+        lay = functools.partial(cpu_products.in_tiles, contracted=spec.contracted)
+        shape = jax.eval_shape(lay, of(spec.w, dtype=dtype)).shape
+        place = named("", (), ACT, mesh)  # whole, on its one device
+        return spec.replace(w=jax.ShapeDtypeStruct(shape, dtype, sharding=place))
     shape = transformer.shape(spec, model)
     place = named(spec.dims, shape, ACT, mesh)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -440,19 +440,19 @@ def layer_of(cache: KVCache | None, number):
     )
 
 
-def head(params: Params, cfg: ModelConfig):
+def head(params: Params, cfg: ModelConfig, as_it_lies=False):
     """Returns (the language head [D, V], the id of its first column, the forbidden column).
 
     It is in the computing dtype, and has the columns of the ids that may be drawn alone; a
-    column beyond them forbids nothing.
+    column beyond them forbids nothing. A Tiled one is copied, or comes as it lies.
     """
     weight = params["head"] if "head" in params else params["embed"].T
     first, end = cfg.drawn or (0, cfg.vocab)
     forbidden = cfg.mask_id - first if first <= cfg.mask_id < end else end - first
     if isinstance(weight, Transposed):  # cut as it lies: what reads it turns it back
         weight = weight.w[first:end].T
-    elif isinstance(weight, Tiled):
-        weight = cpu_products.columns(weight.w)
+    elif isinstance(weight, Tiled):  # in the computing dtype, with all columns
+        return weight if as_it_lies else weight.matrix(), first, forbidden
     elif cfg.drawn:
         weight = weight[:, first:end]
     return constrain(weight.astype(cfg.dtype), "DV"), first, forbidden
@@ -464,13 +464,12 @@ def logits(params: Params, x_BWD, cfg: ModelConfig):
 
     V counts the ids that may be drawn: the first column's is that of `head`.
     """
-    weight_DV, _, forbidden = head(params, cfg)
+    weight_DV, _, forbidden = head(params, cfg, as_it_lies=True)
     x_RD = x_BWD.reshape(-1, cfg.d_model)
-    lies = params.get("head")
-    if isinstance(lies, Transposed):
+    if isinstance(weight_DV, Tiled):
+        logits_RV = cpu_products.by_tiles(x_RD, weight_DV.w)
+    elif isinstance(params.get("head"), Transposed):
         logits_RV = cpu_products.by_transpose(x_RD, weight_DV.T, jnp.float32)
-    elif isinstance(lies, Tiled):
-        logits_RV = cpu_products.by_tiles(x_RD, lies.w)
     else:
         logits_RV = reference.logits(x_RD, weight_DV)
     logits_BWV = constrain(logits_RV.reshape(*x_BWD.shape[:2], -1), "BWV")
@@ -514,7 +513,7 @@ def token_draw(
     params: Params, x_BWD, key_B, temperature_B, cfg: ModelConfig, wanted_BW=None
 ):
     """Returns tokens drawn and what is known of them; see `pallas_kernels.token_draw`."""
-    weight_DV, first, forbidden = head(params, cfg)
+    weight_DV, first, forbidden = head(params, cfg, as_it_lies=True)
     token_BW, *known = pallas_kernels.token_draw(
         x_BWD,
         weight_DV,

@@ -1,22 +1,29 @@
-"""Products as a CPU makes them fast: XLA has one fast way there, and does not find it alone.
+"""Products as a CPU makes them fast: XLA has fast ways there, and does not find them alone.
 
-Of few slots, weights lie transposed. For a product x W, XLA first copies all of W into tiles
-of its own. A transpose on the left of a product is not copied. Two cores that read 10 GB/s
-read weights of 512 x 3,072 so at 10 GB/s, for products of 4 slots, and at 4.5 as they lie; of 16
-slots it is 7 and 3.3, of 32 it is 4.5 and 2.4, of 64 it is 2.6 and 2.4, from 128 on both take as
-long. Two others, which read 25, do it at 17 and 14, 12 and 9, 9 and 6. Such a product is made of
-tiles of 16 slots, up to four side by side, and a tile's end takes longer than a whole one: two
-cores that read 42 GB/s take 2.8 ms for the layers of 30M parameters with 4 slots, 3.9 with 8,
-5.4 with 12 and 4.7 with 16, 13.8 with 60 and 10.4 with 64. The head is a transpose, as a tied
-one is the embedding.
+Of few slots the time is that of reading weights. XLA's library (YNNPACK) reads a weight of a
+product x W by 64 columns, of one row after the other; a core's memory has these apart. A
+transpose, on the left of a product, is read by 8 of its rows at once, for which deep ones are
+long enough. In tiles of 64 columns a weight is read from one end to the other. Microseconds,
+two cores that read 35 GB/s, medians of 9 turns:
 
-Written as a sum of products, such a product takes 0.9 to 0.95 of its time as `dot_general` where
-512 numbers are contracted, and XLA hands both to its library (YNNPACK), which finds the same
-numbers, to the last bit. Two other cores, which read 33 GB/s, take 0.95 to 1.1 of that time with
-512, 0.8 to 1 with 192 or 384, 0.95 to 1.4 with 576, and 1.28 from 1,024 on (the median of 36
-shapes, 1.03 to 1.5): what 16 slots have of 512 numbers fills a first cache of 32 KB. With weights
-of one operand as one matrix, the layers of 30M take 3.9 ms with 8 slots where they took 4.7, and
-3.2 where they took 3.6 with 4.
+    slots                              4                 8                64
+    weight                  W  transpose tiles   W  transpose tiles   W  transpose tiles
+    512 x 3,072           347    362    269    406    448    313   1,302  1,284  1,178
+    512 x 8,192           882    864    611  1,028  1,007    708   3,464  2,971  3,005
+    576 x 3,072           387    367    285    435    423    354   1,597  1,262  1,508
+    768 x 3,072                  481    426           569    577          1,836  2,210
+    1,536 x 512           271    166    172    320    169    200     693    618    684
+    2,048 x 3,072              1,030  1,144         1,198  1,302          4,336  7,057
+
+So shallow weights lie in tiles, and deep ones transposed. Other cores differ: two that read 10
+GB/s read transposes of 512 x 3,072 at all of that for 4 slots, tiles at 6 (as `dot_general`)
+and W at 4.5. Products by tiles are sums of products: `dot_general` would want the slots copied
+for each tile. With 64 slots sums of 1,536 numbers of 512 columns take 1,045 microseconds, three
+sums of 512 each 643, and where the library adds these too 15,000.
+
+Products by a transpose are made of tiles of 16 slots, up to four side by side, and a tile's end
+takes longer than a whole one: two cores that read 42 GB/s take 2.8 ms for the layers of 30M
+parameters with 4 slots, 3.9 with 8, 5.4 with 12 and 4.7 with 16, 13.8 with 60 and 10.4 with 64.
 
 Of many slots, the gradient of a weight is a product whose operands are both contracted over
 their first dimension, as autodiff writes it. That is left to another library, and XLA folds a
@@ -24,7 +31,7 @@ transpose into it. Where the transpose is an array of its own, which the barrier
 with 1,152 slots are made at 400 to 450 GFLOP/s and not at 290 to 420, by two cores that make the
 others at 490; a tile of attention's in 39 and not in 66 microseconds.
 
-Letters: r slots that fill tiles.
+Letters: r slots that fill tiles; b tiles of n columns of a weight, p parts of D, d of one.
 """
 
 import functools
@@ -54,11 +61,20 @@ class Transposed:
 
 @flax.struct.dataclass
 class Tiled:
-    """A weight [*contracted, *other dimensions] as tiles [b, K, n], see `in_tiles`."""
+    """A weight [*contracted, *other dimensions] as tiles w_bDn, see `in_tiles`."""
 
     w: jax.Array
     contracted: int = flax.struct.field(pytree_node=False)  # how many
     others: tuple[int, ...] = flax.struct.field(pytree_node=False)  # sizes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of `matrix`."""
+        return self.w.shape[1], math.prod(self.others)
+
+    def matrix(self):
+        """Returns the weight [D, F], which is a copy."""
+        return self.w.swapaxes(0, 1).reshape(self.shape)
 
 
 def transposed(w, contracted: int):
@@ -66,30 +82,26 @@ def transposed(w, contracted: int):
     return jnp.moveaxis(w, range(contracted), range(-contracted, 0))
 
 
+def in_tiles(w, contracted: int):
+    """Returns `Tiled.w` of a weight [*contracted, *other dimensions]."""
+    D = math.prod(w.shape[:contracted])
+    return w.reshape(D, -1, COLUMNS).swapaxes(0, 1)
+
+
 def lies_tiled(contracted: int, others: int, dtype, devices: int) -> bool:
-    """Returns whether a weight of these numbers is Tiled, not Transposed, for few slots.
+    """Returns whether a weight of so many numbers is Tiled, where it is turned at all.
 
-    devices: how many have parts of it; of several XLA would have to split the tiles.
+    devices: how many have it, or parts of it. Of narrower numbers each product would be
+    rounded.
     """
-    fits = contracted <= SHALLOW and contracted % parts_of(contracted) == 0
-    fits = fits and others % COLUMNS == 0 and jnp.dtype(dtype) == jnp.float32
-    return fits and devices <= 1 and library_sums()
+    whole = others % COLUMNS == 0 and contracted % sums(contracted) == 0
+    alone = devices == 1 and jnp.dtype(dtype) == jnp.float32
+    return whole and alone and contracted <= SHALLOW and library_sums()
 
 
-def parts_of(contracted: int) -> int:
-    """Returns in how many sums a sum of so many numbers is made."""
+def sums(contracted: int) -> int:
+    """Returns of how many sums a sum of so many numbers is made."""
     return -(-contracted // SUMMED)
-
-
-def in_tiles(w, contracted: int = 1):
-    """Returns `Tiled.w` of a weight: of `COLUMNS` neighbours all, then of the next ones."""
-    K = math.prod(w.shape[:contracted])
-    return w.reshape(K, -1, COLUMNS).swapaxes(0, 1)
-
-
-def columns(w_bKn):
-    """Returns the matrix [K, F] of tiles."""
-    return w_bKn.swapaxes(0, 1).reshape(w_bKn.shape[1], -1)
 
 
 def filled(slots: int) -> int:
@@ -114,33 +126,34 @@ def by_transpose(x_RD, w_FD, dtype=None):
     return jax.lax.optimization_barrier(y_Fr).T[:R]
 
 
-def by_tiles(x_RK, w_bKn):
+def by_tiles(x_RD, w_bDn):
     """Returns x W [R, F], of tiles of W; both f32.
 
-    Written as sums, since `dot_general` would want the slots once for each tile.
+    As sums of products: `dot_general` would take a copy of the slots for each tile.
     """
-    b, K, n = w_bKn.shape
-    parts = parts_of(K)
-    y_Rbpn = as_sums(x_RK.reshape(-1, parts, K // parts), w_bKn.reshape(b, parts, -1, n))
+    b, D, n = w_bDn.shape
+    p = sums(D)
+    y_Rbpn = as_sums(x_RD.reshape(-1, p, D // p), w_bDn.reshape(b, p, -1, n))
     return y_Rbpn.sum(axis=2).reshape(-1, b * n)
 
 
-def as_sums(x_Rpk, w_bpkn):
-    """Returns products of parts of slots with the same parts of tiles [R, b, p, n], as sums.
+def as_sums(x_Rpd, w_bpdn):
+    """Returns the products' sums, of each part of D [R, b, p, n].
 
-    The barriers are there because XLA would make what x comes from anew for each sum, and would
-    make one sum of the parts'.
+    The barriers are there because XLA would make what x comes from anew for each of them, and
+    one sum of the parts'.
     """
-    x_Rpk, w_bpkn = jax.lax.optimization_barrier((x_Rpk, w_bpkn))
-    y_Rbpn = jnp.sum(w_bpkn[None] * x_Rpk[:, None, ..., None], axis=3)
-    return jax.lax.optimization_barrier(y_Rbpn)
+    x_Rpd, w_bpdn = jax.lax.optimization_barrier((x_Rpd, w_bpdn))
+    y_Rbpdn = w_bpdn[None] * x_Rpd[:, None, ..., None]
+    return jax.lax.optimization_barrier(y_Rbpdn.sum(axis=3))
 
 
 @functools.cache
 def library_sums() -> bool:
     """Returns whether XLA hands such sums to its library here; a loop of its own is slow."""
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 1, 64), (2, 1, 64, 64))]
-    return "__ynn_fusion" in jax.jit(as_sums).lower(*shapes).compile().as_text()
+    slots = jax.ShapeDtypeStruct((8, 1, 64), jnp.float32)
+    tiles = jax.ShapeDtypeStruct((2, 1, 64, 64), jnp.float32)
+    return "__ynn_fusion" in jax.jit(as_sums).lower(slots, tiles).compile().as_text()
 
 
 def turned(x):

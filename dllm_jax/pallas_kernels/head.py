@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.choice import kernel
+from dllm_jax.pallas_kernels.cpu_products import Tiled
 from dllm_jax.pallas_kernels.reference import NEVER, Rule
 
 LOWEST = 2 * NEVER  # below every logit, even a forbidden one
@@ -296,14 +297,15 @@ def token_draw(
 ):
     """Returns (token, its log-prob at temperature 1, its probability, entropy), [B, W].
 
-    See `reference.token_draw`. wanted_BW: where anybody reads these; elsewhere they are
-    finite if the logits are. None: everywhere. The noise is that of the specification,
+    See `reference.token_draw`. The head may be Tiled, of a lone device. wanted_BW: where
+    anybody reads these; elsewhere they are finite if the logits are. None: everywhere. The noise is that of the specification,
     number for number, on every platform: kernels compute the same generator. Top-k and
     top-p need the sorted vocabulary and are not here: a caller that filters takes the
     logits. Split as `token_logprob` is.
     """
     module = kernel("token_draw", implementation)
     if module is None:
+        head_DV = head_DV.matrix() if isinstance(head_DV, Tiled) else head_DV
         return reference.token_draw(x_BWD, head_DV, key_B, temperature_B, forbidden)
     run = functools.partial(
         draw_on_device,
@@ -315,7 +317,7 @@ def token_draw(
     if wanted_BW is None:
         wanted_BW = jnp.ones(x_BWD.shape[:2], bool)
     inputs = x_BWD, head_DV, noise.words(key_B), temperature_B, wanted_BW
-    inputs = map(jnp.asarray, inputs)  # numpy's are not indexed inside a loop
+    inputs = jax.tree.map(jnp.asarray, inputs)  # numpy's are not indexed inside a loop
     dims_in = "BWD", "DV", "B2", "B", "BW"
     return sharding.per_device(run, dims_in, ("BW",) * 4, *inputs)
 

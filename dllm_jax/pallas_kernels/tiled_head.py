@@ -46,11 +46,9 @@ def draw(
     R = len(x_RD)
     if choice.platform() != "cpu":  # a step of a loop costs launches
         return ask(logits(x_RD, head_DV), jnp.arange(R))
-    # What samples has it so: outside of loops the two cancel out.
-    devices = jax.sharding.get_abstract_mesh().size
-    if cpu_products.lies_tiled(*head_DV.shape, head_DV.dtype, devices):
-        multiply, head = cpu_products.by_tiles, cpu_products.in_tiles(head_DV)
-    else:
+    if isinstance(head_DV, cpu_products.Tiled):
+        multiply, head = cpu_products.by_tiles, head_DV.w
+    else:  # what samples has it so: outside of loops the two cancel out
         multiply = functools.partial(cpu_products.by_transpose, dtype=jnp.float32)
         head = head_DV.T
     tile = min(-(-R // STEP) * STEP, TILE)

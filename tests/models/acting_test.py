@@ -14,7 +14,7 @@ from dllm_jax.models import acting, lora, mask, transformer
 from dllm_jax.models import cache as kv
 from dllm_jax.models.config import Lora
 from dllm_jax.pallas_kernels import cpu_products
-from dllm_jax.pallas_kernels.cpu_products import Transposed
+from dllm_jax.pallas_kernels.cpu_products import Tiled, Transposed
 
 SPARSE = {"experts": 4, "experts_per_token": 2, "expert_ffw": 16}
 KINDS = {
@@ -90,7 +90,10 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     joins = slots == 1 and kind != "adapters"
     assert ("wqkv" in last) == joins and ("wk" in last) != joins
     assert ("w_gate_up" in last) == (joins and "w_gate" in params["layers"])
-    assert isinstance(last["wqkv" if joins else "wk"], Transposed) == (slots == 1)
+    # Of 256 and of 64 columns, of 32 otherwise.
+    kinds = {name: type(x) for name, x in last.items() if name.startswith("w")}
+    both = (Tiled, Transposed) if slots == 1 else (jax.ShapeDtypeStruct,) * 2
+    assert (kinds["wqkv" if joins else "wk"], kinds["wo"]) == both
     if slots == 1:
         *contracted, width = params["layers"]["wo"].shape[1:]
         assert last["wo"].w.shape == (width, *contracted)
@@ -252,6 +255,35 @@ def test_beside_adapters_and_in_int8_they_stay_apart(tiny, monkeypatch):
         assert {"w_gate", "w_up", "wq", "wk"} <= layer.keys()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "devices", "drawn", "tiled"),
+    [
+        ("float32", 1, (), True),
+        ("bfloat16", 1, (), False),
+        ("float32", 2, (), False),
+        ("float32", 1, (2, 66), False),  # which no tiles begin with
+    ],
+)
+@pytest.mark.parametrize("way", ["laid_out", "taken"])
+def test_a_tied_head_in_tiles_is_another_array(tiny, way, dtype, devices, drawn, tiled):
+    model = dataclasses.replace(tiny[0], vocab=128)
+    params = made((model,), "dense")[1]
+    model = dataclasses.replace(model, tied=True, dtype=dtype, drawn=drawn)
+    del params["head"]
+    want = np.array(params["embed"].astype(dtype))
+    like = acting.abstract(model, mesh_of(data=devices))
+    assert isinstance(like["head"], Tiled) == tiled
+    assert acting.fresh(params, like)["head"] is not None
+    weights = getattr(acting, way)(params, like)
+    np.testing.assert_array_equal(weights["embed"], want)
+    assert jax.tree.structure(weights["head"]) == jax.tree.structure(like["head"])
+    if tiled:
+        assert weights["head"].w.sharding == like["head"].w.sharding
+        np.testing.assert_array_equal(weights["head"].matrix(), want.T)
+    else:
+        assert weights["head"].w is weights["embed"]
+
+
 @pytest.mark.parametrize("way", ["laid_out", "taken"])
 def test_a_tied_head_is_the_embedding_as_it_lies(tiny, way):
     model, params = made(tiny, "dense")
@@ -266,18 +298,25 @@ def test_a_tied_head_is_the_embedding_as_it_lies(tiny, way):
     assert "head" not in acting.specs(model)  # of what learns
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(("vocab", "drawn"), [(66, (2, 60)), (128, ()), (128, (2, 66))])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_and_draws_are_those_of_the_head_that_learns(tiny, tied):
-    model, params = made(tiny, "dense")
-    model = dataclasses.replace(model, tied=tied, drawn=(2, 60))
+def test_logits_and_draws_are_those_of_the_head_that_learns(
+    tiny, tied, vocab, drawn, kernels
+):
+    model = dataclasses.replace(tiny[0], vocab=vocab)
+    params = made((model,), "dense")[1]
+    model = dataclasses.replace(model, tied=tied, drawn=drawn, kernels=kernels)
     if tied:
         del params["head"]
     weights = acting.laid_out(params, acting.abstract(model, mesh_of()))
+    assert isinstance(weights["head"], Tiled) == (vocab == 128 and not drawn)
     x_BWD = jax.random.normal(jax.random.key(1), (2, 3, model.d_model))
     keys = jax.random.split(jax.random.key(2), 2)
     for ask in (
         lambda p: transformer.logits(p, x_BWD, model),
         lambda p: transformer.token_draw(p, x_BWD, keys, jnp.ones(2), model),
+        lambda p: transformer.token_logprob(p, x_BWD, jnp.full((2, 3), 5), model),
     ):
         want, found = (jax.jit(ask)(p) for p in (params, weights))
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -286,7 +325,7 @@ def test_logits_and_draws_are_those_of_the_head_that_learns(tiny, tied):
 
 @pytest.mark.parametrize(
     ("layers", "slots", "few"),
-    [(8, 4, True), (8, 16, True), (8, 17, False), (8, math.inf, False), (4, 4, False)],
+    [(8, 4, True), (8, 32, True), (8, 33, False), (8, math.inf, False), (4, 4, False)],
 )
 def test_few_slots_are_multiplied_by_transposes_of_heavy_weights(
     tiny, layers, slots, few

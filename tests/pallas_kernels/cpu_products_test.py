@@ -1,6 +1,7 @@
 """Products of slots with weights as a CPU has them, against those with the weights."""
 
 import functools
+import math
 import re
 
 import jax
@@ -29,38 +30,73 @@ def test_what_is_contracted_comes_last(contracted):
 
 
 @pytest.mark.parametrize("slots", [1, 8, 12, 20, 52, FEW_LEFT, FEW_LEFT + 1])
-@pytest.mark.parametrize(("sums", "most"), [(True, 24), (True, 23), (False, 24)])
-def test_a_transpose_on_either_side_is_the_product(slots, sums, most, monkeypatch):
-    monkeypatch.setattr(cpu_products, "library_sums", lambda: sums)
-    monkeypatch.setattr(cpu_products, "SHALLOW", most)
+def test_a_transpose_on_either_side_is_the_product(slots):
     x_RD, w_DNH = operands(slots)
     w_DF = np.asarray(w_DNH).reshape(24, -1)
-    traced_anew = functools.partial(cpu_products.by_transpose)
-    found = jax.jit(traced_anew)(x_RD, w_DF.T)
+    found = jax.jit(cpu_products.by_transpose)(x_RD, w_DF.T)
     np.testing.assert_allclose(found, np.asarray(x_RD) @ w_DF, atol=1e-5, rtol=1e-5)
 
 
-def test_few_slots_are_multiplied_by_the_library():
+@pytest.mark.parametrize("contracted", [1, 2])
+def test_tiles_hold_the_weight_and_its_product(contracted, monkeypatch):
+    monkeypatch.setattr(
+        cpu_products, "SUMMED", 10
+    )  # numbers of one sum: two or six sums
+    w_DNH = jax.random.normal(jax.random.key(0), (6, 3, 128))
+    outer = w_DNH.shape[contracted:]
+    tiles = cpu_products.in_tiles(w_DNH, contracted)
+    matrix_DF = np.asarray(w_DNH).reshape(-1, math.prod(outer))
+    D, F = matrix_DF.shape
+    assert tiles.shape == (F // 64, D, 64)
+    lies = cpu_products.Tiled(tiles, contracted, outer)
+    assert lies.shape == (D, F)
+    np.testing.assert_array_equal(lies.matrix(), matrix_DF)
+    x_RD = jax.random.normal(jax.random.key(1), (5, D))
+    found = jax.jit(functools.partial(cpu_products.by_tiles))(x_RD, tiles)
+    np.testing.assert_allclose(found, x_RD @ matrix_DF, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "tiled"),
+    [
+        ({}, True),
+        ({"contracted": 512}, True),
+        ({"contracted": 513}, False),  # no two sums of as many
+        ({"contracted": 576}, True),
+        ({"contracted": 770}, False),  # whose transpose is as fast
+        ({"others": 96}, False),
+        ({"dtype": "bfloat16"}, False),  # each product would be rounded
+        ({"devices": 2}, False),
+    ],
+)
+def test_which_weights_lie_in_tiles(change, tiled):
+    plain = {"contracted": 24, "others": 192, "dtype": "float32", "devices": 1}
+    assert cpu_products.lies_tiled(**plain | change) == tiled
+
+
+def test_what_the_library_has_no_sums_for_lies_in_no_tiles(monkeypatch):
+    monkeypatch.setattr(cpu_products, "library_sums", lambda: False)
+    assert not cpu_products.lies_tiled(24, 192, "float32", 1)
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+@pytest.mark.parametrize("deep", [512, 576])
+def test_tiles_are_multiplied_by_the_library(deep, slots):
     """As a loop of XLA's own a sum of products takes ten times as long."""
     assert cpu_products.library_sums()
-    x_RD, w_FD = (jnp.ones(shape) for shape in ((8, 24), (48, 24)))
 
-    def beside_what_makes_x(x_RD, w_FD):
-        return cpu_products.by_transpose(jnp.sin(x_RD), w_FD)
+    def beside_what_makes_x(x_RD, w_bDn):
+        return cpu_products.by_tiles(jnp.sin(x_RD), w_bDn)
 
-    text = jax.jit(beside_what_makes_x).lower(x_RD, w_FD).compile().as_text()
+    shapes = (slots, deep), (3, deep, 64)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = jax.jit(beside_what_makes_x).lower(*structs).compile().as_text()
     computations = re.split(r"\n(?=(?:ENTRY )?%)", text)
-    (sums,) = (x.split()[0] for x in computations if re.search(r"[^%]\breduce\(", x))
-    (caller,) = (x for x in text.splitlines() if f"calls={sums}," in x)
+    sums = [x for x in computations if re.search(r"[^%]\breduce\(", x)]
+    each = 512 if deep == 512 else 288
+    (sums,) = (x for x in sums if f",{each},64]" in x)
+    (caller,) = (x for x in text.splitlines() if f"calls={sums.split()[0]}," in x)
     assert "__ynn_fusion" in caller
-
-
-@pytest.mark.parametrize(("deep", "summed"), [(512, True), (513, False)])
-def test_what_fits_no_first_cache_is_no_sum(deep, summed):
-    shapes = [jax.ShapeDtypeStruct((size, deep), jnp.float32) for size in (4, 48)]
-    anew = functools.partial(cpu_products.by_transpose)
-    text = jax.jit(anew).lower(*shapes).as_text()
-    assert ("stablehlo.reduce" in text, "stablehlo.dot" in text) == (summed, not summed)
 
 
 def test_a_tile_is_filled_where_its_end_would_take_longer():
