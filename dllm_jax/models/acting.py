@@ -28,6 +28,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from dllm_jax.models import int8, lora, transformer
@@ -44,6 +45,7 @@ APART_INT8 = ("cpu", "gpu")
 JOINED_ON = ("gpu",)  # on which several are one
 HEAVY = 2**26  # bytes of a tower that no CPU's cache holds
 FEW = 32  # slots, see `few`
+SLAB, ALIGNED = 2**25, 64  # bytes: of a Slab, and of what XLA reads where it lies
 # What is one there, and what of.
 JOINED = {"w_gate_up": ("w_gate", "w_up"), "wqkv": ("wq", "wk", "wv")}
 JOINED |= {"bqkv": ("bq", "bk", "bv")}
@@ -255,14 +257,15 @@ def laid_out(params: Params, like: Params) -> Params:
 
     What is there already, in the same dtype, is not copied: nobody may donate it meanwhile.
     """
-    return walked(params, like, copied)
+    return walked(params, like, functools.partial(copied, slab=Slab()))
 
 
 def taken(params: Params, like: Params) -> Params:
     """Does what `laid_out` does, and frees each of `params` when it is copied."""
+    slab = Slab()
 
     def moved(x, number, place):
-        made, parts = copied(x, number, place), jax.tree.leaves(x)
+        made, parts = copied(x, number, place, slab), jax.tree.leaves(x)
         if tied(x) or made is x:
             return made
         if number is None or number + 1 == len(parts[0]):
@@ -338,7 +341,7 @@ def is_there(x, number, place) -> bool:
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
 
-def copied(x, number, place):
+def copied(x, number, place, slab):
     """Returns x, x[number] or several as one, as `place` says; x where that is so.
 
     Layer by layer, so that no device holds more than one of them twice; but of several the
@@ -355,7 +358,32 @@ def copied(x, number, place):
         lies, to = (type(place), place.contracted), place.w
     copy = copier(to.dtype, to.sharding, part, *lies)
     made = copy(x) if number is None else copy(x, number)
-    return made if to is place else place.replace(w=made)
+    return made if to is place else place.replace(w=slab.placed(made))
+
+
+class Slab:
+    """Memory for weights that a lone CPU reads whole for few slots, in pages of 2 MB.
+
+    NumPy asks the system for such pages, of which a core remembers all addresses, where
+    something takes 4 MB or more; XLA never does. On two cores one row of 30M is answered 1.07
+    times as fast so, of 135M 1.06 times.
+    """
+
+    def __init__(self):
+        self.left = np.empty(0, np.uint8)
+
+    def placed(self, x):
+        """Returns a copy of x in here, or x where it is not on a lone device."""
+        if len(x.sharding.device_set) > 1:
+            return x
+        size = -(-x.nbytes // ALIGNED) * ALIGNED
+        if size > len(self.left):
+            slab = np.empty(max(size, SLAB) + ALIGNED, np.uint8)
+            self.left = slab[-slab.ctypes.data % ALIGNED :]
+        own, self.left = self.left[: x.nbytes], self.left[size:]
+        own = own.view(x.dtype).reshape(x.shape)
+        own[...] = x
+        return jax.device_put(own, x.sharding, may_alias=True)
 
 
 @functools.cache

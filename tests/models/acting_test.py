@@ -109,6 +109,25 @@ def test_layers_of_their_own_compute_what_the_stack_does(
     )
 
 
+@pytest.mark.parametrize(("size", "together"), [(2**25, True), (2**12, False)])
+def test_weights_of_few_slots_lie_side_by_side(tiny, size, together, monkeypatch):
+    monkeypatch.setattr(acting, "HEAVY", 0)
+    monkeypatch.setattr(acting, "SLAB", size)
+    model, params = made(tiny, "dense")
+    weights = acting.laid_out(params, acting.abstract(model, mesh_of(), slots=1))
+    laid = [
+        x.w
+        for layer in weights["layers"]
+        for x in layer.values()
+        if isinstance(x, (Tiled, Transposed))
+    ]
+    assert len(laid) == 4 * model.layers
+    starts = {x.unsafe_buffer_pointer(): x.nbytes for x in laid}
+    assert all(start % acting.ALIGNED == 0 for start in starts)
+    reach = max(start + more for start, more in starts.items()) - min(starts)
+    assert (reach == sum(starts.values())) == together
+
+
 @pytest.mark.parametrize("kind", ["dense", "first", "between", "scored"])
 def test_what_samples_is_what_learns_in_bfloat16_too(tiny, kind):
     """Its f32 masters are rounded alike: otherwise other experts would be chosen."""
