@@ -1,10 +1,10 @@
 """Products as a CPU makes them fast: XLA has fast ways there, and does not find them alone.
 
-Of few slots the time is that of reading weights. XLA's library (YNNPACK) reads a weight of a
-product x W by 64 columns, of one row after the other; a core's memory has these apart. A
-transpose, on the left of a product, is read by 8 of its rows at once, for which deep ones are
-long enough. In tiles of 64 columns a weight is read from one end to the other. Microseconds,
-two cores that read 35 GB/s, medians of 9 turns:
+Of few slots the time is that of reading weights. For x W, XLA's library (YNNPACK) reads 64
+columns of W at a time, down its rows, which lie far apart; a transpose, on the left of a
+product, by several of its rows at once, which are long where the weight is deep. In tiles of 64
+columns a weight is read from one end to the other. Microseconds, two cores that read 35 GB/s,
+medians of 9 turns, without what it takes to turn the results of transposes back:
 
     slots                              4                 8                64
     weight                  W  transpose tiles   W  transpose tiles   W  transpose tiles
