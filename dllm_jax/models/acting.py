@@ -257,7 +257,7 @@ def laid_out(params: Params, like: Params) -> Params:
 
     What is there already, in the same dtype, is not copied: nobody may donate it meanwhile.
     """
-    return walked(params, like, functools.partial(copied, slab=Slab()))
+    return walked(params, like, Slab().copied)
 
 
 def taken(params: Params, like: Params) -> Params:
@@ -265,7 +265,7 @@ def taken(params: Params, like: Params) -> Params:
     slab = Slab()
 
     def moved(x, number, place):
-        made, parts = copied(x, number, place, slab), jax.tree.leaves(x)
+        made, parts = slab.copied(x, number, place), jax.tree.leaves(x)
         if tied(x) or made is x:
             return made
         if number is None or number + 1 == len(parts[0]):
@@ -341,7 +341,7 @@ def is_there(x, number, place) -> bool:
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
 
-def copied(x, number, place, slab):
+def copied(x, number, place):
     """Returns x, x[number] or several as one, as `place` says; x where that is so.
 
     Layer by layer, so that no device holds more than one of them twice; but of several the
@@ -358,7 +358,7 @@ def copied(x, number, place, slab):
         lies, to = (type(place), place.contracted), place.w
     copy = copier(to.dtype, to.sharding, part, *lies)
     made = copy(x) if number is None else copy(x, number)
-    return made if to is place else place.replace(w=slab.placed(made))
+    return made if to is place else place.replace(w=made)
 
 
 class Slab:
@@ -371,6 +371,12 @@ class Slab:
 
     def __init__(self):
         self.left = np.empty(0, np.uint8)
+
+    def copied(self, x, number, place):
+        """Returns what `copied` does, in here if it is laid out for few slots."""
+        made = copied(x, number, place)
+        laid = isinstance(made, (Transposed, Tiled))
+        return made.replace(w=self.placed(made.w)) if laid else made
 
     def placed(self, x):
         """Returns a copy of x in here, or x where it is not on a lone device."""
