@@ -117,7 +117,10 @@ def turned(spec, model: ModelConfig, mesh: Mesh):
     inner = lora.contracted(dims)
     others = dims.removeprefix(inner)
     sizes = [tuple(model.sizes[x] for x in letters) for letters in (inner, others)]
-    if cpu_products.lies_tiled(*map(math.prod, sizes), model.dtype, mesh.size):
+    whole = stack or not model.drawn  # of some ids alone the head's columns are cut
+    if whole and cpu_products.lies_tiled(
+        *map(math.prod, sizes), model.dtype, mesh.size
+    ):
         return Tiled(spec, len(inner), sizes[1])
     dims = stack + others + inner
     return Transposed(dataclasses.replace(spec, dims=dims), len(inner))
@@ -206,9 +209,7 @@ def abstract(
         tree = joined(tree, names, joined_spec)
     turn = functools.partial(turned, model=model, mesh=mesh)
     if platform in APART:
-        # Of some ids alone the columns are cut, wherever they are.
-        head = turn(transformer.Spec("DV"))
-        tree["head"] = Transposed(transformer.Spec("VD")) if model.drawn else head
+        tree["head"] = turn(transformer.Spec("DV"))
     if few_slots:
         tree = multiplied(tree, turn)
     if platform in (APART_INT8 if in_int8 else APART):

@@ -39,9 +39,7 @@ def test_a_transpose_on_either_side_is_the_product(slots):
 
 @pytest.mark.parametrize("contracted", [1, 2])
 def test_tiles_hold_the_weight_and_its_product(contracted, monkeypatch):
-    monkeypatch.setattr(
-        cpu_products, "SUMMED", 10
-    )  # numbers of one sum: two or six sums
+    monkeypatch.setattr(cpu_products, "SUMMED", 10)  # of 6 numbers one sum, of 18 two
     w_DNH = jax.random.normal(jax.random.key(0), (6, 3, 128))
     outer = w_DNH.shape[contracted:]
     tiles = cpu_products.in_tiles(w_DNH, contracted)
@@ -52,7 +50,8 @@ def test_tiles_hold_the_weight_and_its_product(contracted, monkeypatch):
     assert lies.shape == (D, F)
     np.testing.assert_array_equal(lies.matrix(), matrix_DF)
     x_RD = jax.random.normal(jax.random.key(1), (5, D))
-    found = jax.jit(functools.partial(cpu_products.by_tiles))(x_RD, tiles)
+    traced_anew = functools.partial(cpu_products.by_tiles)
+    found = jax.jit(traced_anew)(x_RD, tiles)
     np.testing.assert_allclose(found, x_RD @ matrix_DF, atol=1e-5, rtol=1e-5)
 
 
