@@ -105,7 +105,8 @@ class Checkpoints:
     def __init__(
         self, folder, keep: int | None = 2, keep_every: int | None = None
     ) -> None:
-        self.folder, self.keep = pathlib.Path(folder).absolute(), keep
+        self.folder = pathlib.Path(folder).absolute()
+        self.keep, self.keep_every = keep, keep_every
         check_path(self.folder)
         # Orbax tells every file that it touches, and of a save that fails 600 lines more;
         # what counts of these is raised, or heard.
@@ -171,9 +172,13 @@ class Checkpoints:
         self.wait()
         if jax.process_index() == 0:
             self.clear_partial()
-        for later in [number for number in self.steps() if number >= step]:
-            warn(f"checkpoint {self.folder / str(later)} makes way for step {step}")
-            self.manager.delete(later)
+        steps = self.steps()
+        later = [number for number in steps if number >= step]
+        for number in later:
+            warn(f"checkpoint {self.folder / str(number)} makes way for step {step}")
+        with room(self.folder):
+            for number in later + self.surplus(steps[: len(steps) - len(later)]):
+                self.manager.delete(number)
         self.saving = step
         self.wanted = sum(x.nbytes for x in jax.tree.leaves(tree))
         with self.written():
@@ -184,6 +189,18 @@ class Checkpoints:
                     meta=ocp.args.JsonSave(meta | {"format": FORMAT}),
                 ),
             )
+
+    def surplus(self, steps: list[int]) -> list[int]:
+        """Returns the steps that were to go once newer ones were whole.
+
+        A run that is killed between the two leaves them, and with them a step more than
+        the disk was to have room for.
+        """
+        if self.keep is None:
+            return []
+        every = self.keep_every
+        over = [n for n in steps[: -self.keep] if not every or n % every]
+        return [] if over and any(map(self.damaged, steps[-self.keep :])) else over
 
     def seal(self) -> None:
         """Writes the checksums of the step being saved; Orbax calls it in process 0.

@@ -222,6 +222,31 @@ def test_what_a_killed_save_leaves_takes_no_room_for_good(tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"5", "10"}
 
 
+@pytest.mark.parametrize(
+    ("harmed", "there"), [(None, [2, 5]), (1, [2, 5]), (5, [1, 2, 3, 5])]
+)
+def test_a_run_killed_before_it_removed_a_step_has_no_more_of_them_at_once(
+    tmp_path, monkeypatch, harmed, there
+):
+    """Its disk had room for those that stay and one more; what is damaged replaces none."""
+    fill(tmp_path, [1, 2, 3, 5], keep=None)
+    if harmed:
+        flip(largest(tmp_path / str(harmed)))
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_every=2)
+    seen, save = [], checkpoints.manager.save
+    monkeypatch.setattr(
+        checkpoints.manager,
+        "save",
+        lambda *args, **kwargs: (
+            seen.append(checkpoints.steps()) or save(*args, **kwargs)
+        ),
+    )
+    checkpoints.save(7, tree(7), {})
+    checkpoints.close()
+    assert seen == [there]
+    assert Checkpoints(tmp_path).steps() == [2, 7]
+
+
 def test_what_is_committed_has_its_checksums(tmp_path):
     folder = tmp_path / "checkpoints"
     kill(folder, "committed")
