@@ -118,7 +118,7 @@ def entry(main, help_text: str = "") -> None:
         exits.leave()
     except exits.Stopped as stop:
         if jax.process_index() == 0:
-            print(stop, file=sys.stderr)
+            print(f"stopped {stop}", file=sys.stderr)
         exits.cut_in_time(exits.STOPPED)  # a grader's thread may wait for its judge
         sys.exit(exits.STOPPED)
     except (KeyboardInterrupt, exits.StoppedAtOnce) as stop:

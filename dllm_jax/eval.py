@@ -353,7 +353,7 @@ def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool
             sink.add(record)
     if len(records) < len(asked):
         raise exits.Stopped(
-            f"stopped by a signal after {len(records)} of {len(asked)} answers; start the "
+            f"by a signal after {len(records)} of {len(asked)} answers; start the "
             f"same command again to go on in {sink.path.parent}"
         )
     return records

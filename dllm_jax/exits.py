@@ -51,7 +51,7 @@ class CannotGoOn(Exception):
 
 
 class Stopped(Exception):
-    """The command was told to stop; the message says how it goes on."""
+    """The command was told to stop; the message, behind "stopped", says by what."""
 
 
 class StoppedAtOnce(SystemExit):

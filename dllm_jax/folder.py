@@ -571,8 +571,7 @@ def ended(error: BaseException | None) -> str:
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
     kind = "defect" if of_runtime(error) else names.get(type(error), "defect")
-    words = str(error).removeprefix(f"{kind} ")  # as those of Stopped begin
-    return f"{kind}: {words or type(error).__name__}"
+    return f"{kind}: {str(error) or type(error).__name__}"
 
 
 def versions() -> dict[str, str]:

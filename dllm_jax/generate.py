@@ -295,7 +295,7 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
     shown = stream([prompt], watch=watch if clear else None, stop=stop)
     ended = list(answers.checked(shown, 1))
     if not ended:
-        raise exits.Stopped("stopped by a signal, before the answer was whole")
+        raise exits.Stopped("by a signal, before the answer was whole")
     ((_, answer),) = ended
     tokens = answer.tokens_T[first : first + answer.len]
     text = tok.decode(tokens, skip_special_tokens=True)
@@ -314,7 +314,7 @@ def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
     """
     ended = list(answers.checked(stream([prompt], stop=stop), 1))
     if not ended:
-        raise exits.Stopped("stopped by a signal, before the image was whole")
+        raise exits.Stopped("by a signal, before the image was whole")
     ((_, answer),) = ended
     (picture,) = codec.pictures([answer.tokens_T[len(prompt) :][: answer.len]])
     with exits.room(out, picture.nbytes):
@@ -459,7 +459,7 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
         done = i + 1
     if done < len(prompts) and stop():
         raise exits.Stopped(
-            f"stopped by a signal after {done} of {len(prompts)} answers, which are in "
+            f"by a signal after {done} of {len(prompts)} answers, which are in "
             f"{sink.path}; with --out=FILE the same command goes on behind them"
         )
     if sink.file is not sys.stdout:

@@ -316,8 +316,7 @@ class Training:
             leave.after_run(here.folder, here.tok, here.say)
         if stopped or here.stopping():
             raise exits.Stopped(
-                "stopped by a signal; start the same command again to go on in "
-                f"{here.folder}"
+                f"by a signal; start the same command again to go on in {here.folder}"
             )
         # The export loads weights as precise as they are stored.
         progress.base = progress.reference = None

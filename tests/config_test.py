@@ -759,7 +759,7 @@ def test_a_command_that_one_signal_stops_waits_for_no_thread(capsys, monkeypatch
     with pytest.raises(SystemExit, match="75"):
         command_line.entry(main)
     assert ended.get(timeout=60) == exits.STOPPED
-    assert "after step 3" in capsys.readouterr().err
+    assert capsys.readouterr().err == "stopped after step 3\n"
 
 
 def test_an_interrupt_is_one_line_in_every_command(capsys, monkeypatch):

@@ -262,7 +262,7 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
     for error in (
         ValueError("no such file"),
         exits.CannotGoOn("disk full"),
-        exits.Stopped("stopped by a signal"),
+        exits.Stopped("by a signal"),
         exits.StoppedAtOnce(exits.STOPPED),
         KeyError("step"),
         MemoryError("14 GiB"),
