@@ -11,6 +11,8 @@ import pathlib
 import re
 import zlib
 
+from dllm_jax import checks
+
 ENDINGS = (".jsonl", ".json", ".parquet", "")  # "": read as .jsonl
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
 
@@ -33,7 +35,7 @@ def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
     if path and file.is_dir():
         raise ValueError(f"{named}: a folder; name a file in it")
     if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
-        raise ValueError(f"{named}: no such file")
+        raise ValueError(f"{named}: no such file{checks.made_by(path)}")
     kind, hint = pathlib.Path(file.name.lower().removesuffix(".gz")).suffix, ""
     if kind not in ENDINGS and file.is_file():
         hint = f"; .jsonl, .json and .parquet are read: convert this {kind} to one"
