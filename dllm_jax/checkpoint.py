@@ -148,11 +148,13 @@ class Checkpoints:
 
         tree: what will be saved, as shapes. Those that stay and the one being written are
         counted, less those that are there, by the bytes of their arrays: packed they may
-        take less.
+        take less. Of those that are to go by now each leaves room for another.
         """
-        there = sum(item.name.isdigit() for item in self.folder.glob("*"))
+        names = [item.name for item in self.folder.glob("*")]
+        there = sorted(int(name) for name in names if name.isdigit())
         each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-        wanted = each * max((self.keep or 0) + 1 - there, 1)
+        more = max((self.keep or 0) + 1 - len(there), 1) - len(self.over(there))
+        wanted = each * more
         if wanted <= free(self.folder):
             return []
         line = (
@@ -190,16 +192,19 @@ class Checkpoints:
                 ),
             )
 
-    def surplus(self, steps: list[int]) -> list[int]:
-        """Returns the steps that were to go once newer ones were whole.
-
-        A run that is killed between the two leaves them, and with them a step more than
-        the disk was to have room for.
-        """
+    def over(self, steps: list[int]) -> list[int]:
+        """Returns which of some steps, oldest first, are to go once the others are whole."""
         if self.keep is None:
             return []
         every = self.keep_every
-        over = [n for n in steps[: -self.keep] if not every or n % every]
+        return [n for n in steps[: -self.keep] if not every or n % every]
+
+    def surplus(self, steps: list[int]) -> list[int]:
+        """Returns which of some steps a run was killed before it removed.
+
+        With them there is a step more than the disk was to have room for.
+        """
+        over = self.over(steps)
         return [] if over and any(map(self.damaged, steps[-self.keep :])) else over
 
     def seal(self) -> None:

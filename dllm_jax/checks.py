@@ -40,9 +40,7 @@ class Refused(ValueError):
 def made_by(path) -> str:
     """Returns where it is told which command makes a path; "" but of those below runs/."""
     below = str(path).startswith("runs/")
-    return (
-        "; another command makes it: see the config file" if below else ""
-    )
+    return "; another command makes it: see the config file" if below else ""
 
 
 def one_of(field: str, value, choices):
