@@ -37,12 +37,6 @@ class Refused(ValueError):
         self.field, self.text = field, text
 
 
-def made_by(path) -> str:
-    """Returns where it is told which command makes a path; "" but of those below runs/."""
-    below = str(path).startswith("runs/")
-    return "; another command makes it: see the config file" if below else ""
-
-
 def one_of(field: str, value, choices):
     """Raises Refused when a field is none of its choices."""
     if value not in choices:

@@ -11,8 +11,6 @@ import pathlib
 import re
 import zlib
 
-from dllm_jax import checks
-
 ENDINGS = (".jsonl", ".json", ".parquet", "")  # "": read as .jsonl
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
 
@@ -26,6 +24,12 @@ def records(path: str, what: str = "dataset") -> list[dict]:
     return hashed(path, what)[0]
 
 
+def made_by(path) -> str:
+    """Returns where it is told which command makes a path; "" but of those below runs/."""
+    below = str(path).startswith("runs/")
+    return "; another command makes it: see the config file" if below else ""
+
+
 def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
     """Returns the `records` of a file, and the SHA-256 of what they were read from.
 
@@ -35,7 +39,7 @@ def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
     if path and file.is_dir():
         raise ValueError(f"{named}: a folder; name a file in it")
     if not (file.is_file() or file.is_fifo()):  # a pipe: /dev/stdin, <(command)
-        raise ValueError(f"{named}: no such file{checks.made_by(path)}")
+        raise ValueError(f"{named}: no such file{made_by(path)}")
     kind, hint = pathlib.Path(file.name.lower().removesuffix(".gz")).suffix, ""
     if kind not in ENDINGS and file.is_file():
         hint = f"; .jsonl, .json and .parquet are read: convert this {kind} to one"

@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401  (teaches numpy and safetensors about bfloat16)
 import numpy as np
 import safetensors
 
-from dllm_jax import checks
+from dllm_jax import records
 from dllm_jax.models.special import pointed, read_json
 
 # Files of weights: the first are read, the others are neither fetched nor exported.
@@ -40,7 +40,7 @@ def find(path) -> pathlib.Path:
         seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
         raise ValueError(
             f"{str(path)!r} is not a folder, nor a hub repository like org/name{seen_from}"
-            f"{checks.made_by(path)}"
+            f"{records.made_by(path)}"
         )
     try:
         return snapshot(str(path))
