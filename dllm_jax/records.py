@@ -25,9 +25,13 @@ def records(path: str, what: str = "dataset") -> list[dict]:
 
 
 def made_by(path) -> str:
-    """Returns where it is told which command makes a path; "" but of those below runs/."""
+    """Returns why a path may be missing; "" but of those below runs/, which commands make."""
     below = str(path).startswith("runs/")
-    return "; another command makes it: see the config file" if below else ""
+    return (
+        "; the command that makes it was not run here, or not to its end"
+        if below
+        else ""
+    )
 
 
 def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:

@@ -344,8 +344,8 @@ COMMANDS = """
     train --config.mesh=1  'mesh'
     train --config.sampler.stop_ids=abc  stop_ids
     train --config.data.shuffle=perhaps  shuffle
-    train --config=configs/sft.py --config.model.path=runs/none/blank  see the config file
-    train --config=configs/sft.py:trace --config.data.train=runs/none.jsonl  see the config file
+    train --config=configs/sft.py --config.model.path=runs/none/blank  the command that makes it was not run
+    train --config=configs/sft.py:trace --config.data.train=runs/none.jsonl  the command that makes it was not run
     eval --bogus  'bogus'
     eval more  'more'
     eval --config=configs/none.py  --config=configs/none.py: there is no such file

@@ -258,15 +258,15 @@ def laid_out(params: Params, like: Params) -> Params:
 
     What is there already, in the same dtype, is not copied: nobody may donate it meanwhile.
     """
-    return walked(params, like, Slab().copied)
+    return walked(params, like, copying(like))
 
 
 def taken(params: Params, like: Params) -> Params:
     """Does what `laid_out` does, and frees each of `params` when it is copied."""
-    slab = Slab()
+    copy = copying(like)
 
     def moved(x, number, place):
-        made, parts = slab.copied(x, number, place), jax.tree.leaves(x)
+        made, parts = copy(x, number, place), jax.tree.leaves(x)
         if tied(x) or made is x:
             return made
         if number is None or number + 1 == len(parts[0]):
@@ -362,6 +362,16 @@ def copied(x, number, place):
     return made if to is place else place.replace(w=made)
 
 
+def copying(like: Params):
+    """Returns what copies weights as `like` says: for few slots into a Slab."""
+
+    def laid(x):
+        return isinstance(x, (Transposed, Tiled))
+
+    few_slots = any(map(laid, jax.tree.leaves(like["layers"], is_leaf=laid)))
+    return Slab().copied if few_slots else copied
+
+
 class Slab:
     """Memory for weights that a lone CPU reads whole for few slots, in pages of 2 MB.
 
@@ -374,7 +384,10 @@ class Slab:
         self.left = np.empty(0, np.uint8)
 
     def copied(self, x, number, place):
-        """Returns what `copied` does, in here if it is laid out for few slots."""
+        """Returns what `copied` does, in here if it is laid out for that.
+
+        For a moment it is there twice, beside x.
+        """
         made = copied(x, number, place)
         laid = isinstance(made, (Transposed, Tiled))
         return made.replace(w=self.placed(made.w)) if laid else made

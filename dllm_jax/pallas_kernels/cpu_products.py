@@ -56,7 +56,7 @@ class Transposed:
     """A weight [*contracted, *other dimensions] with those that are contracted behind."""
 
     w: jax.Array
-    contracted: int = flax.struct.field(pytree_node=False, default=1)  # how many
+    contracted: int = flax.struct.field(pytree_node=False)  # how many
 
 
 @flax.struct.dataclass
@@ -129,7 +129,8 @@ def by_transpose(x_RD, w_FD, dtype=None):
 def by_tiles(x_RD, w_bDn):
     """Returns x W [R, F], of tiles of W; both f32.
 
-    As sums of products: `dot_general` would take a copy of the slots for each tile.
+    As sums of products: `dot_general` would take a copy of the slots for each tile. To be
+    compiled: by itself it would make an array of all products.
     """
     b, D, n = w_bDn.shape
     p = sums(D)

@@ -298,10 +298,10 @@ def token_draw(
     """Returns (token, its log-prob at temperature 1, its probability, entropy), [B, W].
 
     See `reference.token_draw`. The head may be Tiled, of a lone device. wanted_BW: where
-    anybody reads these; elsewhere they are finite if the logits are. None: everywhere. The noise is that of the specification,
-    number for number, on every platform: kernels compute the same generator. Top-k and
-    top-p need the sorted vocabulary and are not here: a caller that filters takes the
-    logits. Split as `token_logprob` is.
+    anybody reads these; elsewhere they are finite if the logits are. None: everywhere. The
+    noise is that of the specification, number for number, on every platform: kernels compute
+    the same generator. Top-k and top-p need the sorted vocabulary and are not here: a caller
+    that filters takes the logits. Split as `token_logprob` is.
     """
     module = kernel("token_draw", implementation)
     if module is None:

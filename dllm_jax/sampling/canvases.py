@@ -32,7 +32,7 @@ from dllm_jax.sampling import policy
 from dllm_jax.sampling import shards as of_shards
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.rows import Rows
-from dllm_jax.sampling.shards import Ran, by_shard, joined, of_rows
+from dllm_jax.sampling.shards import Ran, by_shard, joined, of_many, of_rows
 from dllm_jax.sharding import constrain
 
 
@@ -58,9 +58,7 @@ def programs(
     for width in cfg.canvas_widths:
         due_db = by_shard(needed_B <= width, shards)
         counts = cfg.canvas_counts(due_db.shape[1], width)
-        # More than half of the many in one forward rather than by few after few.
-        few_do = 2 * due_db.sum(axis=1).max() <= counts[-1]
-        here = len(branches) + jnp.where(few_do, 0, len(counts) - 1)
+        here = len(branches) + of_many(due_db, counts)
         which, before = jnp.where(least > before, here, which), width
         branches += [
             functools.partial(

@@ -49,17 +49,22 @@ from dllm_jax.pallas_kernels import choice
 from dllm_jax.sampling import canvases, denoise, policy
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.rows import Rows, constrained
-from dllm_jax.sampling.shards import Ran, by_shard, first, joined, of_rows, run, shown
+from dllm_jax.sampling.shards import (
+    Ran,
+    by_shard,
+    first,
+    joined,
+    of_many,
+    of_rows,
+    run,
+    shown,
+)
 from dllm_jax.sampling.state import SamplingState
 from dllm_jax.sharding import constrain
 
 # Queries of a key head that a kernel takes together, so that their pages are read once.
 TILE = 64
 RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
-# Of the many chunks of a forward so many are run by few after few, each of which reads all
-# weights: where slots cost more than these, more of them. On two cores a prompt of 2,048 takes
-# 1.02, 8 rows with prompts of 512 take 1.04 times as short.
-BY_FEW = {"cpu": 3 / 4}
 SHORT = 64  # positions of a prompt
 # Slots of which XLA's products there take whole multiples: others it pads, four times a layer.
 WHOLE = {"gpu": 8}
@@ -380,11 +385,9 @@ def prefillers(
         x_BWD = jnp.zeros((len(due_B), cfg.block, model.d_model), model.dtype)
         return Ran(constrain(x_BWD, "BWD"), last_BD, filled_B, cache)
 
-    few_do = (
-        due_db.sum(axis=1).max() <= BY_FEW.get(choice.platform(), 1 / 2) * counts[-1]
-    )
-    which = jnp.where(few_do, 0, len(counts) - 1)
-    return which, [functools.partial(prefill, count=count) for count in counts]
+    return of_many(due_db, counts), [
+        functools.partial(prefill, count=count) for count in counts
+    ]
 
 
 def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chunks:

@@ -315,7 +315,7 @@ def test_bfloat16_computes_near_its_f32_masters(tiny):
     assert x.dtype == fresh.k_LBSKH.dtype == jnp.bfloat16
     weight_DV, _, forbidden = transformer.head(params, low)
     want = np.delete(np.asarray(x, np.float64) @ weight_DV, forbidden, axis=-1)
-    lies = Transposed(jnp.moveaxis(weight_DV, -1, 0))
+    lies = Transposed(jnp.moveaxis(weight_DV, -1, 0), contracted=1)
     for other in (params, params | {"head": lies}):  # neither rounds its sums to bf16
         found = np.delete(transformer.logits(other, x, low), forbidden, axis=-1)
         np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)

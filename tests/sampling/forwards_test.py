@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.sampling import forwards
+from dllm_jax.sampling import forwards, shards
 from dllm_jax.sampling.config import SamplerConfig
 from tests.properties import examples
 
@@ -42,6 +42,24 @@ def test_chunks_by_hand(due, chunks):
     row_c, nth_c, real_c = dealer(4)(np.array(due, np.int32))
     dealt = zip(row_c.tolist(), nth_c.tolist(), real_c.tolist(), strict=True)
     assert [(row, nth) for row, nth, real in dealt if real] == chunks
+
+
+@pytest.mark.parametrize(
+    ("platform", "due", "many"),
+    [
+        ("cpu", [[4, 2], [1, 0]], False),
+        ("cpu", [[4, 3], [1, 0]], True),
+        ("gpu", [[1, 3], [2, 2]], False),
+        ("gpu", [[1, 3], [2, 3]], True),
+    ],
+)
+def test_few_after_few_run_what_is_not_much_less_than_many(
+    monkeypatch, platform, due, many
+):
+    """It is the fullest shard that says: every one runs the same program."""
+    monkeypatch.setattr(shards, "platform", lambda: platform)
+    assert shards.of_many(np.array(due), (1, 8)) == many
+    assert shards.of_many(np.array(due), (8,)) == 0
 
 
 @examples(5)

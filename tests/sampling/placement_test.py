@@ -76,7 +76,7 @@ def test_rows_that_devices_do_not_divide_are_told(tiny, shape):
         ({"rows": 1, "int8": True}, (1, 1, 1), False),
     ],
 )
-def test_few_slots_on_a_device_are_multiplied_by_transposes(
+def test_weights_of_few_slots_on_a_device_are_laid_out_for_that(
     tiny, monkeypatch, change, shape, few
 ):
     monkeypatch.setattr(acting, "HEAVY", 0)
@@ -146,6 +146,27 @@ def test_the_same_traces_on_every_mesh_and_layout(
     assert ("sampler.rows" in where.note) == bool(rows % copies)
     pages = jax.tree.leaves(where.answerer.rows.s.cache)[0]
     assert pages.addressable_shards[0].data.size * mesh.size == pages.size
+
+
+def test_a_lone_device_samples_the_same_of_weights_in_tiles(
+    tiny, one_width, monkeypatch
+):
+    model, rng = dataclasses.replace(tiny[0], vocab=128, d_model=64), RNG
+    params = jax.tree.map(
+        lambda spec: 0.4 * rng.normal(size=transformer.shape(spec, model)),
+        transformer.specs(model),
+    )
+    found, mesh = [], mesh_of(1, 1, 1)
+    for heavy in (acting.HEAVY, 0):
+        monkeypatch.setattr(acting, "HEAVY", heavy)
+        where = placement.place(model=model, cfg=CFG, mesh=mesh)
+        weights = acting.laid_out(placed(model, params, mesh), where.weights)
+        for x in (weights["layers"][0]["w_down"], weights["layers"][1]["wo"]):
+            assert isinstance(x, Tiled) == (heavy == 0)
+        assert isinstance(weights["head"], Tiled)
+        found.append(sampled(where, weights))
+    same(*found)
+    assert (found[0].len_B > 0).all() and found[0].logp_BT.any()
 
 
 def test_rows_without_a_cache_have_the_same_ids_too(tiny):
