@@ -169,7 +169,7 @@ class Lock:
         reason = f"{self.of}: another command has taken it over, or removed it"
         if processes.group is not None:
             processes.fail(CannotGoOn(reason))
-            time.sleep(BEAT_S)  # they end meanwhile, and this one with them
+            time.sleep(2 * BEAT_S)  # they end meanwhile, and this one with them
         print(f"error: {reason}", file=sys.stderr, flush=True)
         os._exit(STUCK)
 

@@ -583,7 +583,9 @@ def test_a_process_without_room_ends_the_other_that_waits_for_it(tmp_path, victi
         assert line.startswith(f"error: process {victim} on ")
         assert f" ended: {tmp_path}: no room: {512 * 256 * 4} bytes are wanted" in line
         assert "see `ulimit -f`" in line
-    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+    # The other may still write its part, which the next save removes.
+    steps = [entry.name for entry in tmp_path.iterdir() if entry.name.isdigit()]
+    assert steps == ["1"]
     assert Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))[2] == 1
 
 

@@ -1,7 +1,8 @@
 """How many examples hypothesis draws, and how one that fails is told.
 
-Profiles: `test` draws the same few ones at every run, so that `make test` never fails by
-chance; `soak-short` the same many, and `soak` others at every run.
+Profiles: `test` draws the same few ones at every run of the same source, so that `make test`
+does not fail by chance; `soak-short` the same many, and `soak` others at every run. Of other
+source it may draw others: hypothesis draws numbers and texts that stand there, too.
 """
 
 import ast
