@@ -392,7 +392,11 @@ def prefillers(
 
 def chunks_of(rows: Rows, due_db, count: int, model, cfg: SamplerConfig) -> Chunks:
     """Returns `count` chunks of each shard; due_db: for how many each row waits."""
-    shards, width = len(due_db), cfg.chunk
+    (shards, b), width = due_db.shape, cfg.chunk
+    # Of one row they follow each other: as one of them they have its pages gathered once, in
+    # 0.98 of the time of a prompt of 2,048 on two cores.
+    if b == 1 and choice.platform() == "cpu":
+        count, width = 1, count * width
     row_dc, nth_dc, real_dc = jax.vmap(functools.partial(deal, count=count))(due_db)
     begin_dc = of_rows(by_shard(rows.filled_B, shards), row_dc)
     start_dc = jnp.where(real_dc, begin_dc + nth_dc * width, 0)

@@ -240,12 +240,13 @@ def test_other_thresholds_are_other_answers_of_the_same_program(
     assert len(set(compiled)) == 1
 
 
-@pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_long_prompts_in_chunks_of_many_rows(tiny, one_width, shift):
+@pytest.mark.parametrize(
+    ("shift", "rows"), [pytest.param(0, 4, marks=pytest.mark.soak), (1, 4), (1, 1)]
+)
+def test_long_prompts_in_chunks(tiny, one_width, shift, rows):
+    """Of 32 positions, one or five; of one row five are one, which may end past its table."""
     model, params = dataclasses.replace(tiny[0], shift=shift), tiny[1]
-    cfg = dataclasses.replace(
-        CFG, max_prompt=150, prefill=140
-    )  # a chunk of 32, or five
+    cfg = dataclasses.replace(CFG, max_prompt=150, prefill=140, rows=rows)
     rng = np.random.default_rng(0)
     lengths = (150, 3, 130, 64, 69, 71, 128, 9, 150, 67)
     drawn = [rng.integers(10, 60, length).tolist() for length in lengths]
