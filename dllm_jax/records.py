@@ -26,12 +26,9 @@ def records(path: str, what: str = "dataset") -> list[dict]:
 
 def made_by(path) -> str:
     """Returns why a path may be missing; "" but of those below runs/, which commands make."""
-    below = str(path).startswith("runs/")
-    return (
-        "; the command that makes it was not run here, or not to its end"
-        if below
-        else ""
-    )
+    if not str(path).startswith("runs/"):
+        return ""
+    return "; the command that makes it was not run here, or not to its end"
 
 
 def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:
