@@ -178,8 +178,9 @@ class Checkpoints:
         later = [number for number in steps if number >= step]
         for number in later:
             warn(f"checkpoint {self.folder / str(number)} makes way for step {step}")
+        before = [number for number in steps if number < step]
         with room(self.folder):
-            for number in later + self.surplus(steps[: len(steps) - len(later)]):
+            for number in later + self.surplus(before):
                 self.manager.delete(number)
         self.saving = step
         self.wanted = sum(x.nbytes for x in jax.tree.leaves(tree))

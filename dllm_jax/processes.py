@@ -35,7 +35,7 @@ HEARTBEAT_S = 20  # a process that is not heard of for so long is lost
 JOIN_S = 300  # until the last process has started
 # Until the slowest has read its files, which may be many images; one that is lost is told.
 AGREE_S = 6 * 3600
-PATIENCE_S = 45  # a broken connection is the effect of a cause that is told by then
+PATIENCE_S = 25  # a broken connection is the effect of a cause that is told by then
 SEE_S = 10.0  # until a network's file system shows what another process has written
 FOREVER_S = 7 * 24 * 3600
 # What the errors of JAX say where another process has gone, in small letters.

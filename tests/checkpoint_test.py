@@ -586,7 +586,11 @@ def test_a_process_without_room_ends_the_other_that_waits_for_it(tmp_path, victi
     # The other may still write its part, which the next save removes.
     steps = [entry.name for entry in tmp_path.iterdir() if entry.name.isdigit()]
     assert steps == ["1"]
-    assert Checkpoints(tmp_path).restore(target({"w": tree(0)["w"]}))[2] == 1
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(target({"w": tree(0)["w"]}))[2] == 1
+    checkpoints.save(2, {"w": tree(0)["w"]}, {})
+    checkpoints.close()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"1", "2"}
 
 
 def test_a_process_that_others_have_lost_removes_nothing_that_they_write(tmp_path):

@@ -335,9 +335,14 @@ def tied(x) -> bool:
     return several(x) and len(x) == 1
 
 
+def is_laid(x) -> bool:
+    """Returns whether x is a weight laid out for products on a CPU."""
+    return isinstance(x, (Transposed, Tiled))
+
+
 def is_there(x, number, place) -> bool:
     """Returns whether x, all of it, is as `place` says."""
-    if several(x) or isinstance(place, (int8.Int8, Transposed, Tiled)):
+    if several(x) or int8.is_int8(place) or is_laid(place):
         return False
     return number is None and (x.dtype, x.sharding) == (place.dtype, place.sharding)
 
@@ -355,7 +360,7 @@ def copied(x, number, place):
     part, lies, to = jnp.asarray if number is None else operator.getitem, (), place
     if several(x):
         part = as_one
-    if isinstance(place, (Transposed, Tiled)):
+    if is_laid(place):
         lies, to = (type(place), place.contracted), place.w
     copy = copier(to.dtype, to.sharding, part, *lies)
     made = copy(x) if number is None else copy(x, number)
@@ -364,11 +369,7 @@ def copied(x, number, place):
 
 def copying(like: Params):
     """Returns what copies weights as `like` says: for few slots into a Slab."""
-
-    def laid(x):
-        return isinstance(x, (Transposed, Tiled))
-
-    few_slots = any(map(laid, jax.tree.leaves(like["layers"], is_leaf=laid)))
+    few_slots = any(map(is_laid, jax.tree.leaves(like["layers"], is_leaf=is_laid)))
     return Slab().copied if few_slots else copied
 
 
@@ -389,8 +390,7 @@ class Slab:
         For a moment it is there twice, beside x.
         """
         made = copied(x, number, place)
-        laid = isinstance(made, (Transposed, Tiled))
-        return made.replace(w=self.placed(made.w)) if laid else made
+        return made.replace(w=self.placed(made.w)) if is_laid(place) else made
 
     def placed(self, x):
         """Returns a copy of x in here, or x where it is not on a lone device."""

@@ -12,7 +12,7 @@ from tests import served
 from tests.soak.common import arguments, check_same, kills
 
 PROCESSES, DEVICES = 4, 8
-LIMIT_S = 60
+LIMIT_S = 30
 # What a process is doing when it is killed, by what it has just left in the folder.
 MOMENTS = {
     "rollout": "metrics.jsonl",
