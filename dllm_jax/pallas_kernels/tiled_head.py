@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from dllm_jax.pallas_kernels import choice, cpu_products, noise, tiles
 from dllm_jax.pallas_kernels.reference import NEVER, logits
 
-TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
+# Positions: of a product, the last one's perhaps half as many, and of what is asked of it at once.
+TILE, STEP = 64, 4
 
 
 def draw(
@@ -55,9 +56,8 @@ def draw(
     order_R = jnp.argsort(~wanted_R, stable=True)  # those wanted come first
     filled_R, count = tiles.pad(order_R, 0, tile), wanted_R.sum()
 
-    def walk_tile(number, out):
-        first = number * tile
-        rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
+    def walk_tile(size, first, out):
+        rows_R = jax.lax.dynamic_slice(filled_R, (first,), (size,))
         logits_RV = multiply(x_RD[rows_R], head)
 
         def walk_few(number, out):
@@ -69,11 +69,19 @@ def draw(
                 x_R.at[rows_r].set(x_r) for x_R, x_r in zip(out, found, strict=True)
             )
 
-        steps = -(-jnp.minimum(count - first, tile) // STEP)
+        steps = -(-jnp.minimum(count - first, size) // STEP)
         return jax.lax.fori_loop(0, steps, walk_few, out)
 
+    sizes = sorted({min(tile, TILE // 2), tile})
+    walks = [functools.partial(walk_tile, size) for size in sizes]
+
+    def walk(number, out):
+        first = number * tile
+        many = (count - first > sizes[0]).astype(int)
+        return jax.lax.switch(many, walks, first, out)
+
     out = jnp.zeros(R, jnp.int32), *[jnp.zeros(R, jnp.float32)] * 5
-    return jax.lax.fori_loop(0, -(-count // tile), walk_tile, out)
+    return jax.lax.fori_loop(0, -(-count // tile), walk, out)
 
 
 def drawn(logits_rV, words_r3, temperature_r, offset, *, width: int, forbidden: int):

@@ -14,9 +14,9 @@ are gathered once for many positions. No row decodes in it, and while a prompt o
 blocks or more is due no forward is of blocks: prompts come first, so that later forwards
 are full. What is left of one block rides beside decoding rows, as if just filled.
 
-Where prompts *ride* (`rides`) all of them do, each of their blocks a window; what the largest
-program for blocks does not hold is for the next forward. One of prompts alone would read all
-weights once more: 32 rows of 30M parameters, refilled twice, took 78 forwards and take 42.
+Where prompts *ride* (`rides`) all of them do, each of their blocks a window; what the program
+that is run does not hold is for the next forward (`room_of`). One of prompts alone would read
+all weights once more: 32 rows of 30M parameters, refilled twice, took 78 forwards and take 43.
 
 Elsewhere the two windows that a row may have are *paired*: attention reads the row's pages
 once for both. What lies before the second is what the first sees, itself included, as its
@@ -66,6 +66,7 @@ from dllm_jax.sharding import constrain
 TILE = 64
 RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
 SHORT = 64  # positions of a prompt
+LATE = 1 / 3  # see `room_of`
 # Slots of which XLA's products there take whole multiples: others it pads, four times a layer.
 WHOLE = {"gpu": 8}
 
@@ -111,7 +112,7 @@ def forward(
     if cache_policy.final:
         shard = len(rows.filled_B) // shards
         counts = window_counts(choice.platform(), cfg, shard, rides)
-        places = places_of(rows, shards, cfg.block, counts[-1] if rides else None)
+        places = places_of(rows, shards, cfg.block, counts if rides else None)
         now_B = joined(places.now_db)
         fits, branches = decoders(params, rows, places, counts, rides, model, cfg)
         prompts = (places.due_db > 1).any()
@@ -182,24 +183,44 @@ class Places(NamedTuple):
     windows_d: jax.Array  # how many that are in all
 
 
-def places_of(rows: Rows, shards: int, Q: int, most: int | None) -> Places:
+def places_of(rows: Rows, shards: int, Q: int, counts: tuple[int, ...] | None):
     """Returns the Places of rows.
 
-    most: windows of a shard that a forward holds, more than it has rows. What is due beyond
-    them waits, and a row's present block with it. None: all have one.
+    counts: windows of a shard that there are programs for, where one of these has room for
+    what is due, and the rest waits, a row's present block for those before it. None: all have
+    a window.
     """
     due_db = by_shard(blocks_due(rows, Q), shards)
     now_db = by_shard(able(rows.s, rows.room_B, Q), shards)
-    if most is not None:
+    if counts is not None:
+        room = room_of(due_db, now_db, counts)
 
-        def held(due_b, room):
-            row_w, _, real_w = deal(due_b, most)
-            real_w &= jnp.arange(most) < room
-            return jnp.zeros_like(due_b).at[row_w].add(real_w)
+        def held(all_b):
+            row_w, _, real_w = deal(all_b, counts[-1])
+            real_w &= jnp.arange(counts[-1]) < room
+            return jnp.zeros_like(all_b).at[row_w].add(real_w)
 
-        held_db = jax.vmap(held)(due_db, most - now_db.sum(axis=1))
-        due_db, now_db = held_db, now_db & (held_db == due_db)
+        held_db = jax.vmap(held)(due_db + now_db)
+        now_db &= held_db > due_db
+        due_db = jnp.minimum(held_db, due_db)
     return Places(due_db, now_db, due_db.sum(axis=1) + now_db.sum(axis=1))
+
+
+def room_of(due_db, now_db, counts: tuple[int, ...]):
+    """Returns how many windows of a shard a forward runs at most, one of `counts`.
+
+    As many as the smallest program that holds all has; or the next smaller one, filled, if
+    none but rows with more blocks of a prompt wait then, or no more than LATE of what lies
+    between the two. It has to hold half: the time of smaller ones is that of reading weights.
+    On two cores 8 and 32 rows of 30M parameters are answered 1.05 times as fast so.
+    """
+    all_db, sizes = due_db + now_db, jnp.asarray(counts)
+    most = all_db.sum(axis=1).max()
+    soon = jnp.where(due_db > 1, 0, all_db).sum(axis=1).max()
+    place = jnp.searchsorted(sizes[:-1], most)
+    less, more = sizes[jnp.maximum(place - 1, 0)], sizes[place]
+    few_wait = (soon <= less) | (most - less <= LATE * (more - less))
+    return jnp.where(few_wait & (2 * less >= most), less, more)
 
 
 def decoders(

@@ -126,6 +126,31 @@ def test_short_prompts_ride_beside_weights_that_no_cache_holds(
     assert forwards.rides(platform, model, cfg) == rides
 
 
+@pytest.mark.parametrize(
+    "due, now, room",
+    [
+        ([1, 1, 0, 0], [1, 1, 1, 1], 8),  # the smallest that holds all
+        ([1, 0, 0, 0], [1, 1, 1, 1], 4),  # one of four more is late
+        ([1, 1, 0, 0], [0, 1, 1, 1], 4),
+        ([1, 1, 1, 0], [1, 1, 1, 0], 8),  # two are not
+        ([5, 0, 0, 0], [1, 1, 0, 0], 4),  # but blocks of prompts fill what is left
+        ([5, 1, 1, 0], [1, 1, 1, 0], 8),  # not where others do not fit then
+        ([9, 9, 9, 9], [1, 1, 1, 1], 21),  # more than any holds
+        ([9, 1, 0, 0], [1, 0, 1, 0], 8),
+        ([9, 9, 0, 0], [1, 1, 0, 0], 21),  # eight are not half
+        ([3, 0, 0, 0], [0, 0, 0, 0], 2),
+        ([0, 0, 0, 0], [0, 0, 0, 1], 2),
+    ],
+)
+def test_prompts_wait_for_a_program_that_they_fill(due, now, room):
+    counts, rest = (2, 4, 8, 21), np.zeros((1, 4), int)
+    due, now = np.array([due]), np.array([now], bool)
+    assert forwards.room_of(due, now, counts) == room
+    # The fullest shard says.
+    both = np.concatenate([due, rest]), np.concatenate([now, rest > 0])
+    assert forwards.room_of(*both, counts) == room
+
+
 @examples(4)
 @hypothesis.given(
     due=st.lists(st.integers(0, 9), min_size=6, max_size=6),
@@ -134,21 +159,21 @@ def test_short_prompts_ride_beside_weights_that_no_cache_holds(
 )
 def test_what_a_forward_does_not_hold_waits(due, able, most):
     """Two shards of three rows, whose prompts ride."""
-    due, able = np.array(due), np.array(able)
+    due, able, counts = np.array(due), np.array(able), (2, 3, most)
     start = np.full(6, 40)
     s = types.SimpleNamespace(live_B=np.ones(6, bool), start_B=start)
     rows = types.SimpleNamespace(
         s=s, filled_B=start - 4 * due, room_B=np.where(able, 44, 40)
     )
-    held, now, windows = jax.device_get(forwards.places_of(rows, 2, 4, most))
+    held, now, windows = jax.device_get(forwards.places_of(rows, 2, 4, counts))
     due, able = due.reshape(2, 3), able.reshape(2, 3)
+    room = int(forwards.room_of(due, able, counts))
     np.testing.assert_array_equal(windows, held.sum(axis=1) + now.sum(axis=1))
-    assert (windows <= most).all() and (held >= 0).all()
-    np.testing.assert_array_equal(now, able & (held == due))
-    room = most - able.sum(axis=1)
-    np.testing.assert_array_equal(held.sum(axis=1), np.minimum(due.sum(axis=1), room))
+    full = np.minimum((due + able).sum(axis=1), room)
+    np.testing.assert_array_equal(windows, full)
+    assert (now <= able).all() and (held == due)[now].all() and (held >= 0).all()
     for d in range(2):
-        check_least_first(due[d], held[d])
+        check_least_first(due[d] + able[d], held[d] + now[d])
 
 
 def windows_of(due, now, filled, start, count: int):
