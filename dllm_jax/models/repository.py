@@ -48,6 +48,7 @@ def find(path) -> pathlib.Path:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{str(path)!r} is not a folder, and the hub did not give it: {reason}"
+            f"{records.made_by(path)}"
         ) from None
 
 

@@ -59,29 +59,35 @@ def draw(
     def walk_tile(size, first, out):
         rows_R = jax.lax.dynamic_slice(filled_R, (first,), (size,))
         logits_RV = multiply(x_RD[rows_R], head)
-
-        def walk_few(number, out):
-            begin = number * STEP
-            rows_r = jax.lax.dynamic_slice(filled_R, (first + begin,), (STEP,))
-            logits_rV = jax.lax.dynamic_slice_in_dim(logits_RV, begin, STEP)
-            found = ask(logits_rV, rows_r)
-            return tuple(
-                x_R.at[rows_r].set(x_r) for x_R, x_r in zip(out, found, strict=True)
-            )
-
-        steps = -(-jnp.minimum(count - first, size) // STEP)
-        return jax.lax.fori_loop(0, steps, walk_few, out)
+        return walk(ask, logits_RV, rows_R, count - first, out)
 
     sizes = sorted({min(tile, TILE // 2), tile})
     walks = [functools.partial(walk_tile, size) for size in sizes]
 
-    def walk(number, out):
+    def walk_next(number, out):
         first = number * tile
         many = (count - first > sizes[0]).astype(int)
         return jax.lax.switch(many, walks, first, out)
 
     out = jnp.zeros(R, jnp.int32), *[jnp.zeros(R, jnp.float32)] * 5
-    return jax.lax.fori_loop(0, -(-count // tile), walk, out)
+    return jax.lax.fori_loop(0, -(-count // tile), walk_next, out)
+
+
+def walk(ask, logits_RV, rows_R, count, out):
+    """Returns `out` with what is asked of a tile's rows; count: of the first so many."""
+
+    def walk_few(number, out):
+        logits_rV, rows_r = (
+            jax.lax.dynamic_slice_in_dim(x, number * STEP, STEP)
+            for x in (logits_RV, rows_R)
+        )
+        found = ask(logits_rV, rows_r)
+        return tuple(
+            x_R.at[rows_r].set(x_r) for x_R, x_r in zip(out, found, strict=True)
+        )
+
+    steps = -(-jnp.minimum(count, len(rows_R)) // STEP)
+    return jax.lax.fori_loop(0, steps, walk_few, out)
 
 
 def drawn(logits_rV, words_r3, temperature_r, offset, *, width: int, forbidden: int):

@@ -1316,9 +1316,11 @@ def test_a_hub_repository_is_fetched_once_it_is_none_of_our_folders(hub):
     assert repository.find("org/model") == SDAR
     with pytest.raises(ValueError, match="the hub did not give it: no such repository"):
         repository.find("org/other")
+    with pytest.raises(ValueError, match="such repository; the command that makes it"):
+        repository.find("runs/model")
     with pytest.raises(ValueError, match="nor a hub repository"):
         repository.find("models")
-    assert asked == ["org/model", "org/other"]
+    assert asked == ["org/model", "org/other", "runs/model"]
 
 
 def test_an_export_is_made_with_the_revision_that_a_run_began_with(hub, tmp_path):
