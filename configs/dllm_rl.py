@@ -10,6 +10,7 @@ import re
 
 from configs import dllm_rl_rows as rows
 from configs.dllm_rl_rows import Row
+from dllm_jax.checks import Refused, shown
 from dllm_jax.data.prompts import TURN_ENDS
 from dllm_jax.sampling.config import VARIED, SamplerConfig
 
@@ -194,21 +195,28 @@ def as_rollouts(raw: dict) -> list[dict]:
     return [raw | file for file in files]
 
 
-def sampler_of(raw: dict) -> dict:
-    """Returns the fields of the sampler that a file's rollouts have, where it tells them."""
-    leaves = {}
+def sampler_of(raw: dict) -> SamplerConfig:
+    """Returns the sampler of a file's rollouts, where it tells its fields.
+
+    Raises ValueError naming the key of a value that a field cannot have.
+    """
+    kinds = {field.name: field.type for field in dataclasses.fields(SamplerConfig)}
+    readers, fields, keys = {int: rows.whole, float: rows.number}, {}, {}
     for name, row in SAMPLING.items():
         key = f"rollout.{name}"
         if key in raw:
             made = row.make(raw[key], key, raw) if row.make else row
-            leaves |= dict.fromkeys(made.ours, raw[key]) | made.leaves
-    types = {field.name: field.type for field in dataclasses.fields(SamplerConfig)}
-    told = {x.removeprefix("sampler."): value for x, value in leaves.items()}
-    return {
-        name: rows.whole(told[name], name) if kind is int else kind(told[name])
-        for name, kind in types.items()
-        if f"sampler.{name}" in leaves and told[name] is not None
-    }
+            told = dict.fromkeys(made.ours, raw[key]) | made.leaves
+            told = {leaf.removeprefix("sampler."): x for leaf, x in told.items()}
+            fields |= {leaf: x for leaf, x in told.items() if leaf in kinds}
+            keys |= dict.fromkeys(told, key)
+    for leaf, value in fields.items():
+        if read := readers.get(kinds[leaf]) if value is not None else None:
+            fields[leaf] = read(value, keys[leaf])
+    try:
+        return SamplerConfig(**{k: x for k, x in fields.items() if x is not None})
+    except Refused as error:
+        raise ValueError(f"{keys.get(error.field, error.field)}{error.text}") from None
 
 
 def samplers(raw: dict, others: list[dict]) -> str:
@@ -216,9 +224,9 @@ def samplers(raw: dict, others: list[dict]) -> str:
 
     Raises ValueError for what makes no sampler.
     """
-    usual, parts = SamplerConfig(**sampler_of(raw)), {}
+    usual, parts = sampler_of(raw), {}
     for other in others:
-        made = SamplerConfig(**sampler_of(other))
+        made = sampler_of(other)
         pairs = {name: getattr(made, name) for name in VARIED}
         pairs = {k: x for k, x in pairs.items() if x != getattr(usual, k)}
         name = made.strategy.partition("_")[0]
@@ -250,7 +258,7 @@ def strategies(value, key, raw) -> Row:
     """Returns the strategy of an evaluation; several are several samplers."""
     row = rows.strategy(value, key, raw)
     others = value[1:] if isinstance(value, list) else []
-    found = samplers(raw, [raw | {key: other} for other in others])
+    found = others and samplers(raw, [raw | {key: other} for other in others])
     if not found:
         return row
     return Row(leaves=row.leaves | {"eval.samplers": found})
@@ -352,3 +360,65 @@ START = {
     "sft": {"method": "sft", "objective.aggregate": "constant"},
     "eval": THEIRS | {"rl.truncated": "graded"},
 }
+
+# ---- Values, before any row reads them ---------------------------------------------------
+
+# Whole numbers, at least 1, that a file with the key has to tell; or that may be empty.
+TOLD = ("rollout.max_token", "rollout.max_gen_length", "rollout.block_size")
+TOLD += ("training.gradient_accumulation_steps", "training.batch_size_lm")
+TOLD += ("experiment.num_node",)
+COUNTS = ("training.block_size", "training.shrink", "training.max_gen_length")
+COUNTS += ("training.mask_times_per_sample", "rollout.tensor_parallel_size")
+WHOLE = ("rollout.top_k", "rollout.denoising_steps_per_block", "rollout.steps")
+NUMBERS = ("rollout.temperature", "rollout.top_p", "rollout.dynamic_threshold")
+NUMBERS += ("rollout.alg_temp", "rollout.pad_target_penalty", "training.beta")
+FLAGS = ("rollout.start_with_think", "rollout.use_cache", "evaluation.if_eval")
+FLAGS += ("answer_must_in_box", "reward.answer_must_in_box", "reward.strict_len_check")
+FLAGS += ("dataset.add_think_prompt", "training.use_kl_estimator_k3")
+# Names of files and folders: what they look like, and one of them.
+NAMES = {
+    "experiment.project": (r"\w[\w .+-]*", "plain name, such as rl_trado"),
+    "dataset.train_dataset": (r"\w.*", "name, such as MATH_train"),
+    "evaluation.eval_dataset": (r"\w.*", "name, such as MATH500"),
+    "dataset.eval_dataset": (r"\w.*", "name, such as MATH500"),
+    "dataset.optimization_data": (r"\w.*", "name, such as rl_data"),
+}
+
+
+def settled(raw: dict, kind: str) -> dict:
+    """Returns a file's leaves with its numbers as such, which YAML or quotes may make texts.
+
+    Rows read other keys than their own: what is wrong with a value is said here, of its own
+    key. Raises ValueError for a value of a kind that its key cannot have.
+    """
+    numbers = {}
+    for key, value in raw.items():
+        if key in NAMES:
+            refuse_no_name(key, value)
+        elif key in TOLD or (key in COUNTS and value is not None):
+            numbers[key] = rows.whole(value, key)
+            if numbers[key] < 1:
+                raise ValueError(f"{key}={value}: must be >= 1")
+        elif key in WHOLE + NUMBERS and value is not None:
+            numbers[key] = (rows.whole if key in WHOLE else rows.number)(value, key)
+        elif key in FLAGS and value not in (True, False, None):
+            raise ValueError(f"{key}={shown(value)}: must be True or False")
+        elif isinstance(value, dict) or not may_be_list(key, value, kind):
+            raise ValueError(f"{key}={shown(value)}: needs one value")
+    return raw | numbers
+
+
+def refuse_no_name(key: str, value):
+    """Raises ValueError for a value of NAMES that names nothing; some may be empty."""
+    form, example = NAMES[key]
+    named = type(value) in (str, int) and re.fullmatch(form, str(value))
+    if not named and (value is not None or key == "experiment.project"):
+        raise ValueError(f"{key}={shown(value)}: needs one {example}")
+
+
+def may_be_list(key: str, value, kind: str) -> bool:
+    """Returns whether a value is no list, or one where theirs has lists."""
+    if key == "rollout.remasking_strategy" and isinstance(value, list):
+        return len(value) == 1 or (kind == "eval" and len(value) > 1)
+    listed = key.startswith("evaluation.") or key == "rollout.stop_token_list"
+    return listed or not isinstance(value, list)

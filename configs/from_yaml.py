@@ -15,8 +15,8 @@ import textwrap
 
 import yaml
 
-from configs.dllm_rl import KINDS, START
-from configs.dllm_rl_rows import Row, attends_fully, whole
+from configs.dllm_rl import KINDS, START, settled
+from configs.dllm_rl_rows import Row, attends_fully, number, whole
 from dllm_jax import command_line, config, records
 from dllm_jax.checks import shown
 
@@ -45,10 +45,20 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def pairs(tree: dict, prefix: str = ""):
+    """Yields the dotted name and the value of each leaf; a section without any is one."""
+    for name, value in tree.items():
+        if value and isinstance(value, dict):
+            yield from pairs(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def read(path: str) -> dict:
     """Returns the leaves of a YAML file by dotted name, `${a.b}` in a text by its value.
 
-    Raises ValueError naming a file that is not there, and what is not YAML in it.
+    Raises ValueError naming a file that is not there, what is not YAML in it, and a key
+    that it has twice: dotted, and in its section.
     """
     file = pathlib.Path(path)
     if not file.is_file():
@@ -59,7 +69,11 @@ def read(path: str) -> dict:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not tree or type(tree) is not dict:
         raise ValueError(f"{path}: it has no keys; it needs sections such as rollout")
-    raw = config.flat(tree)
+    raw = {}
+    for key, value in pairs(tree):
+        if key in raw:
+            raise ValueError(f"{path}: {key!r} stands there twice, once with its dots")
+        raw[key] = value
     for key, value in raw.items():
         for named in re.findall(r"\$\{(.*?)\}", str(value)):
             told = raw.get(named, "${")
@@ -78,15 +92,45 @@ def kind_of(raw: dict) -> str:
     return "rl" if "rollout" in sections else "sft"
 
 
-def translate(raw: dict) -> tuple[dict, dict]:
-    """Returns (our leaves with their values, the reasons of keys that are not only leaves).
-
-    Raises ValueError naming an unknown key with the nearest known one, and a value that
-    has no counterpart.
-    """
-    kind = kind_of(raw)
+def refuse_unknown(raw: dict):
+    """Raises ValueError naming an unknown key, or a section without keys."""
     known = {key for rows in KINDS.values() for key in rows}
-    leaves, reasons = dict(START[kind]), {}
+    for key, value in raw.items():
+        if key in known:
+            continue
+        if some := sorted(name for name in known if name.startswith(f"{key}.")):
+            raise ValueError(
+                f"{key}={shown(value)}: a section needs keys, such as {some[0]}; without "
+                "any, leave it out"
+            )
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown key {key!r}; the nearest is {near!r}")
+
+
+def row_of(row: Row, key: str, value, raw: dict) -> Row:
+    """Returns what a key becomes in its file; raises ValueError for what it cannot."""
+    if not row.make:
+        return row
+    try:
+        return row.make(value, key, raw)
+    except KeyError as error:
+        raise ValueError(f"{key}={shown(value)}: needs {error.args[0]}, too") from None
+    except (TypeError, ArithmeticError):
+        raise ValueError(
+            f"{key}={shown(value)} has no counterpart; write it as dLLM-RL's own files do"
+        ) from None
+
+
+def translate(raw: dict) -> tuple[dict, dict, dict]:
+    """Returns (our leaves with their values, reasons, the key that each leaf is from).
+
+    The reasons are of keys that are not only leaves. Raises ValueError naming an unknown
+    key with the nearest known one, and a value that has no counterpart.
+    """
+    refuse_unknown(raw)
+    kind = kind_of(raw)
+    raw = settled(raw, kind)
+    leaves, reasons, origins = dict(START[kind]), {}, {}
     defaults = config.flat(config.default().to_dict())
     if raw.get("model.value_base_model") is not None:
         leaves["rl.value"] = "own"
@@ -96,23 +140,18 @@ def translate(raw: dict) -> tuple[dict, dict]:
         leaves |= AR
     elsewhere = Row(why=f"it means nothing in a file of kind {kind}")
     for key, value in raw.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key {key!r}; the nearest is {near!r}")
-        row = KINDS[kind].get(key, elsewhere)
-        if row.make:
-            try:
-                row = row.make(value, key, raw)
-            except (TypeError, KeyError, ArithmeticError) as error:
-                raise ValueError(
-                    f"{key}={shown(value)} has no counterpart ({error})"
-                ) from None
+        row = row_of(KINDS[kind].get(key, elsewhere), key, value, raw)
         new = dict.fromkeys(row.ours, value) | row.leaves
         refuse_unfit(key, value, new, defaults)
         leaves |= new
+        section = key.split(".")[0]
+        for leaf in (leaf for leaf in new if new[leaf] is not None):
+            # Several keys of one section say eval.samplers.
+            same = origins.get(leaf, "").split(".")[0] == section
+            origins[leaf] = section if same else key
         if row.why:
             reasons[key] = row.why if row.same else f"NOT THE SAME: {row.why}"
-    return leaves, reasons
+    return leaves, reasons, origins
 
 
 def refuse_unfit(key: str, value, leaves: dict, known: dict):
@@ -122,22 +161,24 @@ def refuse_unfit(key: str, value, leaves: dict, known: dict):
     """
     for leaf, made in leaves.items():
         kind = type(known[leaf])
-        if kind is int and made is not None:
+        if made is None:
+            continue
+        if kind is int:
             whole(made, key)
-        if kind is float and isinstance(made, bool):
-            raise ValueError(f"{key}={shown(value)} is no number")
-        if kind is str and isinstance(made, list):
+        if kind is float:
+            number(made, key)
+        if kind is str and not isinstance(made, str):
             raise ValueError(f"{key}={shown(value)} is no text")
 
 
 # ---- The config file ---------------------------------------------------------------------
 
 
-def assignments(leaves: dict, path: str) -> list[str]:
+def assignments(leaves: dict, origins: dict) -> list[str]:
     """Returns the lines that set what differs from the defaults.
 
-    Raises ValueError naming the file and a value that a leaf cannot have, and for a
-    configuration that cannot run.
+    origins: the file's key that a leaf is from. Raises ValueError naming a value that a
+    leaf cannot have, or what cannot run together, and the file's keys for it.
     """
     tree, lines = config.default(), []
     known = config.flat(tree.to_dict())
@@ -147,12 +188,23 @@ def assignments(leaves: dict, path: str) -> list[str]:
         try:
             typed = type(known[leaf])(value)  # 1e-6 is a text in YAML
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{path}: {shown(value)} is no value for {leaf}") from None
+            told = f"{shown(value)} is no value for {leaf}"
+            raise ValueError(told + cause(told, origins)) from None
         if typed != known[leaf]:
             tree.update_from_flattened_dict({leaf: typed})
             lines.append(f"    c.{leaf} = {typed!r}")
-    config.freeze(tree)
+    try:
+        config.freeze(tree)
+    except ValueError as error:
+        raise ValueError(f"{error}{cause(str(error), origins)}") from None
     return lines
+
+
+def cause(told: str, origins: dict) -> str:
+    """Returns the file's keys for the leaves that a message names, to stand behind it."""
+    named = re.findall(r"\w+(?:\.\w+)*", told)
+    keys = dict.fromkeys(origins[name] for name in named if name in origins)
+    return f" (from {', '.join(keys)})" if keys else ""
 
 
 def notes(reasons: dict) -> list[str]:
@@ -181,10 +233,10 @@ def ported(path: str) -> str:
     """
     raw = read(path)
     try:
-        leaves, reasons = translate(raw)
+        leaves, reasons, origins = translate(raw)
+        body = assignments(leaves, origins)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    body = assignments(leaves, path)
     entry = "eval" if kind_of(raw) == "eval" else "train"
     return "\n".join(
         [

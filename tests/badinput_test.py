@@ -833,7 +833,7 @@ YAML = {
     "steps": ("rollout:\n  steps: 4\n", "rollout.steps=4"),
     "zero": (
         "rollout:\n  steps: 4\n  max_gen_length: 0\n  block_size: 4\n",
-        "rollout.steps=4",
+        "rollout.max_gen_length=0: must be >= 1",
     ),
     "refers": ("rollout:\n  top_k: ${rollout.none}\n", "refers to no value"),
     "number": ("1: 2\n", "unknown key '1'"),

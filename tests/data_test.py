@@ -281,6 +281,10 @@ def test_stop_ids_begin_with_the_end_of_the_turn(tok):
     assert data.stop_ids(tok, end, 50) == (turn, end, 50)
     assert data.stop_ids(None, 7, 7, 8) == (7, 8)
     assert data.stop_ids(None) == ()
+    gemmas = copy.deepcopy(tok)
+    gemmas.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    own = gemmas.convert_tokens_to_ids("<end_of_turn>")
+    assert data.stop_ids(gemmas) == (turn, own, end)
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):

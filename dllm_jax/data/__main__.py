@@ -52,7 +52,7 @@ def strengthened(path: str, out: str, tests: int, seed: int):
     """Writes a file's records with more tests, and prints what came of it.
 
     Raises ValueError for a record that none can be added to, before any program runs, and
-    where programs cannot be confined.
+    where programs cannot be confined; CannotGoOn for a file that cannot be written, too.
     """
     file = pathlib.Path(out)
     if file.suffix != ".jsonl" or file.is_dir():
@@ -70,6 +70,10 @@ def strengthened(path: str, out: str, tests: int, seed: int):
     except RuntimeError as error:
         raise ValueError(f"strengthen: {error}") from None
 
+    # As it is written in the end, which may be hours away.
+    write(probe := file.with_name(f".{file.name}.{os.getpid()}"), [])
+    probe.unlink()
+
     def one(row: dict) -> tuple[dict, str]:
         return strengthen.strengthened(row, tests, seed)
 
@@ -84,7 +88,8 @@ def strengthened(path: str, out: str, tests: int, seed: int):
             told = ", ".join(map(str, numbers[:20])) + ", ..." * (len(numbers) > 20)
             print(f"as they were, since {reason}: records {told}", file=sys.stderr)
     print(f"{len(left[''])} of {len(rows)} records have more tests: {file}")
-    print(f"to train on them: --config.data.train={file} --config.rl.reward=code")
+    if left[""]:
+        print(f"to train on them: --config.data.train={file} --config.rl.reward=code")
 
 
 def listed() -> str:

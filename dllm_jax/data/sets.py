@@ -285,7 +285,7 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     raw = cache() / "downloaded" / kept.stem / pathlib.PurePosixPath(known.url).name
     note = raw.with_name(f"{raw.name}.sha256")
     noted = note.read_text() if note.exists() else ""
-    wanted = known.sha256 or sha256 or noted
+    wanted = known.sha256 or sha256
     if kept.exists():
         if sha256 and sha256 != noted:
             raise ValueError(
@@ -294,10 +294,12 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
         return kept, len(records.records(str(kept)))
     with room(cache()):
         raw.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(download(mirrored(known.url), raw, wanted))
+        why = f", as noted at the first download in {note}; --sha256=NEW takes this one"
+        found = download(mirrored(known.url), raw, wanted or noted, why * (not wanted))
     rows = kept_rows(name, known, raw)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with room(kept.parent, len(text)):
+        note.write_text(found)  # of a file with records, not of a page to log in
         partial = kept.with_name(f".{kept.name}.{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, kept)
@@ -390,11 +392,11 @@ def mirrored(url: str) -> str:
     return f"{mirror.rstrip('/')}/{url.partition('://')[2]}"
 
 
-def download(url: str, file: pathlib.Path, sha256: str) -> str:
+def download(url: str, file: pathlib.Path, sha256: str, why: str = "") -> str:
     """Downloads a file and returns its SHA-256; the file is whole, or is not there.
 
-    sha256: what it has to be; "": anything. Raises ValueError where it is not, and for what
-    cannot be downloaded.
+    sha256: what it has to be; "": anything. why: more of that, for people. Raises
+    ValueError where it is not, and for what cannot be downloaded.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     digest = hashlib.sha256()
@@ -413,7 +415,7 @@ def download(url: str, file: pathlib.Path, sha256: str) -> str:
                 raise ValueError(f"it ended after {out.tell()} of {size} bytes")
         found = digest.hexdigest()
         if sha256 and found != sha256:
-            raise ValueError(f"its SHA-256 is {found}, and should be {sha256}")
+            raise ValueError(f"its SHA-256 is {found}, and should be {sha256}{why}")
         shutil.move(partial, file)
     except LOST as error:
         reason = getattr(error, "reason", "") or error

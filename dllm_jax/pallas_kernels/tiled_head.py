@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from dllm_jax.pallas_kernels import choice, cpu_products, noise, tiles
 from dllm_jax.pallas_kernels.reference import NEVER, logits
 
-# Positions: of a product, the last one's perhaps half as many, and of what is asked of it at once.
-TILE, STEP = 64, 4
+TILE, STEP = 64, 4  # positions: of a product, and of what is asked of it at once
 
 
 def draw(
@@ -56,25 +55,26 @@ def draw(
     order_R = jnp.argsort(~wanted_R, stable=True)  # those wanted come first
     filled_R, count = tiles.pad(order_R, 0, tile), wanted_R.sum()
 
-    def walk_tile(size, first, out):
-        rows_R = jax.lax.dynamic_slice(filled_R, (first,), (size,))
-        logits_RV = multiply(x_RD[rows_R], head)
+    # Of the last tile half may do.
+    sizes = (TILE // 2, TILE) if tile == TILE else (tile,)
+
+    def product(rows_R, size):
+        return tiles.pad(multiply(x_RD[rows_R[:size]], head), 0, tile)
+
+    def walk_tile(number, out):
+        first = number * tile
+        rows_R = jax.lax.dynamic_slice(filled_R, (first,), (tile,))
+        many = (count - first > sizes[0]).astype(int)
+        products = [functools.partial(product, size=size) for size in sizes]
+        logits_RV = jax.lax.switch(many, products, rows_R)
         return walk(ask, logits_RV, rows_R, count - first, out)
 
-    sizes = sorted({min(tile, TILE // 2), tile})
-    walks = [functools.partial(walk_tile, size) for size in sizes]
-
-    def walk_next(number, out):
-        first = number * tile
-        many = (count - first > sizes[0]).astype(int)
-        return jax.lax.switch(many, walks, first, out)
-
     out = jnp.zeros(R, jnp.int32), *[jnp.zeros(R, jnp.float32)] * 5
-    return jax.lax.fori_loop(0, -(-count // tile), walk_next, out)
+    return jax.lax.fori_loop(0, -(-count // tile), walk_tile, out)
 
 
 def walk(ask, logits_RV, rows_R, count, out):
-    """Returns `out` with what is asked of a tile's rows; count: of the first so many."""
+    """Returns `out` with what is asked of a tile, of its first `count` rows if it has more."""
 
     def walk_few(number, out):
         logits_rV, rows_r = (

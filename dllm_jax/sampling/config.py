@@ -253,18 +253,12 @@ class SamplerConfig:
         seconds, median of 5 and of 3 pairs).
 
         Where prompts ride, each of their blocks has a window, too: the largest holds one for
-        every row, or all of a row whose prompt is shorter than 64 positions. One halfway
-        to the largest is for the few prompts that come together once rows end in turns: 8 and
-        32 rows with prompts of 32 compute 10 and 7 % fewer slots. Fewer than eight have none: a
-        row of 135M would wait 5 s for its compiler.
+        every row, or all of a row whose prompt is shorter than 64 positions.
         """
         fewer = [rows // n for n in (4, 2) if rows >= 4 * n] or [rows]
         counts = {*fewer, rows, rows + rows // 2, 2 * rows}
         if rides:
-            most = 2 * (rows - 1) + max(rows + 1, 64 // self.block)
-            counts.add(most)
-            if rows >= 8:
-                counts.add((2 * rows + most) // 2)
+            counts.add(2 * (rows - 1) + max(rows + 1, 64 // self.block))
         return tuple(sorted(counts))
 
     @property

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import pathlib
+import re
 import threading
 
 import pytest
@@ -81,6 +82,19 @@ def test_a_set_is_downloaded_once_and_its_checksum_is_noted(mirror):
     with pytest.raises(ValueError, match="its SHA-256 is .*, and should be ") as error:
         sets.get("aime24")
     assert "\n" not in str(error.value) and not kept.exists()
+    noted = ", as noted at the first download in .*/AIME2024.json.sha256; --sha256=NEW "
+    assert re.search(f"{noted}takes this one$", str(error.value))
+    now = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sets.get("aime24", now)[1] == sets.get("aime24", now)[1] == 2
+
+
+@pytest.mark.parametrize("bad", [b"<html>Log in</html>", b"", b"[]", b"[1]"])
+def test_a_first_download_without_records_notes_no_checksum(mirror, bad):
+    mirror(sets.SETS["aime24"].url, bad)
+    with pytest.raises(ValueError, match="dataset .*AIME2024.json'"):
+        sets.get("aime24")
+    mirror(sets.SETS["aime24"].url, published(AIME))
+    assert sets.get("aime24")[1] == 3
 
 
 def test_a_wrong_checksum_is_refused_and_leaves_nothing(mirror, tmp_path):
@@ -187,7 +201,7 @@ def test_files_of_the_hub_packed_or_parquet(mirror):
     file = mirror(sets.HUB.format("mine/sums", "two.parquet"), b"")
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     sha = hashlib.sha256(file.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match=f"is {sha}, and should be 00"):
+    with pytest.raises(ValueError, match=f"is {sha}, and should be 0{{64}}$"):
         sets.get("hub:mine/sums/two.parquet", "0" * 64)
     kept, count = sets.get("hub:mine/sums/two.parquet", sha)
     assert kept != sets.get("hub:mine/sums/data/one.jsonl.gz")[0]

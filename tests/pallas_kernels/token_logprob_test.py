@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from dllm_jax import pallas_kernels, sharding
-from dllm_jax.pallas_kernels import choice, noise, reference, tiled_head
+from dllm_jax.pallas_kernels import (
+    choice,
+    cpu_products,
+    noise,
+    reference,
+    tiled_head,
+)
 from dllm_jax.pallas_kernels import head as heads
 from dllm_jax.pallas_kernels.gpu import token_logprob as gpu_token_logprob
 from dllm_jax.pallas_kernels.tpu import token_logprob as tpu_token_logprob
@@ -244,6 +250,27 @@ def test_draws_are_made_where_they_are_wanted(monkeypatch, platform, count):
         assert np.isfinite(y).all()
         rows = np.flatnonzero(~wanted.any(axis=1))  # of which nothing is computed
         assert platform == "gpu" or len(rows) < 2 or (y[rows] == y[rows[0], 0]).all()
+
+
+@pytest.mark.parametrize(
+    "count, sizes",
+    [(0, []), (8, [8]), (9, [16]), (24, [16, 8]), (25, [16, 16]), (36, [16, 16, 8])],
+)
+def test_half_of_the_last_tile_is_multiplied_where_it_holds_all(
+    monkeypatch, count, sizes
+):
+    ran, product = [], cpu_products.by_transpose
+
+    def watched(x_RD, head_VD, dtype):
+        jax.debug.callback(lambda: ran.append(len(x_RD)), ordered=True)
+        return product(x_RD, head_VD, dtype)
+
+    monkeypatch.setattr(cpu_products, "by_transpose", watched)
+    args, _ = drawn()
+    wanted = np.arange(B * U).reshape(B, U) < count
+    jax.jit(kernel(pallas_kernels.token_draw, "any"))(*args, wanted_BW=wanted)
+    jax.effects_barrier()
+    assert ran == sizes
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (2, 4)])

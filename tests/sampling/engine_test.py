@@ -128,7 +128,7 @@ def wanted(tiny):
 
 @pytest.fixture(scope="module")
 def few_ride():
-    """Where prompts ride, forwards hold nine windows: the present ones and five of prompts."""
+    """Where prompts ride, forwards hold four or nine windows."""
     counts = SamplerConfig.window_counts
 
     def fewer(cfg, rows, rides=False):

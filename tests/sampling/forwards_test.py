@@ -106,8 +106,8 @@ def test_a_gpus_products_are_of_whole_multiples_of_8_slots(
 
 @pytest.mark.parametrize(
     "rows, block, counts",
-    [(1, 4, (1, 2, 16)), (1, 32, (1, 2)), (8, 4, (4, 8, 12, 16, 23, 30))]
-    + [(32, 4, (8, 16, 32, 48, 64, 79, 95))],
+    [(1, 4, (1, 2, 16)), (1, 32, (1, 2)), (8, 4, (4, 8, 12, 16, 30))]
+    + [(32, 4, (8, 16, 32, 48, 64, 95))],
 )
 def test_where_prompts_ride_one_program_holds_their_blocks_too(rows, block, counts):
     assert SamplerConfig(block=block).window_counts(rows, rides=True) == counts
@@ -130,25 +130,48 @@ def test_short_prompts_ride_beside_weights_that_no_cache_holds(
     "due, now, room",
     [
         ([1, 1, 0, 0], [1, 1, 1, 1], 8),  # the smallest that holds all
-        ([1, 0, 0, 0], [1, 1, 1, 1], 4),  # one of four more is late
-        ([1, 1, 0, 0], [0, 1, 1, 1], 4),
-        ([1, 1, 1, 0], [1, 1, 1, 0], 8),  # two are not
-        ([5, 0, 0, 0], [1, 1, 0, 0], 4),  # but blocks of prompts fill what is left
-        ([5, 1, 1, 0], [1, 1, 1, 0], 8),  # not where others do not fit then
+        ([1, 0, 0, 0], [1, 1, 1, 1], 8),
+        ([5, 0, 0, 0], [1, 1, 0, 0], 4),  # three blocks of a prompt fill what is left
+        ([5, 0, 0, 0], [0, 1, 1, 0], 8),  # two are less than half
+        ([6, 0, 0, 0], [1, 1, 0, 0], 8),  # it is full
+        ([7, 1, 1, 0], [1, 1, 1, 0], 8),
+        ([8, 1, 1, 0], [1, 1, 1, 0], 21),
+        ([3, 0, 0, 0], [1, 1, 1, 1], 8),  # no room beside them at all
         ([9, 9, 9, 9], [1, 1, 1, 1], 21),  # more than any holds
-        ([9, 1, 0, 0], [1, 0, 1, 0], 8),
-        ([9, 9, 0, 0], [1, 1, 0, 0], 21),  # eight are not half
+        ([9, 9, 0, 0], [1, 1, 0, 0], 21),
+        ([9, 1, 0, 0], [0, 0, 1, 0], 8),
         ([3, 0, 0, 0], [0, 0, 0, 0], 2),
         ([0, 0, 0, 0], [0, 0, 0, 1], 2),
     ],
 )
 def test_prompts_wait_for_a_program_that_they_fill(due, now, room):
-    counts, rest = (2, 4, 8, 21), np.zeros((1, 4), int)
-    due, now = np.array([due]), np.array([now], bool)
+    """Half of them at least do not."""
+    due, now, counts = np.array([due]), np.array([now], bool), (2, 4, 8, 21)
     assert forwards.room_of(due, now, counts) == room
     # The fullest shard says.
-    both = np.concatenate([due, rest]), np.concatenate([now, rest > 0])
+    less, one = np.minimum(due, 1), np.array([[0, 0, 0, 1]], bool)
+    both = np.concatenate([due, less * (due > 1)]), np.concatenate([now, now & one])
     assert forwards.room_of(*both, counts) == room
+
+
+@examples(4)
+@hypothesis.given(
+    due=st.lists(st.integers(0, 16), min_size=8, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_prompts_do_not_wait_for_other_rows_to_end(due, seed):
+    """Rows that go on for ever have one or two windows in each forward."""
+    rng, due, counts = np.random.default_rng(seed), np.array(due), (4, 8, 12, 16, 30)
+    goes_on, waits, forwards_run = due < 2, (due > 1).sum(), 0
+    while (due > 1).any():
+        s = types.SimpleNamespace(live_B=np.ones(8, bool), start_B=np.full(8, 80))
+        rows = types.SimpleNamespace(
+            s=s, filled_B=80 - 4 * due, room_B=np.where(goes_on, 84, 80)
+        )
+        held = jax.device_get(forwards.places_of(rows, 1, 4, counts)).due_db[0]
+        due = np.where(goes_on, rng.integers(0, 2, 8), due - held)
+        forwards_run += 1
+    assert forwards_run <= 5 * waits  # each halves what is left of 16 blocks at least
 
 
 @examples(4)

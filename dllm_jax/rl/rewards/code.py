@@ -147,8 +147,7 @@ def called_check(source: str) -> dict | None:
     match last:
         case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(entry)], [])):
             lines = source.splitlines(keepends=True)[: last.lineno - 1]
-            named = any(getattr(x, "name", None) == "check" for x in before)
-            if named:
+            if defines(ast.Module(before, []), "check"):
                 return {"kind": "check", "entry": entry, "check": "".join(lines)}
     return None
 
@@ -355,6 +354,8 @@ def checked(tests: dict) -> dict:
         kept(tests.get(name), needed, f"{name}, a {needed.__name__}")
     if not tests.get("cases", tests.get("asserts", [0])):
         raise ValueError("no tests in it")
+    if kind == "check" and not defines(parsed(tests["check"]), "check"):
+        raise ValueError("its tests define no function check")
     for case in tests.get("cases", []):
         if not (isinstance(case, (list, tuple)) and len(case) == 2):
             raise ValueError("a case is a pair")
@@ -368,6 +369,11 @@ def checked(tests: dict) -> dict:
     for source in [*sources, tests.get("check", "")]:
         parsed(source)
     return tests
+
+
+def defines(tree: ast.Module, name: str) -> bool:
+    """Returns whether a program has a function of a name, wherever in it."""
+    return any(getattr(x, "name", None) == name for x in ast.walk(tree))
 
 
 def printable(wanted: str) -> int:
@@ -425,8 +431,8 @@ NAMED_BY = "task_id", "question", "question_content", "prompt"  # fields of a re
 def say_broken(name: str) -> None:
     """Tells of tests that end with their judge: the data's fault, not an answer's."""
     warn(
-        f"the tests of {name} never end, or end their judge; its answers earn 0, and each "
-        "costs the time that a judge has: leave the record out"
+        f"the tests of {name} never end, end their judge, or import what is not there; its "
+        "answers earn 0, and each may cost the time that a judge has: leave the record out"
     )
 
 

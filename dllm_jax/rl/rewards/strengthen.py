@@ -60,15 +60,17 @@ USUAL = "".join(f"from {module} import *\n" for module in MODULES) + (
 
 
 def solution(record: dict) -> str:
-    """Returns a record's reference solution; raises ValueError where it has none."""
-    if isinstance(record.get("canonical_solution"), str):
-        return str(record.get("prompt", "")) + record["canonical_solution"]
-    for field in ("code", "solution"):
-        if isinstance(record.get(field), str):
-            return record[field]
-    raise ValueError(
-        "no solution: it needs a field code, canonical_solution or solution"
-    )
+    """Returns a record's reference solution; raises ValueError where it has none.
+
+    The first of its fields that is a text.
+    """
+    names = "canonical_solution", "code", "solution"
+    fields = [x for x in names if record.get(x) is not None]
+    if not fields:
+        raise ValueError(f"no solution: it needs one of the fields {', '.join(names)}")
+    field = next((x for x in fields if isinstance(record[x], str)), fields[0])
+    text = code.kept(record[field], str, f"a text in the field {field}")
+    return str(record.get("prompt", "")) * (field == names[0]) + text
 
 
 def entry(tests: dict, program: str) -> str:
@@ -79,7 +81,7 @@ def entry(tests: dict, program: str) -> str:
     """
     if "entry" in tests:
         return tests["entry"]
-    kinds = ast.FunctionDef, ast.ClassDef
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
     try:
         tree = code.parsed(program)
     except ValueError:
@@ -196,7 +198,8 @@ def asked(tests: dict, program: str, count: int, seed: int) -> tuple[dict, list]
         return given, [""]
     places = Places({name, "candidate"})
     trees = [places.visit(code.parsed(source)) for source in published(tests, name)]
-    given["tests"] = [*map(ast.unparse, trees)]
+    each = "try: exec({!r})\nexcept Exception: pass"  # the judge goes on, too
+    given["tests"] = [each.format(ast.unparse(tree)) for tree in trees]
     given["forms"] = [shown for shown, _ in places.forms]
     return given, [assertion for _, assertion in places.forms]
 

@@ -229,6 +229,16 @@ RECORDS = {
             "test": "def check(candidate):\n    assert candidate(4) == 8\n",
         },
     ),
+    "humaneval, whose tests call their check": (
+        DOUBLE,
+        {
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test": "def test_f():\n    check(f)\n\ndef check(candidate):\n"
+            "    assert candidate(1) == 2\n    assert f(2) == 4\n\ntest_f()\ncheck(f)\n"
+            "assert f(3) == 6\n",
+        },
+    ),
     "apps stdio": (
         ECHO,
         {"input_output": '{"inputs": ["1", ["2"]], "outputs": ["2", "4"]}'},
@@ -338,6 +348,10 @@ class Evil:
             "field 'test_input': must be a list, and is a NoneType",
         ),
         ({"entry_point": "f", "prompt": "x"}, "must be test, a text"),
+        (
+            {"entry_point": "f", "prompt": "", "test": "assert f(1)\ncheck(f)"},
+            "its tests define no function check",
+        ),
         ({"input_output": "{"}, "field 'input_output': '{' is no JSON"),
         ({"input_output": "[]"}, "must be an object, and is a list"),
         ({"input_output": "[" * 99999}, "is no JSON"),

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from dllm_jax.data import __main__ as command
+from dllm_jax.exits import CannotGoOn
 from dllm_jax.rl.rewards import code, nearby, sandbox, strengthen
 from tests import served
 
@@ -286,6 +288,32 @@ def test_however_a_function_comes_to_its_name(source):
     assert len(added(row, count=4)) == 4
 
 
+@pytest.mark.parametrize(
+    "setup", ["raise ValueError", "y = {}['{x}']", "half = math.pi"]
+)
+def test_a_setup_that_raises_keeps_nobody_from_new_tests(setup):
+    """When it is graded, only tests that need it fail; what they import is there."""
+    tests = "assert f(3) == 4", "assert f(7) == 8"
+    row = record("def f(x): return x + 1", *tests, setup=setup)
+    assert code.grade_program(row["code"], row) == 1
+    assert len(added(row, count=4)) == 4
+
+
+def test_a_solution_that_is_no_text_leaves_it_to_the_next():
+    assert strengthen.solution({"code": ["f"], "solution": "def f(): pass"}) == (
+        "def f(): pass"
+    )
+    whole = {"prompt": "def f():\n", "canonical_solution": "    pass", "code": "other"}
+    assert strengthen.solution(whole) == "def f():\n    pass"
+
+
+def test_a_function_may_be_asynchronous():
+    """Who asks it plainly has no answer, which is not that there is no function."""
+    row = record("async def f(x): return x", "assert f(3) == 3")
+    assert strengthen.entry(code.tests_of(row), row["code"]) == "f"
+    assert strengthen.strengthened(row) == (row, "their solution fails their own tests")
+
+
 # ---- Solutions that are not to be believed -------------------------------------------
 
 NOTHING = {  # a solution that passes its test, `f([4, 1]) == [4, 1]`, and adds none
@@ -398,12 +426,46 @@ def test_the_command(tmp_path):
     )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert rows == [strengthen.strengthened(DOUBLE, 4, 2)[0], FAILS]
+    assert "to train on them: " in done.stdout
+    assert {*tmp_path.iterdir()} == {given, out}
+
+
+def test_nobody_is_told_to_train_on_what_gained_nothing(tmp_path, capsys):
+    given = tmp_path / "in.jsonl"
+    given.write_text(json.dumps(FAILS))
+    command.strengthened(str(given), str(tmp_path / "out.jsonl"), 2, 0)
+    told = capsys.readouterr().out
+    assert "0 of 1 records have more tests" in told and "to train on" not in told
+
+
+def test_what_cannot_be_written_is_told_before_programs_run(tmp_path, monkeypatch):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text(json.dumps(DOUBLE))
+    out.write_text("mine")
+
+    def ran(*args):
+        raise NotImplementedError
+
+    monkeypatch.setattr(strengthen, "strengthened", ran)
+    with pytest.raises(CannotGoOn, match="in.jsonl: cannot be written to: "):
+        command.strengthened(str(given), str(given / "out.jsonl"), 2, 0)
+    with pytest.raises(NotImplementedError):
+        command.strengthened(str(given), str(out), 2, 0)
+    assert out.read_text() == "mine" and {*tmp_path.iterdir()} == {given, out}
 
 
 STDIO = {"solution": "print(1)", "test_input": ["1\n"], "test_output": ["1\n"]}
 BAD = {
     "a task of standard input": STDIO,
-    "no solution: it needs a field code": {"test_list": ["assert f(1) == 1"]},
+    "no solution: it needs one of the fields canonical_solution, code, solution": {
+        "test_list": ["assert f(1) == 1"],
+        "code": None,
+    },
+    "must be a text in the field code, and is a int": record(5, "assert f(1) == 1"),
+    "must be a text in the field canonical_solution, and is a list": {
+        "test_list": ["assert f(1) == 1"],
+        "canonical_solution": ["def f(x): return x"],
+    },
     "no tests: it needs one of the fields": {"code": "def f(x): return x"},
     "its solution is no Python": record("def f(x", "assert f(1) == 1"),
     "its solution defines no function": record("len('a')", "assert f(1) == 1"),
