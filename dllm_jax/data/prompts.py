@@ -19,12 +19,8 @@ from dllm_jax.exits import warn
 from dllm_jax.images import paths_of
 from dllm_jax.records import records
 
-TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|role_end|>",
-    "<end_of_turn>",
-)  # of an assistant
+# Of an assistant.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|role_end|>", "<end_of_turn>")
 # How dLLM-RL asks problems of models that attend by blocks, and of the others.
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 BOXED = (
