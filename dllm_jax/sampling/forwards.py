@@ -513,7 +513,8 @@ def advance(
 ) -> Rows:
     """Runs forwards: at most `steps`, until `enough` rows have ended or none can go on.
 
-    Who asks for one asks for one that unmasks: those of canvases before it do not count.
+    Who asks for one asks for one that unmasks: those of canvases before it do not count. (Where
+    prompts ride, a forward may be of prompts alone, and counts.)
     A row that is out of room waits for the host, which alone can give it pages.
     """
     alive = rows.s.live_B.sum()
