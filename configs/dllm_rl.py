@@ -201,22 +201,25 @@ def sampler_of(raw: dict) -> SamplerConfig:
     Raises ValueError naming the key of a value that a field cannot have.
     """
     kinds = {field.name: field.type for field in dataclasses.fields(SamplerConfig)}
-    readers, fields, keys = {int: rows.whole, float: rows.number}, {}, {}
+    readers, told = {int: rows.whole, float: rows.number}, {}
     for name, row in SAMPLING.items():
         key = f"rollout.{name}"
         if key in raw:
             made = row.make(raw[key], key, raw) if row.make else row
-            told = dict.fromkeys(made.ours, raw[key]) | made.leaves
-            told = {leaf.removeprefix("sampler."): x for leaf, x in told.items()}
-            fields |= {leaf: x for leaf, x in told.items() if leaf in kinds}
-            keys |= dict.fromkeys(told, key)
-    for leaf, value in fields.items():
-        if read := readers.get(kinds[leaf]) if value is not None else None:
-            fields[leaf] = read(value, keys[leaf])
+            leaves = dict.fromkeys(made.ours, raw[key]) | made.leaves
+            told |= {
+                leaf.removeprefix("sampler."): (x, key) for leaf, x in leaves.items()
+            }
+    fields = {}
+    for field, (value, key) in told.items():
+        if field in kinds and value is not None:
+            read = readers.get(kinds[field])
+            fields[field] = read(value, key) if read else value
     try:
-        return SamplerConfig(**{k: x for k, x in fields.items() if x is not None})
+        return SamplerConfig(**fields)
     except Refused as error:
-        raise ValueError(f"{keys.get(error.field, error.field)}{error.text}") from None
+        key = told[error.field][1] if error.field in told else error.field
+        raise ValueError(f"{key}{error.text}") from None
 
 
 def samplers(raw: dict, others: list[dict]) -> str:

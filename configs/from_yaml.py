@@ -45,15 +45,6 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def pairs(tree: dict, prefix: str = ""):
-    """Yields the dotted name and the value of each leaf; a section without any is one."""
-    for name, value in tree.items():
-        if value and isinstance(value, dict):
-            yield from pairs(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def read(path: str) -> dict:
     """Returns the leaves of a YAML file by dotted name, `${a.b}` in a text by its value.
 
@@ -70,7 +61,7 @@ def read(path: str) -> dict:
     if not tree or type(tree) is not dict:
         raise ValueError(f"{path}: it has no keys; it needs sections such as rollout")
     raw = {}
-    for key, value in pairs(tree):
+    for key, value in config.pairs(tree):
         if key in raw:
             raise ValueError(f"{path}: {key!r} stands there twice, once with its dots")
         raw[key] = value
@@ -145,10 +136,11 @@ def translate(raw: dict) -> tuple[dict, dict, dict]:
         refuse_unfit(key, value, new, defaults)
         leaves |= new
         section = key.split(".")[0]
-        for leaf in (leaf for leaf in new if new[leaf] is not None):
-            # Several keys of one section say eval.samplers.
-            same = origins.get(leaf, "").split(".")[0] == section
-            origins[leaf] = section if same else key
+        for leaf, made in new.items():
+            if made is not None:
+                # Several keys of one section say eval.samplers.
+                same = origins.get(leaf, "").split(".")[0] == section
+                origins[leaf] = section if same else key
         if row.why:
             reasons[key] = row.why if row.same else f"NOT THE SAME: {row.why}"
     return leaves, reasons, origins

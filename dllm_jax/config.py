@@ -668,15 +668,18 @@ def changes(old: dict, cfg: Config) -> dict[str, str]:
     }
 
 
-def flat(tree: dict, prefix: str = "") -> dict:
-    """Returns nested dictionaries as one, with dotted names."""
-    leaves = {}
+def pairs(tree: dict, prefix: str = ""):
+    """Yields the dotted name and the value of each leaf; a section without any is one."""
     for name, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{name}.")
+        if value and isinstance(value, dict):
+            yield from pairs(value, f"{prefix}{name}.")
         else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
+            yield f"{prefix}{name}", value
+
+
+def flat(tree: dict) -> dict:
+    """Returns nested dictionaries as one, with dotted names."""
+    return {name: value for name, value in pairs(tree) if value != {}}
 
 
 def declared() -> dict[str, str]:

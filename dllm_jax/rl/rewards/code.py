@@ -147,7 +147,7 @@ def called_check(source: str) -> dict | None:
     match last:
         case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(entry)], [])):
             lines = source.splitlines(keepends=True)[: last.lineno - 1]
-            if defines(ast.Module(before, []), "check"):
+            if defines(before, "check"):
                 return {"kind": "check", "entry": entry, "check": "".join(lines)}
     return None
 
@@ -354,7 +354,7 @@ def checked(tests: dict) -> dict:
         kept(tests.get(name), needed, f"{name}, a {needed.__name__}")
     if not tests.get("cases", tests.get("asserts", [0])):
         raise ValueError("no tests in it")
-    if kind == "check" and not defines(parsed(tests["check"]), "check"):
+    if kind == "check" and not defines(ast.walk(parsed(tests["check"])), "check"):
         raise ValueError("its tests define no function check")
     for case in tests.get("cases", []):
         if not (isinstance(case, (list, tuple)) and len(case) == 2):
@@ -371,9 +371,9 @@ def checked(tests: dict) -> dict:
     return tests
 
 
-def defines(tree: ast.Module, name: str) -> bool:
-    """Returns whether a program has a function of a name, wherever in it."""
-    return any(getattr(x, "name", None) == name for x in ast.walk(tree))
+def defines(nodes, name: str) -> bool:
+    """Returns whether one of a program's nodes is a function or a class of a name."""
+    return any(getattr(x, "name", None) == name for x in nodes)
 
 
 def printable(wanted: str) -> int:
@@ -447,7 +447,7 @@ def sources(program: str, tests: dict) -> list[str]:
         return [whole]
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         tree = ast.parse(whole, RECORD)
-        if any(getattr(x, "name", None) == tests["entry"] for x in tree.body):
+        if defines(tree.body, tests["entry"]):
             return [tests["prelude"], whole]
     return [tests.get("prompt", "") + program]
 
