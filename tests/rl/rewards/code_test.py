@@ -737,6 +737,15 @@ def test_a_whole_check_in_a_list_of_tests(test):
     assert code.grade_program("check = print\ntwice = 3\n", record) == 0
 
 
+@pytest.mark.parametrize(("entry", "runs"), [("twice", 1), ("f", 2)])
+def test_a_check_that_its_tests_call_runs_once(entry, runs):
+    """By the judge; its own call stays where that is of something else."""
+    prompt = f"def {entry}(x):\n"
+    record = {"prompt": prompt, "entry_point": entry, "test": WHOLE[1]}
+    check = code.tests_of(record)["check"]
+    assert check.count("check(twice)") == runs - 1
+
+
 def test_what_only_looks_like_a_whole_check_is_an_assertion():
     for test in ("check(twice)", "assert check(twice)", "def check(f): pass\nprint(f)"):
         assert code.called_check(test) is None
