@@ -721,9 +721,9 @@ def pads_learned(value, key, raw) -> Row:
 def schedule(value, key, raw) -> Row:
     """Returns SFT's schedule; their polynomial is a line that ends at a rate of 1e-7."""
     leaves = {"policy_optim.schedule": counterpart(SCHEDULES, value, key)}
-    if value == "polynomial":
-        named = "optimizer.params.learning_rate"
-        rate = number(raw[named], named)
+    named = "optimizer.params.learning_rate"
+    # A rate that is none is refused by its own key.
+    if value == "polynomial" and (rate := number(raw[named], named)) > 0:
         leaves["policy_optim.final"] = float(f"{1e-7 / rate:.6g}")
     return Row(leaves=leaves)
 

@@ -70,6 +70,12 @@ def told(tmp_path, content: dict) -> str:
             "data.seed=-1: must be >= 0",
             "training.seed",
         ),
+        (
+            "sft_trado",
+            "lr_scheduler.scheduler: polynomial\noptimizer.params.learning_rate: -1",
+            "policy_optim.lr=-1.0",
+            "optimizer.params.learning_rate",
+        ),
     ],
 )
 def test_our_own_checks_name_the_file_and_its_key(
