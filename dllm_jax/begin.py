@@ -44,7 +44,12 @@ LEARNING += ("value_optim.", "rl.", "sft.", "reward.")
 MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
 # Keys, or the begin of some, that say what an evaluation asks, and how it judges.
 EVALUATED = ("sampler.", "eval.problems", "eval.temperature", "eval.samplers")
-EVALUATED += ("data.template", "data.raw", "rl.reward", "reward.model")
+EVALUATED += ("data.template", "data.raw", "data.answer", "data.question")
+EVALUATED += ("rl.reward", "reward.model", "reward.judge.", "reward.all_cases")
+# But for how an endpoint is asked.
+ASKING = tuple(
+    f"reward.judge.{x}" for x in ("key", "rows", "seconds", "tries", "parallel")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,15 +508,17 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
 def evaluated(cfg: config.Config) -> dict:
     """Returns what an evaluation's metrics are of, by the keys that say so, as JSON has it."""
     files = filter(None, data.files(cfg.data.heldout))
-    sampler = {f"sampler.{name}" for name in (*scores.IDLE, "temperature")}
+    idle = {f"sampler.{name}" for name in (*scores.IDLE, "temperature")}
+    asks = "judge" in rewards.weights(cfg.rl.reward)
+    judges = ASKING if asks else ("reward.judge.",)
     told = {
         key: value
         for key, value in config.leaves_of(cfg).items()
-        if key.startswith(EVALUATED) and key not in sampler
+        if key.startswith(EVALUATED) and not (key in idle or key.startswith(judges))
     }
     return {
         **told,
-        **rewards.sources(cfg.rl.reward, cfg.reward),
+        **rewards.sources(cfg.rl.reward, cfg.reward, chunks=False),
         "data.heldout": [processes.content(path) for path in files],
         "rl.truncated": cfg.rl.truncated_wrong,  # all that an evaluation reads of it
     }

@@ -288,7 +288,7 @@ def job_of(cfg: config.Config, marks: dict) -> dict:
     # A setting is what it is in any sweep, and beside any others.
     idle += ("eval.sweep", "eval.samplers", "eval.best", "eval.by")
     job = marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
-    return job | rewards.sources(cfg.rl.reward, cfg.reward)
+    return job | rewards.sources(cfg.rl.reward, cfg.reward, chunks=False)
 
 
 def check_same(sink: Answers, asked: list[data.Problem]):

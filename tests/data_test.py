@@ -534,15 +534,19 @@ def test_pads_go_to_the_end_of_the_samplers_block(tmp_path, tok, full, pads):
 
 @pytest.mark.parametrize(
     ("last", "post_num", "pads"),
-    [(9, -1, 0), (2, -1, 2), (0, -1, 2), (9, 3, 0), (2, 3, 3)],
+    [(9, -1, 0), (2, -1, 2), (0, -1, 2), (9, 3, 0), (2, 3, 3), (11, 3, 3)],
 )
 def test_no_pads_are_learned_after_an_answer_that_was_cut(
     tmp_path, tok, last, post_num, pads
 ):
-    """Its limit ended it, as `generate` may leave one: 6 tokens, in blocks of 4."""
+    """Its limit ended it, as `generate` may leave one: 6 tokens, in blocks of 4.
+
+    A sampler may know several ends: 2, and 11.
+    """
     row = {"prompt_ids": [5, 6, 7], "response_ids": [8, 8, last]}
     cfg = dataclasses.replace(CFG, post_num=post_num)
-    got, _ = stacked(write(tmp_path / "x.jsonl", row), tok, cfg, **FORM)
+    path = write(tmp_path / "x.jsonl", row)
+    got, _ = stacked(path, tok, cfg, stops=(2, 11), **FORM)
     assert int(got.len_B[0]) == 3 + pads
 
 

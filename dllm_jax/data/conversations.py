@@ -194,13 +194,15 @@ def examples(
     reader=None,
     drawn: tuple[int, ...] = (),
     tail: tuple[int, ...] = (),
+    stops: tuple[int, ...] = (),
 ):
     """Returns ([Example], how many records were empty or too long for `slots`, and left out).
 
     A text gets the end token unless it has it, and pads after it (DataConfig.post_num). So do
     ids that end with one; after those of an answer that was cut, pads would teach to stop there.
 
-    end, pad, mask: the tokens; no answer has the mask. vocab: the model's ids are below it.
+    end, pad, mask: the tokens; no answer has the mask. stops: other ends of sampled ones.
+    vocab: the model's ids are below it.
     block: positions of a block, with `full` attention counted from the answer's start;
     slots: of a canvas. pairs: a record is a preference and gives two: chosen, then rejected.
     traced: the steps are those of the record's step_map; otherwise all tokens are of one.
@@ -222,11 +224,10 @@ def examples(
                     refuse_undrawn(example, drawn, block)
                 else:
                     first = len(example.prompt) if full else 0
-                    count = pads_after(
-                        length(example) - first, cfg.post_num, block, traced=traced
-                    )
+                    place = length(example) - first
+                    count = pads_after(place, cfg.post_num, block, traced=traced)
                     count = max(min(count, free), 0)
-                    if example.answer[-1] in (end, pad):  # a sampled one may be cut
+                    if example.answer[-1] in (end, pad, *stops):  # it may be cut
                         example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)

@@ -6,6 +6,7 @@ process grades its share of the answers, those of sharding.dealt.
 
 import collections
 import concurrent.futures
+import json
 import threading
 
 import jax
@@ -102,7 +103,7 @@ def joined(found: list[tuple[list[int], Grades]]) -> Grades:
         return np.concatenate(arrays)[order.astype(int)]
 
     every = [grades for _, grades in found]
-    check_alike(every)
+    check_alike([said(grades) for grades in every])
     tokens = [grades.reward_nT for grades in every if grades.reward_nT is not None]
     return Grades(
         together([grades.reward_n for grades in every]),
@@ -111,14 +112,28 @@ def joined(found: list[tuple[list[int], Grades]]) -> Grades:
     )
 
 
-def check_alike(found: list) -> None:
-    """Raises ValueError where a grader said other things of some answers than of others.
+def said(graded) -> tuple[list[str], bool]:
+    """Returns (the names of the parts, whether tokens have rewards) of Grades or Rollouts."""
+    return [*graded.parts], graded.reward_nT is not None
 
-    found: Grades, or Rollouts.
+
+def agreed(grades: Grades) -> tuple[list[str], bool]:
+    """Returns what Grades `said`, the same in all processes; one may have no answers.
+
+    Raises ValueError, in all of them, where graders of some said other things.
     """
-    if len({x.reward_nT is None for x in found}) > 1:
+    own = said(grades) if len(grades.reward_n) else None
+    found = map(json.loads, sharding.told(json.dumps(own)))
+    found = [x for x in found if x is not None] or [said(grades)]
+    check_alike(found)
+    return tuple(found[0])
+
+
+def check_alike(found: list[tuple[list[str], bool]]) -> None:
+    """Raises ValueError where graders `said` other things of some answers than of others."""
+    if len({tokens for _, tokens in found}) > 1:
         raise ValueError("rl.reward: tokens have rewards in some answers, not in all")
-    names = {tuple(x.parts) for x in found}
+    names = {tuple(parts) for parts, _ in found}
     if len(names) > 1:
         told = " and ".join(sorted(", ".join(parts) or "none" for parts in names))
         raise ValueError(f"rl.reward: answers have other parts than others: {told}")

@@ -182,6 +182,7 @@ def read_examples(settings: Settings, tools: Tools, *, each: int):
             tools.tok,
             settings.data,
             end=(*settings.sampler.stop_ids, settings.model.eos_id)[0],
+            stops=settings.sampler.stop_ids,
             pad=settings.model.pad_id,
             vocab=settings.model.vocab,
             mask=settings.model.mask_id,

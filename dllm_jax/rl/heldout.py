@@ -180,4 +180,5 @@ def evaluate(
     if settings.heldout_answers > 1:
         passed = rollout.passed(rollouts, settings.heldout_answers)
         metrics |= {f"heldout_{name}": share for name, share in passed.items()}
+        metrics["heldout_accuracy"] = passed["pass@1"]
     return metrics

@@ -18,7 +18,7 @@ import numpy as np
 from dllm_jax import data, images, sharding, statistics
 from dllm_jax.data import Problem
 from dllm_jax.exits import room
-from dllm_jax.rl.beside import Beside, check_alike
+from dllm_jax.rl import beside
 from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.rl.rewards.process import Chunks, none_of
 from dllm_jax.sampling import answers, state
@@ -85,7 +85,7 @@ def settled(
 
     grades: of this process's. Rows without an answer (their prompt was too long), and with
     `truncated_wrong` those that were cut at their limit, earn 0, or what the worst of their
-    group does where that is less: no answer gains by having no end.
+    group does where that is less, and what its tokens lose: no answer gains by having no end.
     """
     earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 
@@ -100,15 +100,17 @@ def settled(
 
     reward_n = earned(grades.reward_n)
     late_n, reward_nT = np.isnan(reward_n), None
-    if sharding.anywhere(grades.reward_nT is not None):
+    # Those of a process without answers are none, and empty.
+    names, tokens = beside.agreed(grades)
+    if tokens:
         own_nT = grades.reward_nT
-        if own_nT is None:  # this process's answers earn nothing by token
-            own_nT = np.zeros((len(grades.reward_n), trace.tokens_BT.shape[1]))
+        if own_nT is None:
+            own_nT = np.zeros((0, trace.tokens_BT.shape[1]))
         reward_nT = of_all(own_nT, len(texts))
-        reward_nT[~earns_n] = 0
+        reward_nT[~earns_n] = np.fmin(reward_nT[~earns_n], 0)
         late_n |= np.isnan(reward_nT).any(axis=1)
         reward_nT = np.nan_to_num(reward_nT)
-    parts = {name: earned(x_n) for name, x_n in grades.parts.items()}
+    parts = {x: earned(grades.parts.get(x, grades.reward_n)) for x in names}
     return Rollouts(
         trace, group_n, texts, np.nan_to_num(reward_n), late_n, parts, reward_nT
     )
@@ -155,7 +157,7 @@ def joined(first: Rollouts | None, second: Rollouts) -> Rollouts:
     """
     if first is None:
         return second
-    check_alike([first, second])
+    beside.check_alike([beside.said(first), beside.said(second)])
     numbers_n = second.group_n + first.group_n.max() + 1
     second = dataclasses.replace(second, group_n=numbers_n)
 
@@ -199,7 +201,7 @@ def answered(
     """
     prompts = [problem.prompt_ids for problem in problems]
     stream = answerer.stream(params, prompts, key, temperature=temperature, stop=stop)
-    grading = Beside(grader, decode, problems, group_n)
+    grading = beside.Beside(grader, decode, problems, group_n)
     stream = grading.watched(answers.checked(stream, len(prompts)))
     trace = answers.collect(stream, len(prompts))
     answerer.release()  # an update makes more of that memory
@@ -242,10 +244,14 @@ def sizes(samples: int) -> list[int]:
 def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
     """Returns pass@k of n problems with `samples` answers each, which follow each other.
 
-    What nobody judged counts as `scores.of_records` counts it: not in pass@1.
+    What nobody judged counts as `scores.of_records` counts it: pass@1 is the mean of the
+    problems' shares of judged answers.
     """
     solved_ns = rollouts.solved_n.reshape(-1, samples)
-    return {"pass@1": mean(rollouts.solved_n, rollouts.judged_n)} | {
+    judged_ns = rollouts.judged_n.reshape(-1, samples)
+    known_n = judged_ns.sum(axis=1)
+    share_n = (solved_ns & judged_ns).sum(axis=1) / np.maximum(known_n, 1)
+    return {"pass@1": mean(share_n, known_n > 0)} | {
         f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
         for k in sizes(samples)[1:]
     }
@@ -311,16 +317,16 @@ def write(
     too.
     """
     path = folder / "samples" / f"step_{step:06d}.jsonl"
-    records = as_records(rollouts, problems)
     told = {"advantage": notes.adv_nT, "value": notes.value_nT} if notes else {}
-    for i in np.flatnonzero(notes.keep_n).tolist() if notes else ():
+    lines = []
+    for i in spread(rollouts.group_n, count):
+        record = as_record(rollouts, i, problems[i])
         first = rollouts.trace.prompt_len_B[i]
         end = first + rollouts.trace.len_B[i]
         for name, x_nT in told.items():
-            if x_nT is not None:
-                x_T = x_nT[i, first:end]
-                records[i][name] = [round(float(x), 4) for x in x_T]
-    lines = [json.dumps(records[i]) + "\n" for i in spread(rollouts.group_n, count)]
+            if x_nT is not None and notes.keep_n[i]:
+                record[name] = [round(float(x), 4) for x in x_nT[i, first:end]]
+        lines.append(json.dumps(record) + "\n")
     with room(path.parent):
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(lines))
@@ -349,11 +355,13 @@ def spread(group_n, count: int) -> list[int]:
 
 
 def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
-    """Returns JSON-able records of all rollouts, as `generate` writes them.
+    """Returns the `as_record` of each answer; problems: what each of them answers."""
+    return [as_record(rollouts, i, problem) for i, problem in enumerate(problems)]
 
-    problems: what each of them answers.
-    """
-    return [
+
+def as_record(rollouts: Rollouts, i: int, problem: Problem) -> dict:
+    """Returns a JSON-able record of answer i to a problem, as `generate` writes it."""
+    return (
         {
             **answers.record(state.answer(rollouts.trace, i), problem.prompt_ids),
             "text": x if isinstance(x := rollouts.text[i], str) else "",
@@ -365,8 +373,7 @@ def as_records(rollouts: Rollouts, problems: list[Problem]) -> list[dict]:
         | ({"graded": False} if rollouts.late_n[i] else {})
         | ({"rewards": parts_of(rollouts, i)} if rollouts.parts else {})
         | drawn(rollouts, i)
-        for i, problem in enumerate(problems)
-    ]
+    )
 
 
 def drawn(rollouts: Rollouts, i: int) -> dict[str, str]:

@@ -399,7 +399,8 @@ def by_constant(seats: Seats):
 def by_group(seats: Seats):
     """1/G sum_g 1/S_g sum_{i in g} sum_t l_it: DiPO (arXiv 2512.22234, Eq. 7).
 
-    G groups have supervised tokens; S_g counts the steps of all answers of group g.
+    G groups have supervised tokens; S_g counts the steps of all answers of group g. They are
+    those of an update: with rl.updates=1 all.
     """
     real_BU, group_n = seats.real_BU, seats.group_n
     group_of_token = group_n[seats.row_BU[real_BU]]

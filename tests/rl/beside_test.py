@@ -189,3 +189,14 @@ def test_the_parts_of_all_answers_have_the_same_names(parts):
     )
     with pytest.raises(ValueError, match="other parts than others: .*a"):
         rollout.joined(first, second)
+
+
+def test_processes_agree_on_what_was_said(monkeypatch):
+    """One that has no answers takes what the others found."""
+    some = Grades(np.ones(1), None, {"a": np.ones(1)})
+    none = Grades(np.ones(0))
+    monkeypatch.setattr(sharding, "told", lambda own: [own, '[["a"], false]'])
+    assert beside.agreed(some) == beside.agreed(none) == (["a"], False)
+    for other in (Grades(np.ones(1)), Grades(np.ones(1), np.ones((1, 3)), some.parts)):
+        with pytest.raises(ValueError, match="rl.reward: "):
+            beside.agreed(other)

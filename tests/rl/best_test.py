@@ -86,6 +86,15 @@ def test_the_best_of_other_evaluations_is_no_measure():
     assert again.note(6, {"heldout_accuracy": 0.1})
 
 
+def asked(changed: dict) -> dict:
+    """Returns what evaluations ask with these settings changed."""
+    tree = config.default()
+    tree.data.heldout = "examples/arithmetic/heldout.jsonl"
+    for section, values in changed.items():
+        tree[section].update(values)
+    return begin.evaluated(config.freeze(tree))
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -94,25 +103,33 @@ def test_the_best_of_other_evaluations_is_no_measure():
         ({"eval": {"samplers": "one:strategy=static"}}, "eval.samplers"),
         ({"data": {"template": "{question}="}}, "data.template"),
         ({"rl": {"truncated": "graded"}}, "rl.truncated"),
+        ({"data": {"answer": "gold"}}, "data.answer"),
         ({"sampler": {"rows": 8, "page": 64, "temperature": 0.5}}, ""),
         ({"rl": {"steps": 7}, "eval": {"every": 3}}, ""),
     ],
 )
 def test_what_answers_depend_on_tells_evaluations_apart(change, key):
-    def of(changed):
-        tree = config.default()
-        tree.data.heldout = "examples/arithmetic/heldout.jsonl"
-        for section, values in changed.items():
-            tree[section].update(values)
-        return begin.evaluated(config.freeze(tree))
-
     told, name = [], "heldout_accuracy"
-    found = Best(name, 3, still(None, name, of({}), told.append))
+    found = Best(name, 3, still(None, name, asked({}), told.append))
     found.note(4, {name: 0.9})
     memory = json.loads(json.dumps(found.memory))
-    again = Best(name, 3, still(memory, name, of(change), told.append))
+    again = Best(name, 3, still(memory, name, asked(change), told.append))
     assert (again.value is None) == bool(key)
     assert [f"before {key} changed" in line for line in told] == [True] * bool(key)
+
+
+@pytest.mark.parametrize("judges", ["answers", "chunks"])
+def test_a_judge_of_answers_tells_evaluations_apart(judges):
+    spec, split = ("judge", "none") if judges == "answers" else ("math", "marks")
+
+    def of(**judge):
+        judge = {"at": "http://localhost:1/v1"} | judge
+        reward = {"split": split, "judge": judge}
+        return asked({"rl": {"reward": spec}, "reward": reward})
+
+    for change in ({"at": "examples.arithmetic.verdicts:verdicts"}, {"votes": 5}):
+        assert (of(**change) != of()) == (judges == "answers")
+    assert of(tries=9, parallel=2) == of()
 
 
 def test_without_patience_it_never_ends():

@@ -473,14 +473,16 @@ def loaded(name: str) -> Grader:
     )
 
 
-def sources(spec: str, cfg) -> dict[str, str]:
+def sources(spec: str, cfg, *, chunks: bool = True) -> dict[str, str]:
     """Returns a hash of the source of each function of one's own that judges, by its name.
 
     The arguments are those of `grader`; which raises ValueError for the same functions.
+    chunks: whether reward.split is asked for, too.
     """
     weighed = weights(spec)
     own = [("rl.reward", name) for name in weighed if name not in GRADERS]
-    if "judge" in weighed and judge.names_function(cfg.judge.at):
+    asks = "judge" in weighed or (chunks and cfg.split != "none")
+    if asks and judge.names_function(cfg.judge.at):
         own.append(("reward.judge.at", cfg.judge.at))
     return {f"the source of {name}": judge.source(key, name) for key, name in own}
 

@@ -359,6 +359,8 @@ def test_accuracy_leaves_out_what_its_grader_could_not_judge_and_rewards_do_not(
     assert (told["reward/math"], told["reward/x"]) == (0.5, 0.5)
     # As a card tells it: pass@1 is the accuracy, and beyond it what nobody judged is wrong.
     assert rollout.passed(got, 2) == {"pass@1": 0.5, "pass@2": 0.5}
+    few = dataclasses.replace(got, parts={"math": np.array([1, np.nan, 0, 0])})
+    assert rollout.passed(few, 2)["pass@1"] == 0.5  # and not 1 / 3
     records = rollout.as_records(got, [problem("0")] * 4)
     text = json.dumps(records, allow_nan=False)
     assert [x["rewards"]["math"] for x in records] == [1.0, 0.0, None, None]
@@ -558,6 +560,9 @@ def test_functions_are_known_by_their_source(mine, tmp_path):
     after = rewards.sources(spec, cfg)
     assert all(after[name] != before[name] for name in told)
     assert rewards.sources("math", cfg) == {}
+    chunks = dataclasses.replace(cfg, split="marks")  # a judge of theirs, too
+    assert [*rewards.sources("math", chunks)] == told[1:]
+    assert rewards.sources("math", chunks, chunks=False) == {}
     url = dataclasses.replace(CFG.judge, at="http://localhost:1/v1")
     assert rewards.sources("judge", dataclasses.replace(CFG, judge=url)) == {}
     with pytest.raises(ValueError, match="mine_outside has no f"):

@@ -286,6 +286,8 @@ def test_rewards_of_tokens_arrive_by_position():
     got = graded([1, 0, 1, 0], reward_nT, truncated_wrong=True)
     np.testing.assert_array_equal(got.reward_nT[:2], reward_nT[:2])
     assert not got.reward_nT[2:].any()  # cut, and without an answer
+    lost = graded([1, 0, 1, 0], -reward_nT, truncated_wrong=True)
+    np.testing.assert_array_equal(lost.reward_nT[2], -reward_nT[2])
     both = batches.token_rewards(got, RLConfig())
     np.testing.assert_array_equal(both, got.reward_nT)
     assert batches.token_rewards(graded([1, 0, 1, 0]), RLConfig()) is None
