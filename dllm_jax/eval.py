@@ -7,7 +7,7 @@ It answers data.heldout (the first eval.problems of it) eval.answers times and g
 answers as training does. In run.folder it leaves eval.json, what it prints; card.json, every
 score with its 95 % interval and all that it depends on; card.md, the same as a row of a table;
 and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
-there as soon as it is graded; started again, it goes on behind the last.
+there when it is graded and another has ended; started again, it goes on behind the last.
 
 With eval.samplers="one:strategy=static/sure:threshold=0.99" these samplers answer, too, each
 in a folder of its own. With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated,
@@ -17,6 +17,7 @@ AUP.
 `compare` tells how far the second of two evaluations is ahead on their common problems.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -46,10 +47,11 @@ from dllm_jax.data import sets
 from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import repository
 from dllm_jax.records import hashed
-from dllm_jax.rl import heldout, rewards, rollout, scores
+from dllm_jax.rl import beside, heldout, rewards, rollout, scores
 from dllm_jax.sampling import answers, looking, placement, state
 from dllm_jax.viewer import compare, traces
 
+AT_ONCE = 16  # answers, at least, that are graded together where no thread may
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
 
@@ -100,11 +102,12 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
     run.begin(dataclasses.asdict(cfg), dataclasses.asdict(config.Config()), mesh)
-    grade = functools.partial(
-        graded,
-        grader=grader,
-        truncated_wrong=cfg.rl.truncated_wrong,
-        decode=pictures.decoder(cfg, model, tok),
+    grading = functools.partial(
+        beside.Beside,
+        grader,
+        pictures.decoder(cfg, model, tok),
+        asked.problems,
+        np.arange(len(asked.problems)) // cfg.eval.answers,
     )
     out, swept = {}, []
     for setting in settings:
@@ -112,9 +115,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
             setting.folder.mkdir(exist_ok=True)
             setting.sink.begin(len(asked.problems))
         with timer("eval"):
-            records = answered(
-                setting, streams(setting.cfg), asked.problems, grade, timer, stop, run
-            )
+            records = answered(setting, streams(setting.cfg), grading, timer, stop, run)
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | spent(setting, timer)
         if run.writes:
@@ -191,21 +192,22 @@ def streams_of(
     return stream
 
 
-def answered(setting: Setting, stream, asked, grade, timer, stop, run: Folder):
+def answered(setting: Setting, stream, grading, timer, stop, run: Folder):
     """Returns the records of all answers of a setting: see `missing` and `grown`.
 
-    The file is closed behind the last.
+    grading: makes a Beside of them, of which so many are `done`. The file is closed behind
+    the last.
     """
-    each, done = setting.cfg.eval.answers, len(setting.sink.lines)
+    grading = grading(done=len(setting.sink.lines))
     unjudged = sum(not line.get("graded", True) for line in setting.sink.lines)
     if unjudged:
         exits.warn(
             f"{setting.sink.path}: of its answers nobody could judge {unjudged}, which stay "
             "so; --overwrite has all answered and judged anew"
         )
-    groups = missing(stream, asked, done, each, stop)
+    groups = missing(stream, grading, setting, stop)
     with setting.sink.file or contextlib.nullcontext():
-        return grown(groups, setting.sink, asked, each, grade, timer, writes=run.writes)
+        return grown(groups, grading, setting, timer, writes=run.writes)
 
 
 def leave(told: dict[str, float], card: dict, setting: Setting):
@@ -318,64 +320,81 @@ def mark_of(problem: data.Problem) -> str:
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
-def missing(stream, asked: list[data.Problem], done: int, each: int, stop):
+def missing(stream, grading: beside.Beside, setting: Setting, stop):
     """Yields (the number of the first, a Trace) of the answers to each problem, in order.
 
-    stream: an answerer's, but for the prompts. asked: the problem of each answer. done: how
-    many are there. each: answers to a problem. It ends where `stop` says so.
+    stream: an answerer's, but for the prompts. It ends where `stop` says so.
     """
+    asked, done = grading.problems, len(setting.sink.lines)
     if done == len(asked):
         return
     # An answer depends on its number: what is there leaves a gap, which costs nothing.
     prompts = [[]] * done + [problem.prompt_ids for problem in asked[done:]]
     waiting = []
     ended = answers.checked(stream(prompts, stop=stop), len(prompts), done)
-    for i, answer in answers.in_order(ended):
+    for i, answer in answers.in_order(grading.watched(ended)):
         if i >= done:
             waiting.append(answer)
-        if waiting and (i + 1) % each == 0:
+        if waiting and (i + 1) % setting.cfg.eval.answers == 0:
             yield i + 1 - len(waiting), state.stacked(waiting)
             waiting = []
 
 
-def grown(groups, sink: Answers, asked, each: int, grade, timer, *, writes: bool):
+def grown(groups, grading: beside.Beside, setting: Setting, timer, *, writes: bool):
     """Returns the records of all answers: those there, and what `missing` yields, graded.
 
-    writes: whether this process adds them to the file. Raises exits.Stopped where some are
-    missing still.
+    They are graded meanwhile, and written as soon as they are; without a thread that may,
+    AT_ONCE of them together. writes: whether this process adds them to the file. Raises
+    exits.Stopped where some are missing still.
     """
+    sink, waiting = setting.sink, collections.deque()
     records = list(sink.lines)
-    for first, trace in groups:
+
+    def leave():
         with timer("reward"):
-            more = grade(trace, asked, first, each)
-        records += more
+            more = graded(*waiting.popleft(), grading, setting.cfg)
+        records.extend(more)
         for record in more if writes else ():
             sink.add(record)
-    if len(records) < len(asked):
+
+    for group in groups:
+        waiting.append(group)
+        if not grading.grader.aside and len(grading.waiting) >= AT_ONCE:
+            with timer("reward"):
+                grading.work()
+        while waiting and not sharding.anywhere(
+            not grading.ready(numbers(*waiting[0]))
+        ):
+            leave()
+    while waiting:
+        leave()
+    if len(records) < len(grading.problems):
         raise exits.Stopped(
-            f"by a signal after {len(records)} of {len(asked)} answers; start the "
-            f"same command again to go on in {sink.path.parent}"
+            f"by a signal after {len(records)} of {len(grading.problems)} answers; start "
+            f"the same command again to go on in {sink.path.parent}"
         )
     return records
 
 
-def graded(
-    trace: state.Trace, asked, first: int, each: int, *, grader, truncated_wrong, decode
-) -> list[dict]:
-    """Returns the records of answers from the number `first` on, graded.
+def numbers(first: int, trace: state.Trace) -> np.ndarray:
+    """Returns the numbers of answers from the number `first` on."""
+    return np.arange(first, first + len(trace.len_B))
 
-    decode: of a Trace, its answers as graders take them. The further arguments are those of
-    `missing` and `rollout.graded`.
-    """
-    numbers = np.arange(first, first + len(trace.len_B))
-    problems = [asked[i] for i in numbers]
-    rollouts = rollout.graded(
+
+def graded(
+    first: int, trace: state.Trace, grading: beside.Beside, cfg: config.Config
+) -> list[dict]:
+    """Returns the records of answers from the number `first` on, graded."""
+    number_n = numbers(first, trace)
+    problems = [grading.problems[i] for i in number_n]
+    texts, grades = grading.result(number_n)
+    rollouts = rollout.settled(
         trace,
-        decode(trace),
-        problems,
-        numbers // each,
-        grader,
-        truncated_wrong=truncated_wrong,
+        texts,
+        number_n // cfg.eval.answers,
+        grades,
+        truncated_wrong=cfg.rl.truncated_wrong,
+        first=first,
     )
     pairs = zip(rollout.as_records(rollouts, problems), problems, strict=True)
     return [record | {"problem": mark_of(problem)} for record, problem in pairs]

@@ -298,17 +298,22 @@ def told(text: str) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode() for row in every]
 
 
-def gathered(own_n: np.ndarray) -> np.ndarray:
+def gathered(own_n: np.ndarray, first: int = 0) -> np.ndarray:
     """Returns the items that each process has filled in, those of `dealt`, in all of them."""
     if jax.process_count() == 1:
         return own_n
     rows = np.asarray(multihost_utils.process_allgather(own_n))  # one of each process
     out_n = np.empty_like(own_n)
     for index, row_n in enumerate(rows):
-        out_n[index :: len(rows)] = row_n[index :: len(rows)]
+        share = slice((index - first) % len(rows), None, len(rows))
+        out_n[share] = row_n[share]
     return out_n
 
 
-def dealt() -> slice:
-    """Returns which items of a list on the host are for this process to work on."""
-    return slice(jax.process_index(), None, jax.process_count())
+def dealt(first: int = 0) -> slice:
+    """Returns which items of a list on the host are for this process to work on.
+
+    first: the number of its first item, where it is a part of a longer one.
+    """
+    count = jax.process_count()
+    return slice((jax.process_index() - first) % count, None, count)

@@ -1,6 +1,7 @@
 """Evaluation of the bundled model, as its command runs it."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, data, exits, folder
+from dllm_jax import config, data, exits, folder, metrics
 from dllm_jax import eval as evaluation
+from dllm_jax.rl import beside, rewards
 from dllm_jax.rl import scores as scores_of
 from dllm_jax.sampling import state
 from tests import served
@@ -447,12 +449,20 @@ def test_scores_leave_out_what_nobody_judged_as_the_card_does():
     assert told["accuracy"] == told["pass@1"] == 0.75 and told["pass@2"] == 1
 
 
+def graded_beside(problems, group_n, grade=None, done=0, **facts):
+    """Returns a Beside of answers that are texts of no token."""
+    grader = rewards.Grader(grade, rewards.anything, **facts)
+    decode = lambda trace: [""] * len(trace.len_B)
+    return beside.Beside(grader, decode, problems, np.array(group_n), done)
+
+
 def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
     sink = folder.Answers(tmp_path / "eval.jsonl", {}, overwrite=False)
     sink.begin(0)
     setting = evaluation.Setting("", config.Config(), tmp_path, sink)
     run = types.SimpleNamespace(writes=True)
-    assert evaluation.answered(setting, None, [], None, None, None, run) == []
+    grading = functools.partial(graded_beside, [], [])
+    assert evaluation.answered(setting, None, grading, None, None, run) == []
     assert sink.file.closed
 
 
@@ -461,13 +471,13 @@ def test_answers_that_stay_unjudged_are_told(tmp_path, capsys):
     sink = types.SimpleNamespace(lines=lines, path=tmp_path / "eval.jsonl", file=None)
     setting = evaluation.Setting("", config.Config(), tmp_path, sink)
     run = types.SimpleNamespace(writes=True)
-    asked = [None] * 2
-    assert evaluation.answered(setting, None, asked, None, None, None, run) == lines
+    grading = functools.partial(graded_beside, [None] * 2, [0, 1])
+    assert evaluation.answered(setting, None, grading, None, None, run) == lines
     told = "eval.jsonl: of its answers nobody could judge 1, which stay so; --over"
     assert told in capsys.readouterr().err
 
 
-def test_the_last_missing_answer_may_be_no_number(capsys):
+def test_the_last_missing_answer_may_be_no_number(capsys, tmp_path):
     """As in an evaluation that nobody stopped, whose other answers are numbers."""
     problems = [data.Problem([5], "1+1", "2")] * 2
 
@@ -476,11 +486,105 @@ def test_the_last_missing_answer_may_be_no_number(capsys):
             ran = state.no_answer(1)._replace(forwards=np.int32(1), bad=np.bool_(True))
             yield i, ran if prompt else state.no_answer(1)
 
-    ((first, trace),) = evaluation.missing(stream, problems, 1, 2, None)
+    def missing(done):
+        sink = types.SimpleNamespace(lines=[{}] * done)
+        setting = evaluation.Setting("", cfg, tmp_path, sink)
+        grading = graded_beside(problems, [0, 0], done=done)
+        return evaluation.missing(stream, grading, setting, None)
+
+    tree = config.default()
+    tree.eval.answers = 2
+    cfg = config.freeze(tree)
+    ((first, trace),) = missing(1)
     assert first == 1 and trace.bad_B.tolist() == [True]
     assert "1 of 1 answers met numbers that are not finite" in capsys.readouterr().err
     with pytest.raises(exits.NotFinite):
-        list(evaluation.missing(stream, problems, 0, 2, None))
+        list(missing(0))
+
+
+class Sink:
+    """Keeps what is added; tells how many were there when."""
+
+    def __init__(self, path):
+        self.lines, self.path, self.added = [], path / "eval.jsonl", []
+
+    def add(self, record):
+        self.added.append(record)
+
+
+def grown(tmp_path, grade, count=40, between=lambda i, sink: None, **facts):
+    """Returns the Sink of `count` answers, graded while others are sampled."""
+    problems = [data.Problem([5], str(i), "") for i in range(count)]
+    grading = graded_beside(problems, range(count), grade, **facts)
+    setting = evaluation.Setting("", config.Config(), tmp_path, Sink(tmp_path))
+
+    def stream(prompts, stop):
+        for i in range(count):
+            yield i, state.no_answer(1)._replace(len=np.int32(1))
+            between(i, setting.sink)
+
+    groups = evaluation.missing(stream, grading, setting, None)
+    timer = metrics.Timer()
+    records = evaluation.grown(groups, grading, setting, timer, writes=True)
+    assert records == setting.sink.added
+    assert [record["question"] for record in records] == [*map(str, range(count))]
+    return setting.sink
+
+
+def test_answers_are_graded_while_others_are_sampled(tmp_path):
+    """Those that wait meanwhile are graded together, and written once they are."""
+    begun, go, sizes = threading.Event(), threading.Event(), []
+
+    def grade(texts, problems, trace):
+        sizes.append(len(texts))
+        begun.set()
+        assert go.wait(30)
+        return rewards.Grades(np.ones(len(texts)))
+
+    def between(i, sink):
+        assert begun.wait(30)
+        if i == 30:
+            assert not sink.added
+            go.set()
+
+    grown(tmp_path, grade, between=between)
+    assert sum(sizes) == 40 and sizes[0] == 1 and sizes[1] >= 30
+
+
+def test_without_a_thread_some_are_graded_at_once(tmp_path):
+    sizes, written = [], []
+
+    def grade(texts, problems, trace):
+        assert threading.current_thread() is threading.main_thread()
+        sizes.append(len(texts))
+        return rewards.Grades(np.ones(len(texts)))
+
+    grown(
+        tmp_path,
+        grade,
+        between=lambda i, sink: written.append(len(sink.added)),
+        aside=False,
+    )
+    assert sizes == [16, 16, 8]
+    assert written[14:17] == [0, 16, 16] and written[-1] == 32
+
+
+def test_a_graders_error_ends_an_evaluation_early(tmp_path):
+    """And not when all is sampled."""
+    failed, sampled = threading.Event(), []
+
+    def grade(texts, problems, trace):
+        failed.set()
+        raise ValueError("rl.reward='mine:f' returned what is no list of numbers")
+
+    def between(i, sink):
+        assert failed.wait(30)
+        time.sleep(0.05)
+        sampled.append(i)
+
+    with pytest.raises(ValueError, match="returned what is no list"):
+        grown(tmp_path, grade, between=between)
+    assert len(sampled) < 5
 
 
 def test_nothing_to_evaluate_is_one_line():

@@ -143,8 +143,10 @@ def test_no_test_imports_another():
 # for rewards of tokens that a loss of answers does not take. 20 for deep products of few slots,
 # and a second signal to who waits for others. 80 for weights in tiles, and in large pages.
 # 50 for steps that a killed run had still to remove, and paths that another command makes. 20
-# for prompts that wait for a program that they fill, and half tiles of the head.
-CORE, FILE = 19_830, 500
+# for prompts that wait for a program that they fill, and half tiles of the head. 150 for answers
+# of an evaluation that are graded beside it, graders of one process without answers, pages of
+# several samplers, and what an export replaces.
+CORE, FILE = 19_980, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near

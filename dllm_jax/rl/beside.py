@@ -19,31 +19,38 @@ from dllm_jax.sampling import state
 # One thread for the life of the process: what a grader starts dies with the thread that
 # started it (PR_SET_PDEATHSIG), and graders are not asked twice at once.
 THREAD = concurrent.futures.ThreadPoolExecutor(1, "grading")
+POLL_S = 0.1  # between two questions whether what is waited for is graded
 
 
 class Beside:
     """Grades the answers of a stream."""
 
-    def __init__(self, grader: Grader, decode, problems: list, group_n: np.ndarray):
-        """decode: see rollout.answered; problems, group_n: what each answers, its group."""
+    def __init__(
+        self, grader: Grader, decode, problems: list, group_n: np.ndarray, done: int = 0
+    ):
+        """decode: see rollout.answered; problems, group_n: what each answers, its group.
+
+        done: how many of the first were there before; they are in no group.
+        """
         self.grader, self.decode, self.problems = grader, decode, problems
-        self.group_n = np.asarray(group_n)
+        self.group_n = np.where(np.arange(len(group_n)) < done, -1, group_n)
         self.missing = collections.Counter(self.group_n.tolist())
-        self.answers, self.texts, self.grades = {}, {}, []
+        self.answers, self.texts, self.grades = {}, {}, {}
         self.lock, self.waiting, self.busy, self.jobs = threading.Lock(), [], False, []
 
     def watched(self, stream):
         """Yields a stream's (i, Answer i), and grades the groups that end meanwhile."""
         for i, answer in stream:
-            self.answers[i] = answer
             group = self.group_n[i].item()
-            self.missing[group] -= 1
-            if not self.missing[group]:
-                self.take(np.flatnonzero(self.group_n == group).tolist())
+            if group >= 0:
+                self.answers[i] = answer
+                self.missing[group] -= 1
+                if not self.missing[group]:
+                    self.take(np.flatnonzero(self.group_n == group).tolist())
             yield i, answer
 
     def take(self, rows: list[int]):
-        """Grades these answers as soon as those before them are, or at the end."""
+        """Grades these answers as soon as those before them are, or when asked for."""
         with self.lock:
             self.waiting += rows
             if self.busy or not self.grader.aside:
@@ -63,9 +70,8 @@ class Beside:
 
     def grade(self, rows: list[int]):
         """Decodes these answers, and grades this process's share of them."""
-        trace = state.stacked([self.answers[i] for i in rows])
+        trace = state.stacked([self.answers.pop(i) for i in rows])
         texts = self.decode(trace)
-        self.texts |= zip(rows, texts, strict=True)
         share = sharding.dealt()
         own = [k for k, i in enumerate(rows) if i % share.step == share.start]
         if own:
@@ -74,41 +80,53 @@ class Beside:
                 [self.problems[rows[k]] for k in own],
                 jax.tree.map(lambda x: x[own], trace),
             )
-            self.grades.append(([rows[k] for k in own], grades))
+            self.grades |= {rows[k]: one(grades, n) for n, k in enumerate(own)}
+        self.texts |= zip(rows, texts, strict=True)  # these are graded now
 
     def give_up(self):
         """Forgets what waits."""
         with self.lock:
             self.waiting = []
 
-    def result(self, trace: state.Trace) -> tuple[list[str], Grades]:
-        """Returns (all texts, the Grades of this process's share), in order.
+    def ready(self, rows) -> bool:
+        """Returns whether these answers are graded; raises what a grader raised."""
+        self.jobs = [job for job in self.jobs if not job.done() or job.result()]
+        return all(i in self.texts for i in rows)
 
-        trace: of all answers. Raises what a grader raised.
+    def result(self, rows) -> tuple[list[str], Grades]:
+        """Returns (texts, the Grades of this process's share) of answers, and forgets them.
+
+        Waits for their grading, or does it where no thread may. Raises what a grader raised.
         """
-        for job in self.jobs:
-            job.result()
-        self.work()
-        if not self.grades:  # there are fewer answers than processes
-            nothing = self.grader.grade([], [], jax.tree.map(lambda x: x[:0], trace))
-            self.grades.append(([], nothing))
-        return [self.texts[i] for i in range(len(self.problems))], joined(self.grades)
+        while not self.ready(rows):
+            if self.jobs:
+                concurrent.futures.wait(self.jobs, POLL_S)
+            else:
+                self.work()
+        texts = [self.texts.pop(i) for i in rows]
+        return texts, joined([self.grades.pop(i) for i in rows if i in self.grades])
 
 
-def joined(found: list[tuple[list[int], Grades]]) -> Grades:
-    """Returns the Grades of several calls as one, by the numbers of their answers."""
-    order = np.argsort([i for rows, _ in found for i in rows], kind="stable")
-
-    def together(arrays) -> np.ndarray:
-        return np.concatenate(arrays)[order.astype(int)]
-
-    every = [grades for _, grades in found]
-    check_alike([said(grades) for grades in every])
-    tokens = [grades.reward_nT for grades in every if grades.reward_nT is not None]
+def one(grades: Grades, n: int) -> Grades:
+    """Returns the Grades of one answer of several."""
+    tokens = grades.reward_nT
     return Grades(
-        together([grades.reward_n for grades in every]),
-        together(tokens) if tokens else None,
-        {name: together([g.parts[name] for g in every]) for name in every[0].parts},
+        grades.reward_n[n],
+        None if tokens is None else tokens[n],
+        {name: x_n[n] for name, x_n in grades.parts.items()},
+    )
+
+
+def joined(every: list[Grades]) -> Grades:
+    """Returns the Grades of `one` answer each, together."""
+    if not every:  # there are fewer answers than processes
+        return Grades(np.zeros(0, np.float32))
+    check_alike([said(grades) for grades in every])
+    first = every[0]
+    return Grades(
+        np.array([grades.reward_n for grades in every]),
+        None if first.reward_nT is None else np.stack([g.reward_nT for g in every]),
+        {name: np.array([g.parts[name] for g in every]) for name in first.parts},
     )
 
 

@@ -56,23 +56,6 @@ class Rollouts:
         return ~self.late_n & ~np.isnan(self.first_n)
 
 
-def graded(
-    trace: Trace,
-    texts: list[str],
-    problems: list[Problem],
-    group_n: np.ndarray,
-    grader: Grader,
-    *,
-    truncated_wrong: bool,
-) -> Rollouts:
-    """Returns Rollouts whose rewards are the grader's: see `settled`."""
-    share = sharding.dealt()
-    grades = grader.grade(
-        texts[share], problems[share], jax.tree.map(lambda x: x[share], trace)
-    )
-    return settled(trace, texts, group_n, grades, truncated_wrong=truncated_wrong)
-
-
 def settled(
     trace: Trace,
     texts: list[str],
@@ -80,17 +63,18 @@ def settled(
     grades: Grades,
     *,
     truncated_wrong: bool,
+    first: int = 0,
 ) -> Rollouts:
     """Returns Rollouts with the rewards that every process found for its share.
 
-    grades: of this process's. Rows without an answer (their prompt was too long), and with
+    grades: of this process's; first: the number of the first answer (sharding.dealt). Rows without an answer (their prompt was too long), and with
     `truncated_wrong` those that were cut at their limit, earn 0, or what the worst of their
     group does where that is less, and what its tokens lose: no answer gains by having no end.
     """
     earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 
     def earned(own):
-        rewards_n = of_all(own, len(texts))
+        rewards_n = of_all(own, len(texts), first)
         rewards_n[~earns_n] = 0
         for group in np.unique(group_n[~earns_n]):
             inside_n = group_n == group
@@ -106,7 +90,7 @@ def settled(
         own_nT = grades.reward_nT
         if own_nT is None:
             own_nT = np.zeros((0, trace.tokens_BT.shape[1]))
-        reward_nT = of_all(own_nT, len(texts))
+        reward_nT = of_all(own_nT, len(texts), first)
         reward_nT[~earns_n] = np.fmin(reward_nT[~earns_n], 0)
         late_n |= np.isnan(reward_nT).any(axis=1)
         reward_nT = np.nan_to_num(reward_nT)
@@ -116,11 +100,11 @@ def settled(
     )
 
 
-def of_all(own, count: int) -> np.ndarray:
+def of_all(own, count: int, first: int = 0) -> np.ndarray:
     """Returns what each process says of its share of `count` answers, in all of them."""
     out = np.zeros((count, *np.shape(own)[1:]), np.float32)
-    out[sharding.dealt()] = own
-    return sharding.gathered(out)
+    out[sharding.dealt(first)] = own
+    return sharding.gathered(out, first)
 
 
 def split(rollouts: Rollouts, problems, grader: Grader, keep_n) -> Rollouts:
@@ -209,7 +193,7 @@ def answered(
         grading.give_up()
         return None
     with timer("reward"):
-        texts, grades = grading.result(trace)
+        texts, grades = grading.result(range(len(prompts)))
         return settled(trace, texts, group_n, grades, truncated_wrong=truncated_wrong)
 
 

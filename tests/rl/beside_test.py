@@ -152,14 +152,10 @@ def test_each_process_grades_its_share(monkeypatch):
     order = np.random.default_rng(0).permutation(N).tolist()
     for _ in grading.watched((i, answer(i)) for i in order):
         pass
-    trace = state.stacked([answer(i) for i in range(N)])
-    texts, grades = grading.result(trace)
+    texts, grades = grading.result(range(N))
     own = np.arange(1, N, 2)
-    expected = judged(
-        [texts[i] for i in own],
-        [PROBLEMS[i] for i in own],
-        jax.tree.map(lambda x: x[own], trace),
-    )
+    trace = state.stacked([answer(i) for i in own])
+    expected = judged([texts[i] for i in own], [PROBLEMS[i] for i in own], trace)
     np.testing.assert_array_equal(grades.reward_n, expected.reward_n)
     np.testing.assert_array_equal(grades.reward_nT, expected.reward_nT)
     assert len(texts) == N
@@ -168,12 +164,29 @@ def test_each_process_grades_its_share(monkeypatch):
     )
     for _ in few.watched([(0, answer(0))]):
         pass
-    _, nothing = few.result(state.stacked([answer(0)]))
-    assert nothing.reward_n.shape == (0,) and [*nothing.parts] == ["first", "other"]
+    _, nothing = few.result([0])
+    assert nothing.reward_n.shape == (0,)
+
+
+def test_what_is_graded_is_taken_out_by_number():
+    """What was there before is in no group, and of the others each is forgotten."""
+    grading = beside.Beside(
+        Grader(judged, anything), lent.decode, PROBLEMS, GROUP_N, done=4
+    )
+    for _ in grading.watched((i, answer(i)) for i in range(N)):
+        pass
+    texts, grades = grading.result([4, 5])  # what is left of its group
+    rows = [answer(4), answer(5)]
+    assert texts == lent.decode(state.stacked(rows))
+    expected = judged(texts, PROBLEMS[4:6], state.stacked(rows))
+    np.testing.assert_array_equal(grades.reward_n, expected.reward_n)
+    assert [*grades.parts] == ["first", "other"]
+    grading.result(range(6, N))
+    assert not (grading.answers or grading.texts or grading.grades or grading.jobs)
 
 
 def test_rewards_of_tokens_are_of_all_answers_or_of_none():
-    some = [([0], Grades(np.ones(1), np.ones((1, 3)))), ([1], Grades(np.ones(1)))]
+    some = [Grades(np.ones(1), np.ones((1, 3))), Grades(np.ones(1))]
     with pytest.raises(ValueError, match="in some answers, not in all"):
         beside.joined(some)
 
@@ -181,7 +194,7 @@ def test_rewards_of_tokens_are_of_all_answers_or_of_none():
 @pytest.mark.parametrize("parts", [{}, {"b": np.ones(1)}, {"a": np.ones(1), "b": 1}])
 def test_the_parts_of_all_answers_have_the_same_names(parts):
     one, other = (Grades(np.ones(1), None, x) for x in ({"a": np.ones(1)}, parts))
-    for some in ([([0], one), ([1], other)], [([0], other), ([1], one)]):
+    for some in ([one, other], [other, one]):
         with pytest.raises(ValueError, match="other parts than others: .*a"):
             beside.joined(some)
     first, second = (

@@ -5,10 +5,12 @@ import functools
 import json
 import pathlib
 
+import jax
 import numpy as np
 
 from dllm_jax import data, metrics, sharding
 from dllm_jax.models import hf
+from dllm_jax.rl import rollout
 from dllm_jax.rl.config import (
     BatchConfig,
     NoiseConfig,
@@ -164,4 +166,14 @@ def answer(text: str, prompt: int = 2, room: int = 40, steps=None):
         prompt_len=np.int32(prompt),
         len=np.int32(len(ids)),
         stopped=np.bool_(True),
+    )
+
+
+def graded(trace, texts, problems, group_n, grader, *, truncated_wrong):
+    """Returns the Rollouts of answers; the Grader is asked of this process's at once."""
+    share = sharding.dealt()
+    own = jax.tree.map(lambda x: x[share], trace)
+    grades = grader.grade(texts[share], problems[share], own)
+    return rollout.settled(
+        trace, texts, group_n, grades, truncated_wrong=truncated_wrong
     )

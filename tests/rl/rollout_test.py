@@ -16,6 +16,7 @@ from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.sampling import answers, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.state import Trace
+from tests.rl import lent
 
 CFG = SamplerConfig(max_prompt=6, max_new=5, rows=4, stop_ids=(9,))
 PROMPTS = [[1], [2, 3], [4, 5, 6, 7, 8, 1], [1] * 7, [], [3, 3, 3]]
@@ -163,7 +164,7 @@ def test_no_answer_and_a_cut_answer_earn_nothing(mesh, truncated_wrong):
         asked.append((texts, golds))
         return [1.0] * len(texts)
 
-    got = rollout.graded(
+    got = lent.graded(
         trace,
         texts,
         golds,
@@ -190,7 +191,7 @@ def test_no_answer_gains_by_having_no_end(mesh):
     trace = trace.replace(
         len_B=np.full(6, 3), stopped_B=np.array([1, 1, 0, 0, 1, 1], bool)
     )
-    got = rollout.graded(
+    got = lent.graded(
         trace,
         list("abcdef"),
         list("ABCDEF"),
@@ -254,7 +255,7 @@ def test_answers_that_are_not_finite_are_said_and_all_of_them_are_refused(capsys
 def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):
     trace = sample(Fake(mesh), PROMPTS[:2])
     grades = [float("nan"), 1.0]
-    got = rollout.graded(
+    got = lent.graded(
         trace,
         ["", ""],
         ["", ""],
@@ -285,7 +286,7 @@ def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
     for index in (0, 1, 0):  # the first again, once the second has sent its share
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         calls = itertools.count()
-        got = rollout.graded(
+        got = lent.graded(
             trace, texts, texts, np.zeros(3, int), grader(grade), truncated_wrong=False
         )
     assert asked == [["a", "c"], ["b"], ["a", "c"]]
@@ -295,7 +296,7 @@ def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
 
 def test_a_step_without_any_answer_can_be_told(mesh):
     trace = sample(Fake(mesh), [[], [1] * 9])
-    got = rollout.graded(
+    got = lent.graded(
         trace,
         ["", ""],
         ["", ""],
@@ -309,7 +310,7 @@ def test_a_step_without_any_answer_can_be_told(mesh):
 
 def test_records_hold_the_answer_and_its_trace(mesh):
     trace = sample(Fake(mesh))
-    got = rollout.graded(
+    got = lent.graded(
         trace,
         list("abcdef"),
         [""] * 6,
@@ -352,7 +353,7 @@ def test_samples_are_spread_over_the_problems():
 
 def test_records_tell_of_rollouts_what_these_tell_themselves(mesh):
     grades = [1.0, 0.25, float("nan"), 0.0, 1.0, 1.0]
-    got = rollout.graded(
+    got = lent.graded(
         sample(Fake(mesh)),
         list("abcdef"),
         [""] * 6,

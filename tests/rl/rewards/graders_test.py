@@ -316,7 +316,7 @@ def graded(grader, lengths, **how):
     texts = [rf"\boxed{{{i}}}" for i in range(len(lengths))]
     asked = [problem("0")] * len(texts)
     group_n = np.zeros(len(texts), int)
-    return rollout.graded(trace(*lengths), texts, asked, group_n, grader, **how)
+    return lent.graded(trace(*lengths), texts, asked, group_n, grader, **how)
 
 
 def test_accuracy_is_the_firsts_and_every_part_is_a_metric():

@@ -271,7 +271,7 @@ def graded(reward_n, reward_nT=None, truncated_wrong=False, lengths=(3, 3, 3, 0)
     grades = Grades(np.array(reward_n), reward_nT)
     grader = rewards.Grader(lambda *_: grades, rewards.anything)
     group_n = np.zeros(len(rows), int)
-    return rollout.graded(
+    return lent.graded(
         state.stacked(rows),
         [""] * len(rows),
         [None] * len(rows),
