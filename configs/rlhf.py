@@ -30,11 +30,14 @@ from configs import released, tracerl
 from configs.dllm_rl_rows import THINK
 from dllm_jax import config
 
+# Which is no solve rate's: the arithmetic recipe's range goes back to the defaults.
+VARIED = {"filter": "varied", "min_solved": 0.2, "max_solved": 0.8}
+
 
 def arithmetic(c):
     """The bundled model learns from the scores of the reward model; accuracy is told."""
     tracerl.arithmetic(c)
-    c.rl.update(reward="math:0,reward_model", filter="varied", steps=40, value="own")
+    c.rl.update(reward="math:0,reward_model", steps=40, value="own", **VARIED)
     # Without a pull it soon learns what the reward model is wrong about.
     c.objective.reference_beta = 1.0
     c.reward.model = "runs/arithmetic/reward/export"
@@ -57,7 +60,7 @@ def reward(c):
 def judge(c):
     """The bundled model on the word of a judge, which says whether an answer is right."""
     tracerl.arithmetic(c)
-    c.rl.update(reward="judge", filter="varied")
+    c.rl.update(reward="judge", **VARIED)
     c.reward.judge.at = "http://localhost:8000/v1"
     c.run.folder = "runs/arithmetic/judge"
 

@@ -40,7 +40,8 @@ from dllm_jax.sampling.config import variants
 
 # Keys, or the begin of some, that say what is learned, and how.
 LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
-LEARNING += ("value_optim.", "rl.", "sft.", "reward.")
+LEARNING += ("value_optim.", "rl.", "sft.", "reward.", "sampler.block", "model.lora_")
+LEARNING += ("model.attention", "model.shift", "model.mask_id")
 MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
 # Keys, or the begin of some, that say what an evaluation asks, and how it judges.
 EVALUATED = ("sampler.", "eval.problems", "eval.temperature", "eval.samplers")
@@ -218,10 +219,16 @@ def check_same(cfg: config.Config, meta: dict) -> None:
     """
     method = meta.get("config", {}).get("method", cfg.method)
     weights, reason = origin(cfg.model.path), ""
+    alpha = cfg.model.lora_alpha
+    began = config.flat(meta.get("config", {})).get("model.lora_alpha", alpha)
     if method != cfg.method:
         reason = f"method was {method!r}, is now {cfg.method!r}"
     elif meta.get("model", weights) != weights:  # older checkpoints do not tell it
         reason = f"model.path={cfg.model.path!r} has other weights than it began with"
+    elif cfg.model.lora_rank and began != alpha:
+        reason = (
+            f"model.lora_alpha was {began}, by which adapters learned, is now {alpha}"
+        )
     if reason:
         raise ValueError(
             f"run.folder={cfg.run.folder} holds another run: {reason}; name another "
@@ -352,9 +359,9 @@ def place(here: Scene, tools: sources.Tools):
     )
     tools.answerer = sampling.answerer
     tools.others = {
-        name: placement.placed(
-            dataclasses.replace(model, block=one.block), one, sampling.answerer.mesh
-        ).answerer
+        name: placement.another(
+            sampling.answerer, dataclasses.replace(model, block=one.block), one
+        )
         for name, one in here.settings.samplers.items()
     }
     if here.samples and sampling.note:

@@ -48,7 +48,7 @@ from dllm_jax.folder import Answers, Folder, write
 from dllm_jax.models import repository
 from dllm_jax.records import hashed
 from dllm_jax.rl import beside, heldout, rewards, rollout, scores
-from dllm_jax.sampling import answers, looking, placement, state
+from dllm_jax.sampling import answers, placement, state
 from dllm_jax.viewer import compare, traces
 
 AT_ONCE = 16  # answers, at least, that are graded together where no thread may
@@ -139,7 +139,15 @@ def grader_of(cfg: config.Config, tok, *, looks: bool) -> rewards.Grader:
 
 
 def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool):
-    """Returns the Settings of an evaluation. marks: of the checkpoint's files."""
+    """Returns the Settings of an evaluation. marks: of the checkpoint's files.
+
+    Raises ValueError for a name that a file of the folder has, such as its lock.
+    """
+    for name, _ in config.settings(cfg):
+        if name and (folder / name).is_file():
+            raise ValueError(
+                f"eval.samplers: {name!r} is a file in {folder}: another name"
+            )
     return [
         Setting(
             name,
@@ -179,9 +187,7 @@ def streams_of(
     command_line.check_weights(cfg.model.path, marks)
 
     def stream(own: config.Config):
-        made = answers.answerer(model=model, cfg=own.sampler, mesh=answerer.mesh)
-        if isinstance(answerer, looking.Looking):
-            made = looking.Looking(made, answerer.eyes)
+        made = placement.another(answerer, model, own.sampler)
         return functools.partial(
             made.stream,
             params,

@@ -183,8 +183,12 @@ class Training:
                 settings=self.here.settings,
                 tools=self.tools,
             )
-        if answered is not None and self.champion.note(step, answered):
-            here = self.here
+        here, name = self.here, self.champion.name
+        if answered is None:
+            return None
+        if why := heldout.unjudged(answered, name, here.settings.heldout_answers):
+            here.say(f"warning: step {step}: {why}: it is compared with no other")
+        elif self.champion.note(step, answered):
             with here.timer("best"):
                 if here.main:
                     best.mark(here.folder, None)

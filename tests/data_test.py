@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import types
 import warnings
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data, limits
+from dllm_jax.data import prompts
 from dllm_jax.rl import heldout
 from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import Grader, grader
@@ -155,6 +157,17 @@ def test_render_uses_the_chat_template(tok):
     )
     assert ids[0] == tok.convert_tokens_to_ids("<|im_start|>")
     assert tok.unk_token_id not in ids
+
+
+def test_chat_templates_are_told_the_same_day_for_ever(tmp_path):
+    model = shutil.copytree(ROOT / "examples/arithmetic/model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y %H:%M:%S') %}"
+        "{% endif %}\n{{ day + '|' + messages[0].content }}"
+    )
+    tok = data.tokenizer(str(model))
+    asked = prompts.by_template(tok, [{"role": "user", "content": "x"}])
+    assert asked == "26 Jul 2024 00:00:00|x"
 
 
 @pytest.mark.parametrize("role", data.ROLES)

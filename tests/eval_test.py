@@ -137,6 +137,8 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert lacking.returncode == 2
     assert "record 1: no field 'level', it has ['answer', 'q" in lacking.stderr
     assert "; eval.by names the field" in lacking.stderr
+    named = evaluated(tmp_path, "--config.eval.samplers=lock:strategy=static")
+    assert named.returncode == 2 and "'lock' is a file in " in named.stderr
     several = evaluated(
         tmp_path, "--overwrite", "--config.data.heldout=a.jsonl,b.jsonl"
     )

@@ -737,12 +737,17 @@ def test_a_checkpoint_without_a_format_number_is_gone_on_with(command, tmp_path)
             {"model": {"model.safetensors": [1, 2]}},
             "has other weights than it began with",
         ),
+        (
+            {"config": {"model": {"lora_alpha": 64.0}}},
+            "lora_alpha was 64.0, .*now 32.0",
+        ),
         ({}, ""),  # of an older version
     ],
 )
 def test_a_folder_of_another_run_is_refused(meta, says):
     tree = tracerl.get_config()
     tree.model.path = str(MODEL)
+    tree.model.lora_rank = 2
     cfg = config.freeze(tree)
     begin.check_same(cfg, {"model": begin.origin(cfg.model.path)})
     refused = pytest.raises(ValueError, match=f"holds another run: .*{says}; name ano")
@@ -827,7 +832,10 @@ def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path
     assert resumed("f = lambda *_: 2\n") == []
 
 
-@pytest.mark.parametrize("key", ["sft.examples", "reward.split", "rl.group"])
+@pytest.mark.parametrize(
+    "key",
+    ["sft.examples", "reward.split", "rl.group", "model.lora_alpha", "sampler.block"],
+)
 def test_a_run_that_is_done_is_not_asked_for_something_else(key):
     cfg = tracerl.get_config()
     cfg.model.path = str(MODEL)

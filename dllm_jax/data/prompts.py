@@ -5,6 +5,7 @@ Text is rendered by the checkpoint's own chat template and tokenised once.
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import hashlib
 import json
@@ -33,6 +34,15 @@ MMADA_CHAT = (
     "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\\n' }}{% endif %}"
+)
+# Templates that ask what day it is are told one: prompts are the same when a run goes on, and
+# in all its processes. It is the one that Llama's name where nobody tells them.
+DAY = datetime.datetime(2024, 7, 26)
+FORMATS = "aAbBcdeFHIjmMpSTxXyY"
+TODAY = "".join(
+    ["{%- macro strftime_now(format) -%}{{ format"]
+    + [f"|replace('%{x}', '{DAY.strftime(f'%{x}')}')" for x in ("-d", "-m", *FORMATS)]
+    + [" }}{%- endmacro -%}\n"]
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
@@ -144,6 +154,8 @@ def tokenizer(path: str):
     if (tok := plain.read(path)) is not None:
         return tok
     tok = by_transformers(path)
+    if isinstance(tok.chat_template, str) and "strftime_now" in tok.chat_template:
+        tok.chat_template = TODAY + tok.chat_template
     if not tok.chat_template and has_codes(path):
         tok.chat_template = MMADA_CHAT
     return tok

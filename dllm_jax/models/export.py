@@ -10,7 +10,7 @@ import shutil
 from dllm_jax import exits
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes, read_config
-from dllm_jax.models.repository import INDEX, SINGLE, WEIGHTS, find
+from dllm_jax.models.repository import INDEX, OTHER_NAMES, SINGLE, WEIGHTS, find
 from dllm_jax.models.special import read_json
 from dllm_jax.models.vision import autoencoders
 
@@ -18,6 +18,7 @@ TRAINED = b"""> dllm_jax has trained the weights beside this text further: it wa
 > others, and not all of it holds any more.
 
 """
+HELD = (SINGLE, INDEX, *OTHER_NAMES)  # a checkpoint has one of them
 
 
 def check_target(path, like) -> tuple[pathlib.Path, pathlib.Path]:
@@ -40,7 +41,7 @@ def check_target(path, like) -> tuple[pathlib.Path, pathlib.Path]:
 def replaceable(target: pathlib.Path) -> bool:
     """Returns whether an export may take this name: it is free, empty or a checkpoint's."""
     taken = [target] if target.is_file() else list(target.glob("*"))
-    return not taken or any((target / name).is_file() for name in (SINGLE, INDEX))
+    return not taken or any((target / name).is_file() for name in HELD)
 
 
 @contextlib.contextmanager
@@ -106,9 +107,12 @@ def begin_card(file: pathlib.Path) -> None:
     """Says in a model card, where there is one, that it is about other weights."""
     text = file.read_bytes() if file.exists() else TRAINED
     if TRAINED not in text:
-        head = re.match(rb"---\n.*?\n---\n", text, re.DOTALL)  # for the hub's search
-        end = head.end() if head else 0
-        file.write_bytes(text[:end] + TRAINED + text[end:])
+        # For the hub's search.
+        head = re.match(rb"---\r?\n.*?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
+        before = text[: head.end()] if head else b""
+        if before and not before.endswith(b"\n"):
+            before += b"\n"
+        file.write_bytes(before + TRAINED + text[head.end() if head else 0 :])
 
 
 def extend_index(

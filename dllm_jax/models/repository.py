@@ -34,7 +34,7 @@ def find(path) -> pathlib.Path:
         raise ValueError("model.path is empty: name a Hugging Face folder")
     folder = pathlib.Path(path)
     if folder.is_dir():
-        refuse_cache(folder)
+        refuse_holder(folder)
         return folder
     if folder.is_absolute() or str(path).count("/") != 1:
         seen_from = "" if folder.is_absolute() else f"; looked for in {os.getcwd()}"
@@ -52,8 +52,12 @@ def find(path) -> pathlib.Path:
         ) from None
 
 
-def refuse_cache(folder: pathlib.Path) -> None:
-    """Raises ValueError for the folder in which the hub's cache has a repository."""
+def refuse_holder(folder: pathlib.Path) -> None:
+    """Raises ValueError for what holds checkpoints: a run, the hub's cache of a repository."""
+    if (folder / "run.json").is_file() and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} is a run's folder: its model is {folder / 'export'}"
+        )
     snapshots = sorted((folder / "snapshots").glob("*/"))
     if snapshots and not (folder / "config.json").is_file():
         raise ValueError(

@@ -15,6 +15,8 @@ from dllm_jax.rl.sources import Settings, Tools
 
 # Of rollout.summary, what an evaluation tells.
 TOLD = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
+TOLD += ("graded_timeouts",)
+MOST_UNJUDGED = 0.1  # of an evaluation's answers, where it is compared with others
 
 
 def problems(settings: Settings, tools: Tools) -> list[data.Problem]:
@@ -124,6 +126,22 @@ def metrics_of(heldout: str, samplers, answers: int) -> list[str]:
     names = files(heldout, samplers)
     fronts = [front(name, x) for x in ("", *samplers) for name in names]
     return [f"heldout_{before}{name}" for before in fronts for name in told]
+
+
+def unjudged(row: dict, metric: str, answers: int) -> str:
+    """Returns why a metric of an evaluation is not compared with others, or "".
+
+    Of too many of its answers nobody found out what they are worth. row: of `evaluate_sets`;
+    answers: eval.answers.
+    """
+    fronts = (x.removesuffix("problems") for x in row if x.endswith("problems"))
+    front = max(filter(metric.startswith, fronts), key=len, default="")
+    if not front:  # no metric of an evaluation
+        return ""
+    asked, missing = row[f"{front}problems"] * answers, row[f"{front}graded_timeouts"]
+    if missing <= MOST_UNJUDGED * asked:
+        return ""
+    return f"{missing} of {asked} answers of {metric} were judged by nobody"
 
 
 def evaluate_sets(

@@ -81,6 +81,7 @@ def refused(sampler: SamplerConfig, attention: str) -> str:
             sampler.answers == "image"
         ),
         f"sampler.cache={sampler.cache!r} has stale keys: set it to 'none'": stale,
+        "sampler.int8=True rounds what ranks are of: set it to False": sampler.int8,
         "sampler.temperature=0 has no density: set it above 0": sampler.temperature
         == 0,
         "sampler.untempered_ranks=True ranks by what the trace does not tell: set it to "

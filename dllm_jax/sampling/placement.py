@@ -177,6 +177,23 @@ def within(
     return chosen, [f"{words} into {gib(limit)} GiB beside the rest"]
 
 
+def another(answerer, model: ModelConfig, cfg: SamplerConfig):
+    """Returns who samples by another sampler in the place of an answerer that was `place`d.
+
+    Where that one has not all pages that its rows could fill, this one has no more positions.
+    """
+    if isinstance(answerer, looking.Looking):
+        return looking.Looking(another(answerer.answerer, model, cfg), answerer.eyes)
+    made = answers.answerer(model=model, cfg=cfg, mesh=answerer.mesh)
+    paged = isinstance(made, answers.Engine) and made.scheduler.policy.final
+    positions = answerer.cfg.pages * answerer.cfg.page_slots
+    if cfg.pages or not paged or not positions:
+        return made
+    pages = max(positions // cfg.page_slots, made.scheduler.pages_per_row)
+    few = dataclasses.replace(cfg, pages=min(pages, made.scheduler.pages_per_shard))
+    return answers.answerer(model=model, cfg=few, mesh=answerer.mesh)
+
+
 def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:
     """Returns `acting.abstract` for a sampler on exactly this mesh."""
     whole = policy.POLICIES[policy.name_of(cfg, model.attention)].canvas == "step"

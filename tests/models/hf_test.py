@@ -108,7 +108,12 @@ def test_everything_but_weights_is_copied(tmp_path):
     assert files(tmp_path / "out") == kept
 
 
-@pytest.mark.parametrize("head", [b"", b"---\nlicense: mit\n---\n"])
+FRONT = b"---\nlicense: mit\n---"
+
+
+@pytest.mark.parametrize(
+    "head", [b"", FRONT + b"\n", FRONT.replace(b"\n", b"\r\n") + b" \r\n"]
+)
 def test_the_card_of_trained_weights_says_that_it_is_about_others(tmp_path, head):
     origin = shutil.copytree(SDAR, tmp_path / "origin")
     (origin / "README.md").write_bytes(head + b"It adds. \xe9\n")
@@ -117,6 +122,10 @@ def test_the_card_of_trained_weights_says_that_it_is_about_others(tmp_path, head
         hf.save(tmp_path / name, cfg, params, like=like, trained=True)
         card = (tmp_path / name / "README.md").read_bytes()
         assert card == head + export.TRAINED + b"It adds. \xe9\n"
+    (origin / "README.md").write_bytes(FRONT)  # and no more
+    hf.save(tmp_path / "short", cfg, params, like=origin, trained=True)
+    card = (tmp_path / "short" / "README.md").read_bytes()
+    assert card == FRONT + b"\n" + export.TRAINED
     hf.save(tmp_path / "bare", cfg, params, like=SDAR, trained=True)
     assert (tmp_path / "bare" / "README.md").exists() == (SDAR / "README.md").exists()
 
@@ -462,6 +471,16 @@ def test_a_crash_leaves_the_old_export_or_none(tmp_path, monkeypatch):
     out.rename(tmp_path / ".out.old")  # as it is where a swap is killed half-way
     hf.save(out, cfg, params, like=SDAR)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", repository.OTHER_NAMES)
+def test_an_export_takes_its_own_place_whatever_its_weights_are_called(tmp_path, name):
+    origin = shutil.copytree(TIED, tmp_path / "origin")
+    (origin / repository.SINGLE).rename(origin / name)
+    cfg, params = hf.load(origin)
+    for _ in range(2):
+        hf.save(tmp_path / "out", cfg, params, like=origin)
+    assert files(tmp_path / "out") == files(origin)
 
 
 def test_export_refuses_to_destroy(tmp_path):
@@ -1000,6 +1019,15 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
 
 
 # ---- What is refused -----------------------------------------------------------------
+
+
+def test_a_runs_folder_is_no_checkpoint(tmp_path):
+    for name in ("config.json", "run.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ValueError, match="is a run's folder: its model is in .*/export$"
+    ):
+        hf.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

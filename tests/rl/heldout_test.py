@@ -39,9 +39,30 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         "heldout_tokens_per_forward": 1.0,
         "heldout_response_length": lent.ANSWER,
         "heldout_nan_answers": 0,
+        "heldout_graded_timeouts": 0,
         "heldout_problems": 3,
     }
     assert tools.timer.pop().keys() == {"seconds/eval"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "missing", "answers", "told"),
+    [
+        ("heldout_accuracy", (1, 9), 1, ""),
+        ("heldout_accuracy", (2, 0), 1, "2 of 10 answers of heldout_accuracy were"),
+        ("heldout_accuracy", (2, 0), 2, ""),
+        ("heldout_easy_accuracy", (9, 2), 1, "2 of 10 answers of heldout_easy_acc"),
+        ("heldout_easy_accuracy", (9, 1), 1, ""),
+        ("", (9, 9), 1, ""),
+        ("reward", (9, 9), 1, ""),
+    ],
+)
+def test_what_too_few_judged_is_not_compared(metric, missing, answers, told):
+    row = {}
+    for front, count in zip(("heldout_", "heldout_easy_"), missing, strict=True):
+        row |= {f"{front}graded_timeouts": count, f"{front}problems": 10}
+    why = heldout.unjudged(row, metric, answers)
+    assert why.startswith(told) and bool(why) == bool(told)
 
 
 # An answer that is longer than sampler.max_new is no example.

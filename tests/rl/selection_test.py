@@ -182,6 +182,7 @@ def test_every_outcome_has_its_probability(name, quota):
             "block",
             "nothing records the border",
         ),
+        ({"int8": True}, "block", "int8=True rounds what ranks are of"),
         ({"pad_penalty": 2.0, "strategy": "sequential"}, "block", ""),
         ({"before_stop": True}, "block", "before_stop=True leaves out places"),
         ({"before_stop": True, "target": "top"}, "block", ""),

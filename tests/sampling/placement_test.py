@@ -308,6 +308,27 @@ def test_pages_are_fewer_where_all_do_not_fit(tiny, one_width, monkeypatch):
             placement.check(found, 7, limit)
 
 
+def test_another_sampler_has_as_many_positions(tiny):
+    """Those of a set number, and all where all were placed."""
+    model, mesh = tiny[0], mesh_of(1, 1, 1)
+    cfg = dataclasses.replace(CFG, max_new=56)  # 8 rows of 8 pages of 8 positions
+
+    def pages(placed, **change):
+        first = placement.placed(model, dataclasses.replace(cfg, pages=placed), mesh)
+        other = dataclasses.replace(cfg, **change)
+        made = placement.another(first.answerer, model, other)
+        assert made.mesh is first.answerer.mesh
+        return (
+            made.scheduler.pages_per_shard if other.cache != "none" else made.cfg.pages
+        )
+
+    assert pages(20) == pages(20, strategy="static") == 20
+    assert pages(0) == pages(100) == 64
+    assert pages(20, pages=31) == 31
+    assert pages(20, page=16) == 10 and pages(8, max_new=120) == 16  # a row's
+    assert pages(20, cache="none") == 0
+
+
 def test_pages_are_half_where_the_compiler_refuses_all(tiny, monkeypatch):
     model, mesh = tiny[0], mesh_of(1, 1, 1)
 

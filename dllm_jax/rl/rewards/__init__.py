@@ -26,6 +26,7 @@ import numpy as np
 
 from dllm_jax import memory
 from dllm_jax.data import BadGold, Problem
+from dllm_jax.models import repository
 from dllm_jax.models.vision.prompts import pictures_of
 from dllm_jax.rl.rewards import (
     choice,
@@ -474,17 +475,23 @@ def loaded(name: str) -> Grader:
 
 
 def sources(spec: str, cfg, *, chunks: bool = True) -> dict[str, str]:
-    """Returns a hash of the source of each function of one's own that judges, by its name.
+    """Returns a hash of each function of one's own and checkpoint that judges, by its name.
 
-    The arguments are those of `grader`; which raises ValueError for the same functions.
-    chunks: whether reward.split is asked for, too.
+    The arguments are those of `grader`; which raises ValueError for the same functions and
+    folders. chunks: whether reward.split is asked for, too.
     """
     weighed = weights(spec)
     own = [("rl.reward", name) for name in weighed if name not in GRADERS]
     asks = "judge" in weighed or (chunks and cfg.split != "none")
     if asks and judge.names_function(cfg.judge.at):
         own.append(("reward.judge.at", cfg.judge.at))
-    return {f"the source of {name}": judge.source(key, name) for key, name in own}
+    folders = {"reward.model": cfg.model} if "reward_model" in weighed else {}
+    if asks and judge.names_folder(cfg.judge.at):
+        folders["reward.judge.at"] = cfg.judge.at
+    marks = {key: repository.marks(repository.find(x)) for key, x in folders.items()}
+    return {f"the source of {name}": judge.source(key, name) for key, name in own} | {
+        f"the checkpoint of {key}": str(mark) for key, mark in marks.items()
+    }
 
 
 def arrays(name: str, grades: Grades) -> Grades:

@@ -312,6 +312,11 @@ def names_function(at: str) -> bool:
     return all(x.isidentifier() for x in (*module.split("."), wanted))
 
 
+def names_folder(at: str) -> bool:
+    """Returns whether a judge is a checkpoint."""
+    return bool(at) and "://" not in at and not names_function(at)
+
+
 def judge(cfg, *, looks: bool = False) -> Judge:
     """Returns the Judge that `reward.judge.at` names. cfg: rl.config.JudgeConfig.
 

@@ -569,6 +569,21 @@ def test_functions_are_known_by_their_source(mine, tmp_path):
         rewards.sources(f"{mine}:f", CFG)
 
 
+def test_checkpoints_that_judge_are_known_by_their_weights(tmp_path):
+    """By key, as hosts may have them elsewhere."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    at = dataclasses.replace(CFG.judge, at=str(folder))
+    cfg = dataclasses.replace(CFG, model=str(folder), judge=at)
+    spec = "reward_model,judge"
+    before = rewards.sources(spec, cfg)
+    told = [f"the checkpoint of {key}" for key in ("reward.model", "reward.judge.at")]
+    assert [*before] == told and [*rewards.sources("math", cfg)] == []
+    (folder / "model.safetensors").write_text("others")
+    assert all(rewards.sources(spec, cfg)[x] != before[x] for x in told)
+
+
 def test_a_check_that_raises_is_named_with_the_place(mine):
     with pytest.raises(ValueError, match="wordless': its check raised KeyError: 'key'"):
         rewards.grader(f"{mine}:wordless", CFG).check(problem())
