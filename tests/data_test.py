@@ -515,8 +515,8 @@ def test_a_prompt_without_chat_tokens_is_told_once(tmp_path, tok, capsys):
     """`generate` and DPO take it for what the user says; here it is written by its author."""
     tok = copy.deepcopy(tok)
     chat = "<|im_start|>user\n3+4<|im_end|>\n<|im_start|>assistant\n"
-    for prompts, told in (([chat], 0), ([chat, "3+4", "12"], 1), ([34], 0)):
-        rows = [{"prompt": x, "response": "7"} for x in prompts]
+    for given, told in (([chat], 0), ([chat, "3+4", "12"], 1), ([34], 0)):
+        rows = [{"prompt": x, "response": "7"} for x in given]
         data.examples(write(tmp_path / "x.jsonl", *rows), tok, CFG, **FORM)
         said = capsys.readouterr().err
         assert said.count("without the chat template: '3+4'") == told

@@ -160,8 +160,9 @@ CORE, FILE = 19_980, 500
 # left undone in functions, and what an interpreter writes at its end; 10 for functions that
 # take something else. 90 for sums in other words, chains, roots of one name, residues and fonts;
 # 85 for sets however a program makes them, names that tests find, marks that no token has, and
-# judges who say nothing. 10 for checks that call themselves, and tests without one.
-REWARDS = 4_320  # a jail, a judge, seven formats; formulas among short answers
+# judges who say nothing. 10 for checks that call themselves, and tests without one; 10 for
+# checkpoints that judge and have changed.
+REWARDS = 4_330  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports

@@ -1024,10 +1024,8 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
 def test_a_runs_folder_is_no_checkpoint(tmp_path):
     for name in ("config.json", "run.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        ValueError, match="is a run's folder: its model is in .*/export$"
-    ):
-        hf.read_config(tmp_path)
+    with pytest.raises(ValueError, match="is a run's folder: its model is .*/export$"):
+        repository.find(tmp_path)
 
 
 @pytest.mark.parametrize(
