@@ -7,6 +7,8 @@ Host numpy.
 
 `cfg` is a NoiseConfig throughout; rl/config.py imports this module for the names of the
 kinds.
+
+Letters: o tokens of an answer, p steps of its scopes.
 """
 
 import dataclasses
@@ -67,13 +69,18 @@ def shrink(step_T, scope_T, size: int):
 
     What was never unmasked is no step: a token merged with it would be lost.
     """
-    out_T = step_T.copy()
     open_T = unmasked(step_T)
-    for scope in np.unique(scope_T[open_T]):
-        inside_T = open_T & (scope_T == scope)
-        steps, index = np.unique(step_T[inside_T], return_inverse=True)
-        last = np.minimum((index // size + 1) * size, len(steps)) - 1
-        out_T[inside_T] = steps[last]
+    step_o = step_T[open_T].astype(np.int64)
+    turns = step_o.max(initial=0) + 1
+    # The steps of all scopes, a scope after the other.
+    pair_p, which_o = np.unique(scope_T[open_T] * turns + step_o, return_inverse=True)
+    scope_p, step_p = np.divmod(pair_p, turns)
+    first_p = np.searchsorted(scope_p, scope_p)
+    end_p = np.searchsorted(scope_p, scope_p, side="right")
+    place_p = np.arange(len(pair_p)) - first_p
+    last_p = np.minimum(first_p + (place_p // size + 1) * size, end_p) - 1
+    out_T = step_T.copy()
+    out_T[open_T] = step_p[last_p][which_o]
     return out_T
 
 
@@ -175,8 +182,11 @@ def masked_of_scopes(step_T, answer_T, scope_T, rng, chosen) -> StepMap:
     """
     out_T = np.where(answer_T | (step_T == GIVEN), GIVEN, FAR).astype(step_T.dtype)
     share_T = np.zeros(step_T.shape, np.float32)
-    for scope in np.unique(scope_T[answer_T]):
-        inside = rng.permutation(np.flatnonzero(answer_T & (scope_T == scope)))
+    pos_o = np.flatnonzero(answer_T)
+    pos_o = pos_o[np.argsort(scope_T[pos_o], kind="stable")]
+    ends = np.flatnonzero(np.diff(scope_T[pos_o])) + 1
+    for scope in np.split(pos_o, ends) if len(pos_o) else ():
+        inside = rng.permutation(scope)
         count, weight = chosen(len(inside))
         out_T[inside[:count]], share_T[inside[:count]] = 1, weight * len(inside) / count
     return StepMap(out_T, share_T)

@@ -184,6 +184,7 @@ def another(answerer, model: ModelConfig, cfg: SamplerConfig):
     """
     if isinstance(answerer, looking.Looking):
         return looking.Looking(another(answerer.answerer, model, cfg), answerer.eyes)
+    warn_of_kernels(model, cfg, answerer.mesh)
     made = answers.answerer(model=model, cfg=cfg, mesh=answerer.mesh)
     paged = isinstance(made, answers.Engine) and made.scheduler.policy.final
     positions = answerer.cfg.pages * answerer.cfg.page_slots

@@ -96,7 +96,7 @@ def found(path: pathlib.Path) -> pathlib.Path:
     if not path.is_dir():
         return path
     for pattern in ("samples/step_*.jsonl", "eval.jsonl"):
-        if files := sorted(path.glob(pattern)):
+        if files := sorted(path.glob(pattern), key=lambda x: (len(x.name), x.name)):
             return files[-1]
     inside = sorted(path.glob("*/eval.jsonl"))  # of a sweep, say
     such = inside[0] if inside else "python -m dllm_jax.generate --out writes"

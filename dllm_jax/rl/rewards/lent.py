@@ -59,6 +59,12 @@ class Lent:
         except ValueError as error:
             raise ValueError(f"reward.judge.at={cfg.at!r}: {error}") from None
         lines = [f"judge: the checkpoint {cfg.at}, {cfg.votes} votes"]
+        if 0 < model.positions < cfg.prompt + cfg.tokens:
+            lines.append(
+                f"warning: reward.judge.prompt={cfg.prompt} and tokens={cfg.tokens}: the "
+                f"judge was made for {model.positions} positions (max_position_embeddings): "
+                "beyond them it guesses"
+            )
         if self.looks:
             lines.append(self.look(path))
         return lines

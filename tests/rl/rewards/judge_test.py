@@ -598,8 +598,9 @@ def test_a_checkpoint_judges_with_the_engine(capsys, one_width):
     assert not asked.aside
     questions = [question(excerpt="1"), question(excerpt="1" * 700)]
     with jax.set_mesh(sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])):
-        (line,) = asked.begin()
+        line, long = asked.begin()
         assert line == f"judge: the checkpoint {folder}, 2 votes"
+        assert "reward.judge.prompt=700 and tokens=4: the judge was made for " in long
         claim = asked.claim(0, slots=16)
         weights = 2 * sum(x.size for x in jax.tree.leaves(hf.load(folder)[1]))
         # Keys and values of a row of 704 slots in each layer, bf16, and some integers.
