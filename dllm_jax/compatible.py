@@ -436,6 +436,8 @@ def waiting(cfg, graders) -> dict[str, str]:
         "rl.max_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.min_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.outcome": (tokens or not learns, "reward.split"),
+        "rl.speed": (rl.outcome or split == "none", "rl.outcome"),
+        "rl.truncated_tail": (rl.outcome or split == "none", "rl.outcome"),
         "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),
         "objective.value_weight": (not learns or rl.value == "head", "rl.value"),

@@ -993,6 +993,9 @@ def test_what_training_does_not_read_is_told():
     assert lines == [told.format("sweep"), told.format("by")]
 
 
+CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
+
+
 @pytest.mark.parametrize(
     ("leaves", "line"),
     [
@@ -1005,7 +1008,7 @@ def test_what_training_does_not_read_is_told():
             "reward.judge.at='http://localhost/v1' is not read, as rl.reward names no judge",
         ),
         ({"reward__judge__at": "http://localhost/v1", "rl__reward": "judge"}, ""),
-        ({"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}, ""),
+        (CHUNKS, ""),
         (
             {"reward__model": "folder"},
             "reward.model='folder' is not read, as rl.reward",
@@ -1032,6 +1035,11 @@ def test_what_training_does_not_read_is_told():
         ({"reward__chunk": 8}, "reward.chunk=8 is not read, as reward.split is 'none'"),
         ({"rl__gamma": 0.9, "rl__value": "none"}, "rl.gamma=0.9 is not read, as rl.va"),
         ({"rl__gamma": 0.9}, ""),
+        (
+            CHUNKS | {"rl__speed": 1.0, "rl__outcome": 0.0},
+            "rl.speed=1.0 is not read, as",
+        ),
+        (CHUNKS | {"rl__speed": 1.0}, ""),
         ({"rl__gamma": 0.9, "rl__value": "none", "rl__reward": "own:keyed"}, ""),
         (
             {"objective__value_weight": 2.0, "rl__value": "own"},
