@@ -7,7 +7,7 @@ It answers data.heldout (the first eval.problems of it) eval.answers times and g
 answers as training does. In run.folder it leaves eval.json, what it prints; card.json, every
 score with its 95 % interval and all that it depends on; card.md, the same as a row of a table;
 and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
-there when it is graded and another has ended; started again, it goes on behind the last.
+there soon after it is graded; started again, it goes on behind the last.
 
 With eval.samplers="one:strategy=static/sure:threshold=0.99" these samplers answer, too, each
 in a folder of its own. With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated,
@@ -18,6 +18,7 @@ AUP.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -51,7 +52,11 @@ from dllm_jax.rl import beside, heldout, rewards, rollout, scores
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.viewer import compare, traces
 
-AT_ONCE = 16  # answers, at least, that are graded together where no thread may
+AT_ONCE = 16  # answers, at the least, that are graded together where no thread may
+TOGETHER = (
+    64  # ... and at the most where one does: one that fails takes no others along
+)
+BEHIND = 256  # problems that are answered and not graded: then sampling waits
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
 
@@ -108,6 +113,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         pictures.decoder(cfg, model, tok),
         asked.problems,
         np.arange(len(asked.problems)) // cfg.eval.answers,
+        most=TOGETHER,
     )
     out, swept = {}, []
     for setting in settings:
@@ -350,30 +356,49 @@ def grown(groups, grading: beside.Beside, setting: Setting, timer, *, writes: bo
     """Returns the records of all answers: those there, and what `missing` yields, graded.
 
     They are graded meanwhile, and written as soon as they are; without a thread that may,
-    AT_ONCE of them together. writes: whether this process adds them to the file. Raises
-    exits.Stopped where some are missing still.
+    AT_ONCE of them together. What a signal finds waiting is not graded any more: it is
+    answered again. writes: whether this process adds them to the file. Raises exits.Stopped
+    where some are missing still.
     """
     sink, waiting = setting.sink, collections.deque()
     records = list(sink.lines)
 
-    def leave():
-        with timer("reward"):
-            more = graded(*waiting.popleft(), grading, setting.cfg)
-        records.extend(more)
-        for record in more if writes else ():
-            sink.add(record)
-
-    for group in groups:
-        waiting.append(group)
-        if not grading.grader.aside and len(grading.waiting) >= AT_ONCE:
+    def write(most: int):
+        """Writes what is graded, and waits for it where more than `most` problems wait."""
+        while waiting:
+            late = not grading.ready(numbers(*waiting[0]))
+            if len(waiting) <= most and sharding.anywhere(late):
+                return
             with timer("reward"):
-                grading.work()
-        while waiting and not sharding.anywhere(
-            not grading.ready(numbers(*waiting[0]))
-        ):
-            leave()
-    while waiting:
-        leave()
+                more = graded(*waiting.popleft(), grading, setting.cfg)
+            records.extend(more)
+            for record in more if writes else ():
+                sink.add(record)
+
+    def finish(wanted: bool):
+        """Writes what is left; of what waits, where it is not wanted, what is graded now."""
+        if wanted or not grading.grader.aside:
+            write(0)
+            return
+        grading.give_up()
+        with timer("reward"):
+            concurrent.futures.wait(grading.jobs)
+        write(len(waiting))
+
+    try:
+        for group in groups:
+            waiting.append(group)
+            if not grading.grader.aside and len(grading.waiting) >= AT_ONCE:
+                with timer("reward"):
+                    grading.work()
+            write(BEHIND)
+    except Exception:
+        if jax.process_count() == 1:  # others would have to agree
+            with contextlib.suppress(Exception):
+                finish(wanted=False)
+        raise
+    answers_there = len(records) + sum(len(trace.len_B) for _, trace in waiting)
+    finish(wanted=answers_there == len(grading.problems))
     if len(records) < len(grading.problems):
         raise exits.Stopped(
             f"by a signal after {len(records)} of {len(grading.problems)} answers; start "

@@ -160,14 +160,20 @@ def test_render_uses_the_chat_template(tok):
 
 
 def test_chat_templates_are_told_the_same_day_for_ever(tmp_path):
+    """And are otherwise what they are, also where a folder names several."""
     model = shutil.copytree(ROOT / "examples/arithmetic/model", tmp_path / "model")
-    (model / "chat_template.jinja").write_text(
-        "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y %H:%M:%S') %}"
-        "{% endif %}\n{{ day + '|' + messages[0].content }}"
-    )
-    tok = data.tokenizer(str(model))
-    asked = prompts.by_template(tok, [{"role": "user", "content": "x"}])
-    assert asked == "26 Jul 2024 00:00:00|x"
+    text = "\n {{ %s + '|' + messages[0].content }}"
+    dated = text % "strftime_now('%d %b %Y %H:%M:%S %D')"
+    plain = text % "'26 Jul 2024 00:00:00 07/26/24'"
+    asked = []
+    for template in (dated, plain):
+        (model / "chat_template.jinja").write_text(template)
+        tok = data.tokenizer(str(model))
+        asked.append(prompts.by_template(tok, [{"role": "user", "content": "x"}]))
+    assert asked[0] == asked[1] == "\n 26 Jul 2024 00:00:00 07/26/24|x"
+    tok.chat_template = {"default": dated, "tools": plain}
+    named = prompts.dated(tok.chat_template)
+    assert named["default"].endswith(dated) and named["default"] != dated
 
 
 @pytest.mark.parametrize("role", data.ROLES)

@@ -455,7 +455,7 @@ def graded_beside(problems, group_n, grade=None, done=0, **facts):
     """Returns a Beside of answers that are texts of no token."""
     grader = rewards.Grader(grade, rewards.anything, **facts)
     decode = lambda trace: [""] * len(trace.len_B)
-    return beside.Beside(grader, decode, problems, np.array(group_n), done)
+    return beside.Beside(grader, decode, problems, np.array(group_n), done=done)
 
 
 def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
@@ -514,14 +514,19 @@ class Sink:
         self.added.append(record)
 
 
-def grown(tmp_path, grade, count=40, between=lambda i, sink: None, **facts):
-    """Returns the Sink of `count` answers, graded while others are sampled."""
+def grown(
+    tmp_path, grade, count=40, between=lambda i, sink: None, sink=None, ends=40, **facts
+):
+    """Returns the Sink of `count` answers, graded while others are sampled.
+
+    sink: it; ends: after how many a signal comes.
+    """
     problems = [data.Problem([5], str(i), "") for i in range(count)]
     grading = graded_beside(problems, range(count), grade, **facts)
-    setting = evaluation.Setting("", config.Config(), tmp_path, Sink(tmp_path))
+    setting = evaluation.Setting("", config.Config(), tmp_path, sink or Sink(tmp_path))
 
     def stream(prompts, stop):
-        for i in range(count):
+        for i in range(min(count, ends)):
             yield i, state.no_answer(1)._replace(len=np.int32(1))
             between(i, setting.sink)
 
@@ -586,7 +591,56 @@ def test_a_graders_error_ends_an_evaluation_early(tmp_path):
 
     with pytest.raises(ValueError, match="returned what is no list"):
         grown(tmp_path, grade, between=between)
-    assert len(sampled) < 5
+    assert len(sampled) < 40
+
+
+def test_what_a_signal_finds_waiting_is_answered_again(tmp_path, monkeypatch):
+    """What is under way is written, as it was graded."""
+    begun, go, sizes = threading.Event(), threading.Event(), []
+    give_up = beside.Beside.give_up
+
+    def grade(texts, problems, trace):
+        sizes.append(len(texts))
+        begun.set()
+        assert go.wait(30)
+        return rewards.Grades(np.ones(len(texts)))
+
+    def given_up(grading):
+        give_up(grading)
+        go.set()
+
+    monkeypatch.setattr(beside.Beside, "give_up", given_up)
+    sink = Sink(tmp_path)
+    with pytest.raises(exits.Stopped, match="after 1 of 40 answers"):
+        grown(tmp_path, grade, sink=sink, ends=10, between=lambda *_: begun.wait(30))
+    assert sizes == [1] and len(sink.added) == 1
+
+
+def test_what_has_ended_stays_where_sampling_fails(tmp_path):
+    sink = Sink(tmp_path)
+
+    def between(i, sink):
+        if i == 5:
+            raise RuntimeError("sampling failed")
+
+    def grade(texts, problems, trace):
+        return rewards.Grades(np.ones(len(texts)))
+
+    with pytest.raises(RuntimeError, match="sampling failed"):
+        grown(tmp_path, grade, sink=sink, between=between, aside=False)
+    assert len(sink.added) == 6
+
+
+def test_sampling_waits_for_a_grader_that_is_far_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "BEHIND", 5)
+    written = []
+
+    def grade(texts, problems, trace):
+        time.sleep(0.01)
+        return rewards.Grades(np.ones(len(texts)))
+
+    grown(tmp_path, grade, between=lambda i, sink: written.append(i - len(sink.added)))
+    assert max(written) <= 5
 
 
 def test_nothing_to_evaluate_is_one_line():

@@ -38,11 +38,11 @@ MMADA_CHAT = (
 # Templates that ask what day it is are told one: prompts are the same when a run goes on, and
 # in all its processes. It is the one that Llama's name where nobody tells them.
 DAY = datetime.datetime(2024, 7, 26)
-FORMATS = "aAbBcdeFHIjmMpSTxXyY"
+FORMATS = "aAbBcdDeFHIjmMpSTxXyYZ"
 TODAY = "".join(
     ["{%- macro strftime_now(format) -%}{{ format"]
     + [f"|replace('%{x}', '{DAY.strftime(f'%{x}')}')" for x in ("-d", "-m", *FORMATS)]
-    + [" }}{%- endmacro -%}\n"]
+    + [" }}{%- endmacro %}\n"]
 )
 # Tokenizers that checkpoints bring as code, and the library's own that is the same.
 CLONES = {"DreamTokenizer": "Qwen2Tokenizer"}
@@ -154,11 +154,17 @@ def tokenizer(path: str):
     if (tok := plain.read(path)) is not None:
         return tok
     tok = by_transformers(path)
-    if isinstance(tok.chat_template, str) and "strftime_now" in tok.chat_template:
-        tok.chat_template = TODAY + tok.chat_template
+    tok.chat_template = dated(tok.chat_template)
     if not tok.chat_template and has_codes(path):
         tok.chat_template = MMADA_CHAT
     return tok
+
+
+def dated(template):
+    """Returns a chat template, or several by name, with TODAY where it asks for that."""
+    if isinstance(template, dict):
+        return {name: dated(x) for name, x in template.items()}
+    return TODAY + template if "strftime_now" in (template or "") else template
 
 
 def has_codes(path: str) -> bool:

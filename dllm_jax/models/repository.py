@@ -55,9 +55,9 @@ def find(path) -> pathlib.Path:
 def refuse_holder(folder: pathlib.Path) -> None:
     """Raises ValueError for what holds checkpoints: a run, the hub's cache of a repository."""
     if (folder / "run.json").is_file() and not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"{folder} is a run's folder: its model is {folder / 'export'}"
-        )
+        there = [x for x in ("export", "best", "value") if (folder / x).is_dir()]
+        which = f": name {folder / there[0]}" if there else ", and no model is in it"
+        raise ValueError(f"{folder} is a run's folder{which}")
     snapshots = sorted((folder / "snapshots").glob("*/"))
     if snapshots and not (folder / "config.json").is_file():
         raise ValueError(

@@ -26,13 +26,22 @@ class Beside:
     """Grades the answers of a stream."""
 
     def __init__(
-        self, grader: Grader, decode, problems: list, group_n: np.ndarray, done: int = 0
+        self,
+        grader: Grader,
+        decode,
+        problems: list,
+        group_n: np.ndarray,
+        *,
+        done: int = 0,
+        most: int | None = None,
     ):
         """decode: see rollout.answered; problems, group_n: what each answers, its group.
 
-        done: how many of the first were there before; they are in no group.
+        done: how many of the first were there before; they are in no group. most: answers
+        that are graded together, None: all that wait.
         """
         self.grader, self.decode, self.problems = grader, decode, problems
+        self.most = most
         self.group_n = np.where(np.arange(len(group_n)) < done, -1, group_n)
         self.missing = collections.Counter(self.group_n.tolist())
         self.answers, self.texts, self.grades = {}, {}, {}
@@ -59,14 +68,16 @@ class Beside:
         self.jobs.append(THREAD.submit(self.work))
 
     def work(self):
-        """Grades what waits, all of it at once, until nothing does."""
+        """Grades what waits, the first of it at once, until nothing does."""
         while True:
             with self.lock:
-                rows, self.waiting = self.waiting, []
+                waiting = sorted(self.waiting)
+                count = self.most or len(waiting)
+                rows, self.waiting = waiting[:count], waiting[count:]
                 self.busy = bool(rows)
             if not rows:
                 return
-            self.grade(sorted(rows))
+            self.grade(rows)
 
     def grade(self, rows: list[int]):
         """Decodes these answers, and grades this process's share of them."""
@@ -84,7 +95,7 @@ class Beside:
         self.texts |= zip(rows, texts, strict=True)  # these are graded now
 
     def give_up(self):
-        """Forgets what waits."""
+        """Forgets what waits; what is under way goes on."""
         with self.lock:
             self.waiting = []
 
@@ -102,6 +113,7 @@ class Beside:
             if self.jobs:
                 concurrent.futures.wait(self.jobs, POLL_S)
             else:
+                assert self.waiting, "of these answers some were never taken"
                 self.work()
         texts = [self.texts.pop(i) for i in rows]
         return texts, joined([self.grades.pop(i) for i in rows if i in self.grades])

@@ -136,8 +136,8 @@ def unjudged(row: dict, metric: str, answers: int) -> str:
     """
     fronts = (x.removesuffix("problems") for x in row if x.endswith("problems"))
     front = max(filter(metric.startswith, fronts), key=len, default="")
-    if not front:  # no metric of an evaluation
-        return ""
+    if not (front and metric.removeprefix(front).startswith(("accuracy", "pass@"))):
+        return ""  # no metric of what is right
     asked, missing = row[f"{front}problems"] * answers, row[f"{front}graded_timeouts"]
     if missing <= MOST_UNJUDGED * asked:
         return ""

@@ -67,9 +67,10 @@ def settled(
 ) -> Rollouts:
     """Returns Rollouts with the rewards that every process found for its share.
 
-    grades: of this process's; first: the number of the first answer (sharding.dealt). Rows without an answer (their prompt was too long), and with
-    `truncated_wrong` those that were cut at their limit, earn 0, or what the worst of their
-    group does where that is less, and what its tokens lose: no answer gains by having no end.
+    grades: of this process's; first: the number of the first answer (sharding.dealt). Rows
+    without an answer (their prompt was too long), and with `truncated_wrong` those that were
+    cut at their limit, earn 0, or what the worst of their group does where that is less, and
+    what its tokens lose: no answer gains by having no end.
     """
     earns_n = (trace.len_B > 0) & (trace.stopped_B | (not truncated_wrong))
 

@@ -1024,8 +1024,12 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
 def test_a_runs_folder_is_no_checkpoint(tmp_path):
     for name in ("config.json", "run.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match="is a run's folder: its model is .*/export$"):
+    with pytest.raises(ValueError, match="is a run's folder, and no model is in it$"):
         repository.find(tmp_path)
+    for name in ("value", "export"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=f"is a run's folder: name .*/{name}$"):
+            repository.find(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,31 @@ def test_what_waits_is_graded_together():
     assert sum(sizes) == N and sizes[0] >= 3 and len(sizes) <= 3
 
 
+def test_no_more_than_most_are_graded_together():
+    """The first of those that wait."""
+    begun, go, graded = threading.Event(), threading.Event(), []
+
+    def grade(texts, problems, trace):
+        graded.append(trace.tokens_BT[:, 2].tolist())
+        begun.set()
+        assert go.wait(30)
+        return judged(texts, problems, trace)
+
+    grader = Grader(grade, anything)
+    grading = beside.Beside(grader, lent.decode, PROBLEMS, GROUP_N, most=4)
+    for i, _ in grading.watched((i, answer(i)) for i in (0, 1, 2, *range(11, 2, -1))):
+        if i == 2:
+            assert begun.wait(30)
+    go.set()
+    grading.result(range(N))
+    assert [[x - 20 for x in rows] for rows in graded] == [
+        [0, 1, 2],
+        [3, 4, 5, 6],
+        [7, 8, 9, 10],
+        [11],
+    ]
+
+
 def test_a_graders_error_ends_the_step():
     def grade(texts, problems, trace):
         raise ValueError("rl.reward='mine:f' returned what is no list of numbers")
@@ -213,3 +238,20 @@ def test_processes_agree_on_what_was_said(monkeypatch):
     for other in (Grades(np.ones(1)), Grades(np.ones(1), np.ones((1, 3)), some.parts)):
         with pytest.raises(ValueError, match="rl.reward: "):
             beside.agreed(other)
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_parts_of_a_list_are_dealt_by_their_numbers(monkeypatch, first):
+    """In every process all have what each found of its share."""
+    shares, numbers = [], np.arange(first, first + 7)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for index in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        own_n = np.full(7, -1)
+        share = sharding.dealt(first)
+        own_n[share] = numbers[share]
+        assert (own_n[share] % 3 == index).all()
+        shares.append(own_n)
+    every = lambda own_n: np.stack(shares)
+    monkeypatch.setattr(sharding.multihost_utils, "process_allgather", every)
+    np.testing.assert_array_equal(sharding.gathered(shares[0], first), numbers)

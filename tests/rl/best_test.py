@@ -129,7 +129,7 @@ def test_a_judge_of_answers_tells_evaluations_apart(judges):
 
     for change in ({"at": "examples.arithmetic.verdicts:verdicts"}, {"votes": 5}):
         assert (of(**change) != of()) == (judges == "answers")
-    assert of(tries=9, parallel=2) == of()
+    assert of(tries=9, parallel=2, at="http://elsewhere/v1") == of()
 
 
 def test_without_patience_it_never_ends():

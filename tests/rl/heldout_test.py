@@ -53,6 +53,8 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         ("heldout_accuracy", (2, 0), 2, ""),
         ("heldout_easy_accuracy", (9, 2), 1, "2 of 10 answers of heldout_easy_acc"),
         ("heldout_easy_accuracy", (9, 1), 1, ""),
+        ("heldout_pass@1", (2, 0), 1, "2 of 10 answers of heldout_pass@1 were"),
+        ("heldout_tokens_per_forward", (9, 9), 1, ""),
         ("", (9, 9), 1, ""),
         ("reward", (9, 9), 1, ""),
     ],

@@ -16,6 +16,7 @@ where it judges each answer for itself and may be called beside sampling, with s
 answers at a time. What may take for ever or crash belongs into a `Worker`, a program into the `sandbox`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math as numbers
@@ -78,7 +79,8 @@ class Grader:
         learned from, a process.Chunks; None where nobody splits them. right_n: which
         answers are right, as `grade` found.
     aside: whether `grade` may be called in a thread beside sampling, with the answers of
-        some groups at a time. Otherwise it is called once, with all of them.
+        some groups at a time. Otherwise it is called once, with all of them, and in an
+        evaluation with some of them.
     """
 
     grade: Callable[[list[str], list[Problem], object], Grades]
@@ -477,8 +479,9 @@ def loaded(name: str) -> Grader:
 def sources(spec: str, cfg, *, chunks: bool = True) -> dict[str, str]:
     """Returns a hash of each function of one's own and checkpoint that judges, by its name.
 
-    The arguments are those of `grader`; which raises ValueError for the same functions and
-    folders. chunks: whether reward.split is asked for, too.
+    The arguments are those of `grader`; which raises ValueError for the same functions. Of
+    folders that cannot be read whoever reads them tells. chunks: whether reward.split is
+    asked for, too.
     """
     weighed = weights(spec)
     own = [("rl.reward", name) for name in weighed if name not in GRADERS]
@@ -488,10 +491,12 @@ def sources(spec: str, cfg, *, chunks: bool = True) -> dict[str, str]:
     folders = {"reward.model": cfg.model} if "reward_model" in weighed else {}
     if asks and judge.names_folder(cfg.judge.at):
         folders["reward.judge.at"] = cfg.judge.at
-    marks = {key: repository.marks(repository.find(x)) for key, x in folders.items()}
-    return {f"the source of {name}": judge.source(key, name) for key, name in own} | {
-        f"the checkpoint of {key}": str(mark) for key, mark in marks.items()
-    }
+    told = {f"the source of {name}": judge.source(key, name) for key, name in own}
+    for key, folder in folders.items():
+        with contextlib.suppress(ValueError, OSError):
+            marks = repository.marks(repository.find(folder))
+            told[f"the checkpoint of {key}"] = str(marks)
+    return told
 
 
 def arrays(name: str, grades: Grades) -> Grades:
