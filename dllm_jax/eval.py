@@ -52,10 +52,7 @@ from dllm_jax.rl import beside, heldout, rewards, rollout, scores
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.viewer import compare, traces
 
-AT_ONCE = 16  # answers, at the least, that are graded together where no thread may
-TOGETHER = (
-    64  # ... and at the most where one does: one that fails takes no others along
-)
+TOGETHER = 16  # answers that are graded at once: of more a signal would wait for all
 BEHIND = 256  # problems that are answered and not graded: then sampling waits
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
@@ -219,7 +216,7 @@ def answered(setting: Setting, stream, grading, timer, stop, run: Folder):
         )
     groups = missing(stream, grading, setting, stop)
     with setting.sink.file or contextlib.nullcontext():
-        return grown(groups, grading, setting, timer, writes=run.writes)
+        return grown(groups, grading, setting, timer, stop, writes=run.writes)
 
 
 def leave(told: dict[str, float], card: dict, setting: Setting):
@@ -352,13 +349,15 @@ def missing(stream, grading: beside.Beside, setting: Setting, stop):
             waiting = []
 
 
-def grown(groups, grading: beside.Beside, setting: Setting, timer, *, writes: bool):
+def grown(
+    groups, grading: beside.Beside, setting: Setting, timer, stop, *, writes: bool
+):
     """Returns the records of all answers: those there, and what `missing` yields, graded.
 
-    They are graded meanwhile, and written as soon as they are; without a thread that may,
-    AT_ONCE of them together. What a signal finds waiting is not graded any more: it is
-    answered again. writes: whether this process adds them to the file. Raises exits.Stopped
-    where some are missing still.
+    They are graded meanwhile, and written as soon as they are; where no thread may, TOGETHER
+    of them at once. What a signal finds waiting is not graded any more: it is answered again.
+    stop: see `missing`; writes: whether this process adds them to the file. Raises
+    exits.Stopped where some are missing still.
     """
     sink, waiting = setting.sink, collections.deque()
     records = list(sink.lines)
@@ -376,19 +375,19 @@ def grown(groups, grading: beside.Beside, setting: Setting, timer, *, writes: bo
                 sink.add(record)
 
     def finish(wanted: bool):
-        """Writes what is left; of what waits, where it is not wanted, what is graded now."""
-        if wanted or not grading.grader.aside:
-            write(0)
-            return
-        grading.give_up()
-        with timer("reward"):
-            concurrent.futures.wait(grading.jobs)
-        write(len(waiting))
+        """Writes what is left; where it is not wanted, no more than is under way."""
+        while waiting and (not grading.grader.aside or (wanted and not stop())):
+            write(len(waiting) - 1)
+        if waiting:
+            grading.give_up()
+            with timer("reward"):
+                concurrent.futures.wait(grading.jobs)
+            write(len(waiting))
 
     try:
         for group in groups:
             waiting.append(group)
-            if not grading.grader.aside and len(grading.waiting) >= AT_ONCE:
+            if not grading.grader.aside and len(grading.waiting) >= TOGETHER:
                 with timer("reward"):
                     grading.work()
             write(BEHIND)

@@ -451,11 +451,13 @@ def test_scores_leave_out_what_nobody_judged_as_the_card_does():
     assert told["accuracy"] == told["pass@1"] == 0.75 and told["pass@2"] == 1
 
 
-def graded_beside(problems, group_n, grade=None, done=0, **facts):
+def graded_beside(problems, group_n, grade=None, done=0, most=None, **facts):
     """Returns a Beside of answers that are texts of no token."""
     grader = rewards.Grader(grade, rewards.anything, **facts)
     decode = lambda trace: [""] * len(trace.len_B)
-    return beside.Beside(grader, decode, problems, np.array(group_n), done=done)
+    return beside.Beside(
+        grader, decode, problems, np.array(group_n), done=done, most=most
+    )
 
 
 def test_the_file_of_answers_is_closed_behind_the_last(tmp_path):
@@ -515,11 +517,19 @@ class Sink:
 
 
 def grown(
-    tmp_path, grade, count=40, between=lambda i, sink: None, sink=None, ends=40, **facts
+    tmp_path,
+    grade,
+    between=lambda i, sink: None,
+    *,
+    count=40,
+    sink=None,
+    ends=40,
+    stop=lambda: False,
+    **facts,
 ):
     """Returns the Sink of `count` answers, graded while others are sampled.
 
-    sink: it; ends: after how many a signal comes.
+    sink: it; ends: after how many a signal ends sampling; stop: whether one has come.
     """
     problems = [data.Problem([5], str(i), "") for i in range(count)]
     grading = graded_beside(problems, range(count), grade, **facts)
@@ -532,7 +542,7 @@ def grown(
 
     groups = evaluation.missing(stream, grading, setting, None)
     timer = metrics.Timer()
-    records = evaluation.grown(groups, grading, setting, timer, writes=True)
+    records = evaluation.grown(groups, grading, setting, timer, stop, writes=True)
     assert records == setting.sink.added
     assert [record["question"] for record in records] == [*map(str, range(count))]
     return setting.sink
@@ -614,6 +624,19 @@ def test_what_a_signal_finds_waiting_is_answered_again(tmp_path, monkeypatch):
     with pytest.raises(exits.Stopped, match="after 1 of 40 answers"):
         grown(tmp_path, grade, sink=sink, ends=10, between=lambda *_: begun.wait(30))
     assert sizes == [1] and len(sink.added) == 1
+
+
+def test_a_signal_ends_what_is_left_to_grade(tmp_path):
+    """All is sampled, and a few are graded by then."""
+    sink = Sink(tmp_path)
+
+    def grade(texts, problems, trace):
+        time.sleep(0.02 * len(texts))
+        return rewards.Grades(np.ones(len(texts)))
+
+    with pytest.raises(exits.Stopped, match="by a signal after"):
+        grown(tmp_path, grade, sink=sink, stop=lambda: len(sink.added) > 3, most=2)
+    assert 4 <= len(sink.added) < 40
 
 
 def test_what_has_ended_stays_where_sampling_fails(tmp_path):
