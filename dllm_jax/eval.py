@@ -216,7 +216,8 @@ def answered(setting: Setting, stream, grading, timer, stop, run: Folder):
         )
     groups = missing(stream, grading, setting, stop)
     with setting.sink.file or contextlib.nullcontext():
-        return grown(groups, grading, setting, timer, stop, writes=run.writes)
+        waiting = Waiting(grading, setting, timer, writes=run.writes)
+        return grown(groups, waiting, stop)
 
 
 def leave(told: dict[str, float], card: dict, setting: Setting):
@@ -349,61 +350,71 @@ def missing(stream, grading: beside.Beside, setting: Setting, stop):
             waiting = []
 
 
-def grown(
-    groups, grading: beside.Beside, setting: Setting, timer, stop, *, writes: bool
-):
+class Waiting:
+    """Answers that wait for their grading, in order, and the records of all before them."""
+
+    def __init__(
+        self, grading: beside.Beside, setting: Setting, timer, *, writes: bool
+    ):
+        """writes: whether this process adds records to the file."""
+        self.grading, self.setting, self.timer = grading, setting, timer
+        self.groups, self.writes = collections.deque(), writes
+        self.records = list(setting.sink.lines)
+
+    def write(self, most: int):
+        """Writes what is graded, and waits for it where more than `most` problems wait."""
+        while self.groups:
+            late = not self.grading.ready(numbers(*self.groups[0]))
+            if len(self.groups) <= most and sharding.anywhere(late):
+                return
+            with self.timer("reward"):
+                more = graded(*self.groups.popleft(), self.grading, self.setting.cfg)
+            self.records += more
+            for record in more if self.writes else ():
+                self.setting.sink.add(record)
+
+    def take(self, group):
+        """Takes what `missing` yields, has it graded where no thread does, and writes."""
+        self.groups.append(group)
+        if not self.grading.grader.aside and len(self.grading.waiting) >= TOGETHER:
+            with self.timer("reward"):
+                self.grading.work()
+        self.write(BEHIND)
+
+    def finish(self, stop):
+        """Writes what is left; once `stop` says so no more than a thread is at."""
+        while self.groups and not (self.grading.grader.aside and stop()):
+            self.write(len(self.groups) - 1)
+        if self.groups:
+            self.grading.give_up()
+            with self.timer("reward"):
+                concurrent.futures.wait(self.grading.jobs)
+            self.write(len(self.groups))
+
+
+def grown(groups, waiting: Waiting, stop) -> list[dict]:
     """Returns the records of all answers: those there, and what `missing` yields, graded.
 
     They are graded meanwhile, and written as soon as they are; where no thread may, TOGETHER
     of them at once. What a signal finds waiting is not graded any more: it is answered again.
-    stop: see `missing`; writes: whether this process adds them to the file. Raises
-    exits.Stopped where some are missing still.
+    stop: see `missing`. Raises exits.Stopped where some are missing still.
     """
-    sink, waiting = setting.sink, collections.deque()
-    records = list(sink.lines)
-
-    def write(most: int):
-        """Writes what is graded, and waits for it where more than `most` problems wait."""
-        while waiting:
-            late = not grading.ready(numbers(*waiting[0]))
-            if len(waiting) <= most and sharding.anywhere(late):
-                return
-            with timer("reward"):
-                more = graded(*waiting.popleft(), grading, setting.cfg)
-            records.extend(more)
-            for record in more if writes else ():
-                sink.add(record)
-
-    def finish(wanted: bool):
-        """Writes what is left; where it is not wanted, no more than is under way."""
-        while waiting and (not grading.grader.aside or (wanted and not stop())):
-            write(len(waiting) - 1)
-        if waiting:
-            grading.give_up()
-            with timer("reward"):
-                concurrent.futures.wait(grading.jobs)
-            write(len(waiting))
-
     try:
         for group in groups:
-            waiting.append(group)
-            if not grading.grader.aside and len(grading.waiting) >= TOGETHER:
-                with timer("reward"):
-                    grading.work()
-            write(BEHIND)
+            waiting.take(group)
     except Exception:
         if jax.process_count() == 1:  # others would have to agree
             with contextlib.suppress(Exception):
-                finish(wanted=False)
+                waiting.finish(lambda: True)
         raise
-    answers_there = len(records) + sum(len(trace.len_B) for _, trace in waiting)
-    finish(wanted=answers_there == len(grading.problems))
-    if len(records) < len(grading.problems):
+    waiting.finish(stop)
+    there, asked = len(waiting.records), len(waiting.grading.problems)
+    if there < asked:
         raise exits.Stopped(
-            f"by a signal after {len(records)} of {len(grading.problems)} answers; start "
-            f"the same command again to go on in {sink.path.parent}"
+            f"by a signal after {there} of {asked} answers; start the same command again to "
+            f"go on in {waiting.setting.sink.path.parent}"
         )
-    return records
+    return waiting.records
 
 
 def numbers(first: int, trace: state.Trace) -> np.ndarray:

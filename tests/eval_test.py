@@ -542,7 +542,8 @@ def grown(
 
     groups = evaluation.missing(stream, grading, setting, None)
     timer = metrics.Timer()
-    records = evaluation.grown(groups, grading, setting, timer, stop, writes=True)
+    waiting = evaluation.Waiting(grading, setting, timer, writes=True)
+    records = evaluation.grown(groups, waiting, stop)
     assert records == setting.sink.added
     assert [record["question"] for record in records] == [*map(str, range(count))]
     return setting.sink
@@ -622,7 +623,14 @@ def test_what_a_signal_finds_waiting_is_answered_again(tmp_path, monkeypatch):
     monkeypatch.setattr(beside.Beside, "give_up", given_up)
     sink = Sink(tmp_path)
     with pytest.raises(exits.Stopped, match="after 1 of 40 answers"):
-        grown(tmp_path, grade, sink=sink, ends=10, between=lambda *_: begun.wait(30))
+        grown(
+            tmp_path,
+            grade,
+            sink=sink,
+            ends=10,
+            between=lambda *_: begun.wait(30),
+            stop=lambda: True,
+        )
     assert sizes == [1] and len(sink.added) == 1
 
 
