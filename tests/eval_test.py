@@ -678,3 +678,29 @@ def test_nothing_to_evaluate_is_one_line():
     done = run("--config=configs/eval.py", "--config.data.heldout=")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: data.heldout is emp")
+
+
+def test_processes_share_the_grading_and_go_on_behind_any_line(tmp_path):
+    """Of two graders, which are asked of each process's share."""
+    arguments = ["--config=configs/eval.py", "--config.eval.temperature=1.0", *FEW]
+    arguments += ["--config.eval.problems=6", "--config.eval.answers=3"]
+    arguments += ["--config.rl.reward=math:1,length:0.5"]
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    done = run(*arguments[1:], f"--config.run.folder={alone}", arguments[0])
+    assert done.returncode == 0, done.stderr
+    shared.mkdir()
+    shutil.copy(alone / "eval.job.json", shared)
+    kept = (alone / "eval.jsonl").read_bytes().splitlines(keepends=True)[:7]
+    (shared / "eval.jsonl").write_bytes(b"".join(kept))  # of the third problem one
+    both = [[*arguments, f"--config.run.folder={shared}"]] * 2
+    for under_way in served.group("dllm_jax.eval", both, 1):
+        told, _ = under_way.communicate(timeout=300)
+        assert under_way.returncode == 0, told
+    lines = [
+        [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        for folder in (alone, shared)
+    ]
+    assert len(lines[0]) == 18
+    for one, other in zip(*lines, strict=True):
+        for key in ("response_ids", "reward", "rewards", "group", "problem"):
+            assert one[key] == other[key]
