@@ -40,15 +40,8 @@ from dllm_jax.sampling.config import variants
 
 # Keys, or the begin of some, that say what is learned, and how.
 LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
-LEARNING += (
-    "value_optim.",
-    "rl.",
-    "sft.",
-    "reward.",
-    "sampler.block",
-    "model.lora_alpha",
-)
-LEARNING += ("model.attention", "model.shift", "model.mask_id")
+LEARNING += ("value_optim.", "rl.", "sft.", "reward.", "sampler.block")
+LEARNING += ("model.lora_alpha", "model.attention", "model.shift", "model.mask_id")
 MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
 # Keys, or the begin of some, that say what an evaluation asks, and how it judges.
 EVALUATED = ("sampler.", "eval.problems", "eval.temperature", "eval.samplers")
@@ -525,10 +518,9 @@ def evaluated(cfg: config.Config) -> dict:
     idle = {f"sampler.{name}" for name in (*scores.IDLE, "temperature")}
     asks = "judge" in rewards.weights(cfg.rl.reward)
     judges = ASKING if asks else ("reward.judge.",)
+    # Of a checkpoint the weights are told, wherever it lies.
     if not rewards.judge.names_function(cfg.reward.judge.at):
-        idle.add(
-            "reward.judge.at"
-        )  # of a checkpoint the weights are told, wherever it lies
+        idle.add("reward.judge.at")
     told = {
         key: value
         for key, value in config.leaves_of(cfg).items()
