@@ -29,9 +29,12 @@ what the reward model takes for right (docs/judges.md). The presets of released 
 from configs import released, tracerl
 from configs.dllm_rl_rows import THINK
 from dllm_jax import config
+from dllm_jax.rl.config import RLConfig
 
 # Which is no solve rate's: the arithmetic recipe's range goes back to the defaults.
-VARIED = {"filter": "varied", "min_solved": 0.2, "max_solved": 0.8}
+VARIED = {"filter": "varied"} | {
+    name: getattr(RLConfig, name) for name in ("min_solved", "max_solved")
+}
 
 
 def arithmetic(c):

@@ -109,10 +109,9 @@ def begin_card(file: pathlib.Path) -> None:
     if TRAINED not in text:
         # For the hub's search.
         head = re.match(rb"---\r?\n.*?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
-        before = text[: head.end()] if head else b""
-        if before and not before.endswith(b"\n"):
-            before += b"\n"
-        file.write_bytes(before + TRAINED + text[head.end() if head else 0 :])
+        end = head.end() if head else 0
+        gap = b"\n" if head and not head[1] else b""
+        file.write_bytes(text[:end] + gap + TRAINED + text[end:])
 
 
 def extend_index(

@@ -150,8 +150,7 @@ def within(
     is, for `check` to refuse.
     """
     made, chosen = placement.answerer, placement
-    paged = isinstance(made, answers.Engine) and made.scheduler.policy.final
-    if cfg.pages or not paged:
+    if cfg.pages or not paged(made):
         return placement, []
     enough = pages = made.scheduler.pages_per_shard
     pool = memory.array_bytes(made.lower(placement.weights)[1].s.cache)
@@ -177,6 +176,11 @@ def within(
     return chosen, [f"{words} into {gib(limit)} GiB beside the rest"]
 
 
+def paged(answerer) -> bool:
+    """Returns whether rows get their pages as they go, so that there may be fewer."""
+    return isinstance(answerer, answers.Engine) and answerer.scheduler.policy.final
+
+
 def another(answerer, model: ModelConfig, cfg: SamplerConfig):
     """Returns who samples by another sampler in the place of an answerer that was `place`d.
 
@@ -186,9 +190,8 @@ def another(answerer, model: ModelConfig, cfg: SamplerConfig):
         return looking.Looking(another(answerer.answerer, model, cfg), answerer.eyes)
     warn_of_kernels(model, cfg, answerer.mesh)
     made = answers.answerer(model=model, cfg=cfg, mesh=answerer.mesh)
-    paged = isinstance(made, answers.Engine) and made.scheduler.policy.final
     positions = answerer.cfg.pages * answerer.cfg.page_slots
-    if cfg.pages or not paged or not positions:
+    if cfg.pages or not paged(made) or not positions:
         return made
     pages = max(positions // cfg.page_slots, made.scheduler.pages_per_row)
     few = dataclasses.replace(cfg, pages=min(pages, made.scheduler.pages_per_shard))
