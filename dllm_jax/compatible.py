@@ -438,6 +438,7 @@ def waiting(cfg, graders) -> dict[str, str]:
         "rl.outcome": (tokens or not learns, "reward.split"),
         "rl.speed": (rl.outcome or split == "none", "rl.outcome"),
         "rl.truncated_tail": (rl.outcome or split == "none", "rl.outcome"),
+        "rl.updates": (not rl.answers_per_update, "rl.answers_per_update"),
         "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),
         "objective.value_weight": (not learns or rl.value == "head", "rl.value"),

@@ -1032,6 +1032,10 @@ CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
             {"rl__filter": "varied", "rl__min_solved": 0.1},
             "rl.min_solved=0.1 is not read",
         ),
+        (
+            {"rl__updates": 2, "rl__answers_per_update": 8},
+            "rl.updates=2 is not read, as rl.answers_per_update is 8",
+        ),
         ({"reward__chunk": 8}, "reward.chunk=8 is not read, as reward.split is 'none'"),
         ({"rl__gamma": 0.9, "rl__value": "none"}, "rl.gamma=0.9 is not read, as rl.va"),
         ({"rl__gamma": 0.9}, ""),

@@ -222,18 +222,14 @@ LLADA2_PLAIN = TOWER_PLAIN | {
 }
 LLADA_PLAIN = {
     "activation_type": "silu",
-    "alibi": False,
-    "attention_layer_norm": False,
     "block_group_size": 1,
     "block_type": "llama",
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
     "layer_norm_type": "rms",
-    "multi_query_attention": None,
-    "num_experts": None,  # LLaDA-MoE's, whose config.json says "llada", too
     "rope": True,
-    "scale_logits": False,
+    **dict.fromkeys(("alibi", "include_bias", "include_qkv_bias"), False),
+    **dict.fromkeys(("attention_layer_norm", "input_emb_norm", "scale_logits"), False),
+    # LLaDA-MoE has experts, and says "llada", too.
+    **dict.fromkeys(("clip_qkv", "multi_query_attention", "num_experts"), None),
 }
 
 # ---- The families ----------------------------------------------------------------------

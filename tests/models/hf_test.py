@@ -1138,6 +1138,7 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group"
     [
         ("llada", {"block_type": "llada"}, "block_type='llada' is not supported"),
         ("llada", {"alibi": True}, "alibi=True is not supported"),
+        ("llada", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("llada", {"include_qkv_bias": True}, "include_qkv_bias=True is not supported"),
         ("llada", {"mlp_hidden_size": None}, "no field 'mlp_hidden_size'"),
         ("llada", {"num_experts": 64}, "num_experts=64 is not supported"),
