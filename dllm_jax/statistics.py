@@ -146,6 +146,8 @@ def quotient(mean_dc):
 def share(value_n, samples: int) -> Score:
     """Returns a share with its interval; value_n: of each problem's `samples` answers.
 
+    Or the mean of other numbers from 0 to 1 that follow from these, as pass@k does.
+
     One answer to each, or all alike: Wilson's. Several: the clustered one. Of few, or of
     several that are nearly all right or wrong, the Beta's, where several answers count as
     so many independent ones as their variance says, which of few problems is itself
@@ -199,16 +201,6 @@ def mean(value_n) -> Score:
     return Score(
         float(value_n.mean()), *bootstrap(column, value_n[:, None]), "bootstrap"
     )
-
-
-def mean_share(value_n) -> Score:
-    """Returns the mean over problems of shares of sets of answers, with its interval.
-
-    The bootstrap's. Where all problems are alike, no draw differs from another, which would
-    be an interval of no width: there it is that of a `share`, an answer to each.
-    """
-    alike = len(value_n) > 1 and np.ptp(value_n) == 0
-    return share(value_n, 1) if alike else mean(value_n)
 
 
 def ratio(above_n, below_n) -> Score:

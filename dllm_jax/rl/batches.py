@@ -415,7 +415,8 @@ def gap_metrics(scores: Scores, rl: RLConfig, *, as_sampled: bool) -> dict[str, 
     """Returns how far the sampler's log-probs are from those that training sees.
 
     And from those of draws: selection_bias is the mean of log p + entropy over the tokens
-    that were kept, whose expectation is 0 where they are draws of p.
+    that were kept, whose expectation is 0 where they are draws of p. Where the record is
+    trusted both are of an update's first microbatch alone, which has its longest rows.
     """
     metrics = {}
     if as_sampled:

@@ -35,7 +35,8 @@ def k2(delta):
 def k3(delta):
     """exp(-d) - 1 + d: never negative; unbiased for tokens drawn from the new policy.
 
-    Here they are the old one's: right to second order in d. The exponent is clamped.
+    Here they are the old one's: right to second order in d. The exponent is clamped, as in
+    dLLM-RL, so that a token below -LIMIT is pulled back no more: the slope is 1 there.
     """
     return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
 
@@ -173,7 +174,7 @@ def clipped_answers(answers: Answers, cfg):
         elbo_answer    d_i = L_new - L_old: EBPO (arXiv 2602.08676)
 
     The KL is of d_i, too. The gradient is that of the linear loss whose factor is
-    -d loss / d d_i.
+    -d loss / d d_i: 0 beyond +-LIMIT, where rho_i is clamped.
     """
     ratio_n = jnp.exp(jnp.clip(answers.delta_n, -LIMIT, LIMIT))
     adv_n, high = answers.adv_n, 1 + (cfg.clip_high or cfg.clip)
@@ -194,7 +195,8 @@ def clipped_answers(answers: Answers, cfg):
     if cfg.reference_beta:
         pull_n += cfg.reference_beta * slope(answers.ref_delta_n)
         told["answer_reference_kl"] = mean(kl(answers.ref_delta_n, cfg.kl))
-    return jnp.where(is_clipped_n, 0.0, ratio_n), -pull_n, told
+    still_n = is_clipped_n | (jnp.abs(answers.delta_n) > LIMIT)
+    return jnp.where(still_n, 0.0, ratio_n), -pull_n, told
 
 
 def self_normalised(answers: Answers, cfg):

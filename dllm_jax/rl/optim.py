@@ -10,8 +10,7 @@ import jax
 import optax
 
 # Parameters of transformer.stack, of a vision tower and of its projector.
-BIASES = ("bq", "bk", "bv", "router_bias")
-BIASES += ("bo", "b_up", "b_down", "b_patch", "b_in", "b_out")
+BIASES = ("bq", "bk", "bv", "bo", "b_up", "b_down", "b_patch", "b_in", "b_out")
 
 
 def constant(cfg, updates: int) -> optax.Schedule:
@@ -55,7 +54,9 @@ def decayed(params, *, norms: bool):
 
     def shrinks(path, _) -> bool:
         name = path[-1].key
-        return name not in BIASES and (norms or "norm" not in name)
+        if name in BIASES or name.endswith("_bias"):
+            return False
+        return norms or "norm" not in name
 
     return jax.tree_util.tree_map_with_path(shrinks, params)
 

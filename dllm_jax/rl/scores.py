@@ -14,6 +14,7 @@ import numpy as np
 from dllm_jax import data, folder, statistics
 from dllm_jax.records import right
 from dllm_jax.rl import rollout
+from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.statistics import Score
 
 HEAD = ("checkpoint", "problems", "n x s", "sampler", "seed")
@@ -23,18 +24,24 @@ COLUMNS = {
     "pass@": ("%", 100, 1),
     "maj@": ("%", 100, 1),
     "truncated": ("%", 100, 1),
+    "skipped": ("%", 100, 1),
     "response_length": ("", 1, 1),
     "forwards": ("", 1, 1),
     "tokens_per_forward": ("", 1, 2),
 }
 IDLE = ("rows", "pages", "page", "prefill")  # of the sampler: no answer depends on them
+# And these are not among a card's words: they are told first, or ids.
+TOLD = ("strategy", "threshold", "entropy_bound", "block", "temperature", "max_new")
+TOLD += ("max_prompt", "stop_ids", "blank", "tail")
 
 
 def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     """Returns the scores of all answers, `each` of them to a problem, by name.
 
     vote: of a Grader; without it there is no maj@k. Answers that nobody could judge count
-    in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong.
+    in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong. What was
+    skipped, as its prompt was too long, is wrong everywhere: its share is told where there
+    is any, and counts in no other score.
     """
     trace = rollout.of_records(records).trace
     right_ns = right_of(records, each)
@@ -46,8 +53,10 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     accuracy = of_shares(shares(right_ns), each)
     found = {"accuracy": accuracy, "pass@1": accuracy}
     found |= of_sets(right_ns == 1, class_ns)
+    if not given_ns.all():
+        found["skipped"] = statistics.share(1 - given_ns.mean(axis=1), each)
     return found | {
-        "truncated": statistics.share(cut_ns.mean(axis=1), each),
+        "truncated": of_shares(shares(np.where(given_ns, cut_ns, np.nan)), each),
         "response_length": statistics.ratio(tokens_n, given_ns.sum(axis=1)),
         "forwards": statistics.ratio(forwards_n, given_ns.sum(axis=1)),
         "tokens_per_forward": statistics.ratio(tokens_n, forwards_n),
@@ -65,16 +74,16 @@ def right_of(records: list[dict], each: int):
 
 
 def shares(right_ns):
-    """Returns the share of right answers among each problem's judged ones; nan: of none."""
+    """Returns the share of 1 among what is known, not nan, of each problem; nan: of none."""
     with np.errstate(invalid="ignore"):
         return (right_ns == 1).sum(axis=1) / (~np.isnan(right_ns)).sum(axis=1)
 
 
 def of_shares(share_n, each: int) -> Score:
-    """Returns the accuracy over the problems that have a share; where none has, it is 0."""
+    """Returns the share over the problems that have one; where none has, it is 0."""
     known_n = share_n[~np.isnan(share_n)]
     if not len(known_n):
-        return Score(0.0, None, None, "none was judged")
+        return Score(0.0, None, None, "of none")
     return statistics.share(known_n, each)
 
 
@@ -88,12 +97,11 @@ def of_sets(right_ns, class_ns) -> dict[str, Score]:
     for k in rollout.sizes(each)[1:]:
         value_n = statistics.pass_at(right_ns, k)
         # That of all answers is a share of the problems.
-        score = statistics.share(value_n, 1) if k == each else None
-        found[f"pass@{k}"] = score or statistics.mean_share(value_n)
+        found[f"pass@{k}"] = statistics.share(value_n, 1 if k == each else each)
     for k in rollout.sizes(each) if class_ns is not None else ():
         if k > 2:
             voted_n = statistics.majority_at(class_ns, right_ns, k)
-            found[f"maj@{k}"] = statistics.mean_share(voted_n)
+            found[f"maj@{k}"] = statistics.share(voted_n, each)
     return found
 
 
@@ -175,15 +183,21 @@ def digest(marks: dict) -> str:
 
 
 def in_words(made: dict) -> str:
-    """Returns a card's sampler in a few words."""
+    """Returns a card's sampler in words: what is not named in them is the default."""
     sampler, T = made["sampler"], made["temperature"]
     words = [sampler["strategy"]]
     if sampler["strategy"] == "dynamic":
         words.append(f"{sampler['threshold']:g}")
     if sampler["strategy"] == "entropy_bounded":
         words.append(f"{sampler['entropy_bound']:g} nats")
+    changed = [
+        f"{field.name}={sampler[field.name]}"
+        for field in dataclasses.fields(SamplerConfig)
+        if field.name not in (*IDLE, *TOLD)
+        and sampler.get(field.name, field.default) != field.default
+    ]
     words.append(f"block {sampler['block']}, T={T:g}, {sampler['max_new']} tokens")
-    return " ".join(words)
+    return ", ".join([" ".join(words), *changed])
 
 
 def table(cards: list[dict]) -> str:

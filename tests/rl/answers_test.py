@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.rl import batches, bounds, learner, noise, views
+from dllm_jax.rl import batches, bounds, learner, noise, objectives, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from tests.rl import dllm_rl
@@ -152,6 +152,18 @@ def test_ratios_of_answers_are_clipped_as_their_papers_say(tiny, name):
     assert (len(np.unique(answer)) == N + 1) == (kind != RARE)  # one is masked nowhere
     assert 0 <= sums["answer_clip_fraction"] <= 1
     clipped.append(float(sums["answer_clip_fraction"]))
+
+
+def test_ratios_beyond_their_clamp_push_no_further():
+    """As `policy` has it of a token: a wrong answer that became e^12 times as likely."""
+    delta_n = jnp.array([12.0, 9.0, -12.0, 0.0])
+    answers = objectives.Answers(
+        delta_n, jnp.zeros(4), jnp.array([-1.0, -1.0, 1.0, 1.0]), jnp.ones(4, bool)
+    )
+    cfg = ObjectiveConfig(loss="sequence", beta=0.0)
+    factor_n, added_n, _ = objectives.clipped_answers(answers, cfg)
+    np.testing.assert_allclose(factor_n, [0, np.exp(9), 0, 1], rtol=1e-5)
+    assert not added_n.any()
 
 
 def test_some_ratios_were_clipped_and_some_were_not():

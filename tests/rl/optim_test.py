@@ -81,6 +81,7 @@ def test_a_configuration_takes_every_schedule_of_the_table_and_no_other(schedule
 @pytest.mark.parametrize("norms", [False, True])
 def test_weight_decay_spares_biases_and_unless_told_norms(norms):
     names = ("wq", "bq", "bk", "bv", "attn_norm", "q_norm", "router", "router_bias")
+    names += ("attn_norm_bias", "ffw_norm_bias")  # of a vision tower
     params = {
         "embed": jnp.ones(3),
         "norm": jnp.ones(3),
@@ -126,5 +127,7 @@ def test_every_bias_and_norm_of_a_tower_is_known_by_name():
     }
     zeros = {n for n, init in names.items() if init == "zeros"}
     norms = {n for n in names if "norm" in n}  # a layer norm has a bias, too
-    assert zeros - norms == set(optim.BIASES)
+    told = {n for n in zeros if n.endswith("_bias")}
+    assert zeros - told == set(optim.BIASES)
+    assert {"router_bias", "attn_norm_bias"} <= told
     assert {n for n, init in names.items() if init == "ones"} == norms - zeros

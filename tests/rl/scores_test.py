@@ -1,5 +1,6 @@
 """Scores of records, cards, and the AUP of a sweep."""
 
+import dataclasses
 import json
 
 import matplotlib.pyplot as plt
@@ -10,6 +11,7 @@ from dllm_jax import statistics
 from dllm_jax.data import Problem
 from dllm_jax.rl import rewards, scores
 from dllm_jax.rl.config import RewardConfig
+from dllm_jax.sampling.config import SamplerConfig
 
 VOTE = rewards.grader("math", RewardConfig()).vote
 
@@ -75,6 +77,36 @@ def test_an_unjudged_answer_costs_a_problem_no_more_than_itself(problems):
     assert got.low < 1 == got.value
     got = scores.of_records([late, late], 2)
     assert got["accuracy"][:3] == (0.0, None, None) and got["pass@2"].value == 0
+
+
+def test_what_was_skipped_is_told_and_is_in_no_share_of_answers_given():
+    skipped = record(right=False, tokens=0, forwards=0, finished="skipped")
+    cut = record(finished="length")
+    got = scores.of_records([record(), cut, skipped, skipped, cut, cut], 2)
+    assert got["skipped"].value == pytest.approx(1 / 3)
+    assert got["truncated"].value == 0.75 and got["response_length"].value == 4
+    assert got["accuracy"].value == pytest.approx(2 / 3)
+    assert "skipped" not in scores.of_records([record(), cut], 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps_per_block", 2),
+        ("unmasking", "cosine"),
+        ("cache", "prefix"),
+        ("top_k", 5),
+        ("rank_temperature", 0.5),
+        ("before_stop", True),
+        ("int8", True),
+    ],
+)
+def test_a_cards_words_tell_samplers_apart(field, value):
+    sampler = dataclasses.asdict(SamplerConfig(max_new=14, max_prompt=99, rows=8))
+    plain = scores.in_words({"temperature": 1.0, "sampler": sampler})
+    assert plain == "dynamic 0.9 block 4, T=1, 14 tokens"
+    other = scores.in_words({"temperature": 1.0, "sampler": sampler | {field: value}})
+    assert other == f"{plain}, {field}={value}"
 
 
 def test_the_first_of_several_graders_says_what_is_right_if_it_could():
