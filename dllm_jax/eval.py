@@ -54,6 +54,8 @@ from dllm_jax.viewer import compare, traces
 
 TOGETHER = 16  # answers that are graded at once: of more a signal would wait for all
 BEHIND = 256  # problems that are answered and not graded: then sampling waits
+SCORES = ("card.json", "card.md", "eval.json")  # of a setting, in its folder
+SWEPT = ("sweep.json", "sweep.md", "sweep.png")
 OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
 
 
@@ -112,17 +114,17 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         np.arange(len(asked.problems)) // cfg.eval.answers,
         most=TOGETHER,
     )
+    if run.writes:
+        begin(settings, len(asked.problems), run.path)
     out, swept = {}, []
     for setting in settings:
-        if run.writes:
-            setting.folder.mkdir(exist_ok=True)
-            setting.sink.begin(len(asked.problems))
         with timer("eval"):
             records = answered(setting, streams(setting.cfg), grading, timer, stop, run)
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | spent(setting, timer)
         if run.writes:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
+            setting.sink.done()
         out |= setting.named(told)
         swept.append(records)
     return out if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
@@ -162,6 +164,23 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
         )
         for name, own in config.settings(cfg)
     ]
+
+
+def begin(settings: list[Setting], total: int, folder: pathlib.Path):
+    """Makes the settings' folders, and their answers' files ready for `total` answers.
+
+    Where some are missing the scores go that are there: they would stand beside others.
+    """
+    whole = [len(setting.sink.lines) == total for setting in settings]
+    gone = [folder / name for name in SWEPT if not all(whole)]
+    for setting, stays in zip(settings, whole, strict=True):
+        gone += [setting.folder / name for name in SCORES if not stays]
+    with exits.room(folder):
+        for path in gone:
+            path.unlink(missing_ok=True)
+        for setting in settings:
+            setting.folder.mkdir(exist_ok=True)
+            setting.sink.begin(total)
 
 
 def spent(setting: Setting, timer: metrics.Timer) -> dict[str, float]:

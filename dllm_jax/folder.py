@@ -45,6 +45,7 @@ LONGEST = 4096  # characters without an end that are logged as a line of their o
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
 RUNNING = "running"
+OVERWRITING = {"--overwrite": "has begun"}  # in a job's note, until all is answered
 OTHER = "name another file (--out) or folder (--config.run.folder), or add --overwrite"
 
 
@@ -484,18 +485,20 @@ class Answers:
     def __init__(self, path, job: dict, *, overwrite: bool):
         """Reads what is there, and changes nothing.
 
-        job: flat, JSON-able. overwrite: what is there is not to stay. Raises ValueError for
-        a file of another job, or of something else, and exits.CannotGoOn where it cannot be
-        read.
+        job: flat, JSON-able. overwrite: what is there is not to stay, but for what an
+        attempt that overwrote left behind before it was `done`: a command that is given
+        again and again must come to an end. Raises ValueError for a file of another job, or
+        of something else, and exits.CannotGoOn where it cannot be read.
         """
         self.path, self.job = pathlib.Path(path), json.loads(json.dumps(job))
         self.note = note_of(path)
         self.lines, self.end, self.file = [], 0, None
-        if overwrite or not self.path.is_file():
+        self.note_begun = self.job | OVERWRITING if overwrite else self.job
+        known = object_of(read(self.note)) if self.note.is_file() else None
+        if not self.path.is_file() or (overwrite and known != self.note_begun):
             return
-        data = read(self.path)
-        if data:
-            self.compare(object_of(read(self.note)) if self.note.is_file() else None)
+        if data := read(self.path):
+            self.compare(known)
         for line in data.split(b"\n")[:-1]:
             if (row := object_of(line)) is None:
                 break
@@ -510,7 +513,8 @@ class Answers:
                 f"depend on; {OTHER}"
             )
         # Of images answers have the marks, wherever they lie by now.
-        keys = sorted((known.keys() | self.job.keys()) - {"data.image_root"})
+        keys = known.keys() | self.job.keys()
+        keys = sorted(keys - {"data.image_root"} - OVERWRITING.keys())
         # Older files do not tell them.
         keys = [x for x in keys if x in known or not x.startswith("the checkpoint of")]
         differ = [key for key in keys if known.get(key) != self.job.get(key)]
@@ -541,8 +545,14 @@ class Answers:
                         "is answered again"
                     )
                 os.truncate(self.path, self.end)
-            write(self.note, json.dumps(self.job, indent=1) + "\n")
+            write(self.note, json.dumps(self.note_begun, indent=1) + "\n")
             self.file = self.path.open("a", encoding="utf-8")
+
+    def done(self) -> None:
+        """Closes the file, which has all answers."""
+        self.file.close()
+        if self.note_begun != self.job:
+            write(self.note, json.dumps(self.job, indent=1) + "\n")
 
     def add(self, line: dict) -> None:
         """Appends an answer, which is in the file when this returns."""

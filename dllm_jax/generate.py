@@ -392,6 +392,10 @@ class Terminal:
                 exits.unheard(self.file)
                 sys.exit()
 
+    def done(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
 
 def sink_of(options, marks: dict):
     """Returns what takes the answers to a file of prompts.
@@ -463,7 +467,7 @@ def write(stream, prompts: list[list[int]], rows: list[dict], sink, said, stop):
             f"{sink.path}; with --out=FILE the same command goes on behind them"
         )
     if sink.file is not sys.stdout:
-        sink.file.close()
+        sink.done()
         print(f"{done} answers in {sink.path}", file=sys.stderr)
 
 

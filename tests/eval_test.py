@@ -151,9 +151,45 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert [x["problems"] for x in card["groups"].values()] == [1, 1]
     assert scores(tmp_path)["problems"] == 2
     assert len(file.read_bytes().splitlines()) == 4
+    note = tmp_path / "eval.job.json"
+    again = json.loads(note.read_text())
+    assert not again.keys() & folder.OVERWRITING.keys()
+    note.write_text(json.dumps(again | folder.OVERWRITING))  # as a signal leaves it
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+    more = evaluated(tmp_path, "--overwrite", *keys)
+    assert more.returncode == 0, more.stderr
+    assert "3 of 4 answers are there, and stay" in more.stderr
     told = json.loads((tmp_path / "run.json").read_text())["attempts"]
-    assert [x["ended"][:7] for x in told] == ["done"] * 4
+    assert [x["ended"][:7] for x in told] == ["done"] * 5
     assert not (tmp_path / "lock").exists()
+
+
+def test_scores_go_where_answers_are_missing(tmp_path):
+    """Of an evaluation that overwrites and is stopped they told another one's."""
+    settings = []
+    for name, count in (("whole", 2), ("cut", 1)):
+        inside = tmp_path / name
+        inside.mkdir()
+        sink = folder.Answers(inside / "eval.jsonl", {}, overwrite=False)
+        sink.begin(count)
+        for number in range(count):
+            sink.add({"n": number})
+        sink.done()
+        sink = folder.Answers(inside / "eval.jsonl", {}, overwrite=False)
+        settings.append(evaluation.Setting(name, None, inside, sink))
+        for score in evaluation.SCORES:
+            (inside / score).touch()
+    for score in evaluation.SWEPT:
+        (tmp_path / score).touch()
+    evaluation.begin(settings[:1], 2, tmp_path)
+    assert (tmp_path / "sweep.md").exists()
+    evaluation.begin(settings, 2, tmp_path)
+    left = {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*")}
+    assert {x for x in left if "eval.j" not in x} == {
+        "whole/card.json",
+        "whole/card.md",
+    }
+    assert "whole/eval.json" in left and "cut/eval.json" not in left
 
 
 def answers_in(folder) -> list[tuple]:

@@ -408,6 +408,22 @@ def test_answers_go_on_behind_the_last(tmp_path, capsys):
     assert path.read_text() == '{"n": 4}\n'
 
 
+def test_what_overwrites_goes_on_with_itself_until_all_is_answered(tmp_path):
+    path, job = tmp_path / "out.jsonl", {"seed": 1}
+    grown(path, job, {"n": 1})
+    assert grown(path, job, {"n": 2}, overwrite=True) == []
+    assert grown(path, job, {"n": 3}, overwrite=True) == [{"n": 2}]
+    assert grown(path, job, overwrite=False) == [{"n": 2}, {"n": 3}]
+    assert grown(path, job, {"n": 4}, overwrite=True) == []
+    assert grown(path, {"seed": 2}, {"n": 5}, overwrite=True) == []
+    sink = folder.Answers(path, {"seed": 2}, overwrite=True)
+    sink.begin(1)
+    sink.done()
+    assert sink.lines == [{"n": 5}]
+    assert grown(path, {"seed": 2}, overwrite=True) == []
+    assert path.read_text() == ""
+
+
 @pytest.mark.parametrize(
     "torn", [b'{"n": ', b"\0\0\0", b'{"n": 2}', b"\xff\xfe", b"[1]\n{}\n"]
 )
