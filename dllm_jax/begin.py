@@ -492,6 +492,8 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
     if done:
         check_unfinished(cfg, meta, source.steps)
     of = None if done else evaluated(cfg)
+    if of:
+        say_other_problems(here, meta, of, start)
     meta["best"] = best.still(meta.get("best"), cfg.run.keep_best, of, here.say)
     source.recall(meta.get("memory", {}))
     defaults = here.defaults or dataclasses.asdict(config.Config())
@@ -532,6 +534,20 @@ def evaluated(cfg: config.Config) -> dict:
         "data.heldout": [processes.content(path) for path in files],
         "rl.truncated": cfg.rl.truncated_wrong,  # all that an evaluation reads of it
     }
+
+
+def say_other_problems(here: Scene, meta: dict, of: dict, start: int):
+    """Says where the files of held-out problems hold others than in the checkpoint's time.
+
+    meta: of the checkpoint; of: of `evaluated`. Where they have other names that is told.
+    """
+    key, before = "data.heldout", (meta.get("best") or {}).get("of") or {}
+    same = before.get(key, of[key]) == of[key]  # older checkpoints do not tell it
+    if start and not same and key not in config.changes(meta["config"], here.cfg):
+        here.say(
+            f"warning: {key}={here.cfg.data.heldout!r} holds other problems than until step "
+            f"{start}: evaluations before and after do not compare"
+        )
 
 
 def begin_or_resume(here: Scene, restored):

@@ -142,9 +142,17 @@ def entry(main, help_text: str = "") -> None:
 
 
 def of_32_bits(main):
-    """Runs a command; raises ValueError where JAX would make its programs of 64 bits."""
+    """Runs a command; raises ValueError where JAX would make its programs of 64 bits.
+
+    Or none of them, as numbers of two kinds may not meet.
+    """
     if jax.config.jax_enable_x64:
         raise ValueError("JAX_ENABLE_X64 is set, and programs are of 32 bits: unset it")
+    if jax.config.jax_numpy_dtype_promotion != "standard":
+        raise ValueError(
+            "JAX_NUMPY_DTYPE_PROMOTION=strict, and programs have bfloat16 beside float32: "
+            "unset it"
+        )
     main()
 
 

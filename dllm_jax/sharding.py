@@ -8,8 +8,11 @@ replicated.
 """
 
 import functools
+import glob
 import os
+import pathlib
 import re
+import warnings
 from importlib import metadata, util
 
 import jax
@@ -79,6 +82,26 @@ def keep_compiled(folder: str):
         return
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    warnings.showwarning = functools.partial(
+        forget_damaged, pathlib.Path(folder), warnings.showwarning
+    )
+
+
+def forget_damaged(folder: pathlib.Path, show, message, *place, **more):
+    """Shows a warning; where it is JAX's of a damaged program in `folder`, takes that away.
+
+    It is damaged by a kill while it was written, and JAX leaves what is there: without this
+    each start would compile it anew. All of its name go, as the warning tells no more.
+
+    show: warnings.showwarning, as it was; the others are its arguments.
+    """
+    found = re.search(r"reading persistent compilation.* for '([^'/]+)'", str(message))
+    if found is None:
+        show(message, *place, **more)
+        return
+    for file in folder.glob(f"{glob.escape(found[1])}-*-cache"):
+        file.unlink(missing_ok=True)
+    exits.warn(f"run.compile_cache={folder}: {found[1]} was damaged: it is made anew")
 
 
 def keep_exact(dtype: str):

@@ -822,6 +822,13 @@ def test_numbers_of_64_bits_are_refused(capsys, monkeypatch):
     assert "error: JAX_ENABLE_X64 is set" in capsys.readouterr().err
 
 
+def test_numbers_that_may_not_meet_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate"])
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(SystemExit, match="2"):
+        command_line.entry(lambda: None)
+    assert "error: JAX_NUMPY_DTYPE_PROMOTION=strict" in capsys.readouterr().err
+
+
 def test_a_cache_that_cannot_be_made_is_none(capsys, tmp_path):
     kept = jax.config.jax_compilation_cache_dir
     file = tmp_path / "file"
@@ -835,6 +842,37 @@ def test_a_cache_that_cannot_be_made_is_none(capsys, tmp_path):
     assert capsys.readouterr().err == (
         f"warning: run.compile_cache={file}: File exists; no program is kept\n"
     )
+
+
+def test_a_program_that_was_cut_in_the_cache_is_made_anew_once(tmp_path):
+    program = """if True:
+        import sys, jax
+        from dllm_jax import sharding
+
+        def cut(x):
+            return x + 1
+
+        sharding.keep_compiled(sys.argv[1])
+        print(jax.jit(cut)(1))
+    """
+
+    def run() -> str:
+        env = {k: x for k, x in os.environ.items() if "COMPILATION_CACHE" not in k}
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "2\n"
+        return done.stderr
+
+    assert run() == ""
+    (file,) = tmp_path.glob("jit_cut-*-cache")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100])
+    told = run()
+    assert told.count("\n") == 1
+    assert f"run.compile_cache={tmp_path}: jit_cut was damaged: it is made" in told
+    assert len(file.read_bytes()) > 100 and run() == ""
 
 
 def test_garbage_waits_until_a_command_begins(monkeypatch):

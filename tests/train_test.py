@@ -806,6 +806,29 @@ def test_of_other_records_nothing_is_known(monkeypatch, tmp_path):
     assert "holds other records" in told[3] and "is forgotten" in told[4]
 
 
+def test_other_held_out_problems_are_told(tmp_path):
+    cfg, file = tracerl.get_config(), tmp_path / "held.jsonl"
+    cfg.data.heldout = str(file)
+    cfg, told = config.freeze(cfg), []
+    here = types.SimpleNamespace(cfg=cfg, say=told.append)
+    file.write_text("one")
+    meta = {"config": config.leaves_of(cfg), "best": {"of": begin.evaluated(cfg)}}
+    begin.say_other_problems(here, meta, begin.evaluated(cfg), 2)
+    assert told == []
+    file.write_text("other")
+    begin.say_other_problems(here, meta, begin.evaluated(cfg), 0)
+    begin.say_other_problems(here, {"best": None}, begin.evaluated(cfg), 2)
+    assert told == []
+    begin.say_other_problems(here, meta, begin.evaluated(cfg), 2)
+    assert "held.jsonl' holds other problems than until step 2: eval" in told[0]
+    data = dataclasses.replace(cfg.data, heldout=f"{file},{file}x")
+    named = dataclasses.replace(cfg, data=data)
+    (tmp_path / "held.jsonlx").write_text("more")
+    here = types.SimpleNamespace(cfg=named, say=told.append)
+    begin.say_other_problems(here, meta, begin.evaluated(named), 2)
+    assert len(told) == 1  # the key is told
+
+
 def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     cfg = tracerl.get_config()

@@ -17,6 +17,7 @@ answers at a time. What may take for ever or crash belongs into a `Worker`, a pr
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math as numbers
@@ -438,8 +439,12 @@ def loaded(name: str) -> Grader:
     own = judge.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
-        # Lists of its own: what it sorts are not those of other graders.
-        arguments = list(texts), list(problems), trace
+        # Lists and records of its own: what it changes are not those of other graders.
+        mine = [
+            dataclasses.replace(problem, record=copy.deepcopy(problem.record))
+            for problem in problems
+        ]
+        arguments = list(texts), mine, trace
         given = judge.said("rl.reward", name, own, *arguments)
         grades = arrays(name, given if isinstance(given, Grades) else Grades(given))
         for rewards in (grades.reward_n, *grades.parts.values()):
@@ -517,6 +522,8 @@ def array(name: str, given) -> np.ndarray:
     try:
         with np.errstate(over="ignore"):  # what is infinite then is refused
             rewards = np.array(given, np.float32)
+        if np.asarray(given).dtype.kind in "US":
+            raise TypeError("texts")
     except (TypeError, ValueError):
         raise ValueError(
             f"rl.reward={name!r} returned what is no list of numbers"

@@ -271,28 +271,39 @@ def said(key: str, name: str, function: Callable, *arguments):
 def raised(who: str, error: BaseException) -> str:
     """Returns a line of who raised an error, and where."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text, file, line = str(error), frame.filename, frame.lineno
+    text, file, line = worded(error), frame.filename, frame.lineno
     if isinstance(error, SyntaxError) and error.filename:  # no frame is of its file
         text, file, line = error.msg, error.filename, error.lineno
     text = " ".join(text.split())[:300]
     return f"{who} raised {type(error).__name__}: {text} ({file}, line {line})"
 
 
+def worded(error: BaseException) -> str:
+    """Returns an error's words; "" where it has none that can be told."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 (it is somebody's own class)
+        return ""
+
+
 @contextlib.contextmanager
 def staying(key: str, name: str):
     """Puts the working directory back where what is inside changes it, and says so once.
 
-    Relative paths, such as the run's folder, are named from it. key, name: of the function.
+    Relative paths, such as the run's folder, are named from it. A child that is forked inside
+    ends here: it would go on as a second run. key, name: of the function.
     """
+    own = os.getpid()
     try:
         place = os.getcwd()
     except OSError:  # somebody has removed it
-        yield
-        return
+        place = None
     try:
         yield
     finally:
-        if not (os.path.isdir(".") and os.path.samefile(".", place)):
+        if os.getpid() != own:
+            os._exit(0)
+        if place and not (os.path.isdir(".") and os.path.samefile(".", place)):
             os.chdir(place)
             warn_moved(key, name)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import types
 
@@ -422,6 +423,19 @@ def short(texts, problems, trace):
 def words(texts, problems, trace):
     return ["good"] * len(texts)
 
+def numerals(texts, problems, trace):
+    return ["1.0"] * len(texts)
+
+def keeps(texts, problems, trace):
+    return [float(len(p.record.setdefault("seen", {text}))) for text, p in zip(texts, problems)]
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError
+
+def mute(texts, problems, trace):
+    raise Mute
+
 def tokens(texts, problems, trace):
     return Grades(np.ones(2), np.ones((2, 3)))
 
@@ -589,6 +603,32 @@ def test_a_check_that_raises_is_named_with_the_place(mine):
         rewards.grader(f"{mine}:wordless", CFG).check(problem())
 
 
+def test_a_function_that_writes_into_records_writes_into_its_own(mine):
+    asked = problem()
+    before = dict(asked.record)
+    assert grade(f"{mine}:keeps", ["a"], [asked]).reward_n.tolist() == [1]
+    assert asked.record == before
+
+
+def test_a_child_that_a_function_forks_goes_no_further():
+    code = """if True:
+        import os
+        from dllm_jax.rl.rewards import judge
+
+        def f(ends):
+            if not os.fork():
+                return ends()
+            os.wait()
+            return 7
+
+        for ends in (exit, int, lambda: 1 / 0):
+            print(judge.said("rl.reward", "mine:f", f, ends), flush=True)
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "7\n" * 3), done.stderr
+
+
 def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -607,6 +647,8 @@ def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
         ("short", "grades of shape \\(1,\\) for 2 answers"),
         ("parted", "grades of shape \\(1,\\) for 2 answers"),
         ("words", "returned what is no list of numbers"),
+        ("numerals", "returned what is no list of numbers"),
+        ("mute", "mute' raised Mute:  \\("),
         (
             "boundless",
             "rl.reward='mine_outside:boundless' returned -inf: a reward is a",
