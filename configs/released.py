@@ -41,7 +41,7 @@ def looking(method: str, **recipes) -> dict:
 
     recipes: by the names that LOOKING has.
     """
-    return made(LOOKING, recipes, method)
+    return made(LOOKING, recipes, f"images/{method}")
 
 
 def made(models: dict, recipes: dict, method: str) -> dict:

@@ -28,13 +28,8 @@ what the reward model takes for right (docs/judges.md). The presets of released 
 
 from configs import released, tracerl
 from configs.dllm_rl_rows import THINK
+from configs.tracerl import VARIED
 from dllm_jax import config
-from dllm_jax.rl.config import RLConfig
-
-# Which is no solve rate's: the arithmetic recipe's range goes back to the defaults.
-VARIED = {"filter": "varied"} | {
-    name: getattr(RLConfig, name) for name in ("min_solved", "max_solved")
-}
 
 
 def arithmetic(c):

@@ -47,6 +47,7 @@ seed; six minutes of such a core). The others are unrun.
 
 from configs import released, tracerl
 from dllm_jax import config
+from dllm_jax.rl.config import NoiseConfig
 
 
 def arithmetic(c):
@@ -225,7 +226,7 @@ def smollm2(c):
 def preferences(c):
     """VRPO: DPO on evidence bounds."""
     c.method = "dpo"
-    c.noise.update(kind="subset", draws=8)
+    c.noise.update(kind="subset", draws=8, upper=NoiseConfig.upper)
     c.objective.update(aggregate="elbo", reference_beta=0.2)
 
 
@@ -264,7 +265,7 @@ def trace(c):
     arithmetic(c)
     c.model.path = "examples/arithmetic/model"
     c.data.train = "runs/arithmetic/traces.jsonl"
-    c.noise.kind = "trace"
+    c.noise.update(kind="trace", upper=NoiseConfig.upper)
     c.policy_optim.update(lr=1e-4, schedule="constant", horizon=0, final=0.0)
     c.run.folder = "runs/arithmetic/trace"
 

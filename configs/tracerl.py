@@ -53,7 +53,13 @@ core; docs/tiny_images.md). The presets of released models are unrun.
 
 from configs import released
 from dllm_jax import config, data
+from dllm_jax.rl.config import RLConfig
 from dllm_jax.sampling.config import DRAWING
+
+# A filter of no solve rate: the arithmetic recipe's range goes back to the defaults.
+VARIED = {"filter": "varied"} | {
+    name: getattr(RLConfig, name) for name in ("min_solved", "max_solved")
+}
 
 
 def arithmetic(c):
@@ -145,7 +151,7 @@ def process(c):
     c.reward.update(split="marks", mark=",")
     c.reward.judge.at = "examples.arithmetic.verdicts:verdicts"
     c.rl.value = "own"
-    c.run.folder = "runs/arithmetic/process"
+    c.run.folder = "runs/arithmetic/process/tracerl"
 
 
 def code(c):
@@ -156,7 +162,7 @@ def code(c):
     c.data.heldout = "examples/functions/heldout.jsonl"
     c.sampler.update(max_prompt=32, max_new=16, rows=128)
     c.batch.update(rows=4, tokens=256)
-    c.rl.update(reward="code", filter="varied", prompts=16, steps=40, value="own")
+    c.rl.update(reward="code", prompts=16, steps=40, value="own", **VARIED)
     c.policy_optim.lr = 1e-4
     c.run.folder = "runs/functions/tracerl"
 

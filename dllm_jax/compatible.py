@@ -426,7 +426,6 @@ def waiting(cfg, graders) -> dict[str, str]:
     bounded = any("entropy_bounded" in name for name in names)
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
-        "noise.rate": (coins, "noise.kind"),
         "noise.upper": (coins, "noise.kind"),
         "reward.chunk": (split in ("tokens", "steps"), "reward.split"),
         "reward.mark": (split == "marks", "reward.split"),

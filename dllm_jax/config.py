@@ -470,7 +470,7 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
 def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
     """Returns the ids that end an answer; raises ValueError for one that never can.
 
-    tok: the tokenizer, or None.
+    And for a mask token that is one of them. tok: the tokenizer, or None.
     """
     for token in cfg.stop_ids:
         if token >= model.vocab or token == model.mask_id:
@@ -478,7 +478,13 @@ def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
                 f"sampler.stop_ids={cfg.stop_ids}: {token} never ends an answer; ids are "
                 f"0..{model.vocab - 1}, and {model.mask_id} is the mask token"
             )
-    return stop_ids(tok, model.eos_id, *model.ends, *cfg.stop_ids)
+    stops = stop_ids(tok, model.eos_id, *model.ends, *cfg.stop_ids)
+    if model.mask_id in stops:
+        raise ValueError(
+            f"model.mask_id={model.mask_id}: the mask token is never an answer, and this one "
+            "ends answers: name a token that no text uses"
+        )
+    return stops
 
 
 def size_warnings(

@@ -27,6 +27,7 @@ from dllm_jax import (
     begin,
     checks,
     command_line,
+    compatible,
     config,
     data,
     exits,
@@ -113,6 +114,17 @@ def test_every_preset_freezes(path, name):
     assert cfg.run.folder != config.RunConfig().folder
     assert f"--config=configs/{path.name}" in module.__doc__
     assert name is None or name in module.__doc__
+    if path.stem != "eval":  # which says nothing of training
+        assert compatible.unread(cfg) == []
+
+
+def test_no_two_methods_of_a_preset_share_a_folder():
+    """The second would go on with the weights of the first."""
+    folders = {}
+    for path, name in PRESETS:
+        cfg = load(path).get_config(*([name] if name else []))
+        folders.setdefault(cfg.run.folder, []).append(f"{path.stem}:{name}")
+    assert [names for names in folders.values() if len(names) > 1] == []
 
 
 def recipes():
