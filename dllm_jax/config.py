@@ -20,7 +20,7 @@ import ml_collections
 
 from dllm_jax import checks, compatible, pallas_kernels, pictures, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
-from dllm_jax.models import families, hf, repository, selfcheck
+from dllm_jax.models import families, hf, repository, selfcheck, special
 from dllm_jax.models.config import Lora, ModelConfig
 from dllm_jax.models.transformer import REMAT
 from dllm_jax.models.vision import codes
@@ -470,7 +470,7 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
 def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
     """Returns the ids that end an answer; raises ValueError for one that never can.
 
-    And for a mask token that is one of them. tok: the tokenizer, or None.
+    tok: the tokenizer, or None.
     """
     for token in cfg.stop_ids:
         if token >= model.vocab or token == model.mask_id:
@@ -479,12 +479,7 @@ def stops_of(cfg: SamplerConfig, model: ModelConfig, tok) -> tuple[int, ...]:
                 f"0..{model.vocab - 1}, and {model.mask_id} is the mask token"
             )
     stops = stop_ids(tok, model.eos_id, *model.ends, *cfg.stop_ids)
-    if model.mask_id in stops:
-        raise ValueError(
-            f"model.mask_id={model.mask_id}: the mask token is never an answer, and this one "
-            "ends answers: name a token that no text uses"
-        )
-    return stops
+    return special.looked_at(stops, model.mask_id) if tok is not None else stops
 
 
 def size_warnings(

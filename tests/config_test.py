@@ -469,6 +469,16 @@ def test_values_near_those_that_are_refused_pass(leaves):
     assert config.chosen(cfg, ModelConfig())
 
 
+def test_a_mask_token_that_ends_answers_is_told(capsys):
+    model = str(ROOT / "examples" / "arithmetic" / "model")
+    config.completed(config.freeze(changed(model__path=model)))
+    assert capsys.readouterr().err == ""
+    cfg = config.freeze(changed(model__path=model, model__mask_id=2))  # <|im_end|>
+    config.completed(cfg)
+    told = "warning: model.mask_id=2 is one of the ids that end an answer, and the mask"
+    assert capsys.readouterr().err.startswith(told)
+
+
 @pytest.mark.parametrize(
     ("told", "block", "steps"),
     [({}, 32, (1,) * 32), ({"sampler__block": 4}, 4, (1,) * 4)],

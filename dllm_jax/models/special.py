@@ -8,6 +8,7 @@ import pathlib
 
 from dllm_jax import records
 from dllm_jax.checks import shown, suits
+from dllm_jax.exits import warn
 
 # What tokenizers call their mask token, where tokenizer_config.json does not name it.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "|<MASK>|", "<|mdm_mask|>", "[MASK]")
@@ -103,6 +104,17 @@ def find_ends(folder: pathlib.Path, raw: dict, eos_id: int) -> tuple[int, ...]:
                 words = "a token's id, or a list of ids"
                 raise ValueError(f"{where}: eos_token_id={shown(x)}: {words}")
     return tuple(dict.fromkeys(x for x in ids if x not in (None, eos_id)))
+
+
+def looked_at(stops: tuple[int, ...], mask_id: int) -> tuple[int, ...]:
+    """Returns the ids that end answers, and warns where the mask token is one of them."""
+    if mask_id in stops:
+        others = sorted({*stops} - {mask_id}) or "their length"
+        warn(
+            f"model.mask_id={mask_id} is one of the ids that end an answer, and the mask token "
+            f"is never one: answers end by {others} alone"
+        )
+    return stops
 
 
 def tokenizers_id(folder: pathlib.Path, kind: str, *others: str) -> int | None:

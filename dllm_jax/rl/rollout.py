@@ -255,7 +255,6 @@ def speed(trace: Trace) -> np.ndarray:
 def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns the metrics of a step's rollouts: means over its answers.
 
-    Lengths and what was cut are of those that were given: a prompt may be too long.
     reward and accuracy are those of the answers that were judged; where there are several
     graders, reward/NAME is what each says of those that it could judge.
 
@@ -272,7 +271,7 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
         "graded_timeouts": int((~judged_n).sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
-        "truncated": float(cut_B.sum() / answers_given),
+        "truncated": float(cut_B.mean()),
         "nan_answers": int(trace.bad_B.sum()),
         **{
             f"reward/{name}": mean(x_n, known_n & ~np.isnan(x_n))

@@ -25,10 +25,12 @@ COLUMNS = {
     "maj@": ("%", 100, 1),
     "truncated": ("%", 100, 1),
     "skipped": ("%", 100, 1),
+    "unjudged": ("%", 100, 1),
     "response_length": ("", 1, 1),
     "forwards": ("", 1, 1),
     "tokens_per_forward": ("", 1, 2),
 }
+OF_NONE = "of none"  # a share's method
 IDLE = ("rows", "pages", "page", "prefill")  # of the sampler: no answer depends on them
 # And these are not among a card's words: they are told first, or ids.
 TOLD = ("strategy", "threshold", "entropy_bound", "block", "temperature", "max_new")
@@ -40,8 +42,8 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
 
     vote: of a Grader; without it there is no maj@k. Answers that nobody could judge count
     in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong. What was
-    skipped, as its prompt was too long, is wrong everywhere: its share is told where there
-    is any, and counts in no other score.
+    skipped, as its prompt was too long, is wrong everywhere, and counts in no other score.
+    The shares of both are told where there are any.
     """
     trace = rollout.of_records(records).trace
     right_ns = right_of(records, each)
@@ -53,8 +55,9 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     accuracy = of_shares(shares(right_ns), each)
     found = {"accuracy": accuracy, "pass@1": accuracy}
     found |= of_sets(right_ns == 1, class_ns)
-    if not given_ns.all():
-        found["skipped"] = statistics.share(1 - given_ns.mean(axis=1), each)
+    for name, lost_ns in ("skipped", ~given_ns), ("unjudged", np.isnan(right_ns)):
+        if lost_ns.any():
+            found[name] = statistics.share(lost_ns.mean(axis=1), each)
     return found | {
         "truncated": of_shares(shares(np.where(given_ns, cut_ns, np.nan)), each),
         "response_length": statistics.ratio(tokens_n, given_ns.sum(axis=1)),
@@ -83,7 +86,7 @@ def of_shares(share_n, each: int) -> Score:
     """Returns the share over the problems that have one; where none has, it is 0."""
     known_n = share_n[~np.isnan(share_n)]
     if not len(known_n):
-        return Score(0.0, None, None, "of none")
+        return Score(0.0, None, None, OF_NONE)
     return statistics.share(known_n, each)
 
 
@@ -227,7 +230,9 @@ def line(cells: list[str]) -> str:
 
 
 def written(name: str, score: dict) -> str:
-    """Returns a score as a table has it: 62.1 % [58.0, 66.1]."""
+    """Returns a score as a table has it: 62.1 % [58.0, 66.1]; a dash for a share of none."""
+    if score.get("method") == OF_NONE:
+        return "–"
     kind = next(x for x in COLUMNS if name.startswith(x))
     unit, scale, digits = COLUMNS[kind]
     value = f"{scale * score['value']:.{digits}f}{' ' * bool(unit)}{unit}"

@@ -47,7 +47,7 @@ def told(path: str) -> dict:
         "facts": facts(rows, cfg, attempts),
         "panels": panels(rows),
         "phases": phases(rows),
-        "evals": evals(rows, heldout_size(cfg)),
+        "evals": evals(rows, heldout_size(cfg), answers_each(cfg)),
         "scores": scores(folder),
         "settings": settings(folder),
         "attempts": [attempt_of(attempt) for attempt in attempts],
@@ -167,25 +167,33 @@ def phases(rows: list[dict]) -> dict:
     }
 
 
-def evals(rows: list[dict], problems: int) -> list[list]:
+def evals(rows: list[dict], problems: int, answers: int) -> list[list]:
     """Returns (step, accuracy, its interval's ends, tokens per forward, length).
 
-    problems: of each evaluation that does not tell it; 0: not known, and then the ends are
-    None.
+    The interval is that of so many problems as were judged; where none was, there is no
+    accuracy. problems: of each evaluation that does not tell it; 0: not known, and then the
+    ends are None. answers: to each.
     """
     out = []
     for row in rows:
         share = row.get("heldout_accuracy")
         if share is not None:
             low, high = None, None
-            count = row.get("heldout_problems") or problems
+            known = row.get("heldout_problems") or problems
+            count = known - (row.get("heldout_graded_timeouts") or 0) / answers
+            share = None if count <= 0 < known else share
             # Who wrote a row by hand may have meant per cent, of which this tells nothing.
-            if 0 <= share <= 1 <= count <= traces.LARGEST:
+            if share is not None and 0 <= share <= 1 <= count <= traces.LARGEST:
                 low, high = statistics.wilson(share, count)
             names = ("tokens_per_forward", "response_length")
             more = [row.get(f"heldout_{name}") for name in names]
             out.append([row["step"], share, low, high, *more])
     return out
+
+
+def answers_each(cfg: dict) -> int:
+    """Returns how many answers an evaluation had to each problem."""
+    return traces.whole(traces.group(cfg, "eval").get("answers")) or 1
 
 
 def heldout_size(cfg: dict) -> int:

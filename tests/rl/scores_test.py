@@ -60,6 +60,7 @@ def test_what_nobody_judged_counts_in_no_accuracy():
     got = scores.of_records(rows, 2)
     assert got["accuracy"].value == 0.75 and got["pass@1"] == got["accuracy"]
     assert "maj@2" not in got and got["pass@2"].value == 1
+    assert got["unjudged"].value == 0.25 and "skipped" not in got
 
 
 @pytest.mark.parametrize("problems", [3, 400])
@@ -77,6 +78,8 @@ def test_an_unjudged_answer_costs_a_problem_no_more_than_itself(problems):
     assert got.low < 1 == got.value
     got = scores.of_records([late, late], 2)
     assert got["accuracy"][:3] == (0.0, None, None) and got["pass@2"].value == 0
+    assert scores.written("accuracy", got["accuracy"]._asdict()) == "–"
+    assert got["unjudged"].value == 1
 
 
 def test_what_was_skipped_is_told_and_is_in_no_share_of_answers_given():

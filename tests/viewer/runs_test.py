@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dllm_jax import report
+from dllm_jax import report, statistics
 from dllm_jax.viewer import album, runs, traces
 from tests.viewer.common import answer, write
 
@@ -95,6 +95,21 @@ def test_a_row_by_hand_has_no_interval_where_there_can_be_none(share, count, tmp
     row = {"step": 1, "heldout_accuracy": share, "heldout_problems": count}
     write(tmp_path / "metrics.jsonl", [row])
     assert runs.told(str(tmp_path))["evals"] == [[1, share, None, None, None, None]]
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "answers", "judged"), [(236, 1, 20), (236, 2, 138), (256, 1, 0)]
+)
+def test_an_interval_is_that_of_problems_that_were_judged(
+    timeouts, answers, judged, tmp_path
+):
+    row = {"step": 1, "heldout_accuracy": 0.5, "heldout_problems": 256}
+    write(tmp_path / "metrics.jsonl", [row | {"heldout_graded_timeouts": timeouts}])
+    cfg = {"eval": {"answers": answers}}
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    want = [0.5, *statistics.wilson(0.5, judged)] if judged else [None] * 3
+    ((_, *told),) = runs.told(str(tmp_path))["evals"]
+    assert told == [*want, None, None]
 
 
 def test_only_what_is_unusual_is_told_of_the_log(tmp_path):

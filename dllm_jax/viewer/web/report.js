@@ -29,9 +29,10 @@ function merged(runs) {
 function headline(run) {
   if (!run.evals.length) return null;
   const [first, last] = [run.evals[0], run.evals.at(-1)];
+  const told = (row) => (row[1] === null ? "none judged" : percent(row[1]));
   const spread = (row) => (row[2] === null ? "" : `${percent(row[2])} to ${percent(row[3])}`);
-  return el("p", { class: "headline" }, "Held-out accuracy ", el("b", {}, percent(first[1])),
-    " \u2192 ", el("b", {}, percent(last[1])),
+  return el("p", { class: "headline" }, "Held-out accuracy ", el("b", {}, told(first)),
+    " \u2192 ", el("b", {}, told(last)),
     last[2] === null ? "" : el("span", { class: "quiet" }, ` (95\u202f%: ${spread(last)})`),
     last[4] === null ? "" : [", tokens per forward ", el("b", {}, fixed(first[4], 2)), " \u2192 ",
       el("b", {}, fixed(last[4], 2))]);
