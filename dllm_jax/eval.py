@@ -56,7 +56,9 @@ TOGETHER = 16  # answers that are graded at once: of more a signal would wait fo
 BEHIND = 256  # problems that are answered and not graded: then sampling waits
 SCORES = ("card.json", "card.md", "eval.json")  # of a setting, in its folder
 SWEPT = ("sweep.json", "sweep.md", "sweep.png")
-OVERWRITE = "answer all anew; default: what is there stays, and the evaluation goes on"
+OVERWRITE = (
+    "answer all anew, until all is; default: what is there stays and is gone on with"
+)
 
 
 class Setting(NamedTuple):
@@ -115,7 +117,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         most=TOGETHER,
     )
     if run.writes:
-        begin(settings, len(asked.problems), run.path)
+        begin(settings, len(asked.problems), run.path, sweeps=bool(cfg.eval.sweep))
     out, swept = {}, []
     for setting in settings:
         with timer("eval"):
@@ -124,9 +126,10 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         told = told_of(records, cfg.eval.answers, found) | spent(setting, timer)
         if run.writes:
             leave(told, scores.card(setting.cfg, records, asked, found, marks), setting)
-            setting.sink.done()
         out |= setting.named(told)
         swept.append(records)
+    for setting in settings if run.writes else ():  # none before all are
+        setting.sink.done()
     return out if not cfg.eval.sweep else leave_sweep(cfg, run, settings, swept)
 
 
@@ -166,13 +169,16 @@ def settings_of(cfg: config.Config, folder: pathlib.Path, marks, overwrite: bool
     ]
 
 
-def begin(settings: list[Setting], total: int, folder: pathlib.Path):
+def begin(
+    settings: list[Setting], total: int, folder: pathlib.Path, *, sweeps: bool = False
+):
     """Makes the settings' folders, and their answers' files ready for `total` answers.
 
     Where some are missing the scores go that are there: they would stand beside others.
+    sweeps: whether the settings are a sweep's, whose area is one of them.
     """
     whole = [len(setting.sink.lines) == total for setting in settings]
-    gone = [folder / name for name in SWEPT if not all(whole)]
+    gone = [folder / name for name in SWEPT if sweeps and not all(whole)]
     for setting, stays in zip(settings, whole, strict=True):
         gone += [setting.folder / name for name in SCORES if not stays]
     with exits.room(folder):
@@ -328,19 +334,23 @@ def check_same(sink: Answers, asked: list[data.Problem]):
     It answers another prompt, or was graded by another gold answer or record: its reward is
     what that said, and the card would tell of this file.
     """
-    for number, line in enumerate(sink.lines, 1):
+
+    def wrong(number: int, line: dict) -> str:
         if number > len(asked) or not answers.answers_prompt(
             line, asked[number - 1].prompt_ids
         ):
-            raise sink.foreign(number, f"it does not answer problem {number}")
+            return f"it does not answer problem {number}"
         problem = asked[number - 1]
         gold = line.get("answer", problem.answer)
         if gold != problem.answer:
             was, now = checks.shown(gold), checks.shown(problem.answer)
-            raise sink.foreign(number, f"it was graded by {was}, which is {now} now")
+            return f"it was graded by {was}, which is {now} now"
         mark = mark_of(problem)
         if line.get("problem", mark) != mark:  # lines of earlier versions have none
-            raise sink.foreign(number, "the record that it was graded by has changed")
+            return "the record that it was graded by has changed"
+        return ""
+
+    sink.check(wrong)
 
 
 def mark_of(problem: data.Problem) -> str:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import jax
 
@@ -492,7 +493,8 @@ class Answers:
         """
         self.path, self.job = pathlib.Path(path), json.loads(json.dumps(job))
         self.note = note_of(path)
-        self.lines, self.end, self.file = [], 0, None
+        self.lines, self.ends, self.file = [], [0], None  # ends: of lines, in bytes
+        self.overwrites = overwrite
         self.note_begun = self.job | OVERWRITING if overwrite else self.job
         known = object_of(read(self.note)) if self.note.is_file() else None
         if not self.path.is_file() or (overwrite and known != self.note_begun):
@@ -503,7 +505,7 @@ class Answers:
             if (row := object_of(line)) is None:
                 break
             self.lines.append(row)
-            self.end += len(line) + 1
+            self.ends.append(self.ends[-1] + len(line) + 1)
 
     def compare(self, known: dict | None) -> None:
         """Raises ValueError where the file's job is another, naming a difference."""
@@ -526,9 +528,19 @@ class Answers:
             f"now {after!r}; {OTHER}"
         )
 
-    def foreign(self, number: int, reason: str) -> ValueError:
-        """Returns the error for a line that is not this job's."""
-        return ValueError(f"{self.path}, line {number}: {reason}; {OTHER}")
+    def check(self, wrong: Callable[[int, dict], str]) -> None:
+        """Raises ValueError for a line that is not this job's.
+
+        What overwrites drops that line and what follows; one that nobody judged, too. wrong:
+        from a line's number and the line to what is wrong with it, or "".
+        """
+        for number, line in enumerate(self.lines, 1):
+            reason = wrong(number, line)
+            if reason and not self.overwrites:
+                raise ValueError(f"{self.path}, line {number}: {reason}; {OTHER}")
+            if reason or (self.overwrites and not line.get("graded", True)):
+                self.lines = self.lines[: number - 1]
+                return
 
     def begin(self, total: int) -> None:
         """Opens the file behind the lines that stay, and says how many of `total` do."""
@@ -537,14 +549,15 @@ class Answers:
                 f"{self.path}: {len(self.lines)} of {total} answers are there, and stay",
                 file=sys.stderr,
             )
+        end = self.ends[len(self.lines)]
         with room(self.path.parent):
-            if self.path.is_file() and self.path.stat().st_size > self.end:
-                if self.end:
+            if self.path.is_file() and self.path.stat().st_size > end:
+                if end and not self.overwrites:
                     warn(
                         f"{self.path}: what follows line {len(self.lines)} is damaged: it "
                         "is answered again"
                     )
-                os.truncate(self.path, self.end)
+                os.truncate(self.path, end)
             write(self.note, json.dumps(self.note_begun, indent=1) + "\n")
             self.file = self.path.open("a", encoding="utf-8")
 

@@ -72,7 +72,9 @@ SHORT = {
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
 IMAGE = "what the prompt is about, for a model that looks; may be given again"
-OVERWRITE = "answer all anew; default: what is there stays, and the job goes on"
+OVERWRITE = (
+    "answer all anew, until all is; default: what is there stays and is gone on with"
+)
 DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
 # What a terminal would obey instead of showing it, but for line breaks and tabs.
@@ -413,10 +415,14 @@ def kept(sink, prompts: list[list[int]], rows: list[dict]) -> int:
 
     Raises ValueError for a line that does not answer the prompt of its number.
     """
-    for number, line in enumerate(sink.lines, 1):
+
+    def wrong(number: int, line: dict) -> str:
         known = number <= len(rows) and line.get("id") == rows[number - 1].get("id")
-        if not known or not answers.answers_prompt(line, prompts[number - 1]):
-            raise sink.foreign(number, f"it does not answer prompt {number}")
+        its = known and answers.answers_prompt(line, prompts[number - 1])
+        return "" if its else f"it does not answer prompt {number}"
+
+    if sink.lines:
+        sink.check(wrong)
     return len(sink.lines)
 
 

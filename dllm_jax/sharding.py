@@ -7,6 +7,7 @@ a letter, and a dimension whose letter is in none, or which does not divide its 
 replicated.
 """
 
+import builtins
 import functools
 import glob
 import os
@@ -95,13 +96,20 @@ def forget_damaged(folder: pathlib.Path, show, message, *place, **more):
 
     show: warnings.showwarning, as it was; the others are its arguments.
     """
-    found = re.search(r"reading persistent compilation.* for '([^'/]+)'", str(message))
-    if found is None:
+    told = re.search(r"reading persistent .* for '([^'/]+)': (\w+)", str(message))
+    error = told and getattr(builtins, told[2], Exception)
+    if not told or issubclass(error, OSError):  # what cannot be reached may be whole
         show(message, *place, **more)
         return
-    for file in folder.glob(f"{glob.escape(found[1])}-*-cache"):
-        file.unlink(missing_ok=True)
-    exits.warn(f"run.compile_cache={folder}: {found[1]} was damaged: it is made anew")
+    try:
+        for file in folder.glob(f"{glob.escape(told[1])}-*-cache"):
+            file.unlink(missing_ok=True)
+    except OSError:
+        show(message, *place, **more)
+    else:
+        exits.warn(
+            f"run.compile_cache={folder}: {told[1]} was damaged: it is made anew"
+        )
 
 
 def keep_exact(dtype: str):

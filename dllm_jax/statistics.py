@@ -25,6 +25,7 @@ ALIKE = 1e-9  # numbers that differ by less do so by rounding
 GRID = 200_000  # points at which a Beta's density is summed
 FALL = 5.0  # percentage points: settings that lose more accuracy earn no area
 STEEP = 3.0  # AUP's alpha: how fast lost accuracy loses weight
+OF_NONE = "of none"  # the method of a share of nothing
 
 
 class Score(NamedTuple):

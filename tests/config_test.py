@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -895,6 +896,21 @@ def test_a_program_that_was_cut_in_the_cache_is_made_anew_once(tmp_path):
     assert told.count("\n") == 1
     assert f"run.compile_cache={tmp_path}: jit_cut was damaged: it is made" in told
     assert len(file.read_bytes()) > 100 and run() == ""
+
+
+@pytest.mark.parametrize("error", ["PermissionError: no", "Denied: no"])
+def test_a_program_that_cannot_be_taken_out_of_the_cache_is_told_as_jax_does(
+    error, tmp_path, monkeypatch
+):
+    """What cannot be read may be whole, and a folder may be somebody else's."""
+    (tmp_path / "jit_f-1-cache").touch()
+    if "Denied" in error:
+        refused = mock.Mock(side_effect=PermissionError)
+        monkeypatch.setattr(pathlib.Path, "unlink", refused)
+    said = []
+    text = f"Error reading persistent compilation cache entry for 'jit_f': {error}"
+    sharding.forget_damaged(tmp_path, lambda *x: said.append(x), text, UserWarning)
+    assert said == [(text, UserWarning)] and (tmp_path / "jit_f-1-cache").exists()
 
 
 def test_garbage_waits_until_a_command_begins(monkeypatch):

@@ -181,9 +181,10 @@ def test_scores_go_where_answers_are_missing(tmp_path):
             (inside / score).touch()
     for score in evaluation.SWEPT:
         (tmp_path / score).touch()
-    evaluation.begin(settings[:1], 2, tmp_path)
+    evaluation.begin(settings[:1], 2, tmp_path, sweeps=True)
+    evaluation.begin(settings[1:], 2, tmp_path, sweeps=False)
     assert (tmp_path / "sweep.md").exists()
-    evaluation.begin(settings, 2, tmp_path)
+    evaluation.begin(settings, 2, tmp_path, sweeps=True)
     left = {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.*")}
     assert {x for x in left if "eval.j" not in x} == {
         "whole/card.json",

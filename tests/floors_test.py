@@ -145,10 +145,10 @@ def test_no_test_imports_another():
 # 50 for steps that a killed run had still to remove, and paths that another command makes. 20
 # for prompts that wait for a program that they fill, and half tiles of the head. 150 for answers
 # of an evaluation that are graded beside it, graders of one process without answers, pages of
-# several samplers, and what an export replaces; 40 for graders that are far behind it. 40 for
+# several samplers, and what an export replaces; 40 for graders that are far behind it. 70 for
 # answers that are overwritten and gone on with, damaged programs in a cache, other held-out
 # problems, what was skipped or not judged, and masks that end answers.
-CORE, FILE = 20_060, 500
+CORE, FILE = 20_090, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -163,14 +163,14 @@ CORE, FILE = 20_060, 500
 # take something else. 90 for sums in other words, chains, roots of one name, residues and fonts;
 # 85 for sets however a program makes them, names that tests find, marks that no token has, and
 # judges who say nothing. 10 for checks that call themselves, and tests without one; 20 for
-# checkpoints that judge and have changed, and 10 for records that are one's own, and children.
-REWARDS = 4_350  # a jail, a judge, seven formats; formulas among short answers
+# checkpoints that judge and have changed, and 20 for records that are one's own, and children.
+REWARDS = 4_360  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports
 # of a sweep, and pictures that two files share; 15 for several sweeps in a folder, and answers that
-# cannot be read; 5 for evaluations that nobody judged.
-LOOKED_AT = 890
+# cannot be read; 10 for evaluations that nobody judged.
+LOOKED_AT = 895
 # What images become: features, and codes; answers about them; prompts told apart; ids that they share.
 VISION = 1_270
 PAGES = "viewer", "trace", "report"  # what people look at

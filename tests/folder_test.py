@@ -424,6 +424,34 @@ def test_what_overwrites_goes_on_with_itself_until_all_is_answered(tmp_path):
     assert path.read_text() == ""
 
 
+def test_what_overwrites_drops_what_is_not_its_own(tmp_path, capsys):
+    """Or was not judged, and what follows: it goes on behind what is left."""
+    path, lines = tmp_path / "out.jsonl", [{"n": 1}, {"n": 2}, {"n": 3}]
+
+    def wrong(number, line):
+        return "" if line["n"] == number else "it is another"
+
+    def left(*said) -> list:
+        grown(path, {"seed": len(said)}, overwrite=True)
+        grown(path, {"seed": len(said)}, *said, overwrite=True)
+        sink = folder.Answers(path, {"seed": len(said)}, overwrite=True)
+        sink.check(wrong)
+        sink.begin(9)
+        sink.add({"n": 9})
+        written = [json.loads(x) for x in path.read_text().splitlines()]
+        assert written == [*sink.lines, {"n": 9}]
+        return sink.lines
+
+    assert left(*lines) == lines
+    assert left(*lines[:2]) == lines[:2]
+    assert left(lines[0], lines[2], lines[1], lines[0]) == lines[:1]
+    assert left(lines[0], lines[1] | {"graded": False}, *lines, {}) == lines[:1]
+    assert "damaged" not in capsys.readouterr().err
+    sink = folder.Answers(path, {"seed": 6}, overwrite=False)
+    with pytest.raises(ValueError, match="line 2: it is another; name another file"):
+        sink.check(wrong)
+
+
 @pytest.mark.parametrize(
     "torn", [b'{"n": ', b"\0\0\0", b'{"n": 2}', b"\xff\xfe", b"[1]\n{}\n"]
 )

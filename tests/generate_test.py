@@ -163,6 +163,8 @@ def test_a_job_goes_on_behind_its_last_answer(ask, tmp_path, cache, capsys):
 
 def test_a_finished_job_samples_nothing(ask, tmp_path, monkeypatch):
     whole = ask("--seed=1")
+    note = json.loads((tmp_path / "out.job.json").read_text())
+    assert not note.keys() & folder.OVERWRITING.keys()  # which overwrote nothing
     monkeypatch.setattr(generate.answers.Engine, "stream", lambda *_, **__: 1 / 0)
     assert ask("--seed=1", again="--nooverwrite") == whole
     images = f"--config.data.image_root={tmp_path}"  # by their marks, wherever they lie

@@ -806,7 +806,7 @@ def test_of_other_records_nothing_is_known(monkeypatch, tmp_path):
     assert "holds other records" in told[3] and "is forgotten" in told[4]
 
 
-def test_other_held_out_problems_are_told(tmp_path):
+def test_other_held_out_problems_are_told(tmp_path, monkeypatch):
     cfg, file = tracerl.get_config(), tmp_path / "held.jsonl"
     cfg.data.heldout = str(file)
     cfg, told = config.freeze(cfg), []
@@ -827,6 +827,17 @@ def test_other_held_out_problems_are_told(tmp_path):
     here = types.SimpleNamespace(cfg=named, say=told.append)
     begin.say_other_problems(here, meta, begin.evaluated(named), 2)
     assert len(told) == 1  # the key is told
+
+    # A run that goes on looks.
+    state = ({}, None, 2, meta)
+    monkeypatch.setattr(begin, "begin_or_resume", lambda *args: state)
+    kept = types.SimpleNamespace(scarce=lambda saved: [], restore=lambda saved: None)
+    here = types.SimpleNamespace(
+        cfg=cfg, say=told.append, model=None, mesh=None, saved=None, checkpoints=kept
+    )
+    with pytest.raises(AttributeError, match="recall"):  # so far it goes here
+        begin.progress(here, types.SimpleNamespace(steps=9), None, None)
+    assert "holds other problems than until step 2" in told[1]
 
 
 def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path):

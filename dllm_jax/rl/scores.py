@@ -30,7 +30,8 @@ COLUMNS = {
     "forwards": ("", 1, 1),
     "tokens_per_forward": ("", 1, 2),
 }
-OF_NONE = "of none"  # a share's method
+LOST = ("skipped", "unjudged")  # told of a card where there are any
+NO = {"value": 0.0, "low": None}  # of what a card does not tell as there is none
 IDLE = ("rows", "pages", "page", "prefill")  # of the sampler: no answer depends on them
 # And these are not among a card's words: they are told first, or ids.
 TOLD = ("strategy", "threshold", "entropy_bound", "block", "temperature", "max_new")
@@ -55,7 +56,8 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     accuracy = of_shares(shares(right_ns), each)
     found = {"accuracy": accuracy, "pass@1": accuracy}
     found |= of_sets(right_ns == 1, class_ns)
-    for name, lost_ns in ("skipped", ~given_ns), ("unjudged", np.isnan(right_ns)):
+    skipped_ns = ~given_ns & ~by_problem(trace.bad_B, each)
+    for name, lost_ns in zip(LOST, (skipped_ns, np.isnan(right_ns)), strict=True):
         if lost_ns.any():
             found[name] = statistics.share(lost_ns.mean(axis=1), each)
     return found | {
@@ -86,7 +88,7 @@ def of_shares(share_n, each: int) -> Score:
     """Returns the share over the problems that have one; where none has, it is 0."""
     known_n = share_n[~np.isnan(share_n)]
     if not len(known_n):
-        return Score(0.0, None, None, OF_NONE)
+        return Score(0.0, None, None, statistics.OF_NONE)
     return statistics.share(known_n, each)
 
 
@@ -186,7 +188,7 @@ def digest(marks: dict) -> str:
 
 
 def in_words(made: dict) -> str:
-    """Returns a card's sampler in words: what is not named in them is the default."""
+    """Returns a card's sampler in words: what is not named is the default, or in TOLD."""
     sampler, T = made["sampler"], made["temperature"]
     words = [sampler["strategy"]]
     if sampler["strategy"] == "dynamic":
@@ -205,13 +207,14 @@ def in_words(made: dict) -> str:
 
 def table(cards: list[dict]) -> str:
     """Returns cards as a Markdown table, a row each; scores with their intervals."""
+    every = dict.fromkeys(name for made in cards for name in made["scores"])
     names = [
         name
         for kind in COLUMNS
-        for name in cards[0]["scores"]
+        for name in every
         if (name.startswith(kind) if kind.endswith("@") else name == kind)
         and name != "pass@1"  # which is the accuracy
-        and all(name in made["scores"] for made in cards)
+        and (name in LOST or all(name in made["scores"] for made in cards))
     ]
     lines = [line([*HEAD, *names]), line(["---"] * (len(HEAD) + len(names)))]
     for made in cards:
@@ -219,7 +222,7 @@ def table(cards: list[dict]) -> str:
         model, data = made["checkpoint"], made["data"]
         first = f"{pathlib.Path(model['path']).name} {model['hash'][:8]}"
         facts = [first, pathlib.Path(data["path"]).name, size, in_words(made)]
-        cells = [written(name, made["scores"][name]) for name in names]
+        cells = [written(name, made["scores"].get(name, NO)) for name in names]
         lines.append(line([*facts, str(made["seed"]), *cells]))
     return "\n".join(lines)
 
@@ -231,7 +234,7 @@ def line(cells: list[str]) -> str:
 
 def written(name: str, score: dict) -> str:
     """Returns a score as a table has it: 62.1 % [58.0, 66.1]; a dash for a share of none."""
-    if score.get("method") == OF_NONE:
+    if score.get("method") == statistics.OF_NONE:
         return "–"
     kind = next(x for x in COLUMNS if name.startswith(x))
     unit, scale, digits = COLUMNS[kind]

@@ -172,7 +172,7 @@ def evals(rows: list[dict], problems: int, answers: int) -> list[list]:
 
     The interval is that of so many problems as were judged; where none was, there is no
     accuracy. problems: of each evaluation that does not tell it; 0: not known, and then the
-    ends are None. answers: to each.
+    ends are None. answers: to each; where they were others once, the ends may be None, too.
     """
     out = []
     for row in rows:
@@ -181,7 +181,7 @@ def evals(rows: list[dict], problems: int, answers: int) -> list[list]:
             low, high = None, None
             known = row.get("heldout_problems") or problems
             count = known - (row.get("heldout_graded_timeouts") or 0) / answers
-            share = None if count <= 0 < known else share
+            share = None if count == 0 < known else share
             # Who wrote a row by hand may have meant per cent, of which this tells nothing.
             if share is not None and 0 <= share <= 1 <= count <= traces.LARGEST:
                 low, high = statistics.wilson(share, count)
@@ -214,7 +214,7 @@ def heldout_size(cfg: dict) -> int:
 def scores(folder: pathlib.Path) -> list[list]:
     """Returns (name, value, its interval's ends) of an evaluation; [] where there is none.
 
-    The ends are those of card.json, and None where it has none.
+    The ends are those of card.json, and None where it has none. A share of none is left out.
     """
     found = traces.object_of(folder / "eval.json")
     card = traces.group(traces.object_of(folder / "card.json"), "scores")
@@ -223,7 +223,10 @@ def scores(folder: pathlib.Path) -> list[list]:
         ends = [traces.group(card, name).get(end) for end in ("low", "high")]
         if not all(map(traces.number, ends)):
             ends = [None, None]
-        if traces.number(x):
+        if (
+            traces.number(x)
+            and traces.group(card, name).get("method") != statistics.OF_NONE
+        ):
             rows.append([name, x, *ends])
     return rows
 

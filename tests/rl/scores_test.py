@@ -1,5 +1,6 @@
 """Scores of records, cards, and the AUP of a sweep."""
 
+import collections
 import dataclasses
 import json
 
@@ -55,6 +56,27 @@ def test_scores_of_answers_that_are_all_alike_have_an_interval(problems, right):
         assert got[name][:3] == got["pass@3"][:3] and got[name].value == right
 
 
+@pytest.mark.parametrize(("part", "right"), [(0.01, 0.0), (0.03, 1.0)])
+def test_intervals_cover_pass_and_maj_at_k_of_what_is_rare(part, right):
+    """A part of the problems is right in 0.3 of its answers, the others never, or always.
+
+    A bootstrap would cover 86 and 87 %: where few differ, its draws of them are too alike.
+    """
+    rng, covered = np.random.default_rng(0), collections.Counter()
+    won = 0.3**3 + 3 * 0.3**2 * 0.7  # two of three agree; wrong ones say the same
+    truth = {
+        "pass@2": part * (1 - 0.7**2) + (1 - part) * right,
+        "maj@3": part * won + (1 - part) * right,
+    }
+    for _ in range(100):
+        hard_n1 = np.where(rng.random((500, 1)) < part, 0.3, right)
+        right_ns = rng.random((500, 3)) < hard_n1
+        found = scores.of_sets(right_ns, right_ns.astype(int))
+        for name, x in truth.items():
+            covered[name] += found[name].low <= x <= found[name].high
+    assert min(covered.values()) >= 90, covered
+
+
 def test_what_nobody_judged_counts_in_no_accuracy():
     rows = [record(), record(right=False, graded=False), record(), record(right=False)]
     got = scores.of_records(rows, 2)
@@ -90,6 +112,24 @@ def test_what_was_skipped_is_told_and_is_in_no_share_of_answers_given():
     assert got["truncated"].value == 0.75 and got["response_length"].value == 4
     assert got["accuracy"].value == pytest.approx(2 / 3)
     assert "skipped" not in scores.of_records([record(), cut], 2)
+    bad = record(right=False, tokens=0, forwards=0, finished="nan")
+    assert "skipped" not in scores.of_records([bad, cut], 2)
+
+
+def test_a_table_has_a_column_for_what_one_card_alone_tells():
+    late = record(right=False, graded=False)
+    facts = {"checkpoint": {"path": "m", "hash": "0" * 64}, "data": {"path": "d"}}
+    facts |= {"problems": 1, "answers": 2, "seed": 0, "temperature": 1.0}
+    facts |= {"sampler": dataclasses.asdict(SamplerConfig())}
+    cards = []
+    for rows in ([record(), record()], [record(), late]):
+        found = scores.of_records(rows, 2)
+        cards.append(facts | {"scores": {k: x._asdict() for k, x in found.items()}})
+    for order in (cards, cards[::-1]):
+        head, _, *rows = scores.table(order).splitlines()
+        at = head.split(" | ").index("unjudged")
+        said = {row.split(" | ")[at].split(" [")[0] for row in rows}
+        assert said == {"0.0 %", "50.0 %"}
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,16 @@ def test_what_there_is_nothing_of_has_no_heading(opened, tmp_path):
         ]
 
 
+def test_an_evaluation_that_nobody_judged_has_no_accuracy(opened, tmp_path):
+    lost = {"heldout_problems": 8, "heldout_graded_timeouts": 8}
+    rows = [{"step": 0, "heldout_accuracy": 0.0} | lost, {"step": 1, **lost}]
+    rows[1] |= {"heldout_accuracy": 0.5, "heldout_graded_timeouts": 0}
+    write(tmp_path / "metrics.jsonl", rows)
+    with opened(page.REPORT, report.content([str(tmp_path)])) as view:
+        told = view.js("return document.querySelector('.headline').textContent")
+        assert told.startswith("Held-out accuracy none judged → 50")
+
+
 def test_a_sweep_has_a_row_for_each_setting(opened, tmp_path):
     (tmp_path / "run.json").write_text('{"attempts": [], "defaults": {}}')
     for value, told in (("0.5", '{"accuracy": 0.25}'), ("1", "{}")):

@@ -112,6 +112,21 @@ def test_an_interval_is_that_of_problems_that_were_judged(
     assert told == [*want, None, None]
 
 
+def test_what_does_not_add_up_costs_an_interval_alone(tmp_path):
+    """As rows of an earlier eval.answers, which was larger."""
+    row = {"step": 1, "heldout_accuracy": 0.7, "heldout_problems": 256}
+    write(tmp_path / "metrics.jsonl", [row | {"heldout_graded_timeouts": 300}])
+    assert runs.told(str(tmp_path))["evals"] == [[1, 0.7, None, None, None, None]]
+
+
+def test_a_share_of_none_is_not_told(tmp_path):
+    told = {"accuracy": 0.0, "problems": 4}
+    (tmp_path / "eval.json").write_text(json.dumps(told))
+    none = statistics.Score(0.0, None, None, statistics.OF_NONE)._asdict()
+    (tmp_path / "card.json").write_text(json.dumps({"scores": {"accuracy": none}}))
+    assert runs.scores(tmp_path) == [["problems", 4, None, None]]
+
+
 def test_only_what_is_unusual_is_told_of_the_log(tmp_path):
     lines = ["t step 1/4", "t warning: x", "t step 2: the step is skipped", "t fine"]
     (tmp_path / "run.log").write_text("\n".join(lines))

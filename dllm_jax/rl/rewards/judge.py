@@ -293,16 +293,21 @@ def staying(key: str, name: str):
     Relative paths, such as the run's folder, are named from it. A child that is forked inside
     ends here: it would go on as a second run. key, name: of the function.
     """
-    own = os.getpid()
+    own, code = os.getpid(), 0
     try:
         place = os.getcwd()
     except OSError:  # somebody has removed it
         place = None
     try:
         yield
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if os.getpid() != own and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        raise
     finally:
         if os.getpid() != own:
-            os._exit(0)
+            os._exit(code if isinstance(code, int) else int(code is not None))
         if place and not (os.path.isdir(".") and os.path.samefile(".", place)):
             os.chdir(place)
             warn_moved(key, name)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -426,6 +427,9 @@ def words(texts, problems, trace):
 def numerals(texts, problems, trace):
     return ["1.0"] * len(texts)
 
+def some_numerals(texts, problems, trace):
+    return ["1.0", None]
+
 def keeps(texts, problems, trace):
     return [float(len(p.record.setdefault("seen", {text}))) for text, p in zip(texts, problems)]
 
@@ -608,6 +612,8 @@ def test_a_function_that_writes_into_records_writes_into_its_own(mine):
     before = dict(asked.record)
     assert grade(f"{mine}:keeps", ["a"], [asked]).reward_n.tolist() == [1]
     assert asked.record == before
+    asked.record["lock"] = threading.Lock()  # as its check may
+    assert grade(f"{mine}:keeps", ["a"], [asked]).reward_n.tolist() == [1]
 
 
 def test_a_child_that_a_function_forks_goes_no_further():
@@ -618,15 +624,15 @@ def test_a_child_that_a_function_forks_goes_no_further():
         def f(ends):
             if not os.fork():
                 return ends()
-            os.wait()
-            return 7
+            return os.waitstatus_to_exitcode(os.wait()[1])
 
-        for ends in (exit, int, lambda: 1 / 0):
+        for ends in (exit, int, lambda: exit(3), lambda: 1 / 0):
             print(judge.said("rl.reward", "mine:f", f, ends), flush=True)
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "7\n" * 3), done.stderr
+    assert (done.returncode, done.stdout) == (0, "0\n0\n3\n1\n"), done.stderr
+    assert done.stderr.count("ZeroDivisionError") == 1
 
 
 def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
@@ -639,6 +645,10 @@ def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="raised OSError: lost"):
         grade(f"{mine}:lost", ["a"], [problem()])
     assert os.getcwd() == str(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()  # by somebody else
+    assert grade(f"{mine}:away", ["a"], [problem()]).reward_n.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -648,6 +658,7 @@ def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
         ("parted", "grades of shape \\(1,\\) for 2 answers"),
         ("words", "returned what is no list of numbers"),
         ("numerals", "returned what is no list of numbers"),
+        ("some_numerals", "returned what is no list of numbers"),
         ("mute", "mute' raised Mute:  \\("),
         (
             "boundless",
