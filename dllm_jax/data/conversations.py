@@ -10,6 +10,7 @@ from dllm_jax.data.prompts import (
     DataConfig,
     Looker,
     ask,
+    beginning,
     by_template,
     check_known,
     conversation,
@@ -66,13 +67,14 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
         refuse_unlearned(tok, before, last)
         return prompt, said(last["content"])
     if "prompt" not in row or cfg.question in row:
-        prompt = ask(tok, cfg, text(row, cfg.question, "data.question"), shown=shown)
+        question = text(row, cfg.question, "data.question")
+        prompt = ask(tok, cfg, question, beginning(row, cfg), shown)
     elif shown is None:
         written = text(row, "prompt")
         warn_bare(tok, written)
         prompt = ids_of(tok, written)
     else:
-        prompt = ask(tok, cfg, text(row, "prompt"), shown=shown)
+        prompt = ask(tok, cfg, text(row, "prompt"), beginning(row, cfg), shown)
     if shown is not None and shown.plain:  # a caption, which an image answers
         if not shown.answer:
             raise ValueError(f"it has no {cfg.image!r}, the image that is to be drawn")
@@ -169,7 +171,7 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
         raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
     if isinstance(prompt, list):
         return render(tok, prompt, shown), answers
-    return ask(tok, cfg, text(row, "prompt"), shown=shown), answers
+    return ask(tok, cfg, text(row, "prompt"), beginning(row, cfg), shown), answers
 
 
 def turns(messages: list[dict]) -> list[tuple[str, str]]:

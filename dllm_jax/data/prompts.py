@@ -429,6 +429,12 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> li
     return render(tok, [{"role": "user", "content": content}], shown)
 
 
+def beginning(row: dict, cfg: DataConfig) -> str:
+    """Returns how a record's answer begins, where the template says it; else ""."""
+    name = "Prefix" if "prefix" not in row and "Prefix" in row else "prefix"
+    return text(row, name) if "{prefix}" in cfg.template else ""
+
+
 def filled(template: str, question: str, prefix: str) -> str:
     """Returns a template with the question and how its answer begins."""
     known = {"{question}": question, "{prefix}": prefix}
@@ -551,8 +557,7 @@ def problems(
         with of_record(path, number):
             question = text(row, cfg.question, "data.question")
             answer = text(row, cfg.answer, "data.answer") if grader.gold else ""
-            prefix = "Prefix" if "prefix" not in row and "Prefix" in row else "prefix"
-            begun = text(row, prefix) if "{prefix}" in cfg.template else ""
+            begun = beginning(row, cfg)
             prompt = ask(tok, cfg, question, begun, shown)
             if not prompt:  # a tokenizer may know none of a text's characters
                 raise ValueError(f"no token is made of its prompt: {question[:200]!r}")

@@ -132,10 +132,12 @@ class SamplerConfig:
         if STRATEGIES[self.strategy].reads_sure and (
             self.target == "random" or (self.target in IN_NATS and self.threshold >= 0)
         ):
+            kind = (
+                "strategy='static'" if self.target == "random" else "one below 0 (nats)"
+            )
             raise ValueError(
                 f"sampler.threshold={self.threshold} says nothing about target="
-                f"{self.target!r}: {self.target} needs one below 0 (nats), random needs "
-                "strategy='static'"
+                f"{self.target!r}: {self.target} needs {kind}"
             )
 
     def refuse_idle(self):

@@ -108,6 +108,20 @@ def test_a_raw_template_is_the_prompt_and_fields_are_text(tok, tmp_path):
     )
 
 
+def test_a_prefix_is_in_the_prompts_that_sft_and_pairs_are_about(tok, tmp_path):
+    cfg = data.DataConfig(template="{question}|{prefix}", raw=True)
+    form = {"end": 0, "pad": 0, "vocab": len(tok), "block": 4, "slots": 80}
+    row = {"question": "a", "prompt": "a", "prefix": "b", "response": "c"}
+    row |= {"chosen": "d", "rejected": "e"}
+    for pairs in (False, True):
+        path = str(write(tmp_path / "x.jsonl", [row]))
+        found, _ = data.examples(path, tok, cfg, **form, pairs=pairs)
+        assert {text_of(tok, list(x.prompt)) for x in found} == {"a|b"}
+        path = str(write(tmp_path / "x.jsonl", [{**row, "prefix": None}]))
+        with pytest.raises(ValueError, match="record 1: .*'prefix'"):
+            data.examples(path, tok, cfg, **form, pairs=pairs)
+
+
 def test_a_record_without_a_prefix_and_a_turn_with_one_are_refused(tok, tmp_path):
     cfg = data.DataConfig(template=TEMPLATES["block", "function"], raw=True)
     rows = [{"question": "a", "test_list": ["assert f(1) == 2"]}]

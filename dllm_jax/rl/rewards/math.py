@@ -16,7 +16,6 @@ subprocess imports this file, which therefore imports nothing of the package at 
 
 import atexit
 import concurrent.futures
-import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -470,19 +469,8 @@ def same(answer: str, gold: str) -> bool:
 
 def parsed(text: str) -> list:
     """Returns what math-verify reads in a text, in a list; [] if that is nothing."""
-    import math_verify
-
-    config = math_verify.LatexExtractionConfig(boxed_match_priority=-1)
-    # 3m is not 3.
-    normal = dataclasses.replace(config.normalization_config, units=False)
-    config = dataclasses.replace(config, normalization_config=normal)
     text = re.sub(r"([_^]) ?([0-9A-Za-z])(?![0-9.])", r"\1{\2}", text)
-    if MISREAD.search(text):
-        return []
-    text = re.sub(r"(?<=[0-9]) ?\(", r" \\cdot (", text)  # 2(3) is not 2 + 3
-    return math_verify.parse(
-        f"${text}$", [config], "no_fallback", "first_match", parsing_timeout=None
-    )
+    return [] if MISREAD.search(text) else beside("latex").read(text)
 
 
 def agrees(one: str, other: str) -> bool:
@@ -503,6 +491,9 @@ def symbolic(answer: str, gold: str) -> bool:
     if len(pair) != 2 or chosen:
         return False
     a, g = pair
+    ordered = [bool(ORDER.search(x)) for x in (answer, gold)]
+    if beside("latex").is_no_set((answer, gold), pair, ordered):
+        return False
     if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
         return same_equation(a, g)
     # Of what is a number, or a matrix of numbers, nothing may be left to be computed.
@@ -527,17 +518,17 @@ def symbolic(answer: str, gold: str) -> bool:
     if not (found and is_number):
         return found
     # Of e to a power the exponent is worked out as it is parsed, and of \exp it is not.
-    calculations = beside()
+    calculations = beside("undone")
     written = WORKED.sub(calculations.unworked, answer)
     written = parsed(NATURAL.sub(r"\\exp(\1)", written))
     return bool(written) and not calculations.undone(written)
 
 
 @functools.cache
-def beside():
-    """Returns undone.py, beside this file: a worker has no package to import it from."""
-    place = pathlib.Path(__file__).with_name("undone.py")
-    spec = importlib.util.spec_from_file_location("undone", place)
+def beside(name: str):
+    """Returns a file beside this one as a module: a worker has no package to import it from."""
+    place = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, place)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

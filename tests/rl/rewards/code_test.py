@@ -631,6 +631,12 @@ def test_exceptions_of_the_candidate_are_pythons_own():
     record = {"prompt": "def f(x):\n", "entry_point": "f", "test": check}
     assert grade("def f(x): raise ValueError", record) == 1.0
     assert grade("def f(x): raise KeyError", record) == 0.0
+    # One of its own, or of a module, is the first of Python's own that it is.
+    own = "class Bad(ValueError):\n    def __init__(self): pass\n"
+    assert grade(f"{own}def f(x): raise Bad", record) == 1.0
+    assert grade("import json\ndef f(x): json.loads('{')", record) == 1.0
+    assert grade("def f(x): b'\\xff'.decode()", record) == 1.0
+    assert grade("class Bad(KeyError): pass\ndef f(x): raise Bad", record) == 0.0
 
 
 # ---- What is not passed --------------------------------------------------------------
