@@ -220,13 +220,11 @@ def scores(folder: pathlib.Path) -> list[list]:
     card = traces.group(traces.object_of(folder / "card.json"), "scores")
     rows = []
     for name, x in found.items():
-        ends = [traces.group(card, name).get(end) for end in ("low", "high")]
+        score = traces.group(card, name)
+        ends = [score.get(end) for end in ("low", "high")]
         if not all(map(traces.number, ends)):
             ends = [None, None]
-        if (
-            traces.number(x)
-            and traces.group(card, name).get("method") != statistics.OF_NONE
-        ):
+        if traces.number(x) and score.get("method") != statistics.OF_NONE:
             rows.append([name, x, *ends])
     return rows
 

@@ -483,10 +483,8 @@ def own_copy(problem: Problem) -> Problem:
 
     Its `check` may have put into it what cannot be copied.
     """
-    try:
-        record = pickle.loads(
-            pickle.dumps(problem.record)
-        )  # a seventh of deepcopy's time
+    try:  # a seventh of the time of copy.deepcopy
+        record = pickle.loads(pickle.dumps(problem.record))
     except Exception:  # noqa: BLE001 (it may be anything)
         return problem
     return dataclasses.replace(problem, record=record)

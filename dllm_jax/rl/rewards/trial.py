@@ -272,7 +272,10 @@ def candidate(life: int) -> None:
 
 
 def pythons_own(kind: type) -> str:
-    """Returns the name of the first of Python's own exceptions that one is, made of a text."""
+    """Returns the name of the first of Python's own exceptions that one is.
+
+    Not of UnicodeError's kinds, which cannot be raised with a text alone.
+    """
     own = (x for x in kind.__mro__ if getattr(builtins, x.__name__, None) is x)
     return next(x.__name__ for x in own if x.__mro__[1] is not UnicodeError)
 
