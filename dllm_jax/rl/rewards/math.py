@@ -99,6 +99,8 @@ REWRITES = (
     (r"(\\\\) ?\[[0-9.]+ ?(?:pt|e[mx]|[cm]m)\]", r"\1"),  # room between rows
     (rf"(?<=[0-9]) ?\^ ?\{{? ?(?:{TEXT}\{{ ?)?(?:st|nd|rd|th)(?![A-Za-z])[ }}]*$", ""),
     (r"\\varnothing", r"\\emptyset"),
+    (r"\\pmod ?([0-9]+)", r"\\pmod{\1}"),
+    (r"\\ldots(?![A-Za-z])", r"\\dots"),
     (r"\\overline ?\{([A-Z]+)\}", r"\1"),  # a segment, not a repeating decimal
     (r"(?<![\\A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
@@ -159,6 +161,8 @@ WHOLE |= dict.fromkeys(
 )
 WHOLE |= dict.fromkeys(("DNE", "dne", "undefined"), "does not exist")
 WHOLE |= dict.fromkeys((r"\{\}", r"\{ \}"), r"\emptyset")
+WHOLE |= dict.fromkeys(("infinity", r"+\infty"), r"\infty")
+WHOLE |= dict.fromkeys(("-infinity", "negative infinity"), r"-\infty")
 WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six"),
     *("seven", "eight", "nine", "ten", "eleven", "twelve"),
