@@ -17,13 +17,15 @@ OTHERS = re.compile(
     r"|[\s).:]*(?:\b(?:or|and)\b|[,;/&])\s*\(?[a-z]\b.?",
     re.IGNORECASE,
 )
+ANOTHER = re.compile(r"\b(?:or|and)\s+\(?[A-Z][.):]\s")  # behind an option's own words
 MARKS = re.compile(r"[*_`$\"“”]|\\[()[\]]")  # of Markdown, mathematics and speech
 
 
 def letter(text: str) -> str | None:
     """Returns the letter of an option in capitals; None where a text names none, or several."""
     match = LETTER.fullmatch(MARKS.sub("", text).strip())
-    if match is None or OTHERS.fullmatch((match[2] or "").strip()):
+    said = ((match and match[2]) or "").strip()
+    if match is None or OTHERS.fullmatch(said) or ANOTHER.search(said):
         return None
     return match[1].upper()
 

@@ -94,7 +94,8 @@ def test_a_choice_is_a_letter_in_whatever_font(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["(B) or (C)", "(B)(C)", "B) and C)", "(B). (C)", "B. C. D.", "(B), (C)"]
+    ["B. Paris or C. Rome", "(B) Paris and (C) Rome"]
+    + ["(B) or (C)", "(B)(C)", "B) and C)", "(B). (C)", "B. C. D.", "(B), (C)"]
     + ["B. or C", "B-C", "Options B"],
 )
 def test_several_options_are_no_choice(text):
