@@ -28,14 +28,13 @@ what the reward model takes for right (docs/judges.md). The presets of released 
 
 from configs import released, tracerl
 from configs.dllm_rl_rows import THINK
-from configs.tracerl import VARIED
 from dllm_jax import config
 
 
 def arithmetic(c):
     """The bundled model learns from the scores of the reward model; accuracy is told."""
     tracerl.arithmetic(c)
-    c.rl.update(reward="math:0,reward_model", steps=40, value="own", **VARIED)
+    c.rl.update(reward="math:0,reward_model", steps=40, value="own", **tracerl.VARIED)
     # Without a pull it soon learns what the reward model is wrong about.
     c.objective.reference_beta = 1.0
     c.reward.model = "runs/arithmetic/reward/export"
@@ -58,7 +57,7 @@ def reward(c):
 def judge(c):
     """The bundled model on the word of a judge, which says whether an answer is right."""
     tracerl.arithmetic(c)
-    c.rl.update(reward="judge", **VARIED)
+    c.rl.update(reward="judge", **tracerl.VARIED)
     c.reward.judge.at = "http://localhost:8000/v1"
     c.run.folder = "runs/arithmetic/judge"
 

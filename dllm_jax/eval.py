@@ -45,7 +45,7 @@ from dllm_jax import (
     sharding,
 )
 from dllm_jax.data import sets
-from dllm_jax.folder import Answers, Folder, write
+from dllm_jax.folder import OVERWRITE, Answers, Folder, write
 from dllm_jax.models import repository
 from dllm_jax.records import hashed
 from dllm_jax.rl import beside, heldout, rewards, rollout, scores
@@ -56,9 +56,6 @@ TOGETHER = 16  # answers that are graded at once: of more a signal would wait fo
 BEHIND = 256  # problems that are answered and not graded: then sampling waits
 SCORES = ("card.json", "card.md", "eval.json")  # of a setting, in its folder
 SWEPT = ("sweep.json", "sweep.md", "sweep.png")
-OVERWRITE = (
-    "answer all anew, until all is; default: what is there stays and is gone on with"
-)
 
 
 class Setting(NamedTuple):

@@ -46,6 +46,9 @@ LONGEST = 4096  # characters without an end that are logged as a line of their o
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
 RUNNING = "running"
+OVERWRITE = (  # of --help
+    "answer all anew, until all is; default: what is there stays and is gone on with"
+)
 OVERWRITING = {"--overwrite": "has begun"}  # in a job's note, until all is answered
 OTHER = "name another file (--out) or folder (--config.run.folder), or add --overwrite"
 
@@ -564,7 +567,7 @@ class Answers:
     def done(self) -> None:
         """Closes the file, which has all answers."""
         self.file.close()
-        if self.note_begun != self.job:
+        if self.overwrites:
             write(self.note, json.dumps(self.job, indent=1) + "\n")
 
     def add(self, line: dict) -> None:

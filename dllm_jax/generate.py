@@ -72,9 +72,6 @@ SHORT = {
 }
 PROMPTS, OUT = "a .jsonl file of prompts", "where answers go; default: the terminal"
 IMAGE = "what the prompt is about, for a model that looks; may be given again"
-OVERWRITE = (
-    "answer all anew, until all is; default: what is there stays and is gone on with"
-)
 DRAWN = "a PNG of what the prompt describes, by a model that draws"
 CONFIG = "a file of configs/: its keys in place of these"
 # What a terminal would obey instead of showing it, but for line breaks and tabs.
@@ -110,7 +107,11 @@ def help_text() -> str:
         default = leaves[key] or "DIR" if name == "model" else leaves[key]
         options[f"--{name}={default}"] = f"{text} (--config.{key})"
     options |= {"--image=FILE": IMAGE, "--image-out=FILE.png": DRAWN}
-    options |= {"--prompts=FILE": PROMPTS, "--out=FILE": OUT, "--overwrite": OVERWRITE}
+    options |= {
+        "--prompts=FILE": PROMPTS,
+        "--out=FILE": OUT,
+        "--overwrite": folder.OVERWRITE,
+    }
     options["--config=FILE[:PRESET]"] = CONFIG
     used = {key: value for key, value in leaves.items() if has_effect(key)}
     value = "its value in the file of --config" if named else "its default"
@@ -169,7 +170,7 @@ def parsed(argv: list[str]):
     flags.DEFINE_multi_string("image", [], IMAGE, flag_values=values)
     flags.DEFINE_string("prompts", None, PROMPTS, flag_values=values)
     flags.DEFINE_string("out", None, OUT, flag_values=values)
-    flags.DEFINE_bool("overwrite", False, OVERWRITE, flag_values=values)
+    flags.DEFINE_bool("overwrite", False, folder.OVERWRITE, flag_values=values)
     flags.DEFINE_string("image_out", None, DRAWN, flag_values=values)
     tree = command_line.of_file(file) if file else defaults()
     # Behind "--" stands a prompt, whatever it looks like.
