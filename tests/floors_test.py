@@ -165,8 +165,8 @@ CORE, FILE = 20_090, 500
 # judges who say nothing. 10 for checks that call themselves, and tests without one; 20 for
 # checkpoints that judge and have changed, and 20 for records that are one's own, and children; 40 for
 # letters of two cases, mixed numbers with factors, inequalities beside their ends, and
-# exceptions of one's own.
-REWARDS = 4_400  # a jail, a judge, seven formats; formulas among short answers
+# exceptions of one's own; 12 for inequalities that fall, and alternatives.
+REWARDS = 4_412  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports

@@ -12,6 +12,9 @@ MIXED = re.compile(
     r"(?<![0-9.])([0-9]+) ?\\[dt]?frac ?(?:\{([0-9]+)\} ?\{([0-9]+)\}|([0-9])([0-9]))"
     r"( ?(?:\\pi|\\sqrt|[A-Za-z]))?"
 )
+# 5 > x > 0 is 0 < x < 5, which math-verify does not see.
+FALLS = re.compile(r"(>|\\(?:geq|gt)(?![A-Za-z]))")
+RISES = {">": "<", r"\geq": r"\leq", r"\gt": "<"}
 
 
 @functools.cache
@@ -28,7 +31,16 @@ def reader():
 
 
 def read(text: str) -> list:
-    """Returns what math-verify reads in a text, in a list; [] if that is nothing."""
+    """Returns what math-verify reads in a text, in a list; [] if that is nothing.
+
+    Of inequalities with `or` between them one is made.
+    """
+    import sympy
+
+    if len(parts := text.split(" or ")) > 1:
+        found = [x for part in parts for x in read(part)]
+        ordered = all(isinstance(x, sympy.Rel | sympy.And) for x in found)
+        return [sympy.Or(*found)] if ordered and len(found) == len(parts) else []
     math_verify = reader()
     config = math_verify.LatexExtractionConfig(boxed_match_priority=-1)
     # 3m is not 3.
@@ -41,7 +53,12 @@ def read(text: str) -> list:
 
 
 def spelled(text: str) -> str:
-    """Returns a text in which 2(3) and 5e^0 are products, and mixed numbers with factors sums."""
+    """Returns a text in which 2(3) and 5e^0 are products, and mixed numbers with factors sums.
+
+    And chains of inequalities rise.
+    """
+    if len(chain := FALLS.split(text)) > 3 and not re.search(r"[<=]|\\l(?:eq|t)\b", text):
+        text = " ".join(RISES.get(part, part) for part in reversed(chain))
     text = re.sub(r"(?<=[0-9]) ?(?=\(|e ?\^)", r" \\cdot ", text)
     return MIXED.sub(of_mixed, text)
 

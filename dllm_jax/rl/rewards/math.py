@@ -83,6 +83,7 @@ REWRITES = (
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
     (r" ?\*\* ?", "^"),  # Python's power
+    (r"^[a-z] ?\\in ?(?=\\(?:R|math(?:bb|bf) ?\{? ?R ?\}?)$)", ""),
     # Between intervals, of a keyboard.
     (r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)", r"\\cup "),
     (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?= ?\()", r"\\\1"),
@@ -498,6 +499,8 @@ def symbolic(answer: str, gold: str) -> bool:
     ordered = [bool(ORDER.search(x)) for x in (answer, gold)]
     if beside("latex").is_no_set((answer, gold), pair, ordered):
         return False
+    # Of alternatives math-verify makes no set.
+    a, g = (x.as_set() if isinstance(x, sympy.Or) else x for x in pair)
     if isinstance(a, sympy.Eq) and isinstance(g, sympy.Eq):
         return same_equation(a, g)
     # Of what is a number, or a matrix of numbers, nothing may be left to be computed.
