@@ -108,7 +108,7 @@ class Run:
         self.cfg, self.model = settings(name, tokens, **sampler)
         self.mesh = topologies.mesh(topology, **self.cfg.mesh.axes)
         self.limit = topologies.hbm_bytes(topology)
-        self.rows_on = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        self.rows_on = sharding.row_shards(self.mesh)
         with jax.set_mesh(self.mesh):
             self.settings = begin.settings_of(self.cfg, self.model, self.rows_on)
         self.last = None  # what was compiled last, to see whether it fits

@@ -31,18 +31,17 @@ from dllm_jax.checkpoint import Checkpoints, Misfit, Newer, check_resume
 from dllm_jax.folder import Folder
 from dllm_jax.models import export, repository
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import best, budget, learner, networks, rewards, scores, sources
+from dllm_jax.rl import best, budget, learner, networks, rewards, sources
 from dllm_jax.sampling import looking, placement
-from dllm_jax.sampling.config import variants
+from dllm_jax.sampling.config import IDLE, variants
 
 # ---- Where it runs -------------------------------------------------------------------
 
 
-# Keys, or the begin of some, that say what is learned, and how.
-LEARNING = ("seed", "data.train", "data.seed", "objective.", "noise.", "policy_optim.")
-LEARNING += ("value_optim.", "rl.", "sft.", "reward.", "sampler.block")
-LEARNING += ("model.lora_alpha", "model.attention", "model.shift", "model.mask_id")
-MORE = ("rl.steps", "sft.steps", "rl.trusted_gap")  # but for these
+# Keys, or the begin of some, that change nothing of what is learned; all others do.
+SPARED = ("run.", "mesh.", "batch.", "eval.", "data.heldout", "data.image_root")
+SPARED += ("model.path", "model.vq", "model.dtype", "model.kernels", "model.remat")
+SPARED += ("rl.steps", "sft.steps", "rl.trusted_gap", *(f"sampler.{x}" for x in IDLE))
 # Keys, or the begin of some, that say what an evaluation asks, and how it judges.
 EVALUATED = ("sampler.", "eval.problems", "eval.temperature", "eval.samplers")
 EVALUATED += ("data.template", "data.raw", "data.answer", "data.question")
@@ -152,7 +151,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
     say = print if main else lambda *args: None
-    rows_on = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows_on = sharding.row_shards(mesh)
     checked = kernels_found_wrong(cfg, model)
     settings = settings_of(cfg, model, rows_on)
     plans = sources.SOURCES[cfg.method].plans(settings)
@@ -264,7 +263,8 @@ def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
     There is nothing left that they could change, and its folder would tell them of it.
     """
     for key, change in config.changes(meta["config"], cfg).items():
-        if key.startswith(LEARNING) and key not in MORE:
+        # An older version did not know all keys.
+        if key in config.flat(meta["config"]) and not key.startswith(SPARED):
             raise ValueError(
                 f"run.folder={cfg.run.folder}: all {steps} steps of its run are done, and "
                 f"{change}; name another run.folder"
@@ -437,7 +437,7 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
     if remat not in (cfg.model.remat, "none", "dots"):
         words = f"model.remat={remat!r}: what keeps more does not fit a device"
-        each = here.mesh.shape["data"] * here.mesh.shape["fsdp"]
+        each = sharding.row_shards(here.mesh)
         if here.settings.batch.rows > each and "dots" in tried(rows=each):
             words += f"; it may with batch.rows={each}, a row on each"
         here.say(words)
@@ -517,7 +517,7 @@ def progress(here: Scene, source, tools: sources.Tools, like) -> Progress:
 def evaluated(cfg: config.Config) -> dict:
     """Returns what an evaluation's metrics are of, by the keys that say so, as JSON has it."""
     files = filter(None, data.files(cfg.data.heldout))
-    idle = {f"sampler.{name}" for name in (*scores.IDLE, "temperature")}
+    idle = {f"sampler.{name}" for name in (*IDLE, "temperature")}
     asks = "judge" in rewards.weights(cfg.rl.reward)
     judges = ASKING if asks else ("reward.judge.",)
     # Of a checkpoint the weights are told, wherever it lies.

@@ -131,8 +131,6 @@ def entry(main, help_text: str = "") -> None:
             told = checks.shown(str(error))
             print(f"error: {NO_MEMORY.format(told)}", file=sys.stderr)
             exits.leave()
-        if exits.of_runtime(error):
-            raise
         fail(error)
     except (RuntimeError, AssertionError):
         if has_devices():
@@ -299,11 +297,10 @@ def of_other_methods(argv: list[str], method: str) -> list[str]:
 
     A config file may set them: whoever changes its method need not take them out.
     """
-    named = [re.match(r"--?(?:no)?config\.([^=]+)", arg) for arg in argv]
     foreign, own = (("sft.",), "rl.") if method == "rl" else (OF_RL, "sft.")
     return [
         f"--config.{key} is not read with method={method!r}, whose keys are {own}*"
-        for key in (found[1] for found in named if found)
+        for _, key, _ in overrides(argv)
         if key.startswith(foreign) and key not in OF_ALL
     ]
 
@@ -519,11 +516,10 @@ def unknown_flag(
 def of_kind(argv: list[str], tree: ml_collections.ConfigDict) -> str:
     """Returns the message for the first override whose value its leaf cannot have, or ""."""
     leaves = config.flat(tree.to_dict())
-    for arg in argv[1:]:
-        given = re.fullmatch(r"--?config\.([^=]+)=(.*)", arg, re.DOTALL)
-        kind = type(leaves.get(given[1])) if given else None
-        if kind in KINDS and not parses(given[2], kind):
-            return f"--config.{given[1]}={checks.shown(given[2])[1:-1]}: must be {KINDS[kind]}"
+    for _, key, text in overrides(argv):
+        kind = type(leaves.get(key))
+        if text is not None and kind in KINDS and not parses(text, kind):
+            return f"--config.{key}={checks.shown(text)[1:-1]}: must be {KINDS[kind]}"
     return ""
 
 
@@ -577,23 +573,28 @@ def check_page(out: pathlib.Path):
         ) from None
 
 
+def overrides(argv: list[str]) -> list[tuple[str, str, str | None]]:
+    """Returns (the argument, its key, its text) of each that sets one of the configuration's.
+
+    The text is None where there is none in it: --noconfig.KEY, and one that follows.
+    """
+    found = (
+        re.fullmatch(r"--?(?:no)?config\.([^=]*)(?:=(.*))?", x, re.DOTALL) for x in argv
+    )
+    return [(x[0], x[1], x[2]) for x in found if x]
+
+
 def check_overrides(argv: list[str]):
     """Raises ValueError for a leaf that Config lacks."""
     known = config.keys(dataclasses.asdict(config.Config()))
-    for arg in argv[1:]:
-        leaf = re.match(r"--?(?:no)?config\.([^=]*)", arg)
-        if leaf and leaf[1] not in known:
-            raise ValueError(config.unknown(leaf[1], known))
+    for _, key, _ in overrides(argv):
+        if key not in known:
+            raise ValueError(config.unknown(key, known))
 
 
-def fail(error: ValueError):
-    """Ends the program with one line if this package refused something of the user's.
-
-    So may the files of configs/. Any other ValueError is a defect, and keeps its traceback.
-    """
-    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    package = pathlib.Path(__file__).parent
-    if not {package, package.parent / "configs"} & set(raised_in.parents):
+def fail(error: Exception):
+    """Ends the program with one line if it refuses something; any other is a defect."""
+    if not exits.refuses(error):
         raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(exits.REFUSED)

@@ -13,6 +13,7 @@ from dllm_jax.rl.config import NETWORKS
 from dllm_jax.rl.noise import KINDS
 from dllm_jax.rl.objectives import OBJECTIVES
 from dllm_jax.sampling.config import variants
+from dllm_jax.sampling.strategy import STRATEGIES
 
 # Of losses of whole answers, by whether the noise gives evidence bounds: their aggregates.
 RATIOS = {False: ("sequence",), True: ("elbo_sequence", "elbo_answer")}
@@ -216,12 +217,10 @@ def check_rounds(cfg):
 def check_likelihood(cfg):
     """Raises ValueError for likelihoods that nothing records."""
     exact = cfg.objective.likelihood == "selection"
-    traced = (cfg.noise.kind, cfg.noise.shrink, cfg.noise.grid)
-    as_sampled = traced == ("trace", 1, "absolute")
     if not (exact or cfg.objective.importance_cap):
         return
     key = "likelihood='selection'" if exact else "importance_cap"
-    if cfg.method != "rl" or not as_sampled:
+    if cfg.method != "rl" or not cfg.noise.as_traced:
         raise ValueError(
             f"objective.{key} is of what was sampled: it needs method='rl', "
             "noise.kind='trace', noise.shrink=1 and noise.grid='absolute'"
@@ -334,11 +333,10 @@ def check_groups(cfg):
 
 def check_idle(cfg):
     """Raises ValueError for keys of RL that nothing reads as others are set."""
-    rl, learns = cfg.rl, cfg.method == "rl"
-    bounded = learns and cfg.objective.loss in ("spg", "stable")
-    clips = learns and cfg.objective.loss in ("policy", "sequence")
+    rl, learns, row = cfg.rl, cfg.method == "rl", OBJECTIVES[cfg.objective.loss]
+    bounded, clips = learns and row.bounds, learns and row.clips
     of_loss = f"method={cfg.method!r} and objective.loss={cfg.objective.loss!r}"
-    free = cfg.objective.loss == "stable" if learns else cfg.method != "dpo"
+    free = not row.pulled if learns else cfg.method != "dpo"
     why = {
         "objective.nll_weight": not learns and "only method='rl' adds it; set it to 0",
         "objective.entropy_bonus": not learns
@@ -368,11 +366,16 @@ def check_idle(cfg):
         and f"at most sampler.max_new={cfg.sampler.max_new}, an answer's tokens",
     }
     for key, wrong in why.items():
-        section, name = key.split(".")
-        group = getattr(cfg, section)
-        value = getattr(group, name)
-        if wrong and value != getattr(type(group), name):
+        value, default = value_of(cfg, key)
+        if wrong and value != default:
             raise ValueError(f"{key}={value!r}: {wrong}")
+
+
+def value_of(cfg, key: str) -> tuple:
+    """Returns (a key's value, its default)."""
+    section, name = key.split(".")
+    group = getattr(cfg, section)
+    return getattr(group, name), getattr(type(group), name)
 
 
 # ---- What works, and changes nothing -----------------------------------------------------
@@ -400,10 +403,9 @@ def unread(cfg) -> list[str]:
         why = "rl.reward names no reward_model"
         idle.append(("reward.model", cfg.reward.model, why))
     for key, why in waiting(cfg, graders).items():
-        section, name = key.split(".")
-        group = getattr(cfg, section)
-        if getattr(group, name) != getattr(type(group), name):
-            idle.append((key, getattr(group, name), why))
+        value, default = value_of(cfg, key)
+        if value != default:
+            idle.append((key, value, why))
     for name in ("policy_optim", "value_optim"):
         optim = getattr(cfg, name)
         for key in ("horizon", "final") if optim.schedule == "constant" else ():
@@ -421,9 +423,9 @@ def waiting(cfg, graders) -> dict[str, str]:
     learns, split, rl = cfg.method == "rl", cfg.reward.split, cfg.rl
     # One's own grader may give tokens rewards.
     tokens = split != "none" or any(":" in name for name in graders)
-    coins = cfg.noise.kind in ("bernoulli", "complement", "semi_ar")
-    names = cfg.sampler.strategy, cfg.eval.samplers
-    bounded = any("entropy_bounded" in name for name in names)
+    coins = KINDS[cfg.noise.kind].coins
+    samplers = cfg.sampler, *variants(cfg.eval.samplers, cfg.sampler).values()
+    bounded = any(STRATEGIES[x.strategy].reads_bound for x in samplers)
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
         "noise.upper": (coins, "noise.kind"),

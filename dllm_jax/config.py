@@ -349,7 +349,7 @@ def settings(cfg: Config) -> list[tuple[str, Config]]:
         raise ValueError("eval.sweep and eval.samplers: set one of them")
     reads = {
         "sampler.threshold": STRATEGIES[cfg.sampler.strategy].reads_sure,
-        "sampler.entropy_bound": cfg.sampler.strategy == "entropy_bounded",
+        "sampler.entropy_bound": STRATEGIES[cfg.sampler.strategy].reads_bound,
     }
     if not reads.get(key, True):
         raise ValueError(
@@ -372,27 +372,32 @@ def completed(cfg: Config):
     cannot become.
     """
     path = repository.find(cfg.model.path)
+    model, sampler, tok, _ = of_checkpoint(path, cfg.model, cfg.sampler, tokenizer)
+    return dataclasses.replace(cfg, sampler=sampler), model, tok
+
+
+def of_checkpoint(path, given: ModelArgs, sampler: SamplerConfig, tokenizer):
+    """Returns (a checkpoint's ModelConfig, the sampler with block and stop ids, its tokenizer,
+    the codes.Format of the images that are its answers, or None).
+
+    tokenizer: loads one. Raises ValueError for what does not go together.
+    """
     stored = hf.read_config(path)
-    model = cfg.model.adapted(stored)
-    if cfg.model.tower and not model.vision:
+    model = given.adapted(stored)
+    if given.tower and not model.vision:
         raise ValueError(f"model.tower=True: {path} has no vision tower")
-    if cfg.sampler.answers == "image":
-        hf.check(path, stored)
-        tok = tokenizer(path)
-        made = pictures.format_of(cfg.model, path, model, tok)
-        model, sampler = pictures.drawing(model, cfg.sampler, made)
-        return dataclasses.replace(cfg, sampler=sampler), model, tok
-    block = cfg.sampler.block or model.block
-    if block == 1 and not cfg.sampler.block and model.attention != "causal":
-        raise ValueError(
-            f"sampler.block=0: {path} has no block; set it, to 4 for example"
-        )
+    block = sampler.block or model.block
+    draws = sampler.answers == "image"
+    if not (draws or sampler.block) and block == 1 and model.attention != "causal":
+        raise ValueError(f"sampler.block=0: {path} has no block; set it, such as to 4")
     hf.check(path, stored)
     tok = tokenizer(path)
-    stops = stops_of(cfg.sampler, model, tok)
-    sampler = dataclasses.replace(cfg.sampler, block=block, stop_ids=stops)
-    model = dataclasses.replace(model, block=block)
-    return dataclasses.replace(cfg, sampler=sampler), model, tok
+    if draws:
+        made = pictures.format_of(given, path, model, tok)
+        return *pictures.drawing(model, sampler, made), tok, made
+    stops = stops_of(sampler, model, tok)
+    sampler = dataclasses.replace(sampler, block=block, stop_ids=stops)
+    return dataclasses.replace(model, block=block), sampler, tok, None
 
 
 def chosen(cfg: Config, model: ModelConfig) -> tuple[Config, list[str]]:
@@ -449,11 +454,11 @@ def scored_anew(cfg: Config, model: ModelConfig) -> str:
     and drew from the model's own distribution.
     """
     drawn, sampler = cfg.noise, cfg.sampler
-    traced = (drawn.kind, drawn.shrink, drawn.grid) == ("trace", 1, "absolute")
     filters = sampler.temperature != 1 or sampler.top_k or sampler.top_p < 1
     stale = policy.choose(sampler, model.attention).stale
     reasons = {
-        "the noise is not the trace as it is": not traced or compatible.enlarged(cfg),
+        "the noise is not the trace as it is": not drawn.as_traced
+        or compatible.enlarged(cfg),
         "noise.guided=False trains another distribution": not drawn.guided
         and sampler.guidance > 0,
         "nothing recorded the probability of steps": cfg.objective.likelihood
@@ -655,13 +660,18 @@ def keeping(cfg: Config, defaults: dict | None) -> tuple[Config, list[str]]:
 
 
 def leaves_of(cfg: Config) -> dict:
-    """Returns the keys' values, flat and as JSON has them: there a tuple is a list."""
-    return flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    """Returns the keys' values, flat and as JSON has them."""
+    return as_json(dataclasses.asdict(cfg))
+
+
+def as_json(tree: dict) -> dict:
+    """Returns a tree flat, and as JSON has it: there a tuple is a list."""
+    return flat(json.loads(json.dumps(tree)))
 
 
 def changes(old: dict, cfg: Config) -> dict[str, str]:
     """Returns a line of each key that differs from that of a run that began with `old`."""
-    new, old = leaves_of(cfg), flat(old)
+    new, old = leaves_of(cfg), as_json(old)
     return {
         key: f"config.{key} was {old.get(key)!r}, is now {value!r}"
         for key, value in new.items()

@@ -25,7 +25,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import re
 import sys
 from typing import NamedTuple
 
@@ -50,6 +49,7 @@ from dllm_jax.models import repository
 from dllm_jax.records import hashed
 from dllm_jax.rl import beside, heldout, rewards, rollout, scores
 from dllm_jax.sampling import answers, placement, state
+from dllm_jax.sampling.config import IDLE
 from dllm_jax.viewer import compare, traces
 
 TOGETHER = 16  # answers that are graded at once: of more a signal would wait for all
@@ -318,7 +318,7 @@ def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
 def job_of(cfg: config.Config, marks: dict) -> dict:
     """Returns what the answers depend on, flat. marks: of the checkpoint's files."""
     leaves = config.flat(dataclasses.asdict(cfg))
-    idle = ("run.", "mesh.", "sampler.rows", "sampler.pages", "reward.workers")
+    idle = ("run.", "mesh.", "reward.workers", *(f"sampler.{x}" for x in IDLE))
     # A setting is what it is in any sweep, and beside any others.
     idle += ("eval.sweep", "eval.samplers", "eval.best", "eval.by")
     job = marks | {key: x for key, x in leaves.items() if not key.startswith(idle)}
@@ -517,8 +517,8 @@ def main():
         return
     overwrite = flags.DEFINE_bool("overwrite", False, OVERWRITE)
     cfg = command_line.from_command_line(sys.argv, example="configs/eval.py")
-    for arg in sys.argv:
-        if re.match(r"--?config\.sampler\.temperature(=|$)", arg):
+    for arg, key, _ in command_line.overrides(sys.argv):
+        if key == "sampler.temperature":
             exits.warn(
                 f"{arg}: answers are drawn at eval.temperature={cfg.eval.temperature:g}"
             )

@@ -9,7 +9,7 @@
     75  stopped, by a signal or since another process is lost: the same command goes on
 
 A launcher starts a command again after 75 and after nothing else. ValueError is the
-error that refuses, where this package raises it (command_line.entry).
+error that refuses, where this package or a file of the user's raises it (`refuses`).
 """
 
 import contextlib
@@ -21,13 +21,18 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import jax
 
 REFUSED, STUCK, STOPPED = 2, 3, 75
+KINDS = {REFUSED: "refused", STUCK: "cannot go on", STOPPED: "stopped"}
+PACKAGE = pathlib.Path(__file__).parent
+LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")  # of sysconfig
 LISTENED = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # that threads get, once there is nothing left but to end
 received = []  # the signals that came and were noted, by their numbers
@@ -89,6 +94,35 @@ def exhausted(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         of_runtime(error) and any(x in str(error) for x in words)
     )
+
+
+def refuses(error: BaseException) -> bool:
+    """Returns whether an error says that what the user gave is wrong.
+
+    A ValueError does that this package raises, or a file of the user's. What a library raises
+    is a defect, and so is what Python does under a line that raises nothing: zip, of unequal
+    lengths.
+    """
+    if not isinstance(error, ValueError) or of_runtime(error):
+        return False
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    above = pathlib.Path(last.filename).parents
+    library = any(pathlib.Path(sysconfig.get_path(x)) in above for x in LIBRARIES)
+    # Of a file whose source is not there no line is known.
+    return (last.line or "raise").startswith("raise") and (
+        PACKAGE in above or not library
+    )
+
+
+def code_of(error: BaseException) -> int:
+    """Returns the exit code of a command that an error ends."""
+    if isinstance(error, SystemExit) and error.code in KINDS:  # StoppedAtOnce, too
+        return error.code
+    if isinstance(error, CannotGoOn) or exhausted(error):
+        return STUCK
+    if isinstance(error, Stopped | KeyboardInterrupt):
+        return STOPPED
+    return REFUSED if refuses(error) else 1
 
 
 # The numbers of a full disk's errors, and why it is full where bytes are free.

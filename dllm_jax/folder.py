@@ -27,15 +27,12 @@ import jax
 
 from dllm_jax import processes
 from dllm_jax.exits import (
-    REFUSED,
-    STOPPED,
+    KINDS,
     STUCK,
     CannotGoOn,
-    Stopped,
-    StoppedAtOnce,
     at_end,
+    code_of,
     exhausted,
-    of_runtime,
     read,
     room,
     unheard,
@@ -50,6 +47,8 @@ OVERWRITE = (  # of --help
     "answer all anew, until all is; default: what is there stays and is gone on with"
 )
 OVERWRITING = {"--overwrite": "has begun"}  # in a job's note, until all is answered
+# Of images answers have the marks, wherever they lie by now; of pages older notes tell.
+UNCOMPARED = {"data.image_root", "sampler.page", "sampler.prefill", *OVERWRITING}
 OTHER = "name another file (--out) or folder (--config.run.folder), or add --overwrite"
 
 
@@ -430,9 +429,8 @@ class Folder:
 
     def cut(self, code: int, line: str) -> None:
         """Ends the attempt as `exits.end` ends the program, whatever the main thread is at."""
-        kinds = {REFUSED: "refused", STUCK: "cannot go on", STOPPED: "stopped"}
         reason = line.removeprefix("error: ").removeprefix("stopped: ")
-        self.end(f"{kinds.get(code, 'defect')}: {reason}", [line])
+        self.end(f"{KINDS.get(code, 'defect')}: {reason}", [line])
 
     def end(self, ending: str, told: list[str]) -> None:
         """Says in run.json how the attempt ended, once, and gives the folder free.
@@ -517,9 +515,7 @@ class Answers:
                 f"{self.path} is there, and no {self.note.name} that says what its answers "
                 f"depend on; {OTHER}"
             )
-        # Of images answers have the marks, wherever they lie by now.
-        keys = known.keys() | self.job.keys()
-        keys = sorted(keys - {"data.image_root"} - OVERWRITING.keys())
+        keys = sorted((known.keys() | self.job.keys()) - UNCOMPARED)
         # Older files do not tell them.
         keys = [x for x in keys if x in known or not x.startswith("the checkpoint of")]
         differ = [key for key in keys if known.get(key) != self.job.get(key)]
@@ -592,14 +588,13 @@ def object_of(line: bytes) -> dict | None:
 
 def ended(error: BaseException | None) -> str:
     """Returns how an attempt ended, in the words of exits.py."""
-    names = {ValueError: "refused", CannotGoOn: "cannot go on", Stopped: "stopped"}
-    names |= {StoppedAtOnce: "stopped", KeyboardInterrupt: "stopped"}
     if error is None:
         return "done"
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
-    kind = "defect" if of_runtime(error) else names.get(type(error), "defect")
-    return f"{kind}: {str(error) or type(error).__name__}"
+    return (
+        f"{KINDS.get(code_of(error), 'defect')}: {str(error) or type(error).__name__}"
+    )
 
 
 def versions() -> dict[str, str]:

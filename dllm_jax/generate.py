@@ -43,13 +43,13 @@ from dllm_jax import (
     sharding,
 )
 from dllm_jax.data.prompts import NO_TOKENIZER, warn_special
-from dllm_jax.models import hf, repository
+from dllm_jax.models import repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import codes
 from dllm_jax.records import records
 from dllm_jax.sampling import answers, placement, state
-from dllm_jax.sampling.config import DRAWING, SamplerConfig
+from dllm_jax.sampling.config import DRAWING, IDLE, SamplerConfig
 from dllm_jax.viewer import traces
 from dllm_jax.viewer.pieces import LOST
 
@@ -151,9 +151,8 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 def report_idle(argv: list[str]):
     """Tells of overrides that have no effect here: nobody is to wait for one."""
-    for arg in argv:
-        key = re.match(r"--config\.([^=]+)", arg)
-        if key and not has_effect(key[1]):
+    for arg, key, _ in command_line.overrides(argv):
+        if not has_effect(key):
             exits.warn(f"{arg}: nothing of it is used to answer prompts")
 
 
@@ -358,7 +357,7 @@ def job_of(tree: ml_collections.ConfigDict, marks: dict) -> dict:
     leaves = config.flat(tree.to_dict())
     job = {"model.path": leaves["model.path"], **marks}
     deciding = ("seed", "model.", "sampler.")
-    idle = (*UNUSED, "model.path", "sampler.rows", "sampler.pages")
+    idle = (*UNUSED, "model.path", *(f"sampler.{x}" for x in IDLE))
     if leaves["data.image_root"]:  # where a page of the answers finds their images
         deciding += ("data.image_root",)
     return job | {
@@ -506,24 +505,6 @@ def settings(tree: ml_collections.ConfigDict) -> Settings:
     return Settings(**{k: config.frozen(kind, tree[k], f"{k}.") for k, kind in kinds})
 
 
-def opened(path: pathlib.Path, given: Settings):
-    """Returns a checkpoint without its weights: (ModelConfig, tokenizer or None, sampler,
-    the codes.Format of the images that are its answers, or None).
-
-    Raises ValueError for what does not go together.
-    """
-    model = given.model.adapted(hf.read_config(path))
-    model, tok = dataclasses.replace(model, lora=None), load_tokenizer(path)
-    if given.sampler.answers == "image":
-        made = pictures.format_of(given.model, path, model, tok)
-        model, cfg = pictures.drawing(model, given.sampler, made)
-        return model, tok, cfg, made
-    block = given.sampler.block or model.block
-    stops = config.stops_of(given.sampler, model, tok)
-    cfg = dataclasses.replace(given.sampler, block=block, stop_ids=stops)
-    return dataclasses.replace(model, block=block), tok, cfg, None
-
-
 def main(argv: list[str] | None = None):
     """Parses the command line and answers."""
     prompt, options = parsed(sys.argv[1:] if argv is None else argv)
@@ -578,7 +559,9 @@ def answer(prompt: str | None, options, stop):
 
     # ---- What it is to answer: nothing large is read before it is known to make sense ----
     path = repository.find(given.model.path)
-    model, tok, cfg, made = opened(path, given)
+    opened = config.of_checkpoint(path, given.model, given.sampler, load_tokenizer)
+    model, cfg, tok, made = opened
+    model = dataclasses.replace(model, lora=None)
     marks = repository.marks(path)
     sink = sink_of(options, marks)
     prompts, rows = asked(prompt, options, given, path, model, tok)

@@ -124,6 +124,11 @@ def keep_exact(dtype: str):
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
+def row_shards(mesh: Mesh) -> int:
+    """Returns over how many devices a mesh splits rows; `model` has them whole."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def make_mesh(*, data=1, fsdp=-1, model=1, devices=None) -> Mesh:
     """Returns the mesh; an axis given as -1 takes the devices that are left.
 

@@ -38,7 +38,7 @@ from dllm_jax import (
 )
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice
-from dllm_jax.rl import learner
+from dllm_jax.rl import learner, rewards
 from dllm_jax.rl.config import BatchConfig, OptimConfig
 from dllm_jax.sampling.config import SamplerConfig
 from tests import served
@@ -656,6 +656,22 @@ def test_a_run_keeps_the_defaults_that_it_began_with():
     ]
 
 
+NAMED = {
+    begin: ("SPARED", "EVALUATED", "ASKING"),
+    command_line: ("LOCAL", "OF_RL", "OF_ALL"),
+    generate: ("USED", "UNUSED"),
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [key for module, names in NAMED.items() for x in names for key in vars(module)[x]],
+)
+def test_keys_that_programs_know_by_name_are_there(key):
+    leaves = config.flat(dataclasses.asdict(config.Config()))
+    assert any(leaf.startswith(key) for leaf in leaves)
+
+
 def test_errors_of_the_user_end_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         try:
@@ -1027,11 +1043,26 @@ def test_what_draws_needs_no_backend_of_a_notebook(monkeypatch):
     assert subprocess.check_output(run, text=True) == "agg\n"
 
 
-def test_defects_keep_their_traceback():
-    with pytest.raises(ValueError, match="invalid literal"):
+def unequal():
+    rewards.by_gold(rewards.choice).grade(
+        ["A", "B"], [data.Problem([2], "?", "A")], None
+    )
+
+
+@pytest.mark.parametrize(
+    "defect, said",
+    [
+        (lambda: int("defect"), "invalid literal"),
+        (unequal, "zip.. argument 2 is shorter"),  # under a line of this package
+        (lambda: json.loads("{"), "Expecting property name"),  # a library raises it
+    ],
+)
+def test_defects_keep_their_traceback(defect, said):
+    with pytest.raises(ValueError, match=said):
         try:
-            int("defect")
+            defect()
         except ValueError as error:
+            assert exits.code_of(error) == 1
             command_line.fail(error)
 
 

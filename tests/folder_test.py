@@ -16,7 +16,7 @@ import time
 import jax
 import pytest
 
-from dllm_jax import exits, folder, processes, sharding
+from dllm_jax import checks, exits, folder, processes, sharding
 
 
 @pytest.fixture
@@ -295,6 +295,22 @@ def test_every_attempt_is_told_with_its_configuration_and_its_end(
     assert {"python", "jaxlib", "numpy"} < first["versions"].keys()
     for file in tmp_path.iterdir():
         assert "sk-not-for-any-file" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "error, code, told",
+    [
+        (checks.Refused("rows", "=0: must be >= 1"), 2, "refused: rows=0: must"),
+        (exits.NotFinite(), 2, "refused: the model's first forward is not finite"),
+        (ValueError("INTERNAL: a kernel"), 1, "defect: INTERNAL: a kernel"),
+        (SystemExit(exits.REFUSED), 2, "refused: 2"),
+    ],
+)
+def test_an_attempt_ends_as_its_command_does(tmp_path, error, code, told):
+    with pytest.raises(type(error)) as raised, enter(tmp_path):
+        raise error
+    assert exits.code_of(raised.value) == code
+    assert attempts(tmp_path)[0]["ended"].startswith(told)
 
 
 BROKEN = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"

@@ -169,6 +169,8 @@ def test_a_finished_job_samples_nothing(ask, tmp_path, monkeypatch):
     assert ask("--seed=1", again="--nooverwrite") == whole
     images = f"--config.data.image_root={tmp_path}"  # by their marks, wherever they lie
     assert ask("--seed=1", images, again="--nooverwrite") == whole
+    idle = [f"--config.sampler.{x}" for x in ("rows=3", "prefill=64", "page=64")]
+    assert ask("--seed=1", *idle, again="--nooverwrite") == whole
 
 
 def test_answers_of_another_job_are_refused_and_stay(ask, tmp_path):
@@ -210,6 +212,16 @@ def test_a_page_of_answers_finds_their_images_by_the_note(tmp_path):
     folder.note_of(file).write_text(json.dumps(job))
     assert traces.settings(file, []).roots == ("pictures",)
     assert job == before | {"data.image_root": "pictures"}
+
+
+def test_a_checkpoint_that_says_nothing_of_blocks_is_no_sampler_of_one_token(
+    ask, model, tmp_path
+):
+    copied = shutil.copytree(model, tmp_path / "model")
+    raw = json.loads((copied / "config.json").read_text()) | {"block_size": 1}
+    (copied / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="sampler.block=0: .* has no block; set it"):
+        ask(f"--model={copied}", "--block=0")
 
 
 def test_answers_of_other_weights_are_refused(ask, model, tmp_path):
@@ -301,13 +313,13 @@ def test_a_signal_ends_an_answer_that_is_shown(make, model, tmp_path, monkeypatc
 
 
 def test_weights_that_give_no_numbers_are_refused(ask, model, monkeypatch):
-    load = generate.hf.load
+    load = hf.load
 
     def loud(*args, **how):
         made, params = load(*args, **how)
         return made, jax.tree.map(lambda x: 1e30 * x, params)
 
-    monkeypatch.setattr(generate.hf, "load", loud)
+    monkeypatch.setattr(hf, "load", loud)
     with pytest.raises(exits.NotFinite, match="weights of an absurd scale"):
         ask()
 

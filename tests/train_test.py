@@ -868,7 +868,8 @@ def test_a_reward_function_that_changed_on_the_way_is_told(monkeypatch, tmp_path
 
 @pytest.mark.parametrize(
     "key",
-    ["sft.examples", "reward.split", "rl.group", "model.lora_alpha", "sampler.block"],
+    ["sft.examples", "reward.split", "rl.group", "model.lora_alpha", "sampler.block"]
+    + ["sampler.temperature", "data.template", "model.tower"],
 )
 def test_a_run_that_is_done_is_not_asked_for_something_else(key):
     cfg = tracerl.get_config()
@@ -876,6 +877,8 @@ def test_a_run_that_is_done_is_not_asked_for_something_else(key):
     cfg = config.freeze(cfg)
     meta = {"config": dataclasses.asdict(cfg)}
     meta["config"]["sft"]["steps"] += 1
+    meta["config"]["sampler"]["page"] += 1
+    del meta["config"]["model"]["tiles"]  # of an older version
     begin.check_unfinished(cfg, meta, 4)
     section, name = key.split(".")
     meta["config"][section][name] = "another"

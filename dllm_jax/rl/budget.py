@@ -125,7 +125,7 @@ def remats(
         inner = (model.experts_per_token + model.shared_experts) * model.expert_ffw
     heads = (model.heads + model.kv_heads) * model.head_dim
     width = 2 * model.d_model + 2 * (inner + heads) / mesh.shape["model"]
-    slots = batch.rows // (mesh.shape["data"] * mesh.shape["fsdp"]) * batch.tokens
+    slots = batch.rows // sharding.row_shards(mesh) * batch.tokens
     least = "attention", "full"
     kept = model.layers * slots * width * jnp.dtype(model.dtype).itemsize
     if sharding.anywhere(kept > room):  # all processes try the same

@@ -52,6 +52,11 @@ class NoiseConfig:
     # SFT, of answers that nobody drew, the program chooses that.
     guided: bool = True
 
+    @property
+    def as_traced(self) -> bool:
+        """Whether it is the trace as it is: what a token was sampled in, it is shown in."""
+        return (self.kind, self.shrink, self.grid) == ("trace", 1, "absolute")
+
     def __post_init__(self):
         checks.fields(
             self,

@@ -48,7 +48,7 @@ class Likelihood:
         )
         seen = layout.of(model, cfg, self.noise)
         rounds = noise.rounds(self.noise, seen, cfg.max_new)
-        devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        devices = sharding.row_shards(mesh)
         wide = dataclasses.replace(
             batch, tokens=batch.tokens or seen.width(cfg.slots, rounds)
         ).on(devices, choice.platform())

@@ -263,15 +263,16 @@ class Kind:
     masks: bool = True  # False: it hides nothing; only causal attention learns then
     whole: bool = False  # the answer's length is no secret: its canvas ends with it
     ordered: bool = False  # its rounds are an order, of which some may be picked
+    coins: bool = False  # a probability between cfg.lower and cfg.upper masks
     bounds: bool = False  # its shares make log-probs an estimate of the evidence bound
 
 
 KINDS = {
     "trace": Kind(traced, rounds_of_steps, random=False, ordered=True),
     "left_to_right": Kind(left_to_right, round_of_token, random=False, ordered=True),
-    "bernoulli": Kind(bernoulli, round_of_row),
-    "complement": Kind(complement, round_of_row, rows=2),
-    "semi_ar": Kind(semi_ar, rounds_of_blocks),
+    "bernoulli": Kind(bernoulli, round_of_row, coins=True),
+    "complement": Kind(complement, round_of_row, rows=2, coins=True),
+    "semi_ar": Kind(semi_ar, rounds_of_blocks, coins=True),
     "subset": Kind(subset, round_of_row, bounds=True),
     "quadrature": Kind(quadrature, round_of_row, bounds=True),
     "end": Kind(end, round_of_row, random=False, whole=True),

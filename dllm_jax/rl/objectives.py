@@ -231,6 +231,8 @@ class Objective:
     function: Callable
     rl: bool = False  # objective.loss may name it
     bounds: bool = False  # adv_BU holds factors of evidence bounds: see bounds.py
+    clips: bool = False  # ratios to the policy that sampled
+    pulled: bool = True  # to a reference, by objective.reference_beta
     head: str = "lm"  # which of the network's heads it trains: "lm" or "value"
     # Of whole answers: (Answers, cfg) -> (factor of A [n], added to it [n], metrics).
     answers: Callable | None = None
@@ -247,11 +249,13 @@ class Objective:
 
 OBJECTIVES = {
     "nll": Objective(nll),
-    "policy": Objective(policy, rl=True),
+    "policy": Objective(policy, rl=True, clips=True),
     "dipo": Objective(linear, rl=True),
-    "sequence": Objective(of_answers, rl=True, answers=clipped_answers),
+    "sequence": Objective(of_answers, rl=True, clips=True, answers=clipped_answers),
     "spg": Objective(linear, rl=True, bounds=True),
-    "stable": Objective(of_answers, rl=True, bounds=True, answers=self_normalised),
+    "stable": Objective(
+        of_answers, rl=True, bounds=True, pulled=False, answers=self_normalised
+    ),
     "dpo": Objective(of_answers, bounds=True),
     "value": Objective(value, head="value"),
     "ranking": Objective(ranking, head="value"),

@@ -14,7 +14,7 @@ import numpy as np
 from dllm_jax import data, folder, statistics
 from dllm_jax.records import right
 from dllm_jax.rl import rollout
-from dllm_jax.sampling.config import SamplerConfig
+from dllm_jax.sampling.config import IDLE, SamplerConfig
 from dllm_jax.statistics import Score
 
 HEAD = ("checkpoint", "problems", "n x s", "sampler", "seed")
@@ -32,8 +32,7 @@ COLUMNS = {
 }
 LOST = ("skipped", "unjudged")  # told of a card where there are any
 NO = {"value": 0.0, "low": None}  # of what a card does not tell as there is none
-IDLE = ("rows", "pages", "page", "prefill")  # of the sampler: no answer depends on them
-# And these are not among a card's words: they are told first, or ids.
+# Of the sampler's fields, not among a card's words: they are told first, or ids.
 TOLD = ("strategy", "threshold", "entropy_bound", "block", "temperature", "max_new")
 TOLD += ("max_prompt", "stop_ids", "blank", "tail")
 

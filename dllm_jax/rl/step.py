@@ -67,9 +67,8 @@ class Settings:
     def as_sampled(self) -> bool:
         """Whether tokens are scored in the context, and by the guidance, they had."""
         shown = self.layout
-        traced = self.noise.kind, self.noise.shrink, self.noise.grid
         return (
-            traced == ("trace", 1, "absolute")
+            self.noise.as_traced
             and shown.guidance == self.sampler.guidance
             and self.noise.block in (0, self.sampler.block)
         )

@@ -70,7 +70,7 @@ class Batches:
             if not all(token < model.vocab for token in ids):
                 raise ValueError(f"sampler.{name}={ids}: ids are 0..{model.vocab - 1}")
         self.model, self.mesh = model, mesh
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = sharding.row_shards(mesh)
         self.cfg = dataclasses.replace(cfg, rows=-(-cfg.rows // shards) * shards)
         programs = denoise.advance, denoise.advance_on_gpu
         self.loop = denoise.loop_on(mesh.devices.flat[0].platform, cfg, *programs)

@@ -47,6 +47,7 @@ LIMITS = {  # of the fields of SamplerConfig: see checks.fields
 }
 # What programs take as an array, a number for each row: no value compiles anything anew.
 TRACED = ("threshold", "entropy_bound")
+IDLE = ("rows", "pages", "page", "prefill")  # no answer depends on them
 
 
 @dataclasses.dataclass(frozen=True)

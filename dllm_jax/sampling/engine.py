@@ -38,7 +38,7 @@ class Engine:
         Raises ValueError when the pages cannot hold a single row.
         """
         self.model, self.cfg, self.mesh = model, cfg, mesh
-        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.shards = sharding.row_shards(mesh)
         self.scheduler = Scheduler(model=model, cfg=cfg, shards=self.shards)
         self.page_count = self.scheduler.pages_per_shard * self.shards
         self.rows: Rows | None = None  # laid out at the first turn

@@ -290,7 +290,7 @@ def note_of(placement: Placement, rollout: str) -> str:
     """Returns the line that says where a run samples."""
     shape = placement.answerer.mesh.shape
     share = gib(memory.array_bytes(placement.weights))
-    copies = shape["data"] * shape["fsdp"]
+    copies = sharding.row_shards(placement.answerer.mesh)
     return (
         f"mesh.rollout={rollout!r}: sampling has {copies} x all weights, {share} GiB of "
         f"them on each device (data, fsdp, model: {tuple(shape.values())})"
@@ -299,7 +299,7 @@ def note_of(placement: Placement, rollout: str) -> str:
 
 def rounded(mesh, rows: int) -> list[str]:
     """Returns what to say of rows that the devices do not divide, if they do not."""
-    shards, each = mesh.shape["data"] * mesh.shape["fsdp"], per_shard(mesh, rows)
+    shards, each = sharding.row_shards(mesh), per_shard(mesh, rows)
     if each * shards == rows:
         return []
     return [f"sampler.rows={rows} become {each * shards}, {each} on each of {shards}"]
@@ -307,7 +307,7 @@ def rounded(mesh, rows: int) -> list[str]:
 
 def per_shard(mesh, rows: int) -> int:
     """Returns the rows of each of the mesh's shards of them."""
-    return -(-rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
+    return -(-rows // sharding.row_shards(mesh))
 
 
 def gib(size: float) -> str:

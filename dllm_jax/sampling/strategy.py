@@ -12,6 +12,7 @@ class Strategy:
 
     take: Callable  # (draw, masked_BW, quota_B, cfg) -> take_BW: see below
     reads_sure: bool = False  # it compares `draw.sure_BW` with `cfg.threshold`
+    reads_bound: bool = False  # it reads `cfg.entropy_bound`
     # It reads `draw.score_BW`. What a rule throws away has a likelihood of its own where the
     # score is one of the token drawn (confidence.Target); else that of the tokens is exact.
     ranks: bool = False
@@ -67,5 +68,5 @@ STRATEGIES = {
     "sequential": Strategy(sequential),
     "static": Strategy(static, ranks=True),
     "dynamic": Strategy(dynamic, reads_sure=True, ranks=True),
-    "entropy_bounded": Strategy(entropy_bounded),
+    "entropy_bounded": Strategy(entropy_bounded, reads_bound=True),
 }

@@ -56,7 +56,7 @@ class Eyes:
         self.features_of = collections.OrderedDict()  # by mark, the oldest first
         self.passes = 0  # batches that the tower has seen
         self.last: tuple[tuple[str, ...], Table] | None = None
-        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.shards = sharding.row_shards(mesh)
 
     def chunks(self, prompts: list) -> list[list[int]]:
         """Returns the prompts' indices, in order, cut where a table would be full."""

@@ -57,7 +57,9 @@ def spelled(text: str) -> str:
 
     And chains of inequalities rise.
     """
-    if len(chain := FALLS.split(text)) > 3 and not re.search(r"[<=]|\\l(?:eq|t)\b", text):
+    if len(chain := FALLS.split(text)) > 3 and not re.search(
+        r"[<=]|\\l(?:eq|t)\b", text
+    ):
         text = " ".join(RISES.get(part, part) for part in reversed(chain))
     text = re.sub(r"(?<=[0-9]) ?(?=\(|e ?\^)", r" \\cdot ", text)
     return MIXED.sub(of_mixed, text)
