@@ -400,7 +400,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     refuse_other_than_plain(raw, family, file)
     fields = model_fields(raw, family, file)
     fields["mask_id"] = find_mask_id(folder, raw, fields)
-    pad_id = token_id(raw, "pad_token_id", None)
+    pad_id = token_id(raw, "pad_token_id")
     eos_id = find_eos_id(folder, raw)
     keys = family.fields | {"mask_id": "mask_token_id", "eos_id": "eos_token_id"}
     keys |= {"pad_id": "pad_token_id", "ends": "eos_token_id"}

@@ -34,11 +34,10 @@ def pointed(file: pathlib.Path, error) -> str:
     return str(error)
 
 
-def token_id(raw: dict, key: str, default):
-    """Returns an id that config.json may give as a list, or not at all."""
+def token_id(raw: dict, key: str):
+    """Returns an id that config.json may give as a list; None: it does not give any."""
     value = raw.get(key)
-    value = value[0] if isinstance(value, list) and value else value
-    return default if value is None or value == [] else value
+    return next(iter(value), None) if isinstance(value, list) else value
 
 
 def find_mask_id(folder: pathlib.Path, raw: dict, fields: dict) -> int:
@@ -68,15 +67,15 @@ def find_eos_id(folder: pathlib.Path, raw: dict) -> int:
     where none has one it is the pad token, as the two are often the same. Raises ValueError
     where that is not told either: no token is to end answers without a word.
     """
-    if (token := token_id(raw, "eos_token_id", None)) is not None:
+    if (token := token_id(raw, "eos_token_id")) is not None:
         return token
     file = folder / "generation_config.json"
     if file.is_file():
-        token = token_id(read_json(file), "eos_token_id", None)
+        token = token_id(read_json(file), "eos_token_id")
     if token is None:
         token = tokenizers_id(folder, "eos_token")
     if token is None:
-        token = token_id(raw, "pad_token_id", None)
+        token = token_id(raw, "pad_token_id")
     if token is None:
         raise ValueError(
             f"{folder}: nothing tells which token ends a text; config.json needs "

@@ -24,9 +24,8 @@ from dllm_jax import sharding
 from dllm_jax.pallas_kernels import noise, reference
 from dllm_jax.pallas_kernels.choice import kernel
 from dllm_jax.pallas_kernels.cpu_products import Tiled
-from dllm_jax.pallas_kernels.reference import NEVER, Rule
+from dllm_jax.pallas_kernels.reference import BELOW_NEVER, NEVER, Rule
 
-LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 HEAD_TILE = 512  # positions of a row whose logits are alive at once, at most
 # Where a row has more than these, a tile is a quarter of it: one of which no token is asked
 # is skipped. On CPU a third of 448 took 0.6 times as long, all of them 1.1 times.
@@ -241,7 +240,7 @@ def selection_forward(static, x_BUD, head_DV, token_BU, border_BU):
     taken_BU = jnp.isinf(border_BU) | ~asked_BU
     # What lies behind the border, as logits: of a taken token nothing does.
     limit_BU = lse_BU + jnp.minimum(border_BU, log_threshold)
-    limit_BU = jnp.where(taken_BU, LOWEST, limit_BU)
+    limit_BU = jnp.where(taken_BU, BELOW_NEVER, limit_BU)
 
     def run(x_BUD, head_DV, limit_BU):
         axis, offset = vocabulary_part(head_DV, V)
@@ -251,7 +250,7 @@ def selection_forward(static, x_BUD, head_DV, token_BU, border_BU):
             return module.behind(x_RD, head_DV, limit_R, offset, **how), ()
 
         limit_R, x_RD = limit_BU.reshape(-1), x_BUD.reshape(-1, x_BUD.shape[2])
-        (behind_R, ahead_R), _ = of_asked(behind, limit_R > LOWEST, x_RD, limit_R)
+        (behind_R, ahead_R), _ = of_asked(behind, limit_R > BELOW_NEVER, x_RD, limit_R)
         behind_R, _ = join(behind_R, behind_R, axis)
         ahead_R = ahead_R if axis is None else jax.lax.psum(ahead_R, axis)
         return behind_R.reshape(limit_BU.shape), ahead_R.reshape(limit_BU.shape)

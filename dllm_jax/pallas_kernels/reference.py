@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 NEVER = -1e30  # finite, so that a query that sees nothing gives a mean and not NaN
+BELOW_NEVER = 2 * NEVER  # below every logit, even a forbidden one
+ABOVE_NEVER = NEVER / 2  # above a masked score, below every other: exp(NEVER - it) = 0
 TIE = 1e-5  # of a score's logarithm: nearer ones are taken for equal, as rounding hides it
 LEAST = -87.0  # the log of the smallest probability that is told: that of f32's numbers
 

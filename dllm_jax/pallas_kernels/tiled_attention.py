@@ -14,9 +14,7 @@ import jax.numpy as jnp
 
 from dllm_jax.pallas_kernels import choice, tiles
 from dllm_jax.pallas_kernels.cpu_products import turned
-from dllm_jax.pallas_kernels.reference import NEVER
-
-LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
+from dllm_jax.pallas_kernels.reference import ABOVE_NEVER, NEVER
 
 
 def product(dims: str, x, y):
@@ -137,7 +135,7 @@ def forward(q_BTNH, k_BSKH, v_BSKH, mask, *, interpret=False):
 
         acc_KfH = jnp.zeros(q_KfH.shape, jnp.float32)
         zero_KGt = jnp.zeros((len(q_KfH), q_KfH.shape[1] // t, t), jnp.float32)
-        sums = acc_KfH, zero_KGt + LOWEST, zero_KGt
+        sums = acc_KfH, zero_KGt + ABOVE_NEVER, zero_KGt
         acc_KfH, max_KGt, sum_KGt = jax.lax.fori_loop(0, count, visit, sums)
         # A query that sees nothing: zero, and -NEVER keeps its gradient zero.
         lse_KGt = jnp.where(sum_KGt > 0, max_KGt + jnp.log(sum_KGt), -NEVER)

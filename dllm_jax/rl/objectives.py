@@ -125,7 +125,7 @@ def value(out, batch, cfg):
     """
     eps = cfg.clip if cfg.value_clip < 0 else cfg.value_clip
     worst_BU = (out["value"] - batch.ret_BU) ** 2
-    if eps or cfg.value_clip < 0:
+    if eps:
         change_BU = jnp.clip(out["value"] - batch.old_value_BU, -eps, eps)
         near_BU = batch.old_value_BU + change_BU
         worst_BU = jnp.maximum(worst_BU, (near_BU - batch.ret_BU) ** 2)

@@ -406,7 +406,6 @@ def test_load_reads_every_number_once_and_only_slices(sizes, monkeypatch):
     assert max(log) == max(shards)  # each layer has a tensor of its own
 
 
-@pytest.mark.slow
 def test_two_processes_load_and_save_together(tmp_path):
     script = """
 import sys

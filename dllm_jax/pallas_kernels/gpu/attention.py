@@ -23,14 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.pallas_kernels import choice, tiles
-from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.reference import ABOVE_NEVER, NEVER
 
 ROWS, RESIDENT = 64, 128  # rows of a warpgroup's products; of the two that compute
 TILE, TILE_BACKWARD = 128, 64  # columns: of the streamed side
 BUFFERS = 2  # of streamed tiles
 # Whether the two warpgroups that compute take turns in the forward pass: see `in_turn`.
 IN_TURN = True
-LOWEST = NEVER / 2  # above a masked score, below every other: exp2(NEVER - LOWEST) = 0
 ALONG = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # axis 0, axis 1
 
 
@@ -201,7 +200,7 @@ def add_product(acc, x, y_ref, interpret: bool):
 
 def forward_start(H: int):
     """Returns (maximum, sum, sum of p · v) of no keys."""
-    return filled(LOWEST, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
+    return filled(ABOVE_NEVER, ROWS), filled(0.0, ROWS), filled(0.0, ROWS, H)
 
 
 def forward_step(carry, resident, streamed, mask, vectors, turn, scale, interpret):

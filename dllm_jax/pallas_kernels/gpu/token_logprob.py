@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dllm_jax.pallas_kernels import noise, tiled_head, tiles
 from dllm_jax.pallas_kernels.gpu import attention
 from dllm_jax.pallas_kernels.gpu.attention import ALONG, RESIDENT, ROWS, filled, wide
-from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.reference import BELOW_NEVER, NEVER
 
 TILE_D = 64
 TILE_V = 64  # columns of 128 bytes, of which a copy takes all
@@ -33,7 +33,6 @@ BUFFERS = 4
 # multiplies 64 (an H200, a head of 2,048 x 151,936: benchmarks.kernels' `kernel_of_few`).
 FEW = 64
 BLOCKS = 4 * 132  # about as many as make full use of a chip, a few to each processor
-LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 GRADIENT_BYTES = 2**27  # of a tile of the logits' gradient
 
 
@@ -81,7 +80,7 @@ def behind_step(carry, score_rv, id_rv, counts_rv, limit_r):
     max_r, sum_r, ahead_r = carry
     behind_rv = counts_rv & (score_rv <= wide(limit_r, 0, score_rv))
     ahead_rv = jnp.where(counts_rv, 1.0, 0.0) - jnp.where(behind_rv, 1.0, 0.0)
-    score_rv = jnp.where(behind_rv, score_rv, LOWEST)
+    score_rv = jnp.where(behind_rv, score_rv, BELOW_NEVER)
     new_r = jnp.maximum(max_r, score_rv.max(axis=1))
     prob_rv = jnp.exp(score_rv - wide(new_r, 0, score_rv))
     prob_rv = jnp.where(behind_rv, prob_rv, 0.0)
@@ -285,7 +284,7 @@ def pick(x_RD, head_DV, token_R, offset, *, forbidden: int, interpret=False):
         "token_logprob",
         pick_step,
         pick_end,
-        (LOWEST, 0.0, 0.0, 0.0),
+        (BELOW_NEVER, 0.0, 0.0, 0.0),
         (token_R,),
         x_RD,
         head_DV,
@@ -302,7 +301,7 @@ def behind(x_RD, head_DV, limit_R, offset, *, forbidden: int, interpret=False):
         "token_logprob",
         behind_step,
         behind_end,
-        (LOWEST, 0.0, 0.0),
+        (BELOW_NEVER, 0.0, 0.0),
         (limit_R,),
         x_RD,
         head_DV,
@@ -339,7 +338,9 @@ def pick_gradient(
         grad_Rv -= dentropy_R1 * prob_Rv * (score_Rv - mean_R1)
         if limits:
             limit_R1, behind_R1 = limits
-            behind_Rv = jnp.where(score_Rv <= limit_R1, score_Rv - behind_R1, LOWEST)
+            behind_Rv = jnp.where(
+                score_Rv <= limit_R1, score_Rv - behind_R1, BELOW_NEVER
+            )
             grad_Rv += dlogp_R1 * jnp.exp(behind_Rv)
         counts_1v = (at_1v >= j * tile) & (at_1v + offset != forbidden)
         grad_Rv = jnp.where(counts_1v, grad_Rv, 0).astype(x_RD.dtype)
@@ -401,7 +402,7 @@ def draw(
         "token_draw",
         functools.partial(draw_step, width=width),
         draw_end,
-        (LOWEST, 0.0, LOWEST, 0.0, 0.0, 0, LOWEST, 0.0),
+        (BELOW_NEVER, 0.0, BELOW_NEVER, 0.0, 0.0, 0, BELOW_NEVER, 0.0),
         rows,
         x_RD,
         head_DV,

@@ -20,13 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax.pallas_kernels import tiles
-from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.reference import ABOVE_NEVER, NEVER
 
 TILE_T, TILE_S = 256, 1024  # queries, keys
 PART = 256  # keys that are computed together
 GRADIENT = 2**24  # bytes of the queries' gradient in fast memory: there are two of it
 VMEM = 2**26
-LOWEST = NEVER / 2  # above a masked score, below every other: exp(NEVER - LOWEST) = 0
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
 
@@ -92,7 +91,7 @@ def forward_kernel(
 
     @at(step_ref, tiles.BEGINS)
     def _():
-        max_ref[...] = jnp.full_like(max_ref, LOWEST)
+        max_ref[...] = jnp.full_like(max_ref, ABOVE_NEVER)
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 

@@ -16,11 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax.pallas_kernels import noise, tiles
-from dllm_jax.pallas_kernels.reference import NEVER
+from dllm_jax.pallas_kernels.reference import BELOW_NEVER, NEVER
 from dllm_jax.pallas_kernels.tpu.attention import NT, dot
 
 TILE_R, TILE_V = 512, 512  # at most, see `tile_sizes`
-LOWEST = 2 * NEVER  # below every logit, even a forbidden one
 VMEM = 64 * 2**20  # bytes that a kernel may use; the default, 16 MiB, is half a tile
 ROOM = VMEM - 8 * 2**20  # bytes of what is D long; the rest is for tiles of logits
 
@@ -65,7 +64,7 @@ def clear(stats_ref, *maxima):
     """Sets running sums to zero and the columns `maxima` to the lowest value."""
     at = jax.lax.broadcasted_iota(jnp.int32, stats_ref.shape, 1)
     is_max = functools.reduce(jnp.logical_or, [at == n for n in maxima])
-    stats_ref[...] = jnp.where(is_max, LOWEST, 0.0)
+    stats_ref[...] = jnp.where(is_max, BELOW_NEVER, 0.0)
 
 
 def pick_kernel(
@@ -121,7 +120,7 @@ def behind_kernel(
         offset_ref, x_ref, head_ref, j, V=V, forbidden=forbidden
     )
     behind_rv = counts_rv & (score_rv <= limit_ref[...])
-    score_rv = jnp.where(behind_rv, score_rv, LOWEST)
+    score_rv = jnp.where(behind_rv, score_rv, BELOW_NEVER)
     old_r1 = column(stats_ref, 0)
     max_r1 = jnp.maximum(old_r1, score_rv.max(axis=1, keepdims=True))
     prob_rv = jnp.where(behind_rv, jnp.exp(score_rv - max_r1), 0.0)
@@ -210,7 +209,7 @@ def logit_gradient(
     grad_rv -= dentropy_r1 * prob_rv * (score_rv - mean_r1)
     if saved_ref.shape[1] > 4:
         limit_r1, behind_r1 = column(saved_ref, 4), column(saved_ref, 5)
-        behind_rv = jnp.where(score_rv <= limit_r1, score_rv - behind_r1, LOWEST)
+        behind_rv = jnp.where(score_rv <= limit_r1, score_rv - behind_r1, BELOW_NEVER)
         grad_rv += dlogp_r1 * jnp.exp(behind_rv)
     return jnp.where(counts_rv, grad_rv, 0.0)
 
