@@ -118,7 +118,7 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/rewards/code.py           from records of many formats to a share of tests
     rl/rewards/strengthen.py     more tests, of what a record's solution says
     rl/rewards/nearby.py         ... of inputs near those of its own tests
-    statistics.py                intervals, pass@k, maj@k, AUP: plain numpy
+    statistics.py                intervals, pass@k, maj@k, AUP
     rl/scores.py                 what an evaluation found, with its intervals
     data/prompts.py              from records to problems: texts and conversations to ids
     data/conversations.py        from records to answers that are learned

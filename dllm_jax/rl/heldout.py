@@ -11,7 +11,7 @@ from dllm_jax import data
 from dllm_jax.models.vision.prompts import identity
 from dllm_jax.rl import rollout
 from dllm_jax.rl.networks import Weights
-from dllm_jax.rl.sources import Settings, Tools
+from dllm_jax.rl.step import Settings, Tools
 
 # Of rollout.summary, what an evaluation tells.
 TOLD = ("accuracy", "tokens_per_forward", "response_length", "nan_answers")
