@@ -191,7 +191,9 @@ def of_blocks(loop: Loop) -> tuple[cost_analysis.Counted, roofline.Facts]:
     facts = loop.facts(
         rows=due,
         windows=sizes[enough],
-        held=rows if forwards.pairs_fit(run.model, cfg.block) else due,
+        held=rows
+        if cache.pairs_fit(run.model.heads, run.model.kv_heads, cfg.block)
+        else due,
         width=cfg.block,
         seats=rows * cfg.block,
         context=min(roofline.CONTEXT, cfg.slots // 2),

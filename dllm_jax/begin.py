@@ -156,6 +156,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     settings = settings_of(cfg, model, rows_on)
     plans = sources.SOURCES[cfg.method].plans(settings)
     warned = config.warnings(cfg, model, rows_on) + endless_warmups(plans)
+    warned += budget.unsplit(model, mesh)
     for line in (*kept, *choices, *warned, *checked):
         say(line)
     shapes = {name: networks.abstract(model, plans[name], mesh) for name in plans}
@@ -346,7 +347,7 @@ def place(here: Scene, tools: sources.Tools):
     """Gives `tools` what answers; returns (where a run samples, what its judges take)."""
     cfg, model, mesh = here.cfg, here.model, here.mesh
     tools.reader = None  # it has read all: a tokenizer of images makes room
-    trained, guest = resident(here), memory.NOTHING
+    trained, guest = sum(resident(here).values()), memory.NOTHING
     if here.samples:
         guest = pictures.claim(cfg, model, here.tok, tools.grader, trained)
     sampling = placement.place(
@@ -369,11 +370,33 @@ def place(here: Scene, tools: sources.Tools):
     return sampling, guest
 
 
-def resident(here: Scene) -> int:
-    """Returns the bytes of a device that the run's networks take."""
+def resident(here: Scene) -> dict[str, int]:
+    """Returns the bytes of a device that the run's networks take, by what they are."""
     anchored = bool(here.cfg.objective.reference_beta)
-    taken = budget.resident(here.shapes, here.model, here.mesh, reference=anchored)
-    return sum(taken.values())
+    return budget.resident(here.shapes, here.model, here.mesh, reference=anchored)
+
+
+def room_beside(here: Scene, sampling, guest: memory.Claim, limit: int | None):
+    """Returns the bytes of a device beside what is trained.
+
+    Raises ValueError where what is there from begin to end has no room.
+    """
+    cfg, model, trained = here.cfg, here.model, resident(here)
+    room = math.inf if limit is None else limit - sum(trained.values())
+    if sampling is not None and here.samples:
+        base = budget.checkpoint(model, here.mesh) if model.lora else None
+        weights = budget.sampled(sampling, here.shapes, model, base)
+        trained["weights that sample"] = weights
+    keys = {
+        "train adapters alone (model.lora_rank=16)": not model.lora,
+        "set rl.value='trace' or 'none'": "value" in here.plans,
+        "set objective.reference_beta=0": cfg.objective.reference_beta
+        and cfg.method == "rl",
+        "take more devices": True,
+    }
+    words = " or ".join(key for key, helps in keys.items() if helps)
+    budget.check_least(trained, guest.always, limit, words)
+    return room
 
 
 # ---- What is compiled: each function is traced once in a run -------------------------
@@ -432,7 +455,7 @@ def programs(here: Scene, source, tools: sources.Tools, sampling, guest) -> Prog
         return budget.remats(model, batch, here.mesh, room)
 
     limit = memory.device_bytes()
-    room = math.inf if limit is None else limit - resident(here)
+    room = room_beside(here, sampling, guest, limit)
     remats = tried() if cfg.model.remat == "auto" else (model.remat,)
     remat, update, needs = budget.first_that_fits(remats, planned, limit)
     if remat not in (cfg.model.remat, "none", "dots"):

@@ -31,6 +31,8 @@ SUMS = "checksums.json"
 META = "meta/metadata"  # where Orbax puts the JSON
 # What Orbax's errors say where what it writes is removed meanwhile.
 REMOVED = ("NOT_FOUND", "No ArrayMetadata found")
+# A save may take so long: a disk may be slow, and the clock, by which Orbax counts, may jump.
+LONGEST_S = 24 * 3600
 # What a step's meta says of how its state and meta are laid out. A change of either is a
 # new number, and a row of MIGRATIONS.
 FORMAT = 1
@@ -120,7 +122,7 @@ class Checkpoints:
                 max_to_keep=keep,
                 keep_period=keep_every,
                 async_options=ocp.options.AsyncOptions(
-                    post_finalization_callback=self.seal
+                    post_finalization_callback=self.seal, timeout_secs=LONGEST_S
                 ),
             ),
             # Without them a process that has not saved yet cannot read the metadata.
@@ -256,7 +258,7 @@ class Checkpoints:
 
         record: what Orbax logs, which is where it tells of it first: it lets this process
         wait for the others at one barrier, and these for this one at another, and raises
-        after 20 minutes that these are over.
+        after LONGEST_S that these are over.
         """
         if record.exc_info and record.threadName == "async_save":
             try:

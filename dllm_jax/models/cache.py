@@ -9,6 +9,8 @@ from dllm_jax.models.mask import Mask, ranged
 from dllm_jax.pallas_kernels.choice import platform
 from dllm_jax.sharding import constrain
 
+# Queries of a key head that a kernel takes together, so that their pages are read once.
+TILE = 64
 PAGED = 64  # positions of a window, at most, for which kernels of pages have room
 
 
@@ -92,6 +94,11 @@ class Window:
     end_B: jax.Array | None = None
     # The windows of each shard whose hidden states somebody reads; None: all.
     asked_da: jax.Array | None = None
+
+
+def pairs_fit(heads: int, kv_heads: int, Q: int) -> bool:
+    """Returns whether a kernel takes the queries of a row's two windows together."""
+    return 2 * Q * (heads // kv_heads) <= TILE
 
 
 def asked(x, asked_da):

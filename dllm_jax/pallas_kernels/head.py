@@ -337,20 +337,12 @@ def draw_on_device(
 
     head_DV: the device's part, of `V` columns in all; words_B2: the words of each key.
     """
-    B, W, D = x_BWD.shape
+    B, W, _ = x_BWD.shape
     axis, offset = vocabulary_part(head_DV, V)
-    slot_BW = jnp.broadcast_to(jnp.arange(W)[None], (B, W))
-    token_R, noisy_R, logit_R, lse_R, tempered_lse_R, tempered_mean_R = module.draw(
-        x_BWD.reshape(-1, D),
-        head_DV,
-        jnp.column_stack([words_B2.repeat(W, axis=0), slot_BW.reshape(-1)]),
-        temperature_B.repeat(W),
-        offset,
-        wanted_R=wanted_BW.reshape(-1),
-        width=V,
-        forbidden=forbidden,
-        interpret=interpret,
-    )
+    arrays = x_BWD, head_DV, words_B2, temperature_B, wanted_BW, offset
+    how = {"module": module, "V": V, "forbidden": forbidden, "interpret": interpret}
+    drawn = draw_of_part(*arrays, **how)
+    token_R, noisy_R, logit_R, lse_R, tempered_lse_R, tempered_mean_R = drawn
     lse_R, _ = join(lse_R, tempered_mean_R, axis)
     tempered_lse_R, tempered_mean_R = join(tempered_lse_R, tempered_mean_R, axis)
     if axis is not None:
@@ -361,6 +353,35 @@ def draw_on_device(
     entropy_R = jnp.maximum(tempered_lse_R - tempered_mean_R, 0)
     out = token_R, logit_R - lse_R, conf_R, entropy_R
     return tuple(y_R.reshape(B, W) for y_R in out)
+
+
+def draw_of_part(
+    x_BWD,
+    head_DV,
+    words_B2,
+    temperature_B,
+    wanted_BW,
+    offset,
+    *,
+    module,
+    V: int,
+    forbidden: int,
+    interpret,
+):
+    """Returns what a module draws of the ids from `offset` on, [B * W] each: see choice.py."""
+    B, W, D = x_BWD.shape
+    slot_BW = jnp.broadcast_to(jnp.arange(W)[None], (B, W))
+    return module.draw(
+        x_BWD.reshape(-1, D),
+        head_DV,
+        jnp.column_stack([words_B2.repeat(W, axis=0), slot_BW.reshape(-1)]),
+        temperature_B.repeat(W),
+        offset,
+        wanted_R=wanted_BW.reshape(-1),
+        width=V,
+        forbidden=forbidden,
+        interpret=interpret,
+    )
 
 
 # ---- The parts of the vocabulary -----------------------------------------------------

@@ -6,6 +6,7 @@ is refused, with the settings to change, before its weights are loaded.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from dllm_jax.rl.config import BatchConfig
 from dllm_jax.rl.learner import TrainState
 from dllm_jax.sampling import placement
 
+TRAINED = 12  # bytes of a number that is trained: itself and two moments, in f32
 REMEDIES = {  # by phase
     "rollout": placement.REMEDY,
     "reward": "take a smaller reward.model or reward.judge.at, lower reward.judge.rows, "
@@ -65,12 +67,9 @@ def plan(
     if sampling is not None:
         lowered, between_calls = sampling.answerer.lower(sampling.weights)
         kept = [between_calls, *(x.lower(sampling.weights)[1] for x in others)]
-        stacked = lora.join(base, states["policy"].params, model.lora)
-        shown = sampling.weights.get("soft", ())  # a table, made for sampling
-        fresh = acting.fresh(stacked, sampling.weights), shown
         held = {  # of answerers, who sample one after the other, the most
             "rows and pages": max(map(memory.array_bytes, kept)),
-            "weights": memory.array_bytes(fresh),
+            "weights": sampled(sampling, states, model, base),
         }
         phases["rollout"] = held | {"activations": program_bytes(lowered, "rollout")}
         if guest.working:  # asked before the weights that sampled are gone
@@ -85,6 +84,71 @@ def plan(
         "activations": needs - gradients,
     }
     return Budget(always, phases)
+
+
+def sampled(sampling: placement.Placement, states, model: ModelConfig, base) -> int:
+    """Returns the bytes of the weights that sample, but for those that are there anyway.
+
+    base: frozen weights as shapes, where the states hold adapters.
+    """
+    stacked = lora.join(base, states["policy"].params, model.lora)
+    shown = sampling.weights.get("soft", ())  # a table, made for sampling
+    return memory.array_bytes((acting.fresh(stacked, sampling.weights), shown))
+
+
+def check_least(trained: dict[str, int], judges: dict[str, int], limit, keys: str):
+    """Raises ValueError, with the settings to change, where what stays exceeds `limit`.
+
+    So it does before anything is compiled, and whatever the phases add. trained: what is
+    trained, and samples; judges: what graders hold; keys: what makes the former less.
+    """
+    most = math.inf if limit is None else limit
+    own, stays = sum(trained.values()), trained | judges
+    need = sum(stays.values())
+    if sharding.anywhere(need > most):  # all processes decide alike
+        raise ValueError(
+            f"what stays takes {need / memory.GIB:.2f} GiB of a device's "
+            f"{most / memory.GIB:.2f}, before anything is computed; "
+            f"{REMEDIES['reward'] if own <= most else keys}\n{line('always', stays)}"
+        )
+
+
+def unsplit(model: ModelConfig, mesh) -> list[str]:
+    """Returns a warning where devices hold more of weights and moments than their share.
+
+    That is where an axis of the mesh does not divide what it is to split.
+    """
+    specs = jax.tree.leaves(transformer.specs(dataclasses.replace(model, lora=None)))
+    each = jnp.dtype(model.dtype).itemsize if model.lora else TRAINED
+    held = whole = 0  # bytes: of a device, and of all
+    for spec in specs:
+        shape = transformer.shape(spec, model)
+        parts = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
+        held += each * math.prod(parts.shard_shape(shape))
+        whole += each * math.prod(shape)
+    fsdp, parts = mesh.shape["fsdp"], mesh.shape["model"]
+    share = whole / fsdp / parts
+    if held < max(1.25 * share, share + memory.GIB):
+        return []
+    if model.d_model % fsdp:
+        axis, over, sizes = "fsdp", fsdp, {"width": model.d_model}
+    else:
+        axis, over = "model", parts
+        sizes = {"heads": model.heads, "key heads": model.kv_heads, "ffw": model.ffw}
+        sizes |= {"vocabulary": model.vocab, "experts": model.experts}
+    told = ", ".join(f"{name} {n:,}" for name, n in sizes.items() if n % over)
+    fits = (n for n in range(over, 0, -1) if not any(x % n for x in sizes.values()))
+    if axis == "fsdp":
+        less = next(fits)
+        keys, then = f"mesh.fsdp={less}", whole / less / parts
+    else:  # the devices are as many, and `fsdp` takes the rest
+        less = next(n for n in fits if over % n == 0)
+        keys, then = f"mesh.model={less} and mesh.fsdp={fsdp * over // less}", share
+    words = (
+        f"warning: mesh.{axis}={over} does not divide the model's {told}: of its weights and "
+        f"moments a device holds {held / memory.GIB:.1f} GiB, and with {keys} {then / memory.GIB:.1f}"
+    )
+    return [words]
 
 
 def first_that_fits(remats: tuple[str, ...], planned, limit: int | None):
@@ -192,14 +256,17 @@ def line(title: str, sizes: dict[str, int]) -> str:
 
 
 def check(budget: Budget, limit: int | None):
-    """Raises ValueError, with the settings to change, where a phase exceeds `limit`.
+    """Raises ValueError, with the settings to change, where phases exceed `limit`.
 
     limit: bytes of a device, or None where it does not say.
     """
+    always, lines = sum(budget.always.values()), []
     for phase, sizes in budget.phases.items():
-        need = sum(budget.always.values()) + sum(sizes.values())
+        need = always + sum(sizes.values())
         if limit is not None and need > limit:
-            raise ValueError(
+            lines.append(
                 f"{phase} needs {need / memory.GIB:.2f} GiB of a device's "
-                f"{limit / memory.GIB:.2f}; {REMEDIES[phase]}\n{table(budget)}"
+                f"{limit / memory.GIB:.2f}; {REMEDIES[phase]}"
             )
+    if lines:
+        raise ValueError("\n".join([*lines, table(budget)]))

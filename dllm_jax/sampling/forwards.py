@@ -62,8 +62,6 @@ from dllm_jax.sampling.shards import (
 from dllm_jax.sampling.state import SamplingState
 from dllm_jax.sharding import constrain
 
-# Queries of a key head that a kernel takes together, so that their pages are read once.
-TILE = 64
 RIDING_ON = ("cpu",)  # platforms on which prompts may ride with blocks
 SHORT = 64  # positions of a prompt
 # Slots of which XLA's products there take whole multiples: others it pads, four times a layer.
@@ -243,11 +241,11 @@ def decoders(
     A program takes the rows, all of whose windows it holds: it is a forward of blocks for
     so many windows.
     """
-    due_B = joined(places.due_db)
+    due_B, heads = joined(places.due_db), (model.heads, model.kv_heads)
 
     def decode(rows, count: int):
         windows = windows_of(rows, places, counts[-1], model, cfg.block)
-        paired = count > 1 and not rides and pairs_fit(model, cfg.block)
+        paired = count > 1 and not rides and kv.pairs_fit(*heads, cfg.block)
         x_BWD, last_BD, cache = run_windows(
             params, rows, windows, count=count, paired=paired, model=model
         )
@@ -307,11 +305,6 @@ def windows_of(
     window_d2b = jnp.stack([last_db, fulls_d1 + rank_db], axis=1)
     used_d2b = jnp.stack([places.due_db > 0, places.now_db], axis=1)
     return Windows(row_dw, pos_dwW, shown_dwW, full_dw, window_d2b, used_d2b)
-
-
-def pairs_fit(model: ModelConfig, Q: int) -> bool:
-    """Returns whether a kernel takes the queries of a row's two windows together."""
-    return 2 * Q * (model.heads // model.kv_heads) <= TILE
 
 
 def pairs_of(rows: Rows, windows: Windows, count: int) -> kv.Pairs:

@@ -197,6 +197,117 @@ def test_what_is_wrong_for_some_inputs_is_seen(installed, op, module):
     assert line.startswith(f"warning: not used is cpu's kernel of {op}: it is ")
 
 
+def drawing(offset=0, moved=False):
+    """Returns a kernel that draws of ids so much further on, or whose wanted rows are moved."""
+
+    def draw(x, head, words, temperature, first, *, wanted_R, **how):
+        # Of one of a single part the offset is no array.
+        found = tiled_head.draw(
+            x, head, words, temperature, first + offset, wanted_R=wanted_R, **how
+        )
+        return tuple(jnp.roll(y, 1) if moved else y for y in found)
+
+    return types.SimpleNamespace(draw=draw)
+
+
+def picking(offset=None, logit=0.0, behind=0.0):
+    """Returns kernels of the head; offset: what they take it for; what they are off, nats."""
+
+    def masked(x_RD, head_DV, first, forbidden):
+        first = first if offset is None else offset
+        id_1V = first + jnp.arange(head_DV.shape[1])[None]
+        logits_RV = reference.logits(x_RD, head_DV)
+        return jnp.where(id_1V == forbidden, reference.NEVER, logits_RV), id_1V
+
+    def parts(x_RD, head_DV, token_R, first, forbidden):
+        logits_RV, id_1V = masked(x_RD, head_DV, first, forbidden)
+        is_RV = id_1V == token_R[:, None]
+        lse_R = jax.nn.logsumexp(logits_RV, axis=1)
+        mean_R = (jax.nn.softmax(logits_RV) * logits_RV).sum(axis=1)
+        return lse_R, mean_R, jnp.where(is_RV, logits_RV, 0).sum(axis=1) + logit
+
+    def pick(x_RD, head_DV, token_R, first, *, forbidden, interpret):
+        return parts(x_RD, head_DV, token_R, first, forbidden)
+
+    def pick_gradient(x_RD, head_DV, token_R, first, saved, *, forbidden, interpret):
+        lse_R, mean_R, dlogp_R, dentropy_R, *border = saved
+
+        def loss(x_RD, head_DV):
+            logits_RV, id_1V = masked(x_RD, head_DV, first, forbidden)
+            is_RV, still_RV = (
+                id_1V == token_R[:, None],
+                jax.lax.stop_gradient(logits_RV),
+            )
+            prob_RV = jnp.exp(still_RV - lse_R[:, None])
+            d_RV = (is_RV - prob_RV) * dlogp_R[:, None]
+            if border:
+                limit_R1, behind_R1 = (y[:, None] for y in border)
+                part_RV = jnp.exp(still_RV - behind_R1) * (still_RV <= limit_R1)
+                d_RV += (
+                    jnp.where(limit_R1 > 1.5 * reference.NEVER, part_RV, 0)
+                    * dlogp_R[:, None]
+                )
+            d_RV -= prob_RV * (still_RV - mean_R[:, None]) * dentropy_R[:, None]
+            return (logits_RV * d_RV).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(x_RD, head_DV)
+
+    def behind_of(x_RD, head_DV, limit_R, first, *, forbidden, interpret):
+        logits_RV, _ = masked(x_RD, head_DV, first, forbidden)
+        near_RV = logits_RV <= limit_R[:, None]
+        held_RV = jnp.where(near_RV, logits_RV, reference.BELOW_NEVER)
+        return jax.nn.logsumexp(held_RV, axis=1) + behind, (~near_RV).sum(axis=1) * 1.0
+
+    return types.SimpleNamespace(
+        pick=pick, pick_gradient=pick_gradient, behind=behind_of
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "op", "module", "reason"),
+    [
+        (False, "token_draw", drawing(), ""),
+        (True, "token_draw", drawing(), ""),
+        (False, "token_draw", drawing(moved=True), "it is "),
+        (True, "token_draw", drawing(offset=-70), "it is "),
+        (False, "token_logprob", picking(), ""),
+        (True, "token_logprob", picking(), ""),
+        (True, "token_logprob", picking(offset=0), "it is "),
+        (False, "token_logprob", picking(logit=0.02), "it is 0.02 off, where 0.01 is"),
+        (False, "selection", picking(), ""),
+        (False, "selection", picking(behind=0.05), "it is 0.05 off"),
+        (False, "selection", picking(behind=np.nan), "of its numbers are not finite"),
+    ],
+)
+def test_the_heads_numbers_are_right_in_nats_and_in_parts(
+    installed, monkeypatch, split, op, module, reason
+):
+    """A log-prob that was off by 0.3 was 0.015 of the largest."""
+    monkeypatch.setitem(selfcheck.NATS, "float32", 1e-2)
+    installed(**{op: module})
+    wide = dataclasses.replace(WIDE, split=split)
+    found = selfcheck.check("auto", wide)
+    assert bool(found) == bool(reason) and reason in "".join(found)
+
+
+@pytest.mark.parametrize("low, high", [(1, 40), (0, 39)])
+def test_rows_without_pages_and_rows_of_all_are_looked_at(installed, low, high):
+    def attend(q, pages, layer, table_BA, start_B, *own, interpret):
+        start_B = jnp.clip(start_B, low, high)
+        return reference.paged_attention(q, pages, layer, table_BA, start_B, *own)
+
+    installed(paged_attention=types.SimpleNamespace(attend=attend))
+    assert len(selfcheck.check("auto", WIDE)) == 1
+
+
+@pytest.mark.parametrize("block, cases", [(4, 2), (16, 2), (32, 1), (64, 1)])
+def test_two_blocks_are_asked_together_where_a_run_asks_them_so(block, cases):
+    """Of two blocks of 64 some TPUs have no room for the queries, which no run has."""
+    wide = dataclasses.replace(WIDE, block=block, page=max(block, 8))
+    _, (asked, _) = selfcheck.paged_attention(wide, np.random.default_rng(0))
+    assert [q.shape[1] // block for q, *_ in asked] == [2, 1][-cases:]
+
+
 @pytest.mark.parametrize("block", [1, 32, 1024])
 def test_rows_have_several_blocks_however_wide_these_are(block):
     wide = dataclasses.replace(WIDE, block=block)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import types
 
 import jax
@@ -154,6 +155,59 @@ def test_what_does_not_fit_is_refused_with_the_settings_to_change():
     words = r"update needs 4.50 GiB of a device's 4.00; set model.remat='full'"
     with pytest.raises(ValueError, match=words):
         budget.check(NEEDS, 4 * GIB)
+
+
+def test_every_phase_that_does_not_fit_is_told():
+    phases = {"rollout": {"weights": 2 * GIB}, "update": {"gradients": 3 * GIB}}
+    with pytest.raises(ValueError, match="rollout needs 5.00") as refused:
+        budget.check(budget.Budget(NEEDS.always, phases), 4 * GIB)
+    first, second, *table = str(refused.value).splitlines()
+    assert first.startswith("rollout needs") and second.startswith("update needs 6.00")
+    assert table[0] == "memory of a device, GiB:"
+
+
+def test_what_stays_and_has_no_room_is_not_blamed_on_a_phase():
+    """It was told to lower sampler.rows, by which nothing of it goes."""
+    judges = {"judge": 2 * GIB}
+    budget.check_least(NEEDS.always, judges, None, "train less")
+    budget.check_least(NEEDS.always, judges, 5 * GIB, "train less")
+    words = "what stays takes 5.00 GiB of a device's "
+    with pytest.raises(ValueError, match=f"{words}4.00, .*; take a smaller reward.mod"):
+        budget.check_least(NEEDS.always, judges, 4 * GIB, "train less")
+    with pytest.raises(
+        ValueError, match=f"{words}2.00, before .*; train less\n  always"
+    ):
+        budget.check_least(NEEDS.always, judges, 2 * GIB, "train less")
+
+
+LARGE = ModelConfig(
+    d_model=4096, layers=36, heads=28, kv_heads=4, vocab=2**17, ffw=12288
+)
+
+
+@pytest.mark.parametrize(
+    "sizes, told",
+    [
+        (
+            (1, 6, 1),
+            "mesh.fsdp=6 does not divide the model's width 4,096: .* and with mesh.fsdp=4 ",
+        ),
+        (
+            (1, 1, 8),
+            "mesh.model=8 .* heads 28, key heads 4: .* with mesh.model=4 and mesh.fsdp=2 ",
+        ),
+        ((6, 1, 1), ""),
+        ((1, 8, 1), ""),
+        ((1, 2, 4), ""),
+    ],
+)
+def test_an_axis_that_divides_nothing_is_told(sizes, told):
+    """Six devices had what one has, each of them, and nothing said so."""
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "fsdp", "model"))
+    lines = budget.unsplit(LARGE, mesh)
+    assert len(lines) == bool(told) and re.search(told, "".join(lines))
+    small = dataclasses.replace(LARGE, d_model=64, layers=1, ffw=64, vocab=64)
+    assert budget.unsplit(small, mesh) == []  # nothing to speak of
 
 
 def test_the_fastest_recomputation_that_fits_is_taken():
