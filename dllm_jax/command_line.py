@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 
 import jax
@@ -104,6 +105,9 @@ def entry(main, help_text: str = "") -> None:
     # What draws here has no window. In a notebook's shell it names the notebook's backend, of
     # which Matplotlib knows nothing where that is not installed: it cannot even be imported.
     os.environ["MPLBACKEND"] = "agg"
+    # Ends as Ctrl-C does, and cleans up, where no exits.StopSignal listens.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
     asked = help_text and HELP & set(sys.argv[1:])

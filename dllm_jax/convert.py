@@ -14,14 +14,16 @@ a run has made of the original, adapters tell nothing.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dllm_jax import command_line, config, exits, sharding
+from dllm_jax import command_line, config, exits, folder, memory, sharding
 from dllm_jax.checkpoint import Checkpoints, check_path, misfit
 from dllm_jax.models import export, hf, lora, peft, repository, transformer
 from dllm_jax.models.config import ModelConfig
@@ -87,9 +89,14 @@ def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     language_model(source)
     check_path(pathlib.Path(out))  # before minutes are spent
     _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
-    checkpoints = Checkpoints(out)
-    checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
-    checkpoints.close()
+    target = pathlib.Path(out)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed one
+    with export.written(partial, memory.array_bytes(params)):
+        checkpoints = Checkpoints(partial)
+        checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
+        checkpoints.close()
+        export.swap(partial, target)
 
 
 def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None:
@@ -246,23 +253,32 @@ def read_network(
 def main(argv=None):
     """Parses the command line and converts."""
     args = parser().parse_args(argv)
-    out = pathlib.Path(args.out)
-    if out.exists():  # neither command replaces what is there
-        raise ValueError(f"OUT_DIR={args.out!r} exists; name a new folder")
-    try:  # before minutes are spent
-        out.mkdir(parents=True)
-        out.rmdir()
-    except OSError as error:
-        raise ValueError(
-            f"OUT_DIR={args.out!r} cannot be made: {error.strerror}; name another folder"
-        ) from None
-    if args.command == "to-orbax":
-        to_orbax(args.source, args.out, args.dtype)
-    elif args.command == "to-hf":
-        to_hf(args.source, args.out, args.like, args.step, args.network)
-    else:
-        to_peft(args.source, args.out, args.like, args.step)
+    out, named = pathlib.Path(args.out), f"OUT_DIR={args.out!r}"
+    with contextlib.ExitStack() as stack:
+        refuse_there(out)
+        try:  # before minutes are spent
+            out.mkdir(parents=True)
+            out.rmdir()
+            lock = folder.Lock(out.with_name(f".{out.name}.lock"), of=named)
+        except OSError as error:
+            raise ValueError(
+                f"{named} cannot be made: {error.strerror}; name another folder"
+            ) from None
+        stack.enter_context(contextlib.closing(lock))
+        refuse_there(out)  # another command may have made it meanwhile
+        if args.command == "to-orbax":
+            to_orbax(args.source, args.out, args.dtype)
+        elif args.command == "to-hf":
+            to_hf(args.source, args.out, args.like, args.step, args.network)
+        else:
+            to_peft(args.source, args.out, args.like, args.step)
     print(args.out)
+
+
+def refuse_there(out: pathlib.Path) -> None:
+    """Raises ValueError where a folder is there: no command replaces it."""
+    if out.exists():
+        raise ValueError(f"OUT_DIR={str(out)!r} exists; name a new folder")
 
 
 if __name__ == "__main__":

@@ -167,6 +167,22 @@ def room(folder, wanted: int = 0, *, first: bool = False):
         ) from None
 
 
+@contextlib.contextmanager
+def whole(path: pathlib.Path, wanted: int = 0):
+    """Gives a file to write, which has the name `path` once what is inside is done.
+
+    So nobody sees it half-written, and nothing of it stays where that fails. Raises as `room`.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with room(path.parent, wanted):
+        try:
+            yield partial
+            os.replace(partial, path)
+        finally:
+            with contextlib.suppress(OSError):  # of a folder that is gone
+                partial.unlink()
+
+
 def number_of(error: Exception) -> int | None:
     """Returns the errno of an error; None: it has none.
 

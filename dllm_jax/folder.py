@@ -37,6 +37,7 @@ from dllm_jax.exits import (
     room,
     unheard,
     warn,
+    whole,
 )
 
 LONGEST = 4096  # characters without an end that are logged as a line of their own
@@ -59,11 +60,9 @@ def now() -> str:
 
 def write(path: pathlib.Path, text: str) -> None:
     """Writes a file, which is never seen half-written."""
-    with room(path.parent, len(text)):
-        partial = path.with_name(f".{path.name}.partial")
+    with whole(path, len(text)) as partial:
         # A name that is no UTF-8 may stand in the text: its odd bytes are replaced.
         partial.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
 
 
 # ---- One at a time -----------------------------------------------------------------------
@@ -572,6 +571,14 @@ class Answers:
         with room(self.path.parent, len(text)):
             self.file.write(text)
             self.file.flush()
+            still = self.path.exists() and os.path.samefile(
+                self.path, self.file.fileno()
+            )
+        if not still:
+            raise CannotGoOn(
+                f"{self.path}: it was removed, or another file put there, while answers were "
+                "written to it: those are lost; start the same command again"
+            )
 
 
 def object_of(line: bytes) -> dict | None:

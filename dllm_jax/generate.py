@@ -514,7 +514,9 @@ def main(argv: list[str] | None = None):
         if options.image_out:
             check_out(options.image_out, None, "--image-out")
         if again(options.out):
-            lock = folder.Lock(pathlib.Path(f"{options.out}.lock"), of=options.out)
+            file = pathlib.Path(f"{options.out}.lock")
+            with exits.room(file.parent):
+                lock = folder.Lock(file, of=options.out)
             stack.enter_context(contextlib.closing(lock))
         answer(prompt, options, exits.StopSignal())
 

@@ -358,6 +358,10 @@ def main():
         model = adapted(cfg, draws.value)
         defaults = dataclasses.asdict(config.Config())
         run.begin(dataclasses.asdict(model.cfg), defaults, model.mesh)
+        file = run.path / "lm_eval.json"
+        if file.exists():  # maybe of other weights: config.json tells of these
+            print(f"{file}: results of before go, as these begin")
+            file.unlink()
         found = evaluate(
             model,
             tasks.value,
@@ -367,9 +371,7 @@ def main():
             apply_chat_template=chat.value,
             log_samples=False,
         )
-        write(
-            run.path / "lm_eval.json", json.dumps(found, indent=2, default=str) + "\n"
-        )
+        write(file, json.dumps(found, indent=2, default=str) + "\n")
         for task, scores in found["results"].items():
             for name, value in scores.items():
                 if isinstance(value, float):

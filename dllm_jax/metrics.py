@@ -13,7 +13,7 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax.exits import read, room, warn
+from dllm_jax.exits import read, room, warn, whole
 
 # The console line: metric, its short name and format.
 CONSOLE = (
@@ -129,11 +129,9 @@ class Writer:
 
     def begin(self, rows: dict[int, dict]) -> None:
         """Makes the file hold these rows, by their steps."""
-        partial = self.path.with_suffix(".partial")
         lines = [json.dumps(rows[n]) + "\n" for n in sorted(rows)]
-        with room(self.path.parent):
+        with whole(self.path) as partial:
             partial.write_text("".join(lines))
-            os.replace(partial, self.path)
 
     def append(self, row: dict) -> None:
         """Appends a row, which is on the disk when this returns.

@@ -174,6 +174,21 @@ def test_restore_sees_what_is_being_saved(tmp_path, monkeypatch):
     assert checkpoints.restore(target(tree(0)))[2] == 1
 
 
+def test_a_clock_that_jumps_while_it_saves_ends_nothing(tmp_path, monkeypatch):
+    """As after a machine has slept: Orbax took 20 minutes for too long."""
+    checkpoints, now, asked = Checkpoints(tmp_path), time.time, []
+
+    def jumps():
+        if sys._getframe(1).f_code.co_name == "get_remaining_time":
+            asked.append(now())
+        return now() + 3600 * (len(asked) > 1)
+
+    monkeypatch.setattr(time, "time", jumps)
+    checkpoints.save(1, tree(1), {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1] and len(asked) > 1
+
+
 KILLED = """
 import os, pathlib, signal, sys, time
 import numpy as np

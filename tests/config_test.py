@@ -786,6 +786,29 @@ def test_a_second_signal_ends_a_run_whatever_it_is_at(where):
         assert out == "75 stopped: it was told to stop a second time\n"
 
 
+def test_a_command_that_listens_to_no_signal_is_stopped_as_by_ctrl_c():
+    """It ended where it was, and what it had half written stayed."""
+    code = """
+import time
+from dllm_jax import command_line
+
+def main():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned", flush=True)
+
+command_line.entry(main)
+"""
+    pipe = subprocess.PIPE
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe)
+    assert run.stdout.readline() == b"begun\n"
+    run.send_signal(signal.SIGTERM)
+    assert run.communicate(timeout=60) == (b"cleaned\n", b"stopped by a signal\n")
+    assert run.returncode == exits.STOPPED
+
+
 def test_a_command_that_one_signal_stops_waits_for_no_thread(capsys, monkeypatch):
     ended = queue.Queue()
     monkeypatch.setattr(exits, "GRACE_S", 0.0)

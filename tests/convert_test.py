@@ -1,5 +1,6 @@
 """The command that converts checkpoints: to Orbax, back, and from a training state."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -13,7 +14,7 @@ import optax
 import pytest
 import safetensors.numpy
 
-from dllm_jax import convert, sharding
+from dllm_jax import convert, folder, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import hf, peft, repository, transformer
 from dllm_jax.models.config import Lora
@@ -310,6 +311,37 @@ def test_what_is_refused(orbax, run, tmp_path):
     largest.write_bytes(largest.read_bytes()[:-1] + b"?")
     refused("0 is damaged", "to-hf", broken, out, f"--like={SDAR}")
     assert not out.exists()
+
+
+def test_what_was_cut_short_is_no_folder_and_the_same_command_goes_on(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "weights"
+    to_orbax = ["to-orbax", str(SDAR), str(out)]
+    close = Checkpoints.close
+
+    def stopped(checkpoints):
+        close(checkpoints)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(Checkpoints, "close", stopped)
+        convert.main(to_orbax)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / ".weights.partial" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    convert.main(to_orbax)
+    assert [file.name for file in tmp_path.iterdir()] == ["weights"]
+    convert.main(["to-hf", str(out), str(tmp_path / "hf"), f"--like={SDAR}"])
+
+
+def test_of_two_commands_one_converts(orbax, tmp_path, monkeypatch):
+    """The two had written to one half-made folder, and one ended with a traceback."""
+    out = tmp_path / "hf"
+    monkeypatch.setattr(folder, "seen_alive", lambda text: True)
+    of_other = contextlib.closing(folder.Lock(tmp_path / ".hf.lock", of="another"))
+    with of_other, pytest.raises(ValueError, match="OUT_DIR='.*hf' is in use by pid"):
+        convert.main(["to-hf", str(orbax), str(out), f"--like={SDAR}"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_command_line(tmp_path):

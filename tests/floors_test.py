@@ -148,8 +148,8 @@ def test_no_test_imports_another():
 # several samplers, and what an export replaces; 40 for graders that are far behind it. 70 for
 # answers that are overwritten and gone on with, damaged programs in a cache, other held-out
 # problems, what was skipped or not judged, and masks that end answers; 5 for how commands end. 160 for parts of a vocabulary, and nats, that
-# kernels are checked by, meshes that divide nothing, and what has no room before anything is run.
-CORE, FILE = 20_255, 500
+# kernels are checked by, meshes that divide nothing, and what has no room before anything is run; 15 for what is cut short, and files taken away.
+CORE, FILE = 20_270, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near

@@ -483,6 +483,30 @@ def test_what_is_damaged_is_dropped_and_this_is_said(tmp_path, torn, capsys):
     assert "what follows line 1 is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_answers_whose_file_is_removed_are_not_said_to_be_there(tmp_path, replaced):
+    """All were written to nowhere, and the command ended well."""
+    path = tmp_path / "out.jsonl"
+    sink = folder.Answers(path, {}, overwrite=False)
+    sink.begin(2)
+    sink.add({"n": 1})
+    path.unlink()
+    if replaced:
+        path.touch()
+    with pytest.raises(exits.CannotGoOn, match="out.jsonl: it was removed, or another"):
+        sink.add({"n": 2})
+
+
+def test_nothing_of_a_file_stays_whose_writing_fails(tmp_path):
+    path = tmp_path / "report.html"
+    folder.write(path, "old")
+    with pytest.raises(exits.CannotGoOn, match="no room"), exits.whole(path) as partial:
+        partial.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "old"
+
+
 def test_another_job_is_refused_with_the_difference(tmp_path):
     path = tmp_path / "out.jsonl"
     grown(path, {"seed": 1, "stop": (1, 2)}, {"n": 1})

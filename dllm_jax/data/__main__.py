@@ -26,7 +26,7 @@ from absl import flags
 
 from dllm_jax import command_line
 from dllm_jax.data import sets, tasks
-from dllm_jax.exits import room
+from dllm_jax.exits import room, whole
 from dllm_jax.records import records
 from dllm_jax.rl.rewards import sandbox, strengthen
 
@@ -36,9 +36,8 @@ def write(file: pathlib.Path, rows):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with room(file.parent, len(text)):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(text)
-        os.replace(partial, file)
+        with whole(file) as partial:
+            partial.write_text(text)
 
 
 def generated(name: str, count: int, seed: int) -> pathlib.Path:

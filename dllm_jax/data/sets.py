@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Callable
 
 from dllm_jax import records
-from dllm_jax.exits import room
+from dllm_jax.exits import room, whole
 
 CACHE, MIRROR = "DLLM_DATA_CACHE", "DLLM_DATA_MIRROR"
 DEFAULT_CACHE = "~/.cache/dllm_jax/data"
@@ -300,9 +300,8 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with room(kept.parent, len(text)):
         note.write_text(found)  # of a file with records, not of a page to log in
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, kept)
+        with whole(kept) as partial:
+            partial.write_text(text, encoding="utf-8")
     return kept, len(rows)
 
 

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from dllm_jax import data, images, memory, sharding
+from dllm_jax import data, exits, images, memory, sharding
 from dllm_jax.images import MARK
 from dllm_jax.models import hf, repository
 from dllm_jax.models.vision import autoencoders, magvit
@@ -289,13 +289,8 @@ def shown(pixels_nChw: np.ndarray) -> np.ndarray:
 
 def write(path, rgb: np.ndarray) -> None:
     """Writes an image [h, w, 3], uint8, as a PNG, at once or not at all."""
-    target = pathlib.Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
+    with exits.whole(pathlib.Path(path)) as partial:
         Image.fromarray(rgb).save(partial, format="PNG")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 # ---- Prompts with images -------------------------------------------------------------
