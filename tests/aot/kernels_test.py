@@ -1,15 +1,19 @@
 """Every kernel compiles for the chips that it is for: it lowers, and it fits."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import topologies
 from dllm_jax import pallas_kernels, sharding
+from dllm_jax.models import selfcheck
 from dllm_jax.models.mask import Mask, ranged
+from dllm_jax.pallas_kernels import choice
 
 TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
 # H100 and H200 are one target, sm_90a; the smaller one is taken here, and compile_test
@@ -267,3 +271,16 @@ def test_numbers_of_16_bits_where_float32_is_to_be_exact(topology, implementatio
         test_attention_and_its_gradient(topology, implementation, 14, 2, 64)
         test_the_head_of_any_vocabulary(topology, implementation, 112)
         test_pages_of_many_queries(topology, implementation)
+
+
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:2x2x1"])
+def test_a_start_asks_for_no_more_than_a_run(topology, block):
+    """Of two blocks of 64 the check had no room: all pages were read without a kernel then."""
+    sizes = {"heads": 32, "kv_heads": 8, "held_heads": 8, "head_dim": 128}
+    sizes |= {"d_model": 4096, "vocab": 8192, "experts": 0, "expert_ffw": 0}
+    wide = selfcheck.Widths(**sizes, dtype="bfloat16", block=block, page=max(block, 32))
+    with mock.patch.object(choice, "platform", lambda: "tpu"):
+        run, arrays = selfcheck.paged_attention(wide, np.random.default_rng(0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    compiled(topology, functools.partial(run, "tpu"), *shapes)

@@ -91,7 +91,8 @@ def launch(q_BWNH, pages, layer, table_BA, end_Be, window, interpret):
     if TILE % O or O % 8:
         raise ValueError(
             f"pallas_kernels.paged_attention: implementation='gpu' takes pages of 8, 16, "
-            f"32, 64 or {TILE} positions, not {O}; use 'reference'"
+            f"32, 64 or {TILE} positions, not {O}: have a sampler.block that divides "
+            "them, or use 'reference'"
         )
     q_BKWGH = jnp.swapaxes(q_BWNH.reshape(B, W, K, N // K, H), 1, 2)
     q_BKfH = q_BKWGH.reshape(B, K, -1, H)
