@@ -348,8 +348,10 @@ def draw_on_device(
     if axis is not None:
         token_R, logit_R = best(token_R, noisy_R, logit_R, axis, V)
     scale_R = jnp.where(temperature_B == 0, 1, temperature_B).repeat(W)
-    # Of large numbers, such as logits by a small temperature, both differences are rounded.
-    conf_R = jnp.minimum(jnp.exp(logit_R / scale_R - tempered_lse_R), 1)
+    # Of large numbers, such as logits by a small temperature, both differences are rounded; the
+    # barrier is there because XLA would not round the quotient as where its sum was made.
+    tempered_R = jax.lax.optimization_barrier(logit_R / scale_R)
+    conf_R = jnp.minimum(jnp.exp(tempered_R - tempered_lse_R), 1)
     entropy_R = jnp.maximum(tempered_lse_R - tempered_mean_R, 0)
     out = token_R, logit_R - lse_R, conf_R, entropy_R
     return tuple(y_R.reshape(B, W) for y_R in out)
