@@ -557,7 +557,8 @@ class Answers:
                     )
                 os.truncate(self.path, end)
             write(self.note, json.dumps(self.note_begun, indent=1) + "\n")
-            self.file = self.path.open("a", encoding="utf-8")
+            # Wherever a function of the user's goes meanwhile.
+            self.file = self.path.absolute().open("a", encoding="utf-8")
 
     def done(self) -> None:
         """Closes the file, which has all answers."""
@@ -571,9 +572,8 @@ class Answers:
         with room(self.path.parent, len(text)):
             self.file.write(text)
             self.file.flush()
-            still = self.path.exists() and os.path.samefile(
-                self.path, self.file.fileno()
-            )
+            name, number = self.file.name, self.file.fileno()
+            still = os.path.exists(name) and os.path.samefile(name, number)
         if not still:
             raise CannotGoOn(
                 f"{self.path}: it was removed, or another file put there, while answers were "

@@ -484,17 +484,23 @@ def test_what_is_damaged_is_dropped_and_this_is_said(tmp_path, torn, capsys):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_answers_whose_file_is_removed_are_not_said_to_be_there(tmp_path, replaced):
+def test_answers_whose_file_is_removed_are_not_said_to_be_there(
+    tmp_path, replaced, monkeypatch
+):
     """All were written to nowhere, and the command ended well."""
-    path = tmp_path / "out.jsonl"
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("out.jsonl")
     sink = folder.Answers(path, {}, overwrite=False)
-    sink.begin(2)
+    sink.begin(3)
     sink.add({"n": 1})
+    monkeypatch.chdir("/")  # as a reward may
+    sink.add({"n": 2})
+    path = tmp_path / path
     path.unlink()
     if replaced:
         path.touch()
     with pytest.raises(exits.CannotGoOn, match="out.jsonl: it was removed, or another"):
-        sink.add({"n": 2})
+        sink.add({"n": 3})
 
 
 def test_nothing_of_a_file_stays_whose_writing_fails(tmp_path):
