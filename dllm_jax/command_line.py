@@ -21,7 +21,6 @@ import select
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 
 import jax
@@ -95,18 +94,18 @@ def open_outputs() -> None:
 
 
 @processes.together()
-def entry(main, help_text: str = "") -> None:
+def entry(main, help_text: str = "", *, cleans: bool = False) -> None:
     """Runs a command: --help, or `main`, whose known ends are one line and a code: exits.
 
-    help_text: what --help prints; "" where `main` has a help of its own.
+    help_text: what --help prints; "" where `main` has a help of its own. cleans: it listens to
+    no exits.StopSignal, and SIGTERM ends it as Ctrl-C does, behind which nothing half stays.
     """
     end_of_imports()
     open_outputs()
     # What draws here has no window. In a notebook's shell it names the notebook's backend, of
     # which Matplotlib knows nothing where that is not installed: it cannot even be imported.
     os.environ["MPLBACKEND"] = "agg"
-    # Ends as Ctrl-C does, and cleans up, where no exits.StopSignal listens.
-    if threading.current_thread() is threading.main_thread():
+    if cleans:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     sharding.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])

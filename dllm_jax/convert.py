@@ -282,4 +282,4 @@ def refuse_there(out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    command_line.entry(main)
+    command_line.entry(main, cleans=True)

@@ -383,4 +383,4 @@ if __name__ == "__main__":
     options |= {"--task_folder=DIR": TASK_FOLDER, "--limit=N": LIMIT}
     options |= {"--num_fewshot=N": FEWSHOT}
     options |= {"--draws=128": DRAWS, "--chat": CHAT}
-    command_line.entry(main, command_line.usage(__doc__, options))
+    command_line.entry(main, command_line.usage(__doc__, options), cleans=True)

@@ -786,7 +786,7 @@ def test_a_second_signal_ends_a_run_whatever_it_is_at(where):
         assert out == "75 stopped: it was told to stop a second time\n"
 
 
-def test_a_command_that_listens_to_no_signal_is_stopped_as_by_ctrl_c():
+def test_a_command_that_cleans_is_stopped_as_by_ctrl_c():
     """It ended where it was, and what it had half written stayed."""
     code = """
 import time
@@ -799,7 +799,7 @@ def main():
     finally:
         print("cleaned", flush=True)
 
-command_line.entry(main)
+command_line.entry(main, cleans=True)
 """
     pipe = subprocess.PIPE
     run = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe)

@@ -157,4 +157,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command_line.entry(main, __doc__)
+    command_line.entry(main, __doc__, cleans=True)
