@@ -390,6 +390,7 @@ def room_beside(here: Scene, sampling, guest: memory.Claim, limit: int | None):
     keys = {
         "train adapters alone (model.lora_rank=16)": not model.lora,
         "set rl.value='trace' or 'none'": "value" in here.plans,
+        placement.OF_WEIGHTS: "weights that sample" in trained and here.mesh.size > 1,
         "set objective.reference_beta=0": cfg.objective.reference_beta
         and cfg.method == "rl",
         "take more devices": True,

@@ -32,7 +32,8 @@ import jax
 REFUSED, STUCK, STOPPED = 2, 3, 75
 KINDS = {REFUSED: "refused", STUCK: "cannot go on", STOPPED: "stopped"}
 PACKAGE = pathlib.Path(__file__).parent
-LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")  # of sysconfig
+STANDARD = ("stdlib", "platstdlib")  # of sysconfig
+INSTALLED = {"site-packages", "dist-packages"}
 LISTENED = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # that threads get, once there is nothing left but to end
 received = []  # the signals that came and were noted, by their numbers
@@ -106,12 +107,12 @@ def refuses(error: BaseException) -> bool:
     if not isinstance(error, ValueError) or of_runtime(error):
         return False
     last = traceback.extract_tb(error.__traceback__)[-1]
-    above = pathlib.Path(last.filename).parents
-    library = any(pathlib.Path(sysconfig.get_path(x)) in above for x in LIBRARIES)
+    file = pathlib.Path(last.filename)
+    library = any(pathlib.Path(sysconfig.get_path(x)) in file.parents for x in STANDARD)
+    library |= file.suffix != ".py" or bool(INSTALLED & set(file.parts))
     # Of a file whose source is not there no line is known.
-    return (last.line or "raise").startswith("raise") and (
-        PACKAGE in above or not library
-    )
+    raises = re.search(r"\braise\b", last.line or "raise")
+    return bool(raises) and (PACKAGE in file.parents or not library)
 
 
 def code_of(error: BaseException) -> int:
@@ -168,12 +169,13 @@ def room(folder, wanted: int = 0, *, first: bool = False):
 
 
 @contextlib.contextmanager
-def whole(path: pathlib.Path, wanted: int = 0):
+def whole(path: pathlib.Path, wanted: int = 0, own: str = "partial"):
     """Gives a file to write, which has the name `path` once what is inside is done.
 
-    So nobody sees it half-written, and nothing of it stays where that fails. Raises as `room`.
+    So nobody sees it half-written, and nothing of it stays where that fails. own: tells its
+    file from those of other processes, where these write `path`, too. Raises as `room`.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{own}")
     with room(path.parent, wanted):
         try:
             yield partial

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import os
 import pathlib
 import sys
 
@@ -360,8 +361,9 @@ def main():
         run.begin(dataclasses.asdict(model.cfg), defaults, model.mesh)
         file = run.path / "lm_eval.json"
         if file.exists():  # maybe of other weights: config.json tells of these
-            print(f"{file}: results of before go, as these begin")
-            file.unlink()
+            before = file.with_stem("lm_eval.before")
+            print(f"{file}: what was found before is in {before.name} now")
+            os.replace(file, before)
         found = evaluate(
             model,
             tasks.value,

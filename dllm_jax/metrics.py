@@ -130,8 +130,9 @@ class Writer:
     def begin(self, rows: dict[int, dict]) -> None:
         """Makes the file hold these rows, by their steps."""
         lines = [json.dumps(rows[n]) + "\n" for n in sorted(rows)]
-        with whole(self.path) as partial:
-            partial.write_text("".join(lines))
+        text = "".join(lines)
+        with whole(self.path, len(text)) as partial:
+            partial.write_text(text)
 
     def append(self, row: dict) -> None:
         """Appends a row, which is on the disk when this returns.

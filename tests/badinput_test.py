@@ -772,6 +772,11 @@ def test_a_template_that_cannot_be_rendered(refused, tmp_path, name):
     refused("dllm_jax.generate", f"--model={model}", "1+1", says=says)
 
 
+OWN = json.loads((MODEL / "config.json").read_text())
+MASKLESS = json.dumps({key: x for key, x in OWN.items() if key != "mask_token_id"})
+ODD = '{"added_tokens_decoder": {"one": {"content": "<mask>"}}}'
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -786,6 +791,10 @@ def test_a_template_that_cannot_be_rendered(refused, tmp_path, name):
         ({"tokenizer__json": b"\xff\x00"}, "holds no usable tokenizer"),
         ({"tokenizer_config__json": "[]"}, "holds no usable tokenizer"),
         ({"tokenizer_config__json": "{"}, "holds no usable tokenizer"),
+        (
+            {"config__json": MASKLESS, "tokenizer_config__json": ODD},
+            "id that is no num",
+        ),
         ({"model__safetensors": None}, "is not a checkpoint: it has neither"),
         ({"model__safetensors": ""}, "model.safetensors: cannot be read"),
         ({"model__safetensors": "no header"}, "model.safetensors: cannot be read"),

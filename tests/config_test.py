@@ -1078,6 +1078,7 @@ def unequal():
         (lambda: int("defect"), "invalid literal"),
         (unequal, "zip.. argument 2 is shorter"),  # under a line of this package
         (lambda: json.loads("{"), "Expecting property name"),  # a library raises it
+        (lambda: np.random.default_rng(0).integers(5, 2), "low >= high"),  # of no .py
     ],
 )
 def test_defects_keep_their_traceback(defect, said):

@@ -147,9 +147,9 @@ def test_no_test_imports_another():
 # of an evaluation that are graded beside it, graders of one process without answers, pages of
 # several samplers, and what an export replaces; 40 for graders that are far behind it. 70 for
 # answers that are overwritten and gone on with, damaged programs in a cache, other held-out
-# problems, what was skipped or not judged, and masks that end answers; 5 for how commands end. 160 for parts of a vocabulary, and nats, that
+# problems, what was skipped or not judged, and masks that end answers; 5 for how commands end. 175 for parts of a vocabulary, and nats, that
 # kernels are checked by, meshes that divide nothing, and what has no room before anything is run; 15 for what is cut short, and files taken away.
-CORE, FILE = 20_270, 500
+CORE, FILE = 20_285, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -166,8 +166,8 @@ CORE, FILE = 20_270, 500
 # judges who say nothing. 10 for checks that call themselves, and tests without one; 20 for
 # checkpoints that judge and have changed, and 20 for records that are one's own, and children; 40 for
 # letters of two cases, mixed numbers with factors, inequalities beside their ends, and
-# exceptions of one's own; 12 for inequalities that fall, and alternatives.
-REWARDS = 4_412  # a jail, a judge, seven formats; formulas among short answers
+# exceptions of one's own; 27 for inequalities that fall, alternatives, and what is still to be solved.
+REWARDS = 4_427  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports

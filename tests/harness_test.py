@@ -239,7 +239,7 @@ def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
     assert printed.split() == ["sums", "acc", "0.25"]
     kept = json.loads((tmp_path / "run" / "lm_eval.json").read_text())
     assert kept == {"results": {"sums": {"alias": "sums", "acc": 0.25}}}
-    # Of another model that does not come to its end, no results of the first one stay.
+    # Of another model that does not come to its end, nothing of the first one is told as its own.
     (package / "__init__.py").write_text(
         STUB.replace("return {", "1 / 0\n    return {")
     )
@@ -251,8 +251,9 @@ def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
         cwd=ROOT,
         check=False,
     )
-    assert ran.returncode == 1 and "lm_eval.json: results of before go" in ran.stdout
+    assert ran.returncode == 1 and "is in lm_eval.before.json now" in ran.stdout
     assert not (tmp_path / "run" / "lm_eval.json").exists()
+    assert json.loads((tmp_path / "run" / "lm_eval.before.json").read_text()) == kept
 
 
 def test_what_would_execute_answers_is_found_in_groups_and_tags_too():

@@ -42,6 +42,7 @@ def test_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     assert json.loads(after[2]) == {"step": 3, "reward": 7.0}
     assert len(after) == 3
     assert not list(tmp_path.glob("*.partial"))
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_from_nothing(tmp_path):

@@ -36,7 +36,7 @@ def write(file: pathlib.Path, rows):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with room(file.parent, len(text)):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(file) as partial:
+        with whole(file, len(text), str(os.getpid())) as partial:
             partial.write_text(text)
 
 

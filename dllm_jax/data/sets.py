@@ -300,7 +300,7 @@ def get(name: str, sha256: str = "") -> tuple[pathlib.Path, int]:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with room(kept.parent, len(text)):
         note.write_text(found)  # of a file with records, not of a page to log in
-        with whole(kept) as partial:
+        with whole(kept, len(text), str(os.getpid())) as partial:
             partial.write_text(text, encoding="utf-8")
     return kept, len(rows)
 

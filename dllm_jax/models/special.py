@@ -147,5 +147,9 @@ def added_tokens(folder: pathlib.Path) -> tuple[dict, dict]:
     if (file := folder / "tokenizer_config.json").is_file():
         settings = read_json(file)
     for number, token in settings.get("added_tokens_decoder", {}).items():
+        if not str(number).isdecimal():
+            raise ValueError(
+                f"{file}: added_tokens_decoder has an id that is no number"
+            )
         id_of[token["content"]] = int(number)
     return id_of, settings

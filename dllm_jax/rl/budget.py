@@ -116,39 +116,54 @@ def check_least(trained: dict[str, int], judges: dict[str, int], limit, keys: st
 def unsplit(model: ModelConfig, mesh) -> list[str]:
     """Returns a warning where devices hold more of weights and moments than their share.
 
-    That is where an axis of the mesh does not divide what it is to split.
+    That is where an axis of the mesh does not divide what it is to split. It names a mesh of
+    as many devices that hold less, whose `model` divides the heads, if there is one.
     """
-    specs = jax.tree.leaves(transformer.specs(dataclasses.replace(model, lora=None)))
-    each = jnp.dtype(model.dtype).itemsize if model.lora else TRAINED
-    held = whole = 0  # bytes: of a device, and of all
-    for spec in specs:
-        shape = transformer.shape(spec, model)
-        parts = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
-        held += each * math.prod(parts.shard_shape(shape))
-        whole += each * math.prod(shape)
-    fsdp, parts = mesh.shape["fsdp"], mesh.shape["model"]
-    share = whole / fsdp / parts
+    now, count = tuple(mesh.shape.values()), mesh.size
+    _, fsdp, parts = now
+    held, share = bytes_of(model, now), bytes_of(model, (1, 1, 1)) / fsdp / parts
     if held < max(1.25 * share, share + memory.GIB):
         return []
-    if model.d_model % fsdp:
-        axis, over, sizes = "fsdp", fsdp, {"width": model.d_model}
-    else:
+    axis, over, sizes = "fsdp", fsdp, {"width": model.d_model}
+    if model.d_model % fsdp == 0:
         axis, over = "model", parts
         sizes = {"heads": model.heads, "key heads": model.kv_heads, "ffw": model.ffw}
         sizes |= {"vocabulary": model.vocab, "experts": model.experts}
     told = ", ".join(f"{name} {n:,}" for name, n in sizes.items() if n % over)
-    fits = (n for n in range(over, 0, -1) if not any(x % n for x in sizes.values()))
-    if axis == "fsdp":
-        less = next(fits)
-        keys, then = f"mesh.fsdp={less}", whole / less / parts
-    else:  # the devices are as many, and `fsdp` takes the rest
-        less = next(n for n in fits if over % n == 0)
-        keys, then = f"mesh.model={less} and mesh.fsdp={fsdp * over // less}", share
     words = (
         f"warning: mesh.{axis}={over} does not divide the model's {told}: of its weights and "
-        f"moments a device holds {held / memory.GIB:.1f} GiB, and with {keys} {then / memory.GIB:.1f}"
+        f"moments a device holds {held / memory.GIB:.1f} GiB"
     )
+    divide = [n for n in range(1, count + 1) if count % n == 0]
+    others = [
+        (count // f // m, f, m)
+        for f in divide
+        for m in divide
+        if count // f % m == 0 and not (model.heads % m or model.kv_heads % m)
+    ]
+    least, _, best = min((bytes_of(model, x), x[2], x) for x in others)
+    if least < 0.9 * held:
+        data, fsdp, parts = best
+        words += (
+            f", and {least / memory.GIB:.1f} with mesh.data={data}, mesh.fsdp={fsdp} and "
+            f"mesh.model={parts}"
+        )
     return [words]
+
+
+def bytes_of(model: ModelConfig, sizes: tuple[int, int, int]) -> int:
+    """Returns the bytes of weights and moments on a device; sizes: of a mesh's axes.
+
+    Of weights alone, in the model's dtype, where adapters learn beside them.
+    """
+    each = jnp.dtype(model.dtype).itemsize if model.lora else TRAINED
+    mesh, held = jax.sharding.AbstractMesh(sizes, sharding.AXES), 0
+    specs = transformer.specs(dataclasses.replace(model, lora=None))
+    for spec in jax.tree.leaves(specs):
+        shape = transformer.shape(spec, model)
+        parts = sharding.named(spec.dims, shape, sharding.PARAM, mesh)
+        held += each * math.prod(parts.shard_shape(shape))
+    return held
 
 
 def first_that_fits(remats: tuple[str, ...], planned, limit: int | None):

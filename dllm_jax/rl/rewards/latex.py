@@ -86,9 +86,29 @@ def is_no_set(texts: tuple[str, str], pair: list, ordered: list[bool]) -> bool:
     """
     import sympy
 
+    if to_solve(pair[0]) and not to_solve(
+        pair[1]
+    ):  # the question, in place of an answer
+        return True
     for n in (0, 1):
         if ordered[n] and not getattr(pair[n], "free_symbols", 1):
             return True
     other = ordered[0]  # the number of the one that is none
     ends = isinstance(pair[other], sympy.FiniteSet | sympy.Tuple)
     return ordered[0] != ordered[1] and ends and texts[other][0] not in "(["
+
+
+def to_solve(x) -> bool:
+    """Whether an inequality has no letter by itself, or its size, on one side: 2x + 1 > 7."""
+    import sympy
+
+    def solved(relation) -> bool:
+        sides = (relation.lhs, relation.rhs), (relation.rhs, relation.lhs)
+        return any(
+            (y.args[0] if isinstance(y, sympy.Abs) else y).is_Symbol
+            and not z.free_symbols
+            for y, z in sides
+        )
+
+    found = x.atoms(sympy.Rel) if isinstance(x, sympy.Basic) else ()
+    return not all(solved(y) for y in found if not isinstance(y, sympy.Eq))
