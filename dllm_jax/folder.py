@@ -599,9 +599,8 @@ def ended(error: BaseException | None) -> str:
         return "done"
     if exhausted(error):
         return f"cannot go on: no memory left: {str(error).strip()[:300]}"
-    return (
-        f"{KINDS.get(code_of(error), 'defect')}: {str(error) or type(error).__name__}"
-    )
+    kind = KINDS.get(code_of(error), "defect")
+    return f"{kind}: {str(error) or type(error).__name__}"
 
 
 def versions() -> dict[str, str]:

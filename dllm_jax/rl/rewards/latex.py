@@ -57,9 +57,8 @@ def spelled(text: str) -> str:
 
     And chains of inequalities rise.
     """
-    if len(chain := FALLS.split(text)) > 3 and not re.search(
-        r"[<=]|\\l(?:eq|t)\b", text
-    ):
+    chain, rising = FALLS.split(text), re.search(r"[<=]|\\l(?:eq|t)\b", text)
+    if len(chain) > 3 and not rising:
         text = " ".join(RISES.get(part, part) for part in reversed(chain))
     text = re.sub(r"(?<=[0-9]) ?(?=\(|e ?\^)", r" \\cdot ", text)
     return MIXED.sub(of_mixed, text)
@@ -81,14 +80,14 @@ def of_mixed(found: re.Match) -> str:
 def is_no_set(texts: tuple[str, str], pair: list, ordered: list[bool]) -> bool:
     """Whether one of two is an inequality without a letter, or one the ends of the other.
 
+    Or the first, the answer, is still to be solved, which the second is not.
     pair: what the texts were read as; ordered: which are inequalities. To math-verify 1 < 2 is
     as empty as no solution, and 1 < x < 2 as good as 1, 2.
     """
     import sympy
 
-    if to_solve(pair[0]) and not to_solve(
-        pair[1]
-    ):  # the question, in place of an answer
+    # The question, in place of an answer.
+    if to_solve(pair[0]) and not to_solve(pair[1]):
         return True
     for n in (0, 1):
         if ordered[n] and not getattr(pair[n], "free_symbols", 1):
