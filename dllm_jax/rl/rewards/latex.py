@@ -104,7 +104,7 @@ def to_solve(x) -> bool:
     def solved(relation) -> bool:
         sides = (relation.lhs, relation.rhs), (relation.rhs, relation.lhs)
         return any(
-            (y.args[0] if isinstance(y, sympy.Abs) else y).is_Symbol
+            isinstance(y.args[0] if isinstance(y, sympy.Abs) else y, sympy.Symbol)
             and not z.free_symbols
             for y, z in sides
         )
