@@ -97,8 +97,10 @@ def drawn(logits_rV, words_r3, temperature_r, offset, *, width: int, forbidden: 
     logits_rV = jnp.where(id_rV == forbidden, NEVER, logits_rV)
     warm_r1 = (temperature_r != 0)[:, None]
     scale_r1 = jnp.where(warm_r1, temperature_r[:, None], 1)
-    # Once: XLA would divide anew for each use, and round otherwise, which by 1e-6 is nats.
-    tempered_rV = jax.lax.optimization_barrier(logits_rV / scale_r1)
+    tempered_rV = logits_rV / scale_r1
+    if choice.platform() == "cpu":
+        # Or XLA would divide anew for each use, and round otherwise, which by 1e-6 is nats.
+        tempered_rV = jax.lax.optimization_barrier(tempered_rV)
     tempered_lse_r, tempered_mean_r = statistics(tempered_rV)
     lse_r = jax.lax.cond(
         (scale_r1 == 1).all(),
