@@ -263,9 +263,9 @@ def check_unfinished(cfg: config.Config, meta: dict, steps: int) -> None:
 
     There is nothing left that they could change, and its folder would tell them of it.
     """
+    known = config.flat(meta["config"])  # an older version did not know all keys
     for key, change in config.changes(meta["config"], cfg).items():
-        # An older version did not know all keys.
-        if key in config.flat(meta["config"]) and not key.startswith(SPARED):
+        if key in known and not key.startswith(SPARED):
             raise ValueError(
                 f"run.folder={cfg.run.folder}: all {steps} steps of its run are done, and "
                 f"{change}; name another run.folder"
