@@ -11,7 +11,7 @@ import re
 from configs import dllm_rl_rows as rows
 from configs.dllm_rl_rows import Row
 from dllm_jax.checks import Refused, shown
-from dllm_jax.data.prompts import TURN_ENDS
+from dllm_jax.data.tokens import TURN_ENDS
 from dllm_jax.sampling.config import VARIED, SamplerConfig
 
 ONE_RUN = Row(why="one process samples, grades, trains and evaluates")

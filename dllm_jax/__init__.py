@@ -49,7 +49,7 @@ it (`compatible`, `pictures`), `command_line`, which reads it, and `begin`:
     4  sampling
     3  models
     2  pallas_kernels, viewer
-    1  sharding, data, metrics, trackers, curves, memory, checkpoint, folder
+    1  sharding, compiler, data, metrics, trackers, curves, memory, checkpoint, folder
     0  checks, limits, records, processes, statistics, images; below them exits
 
 `configs/` and `benchmarks/` stand outside; nothing in here imports them, or PyTorch.
@@ -109,6 +109,7 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/rewards/__init__.py       what judges answers, by name and weight
     rl/rewards/process.py        answers in chunks, and what verdicts on these are worth
     rl/rewards/judge.py          what a judge is asked, and how it votes
+    rl/rewards/own.py            functions that a user gave
     rl/rewards/endpoint.py       a judge behind HTTP, whatever may go wrong there
     rl/rewards/lent.py           a judge that is a checkpoint
     rl/rewards/ranking.py        scores of a reward model
@@ -123,7 +124,8 @@ and for who wants to know how it is fast, or what surrounds it:
     data/prompts.py              from records to problems: texts and conversations to ids
     data/conversations.py        from records to answers that are learned
     data/stream.py               which items come next
-    data/plain.py                tokenizers that are one file, read at once
+    data/tokens.py               tokenizers, and the ids that end an answer
+    data/plain.py                ... that are one file, read at once
     data/sets.py                 published sets of problems, by checksum
     data/templates.py            prompts as dLLM-RL writes them
     rl/rewards/units.py          quantities with units, for mathematics
@@ -136,6 +138,7 @@ and for who wants to know how it is fast, or what surrounds it:
     rl/guard.py                  which updates are skipped, and when a run has diverged
     rl/budget.py                 what a run takes of memory, before it starts
     sharding.py                  the two tables that split everything over a mesh
+    compiler.py                  how XLA is set up
     processes.py                 many processes: joined, alike, ended together
     checkpoint.py                saved states, and exact resumption
     folder.py                    a run's folder: its lock, its log, its attempts

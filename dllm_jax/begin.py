@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from dllm_jax import (
+    compiler,
     config,
     data,
     exits,
@@ -146,7 +147,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     cfg, choices = config.chosen(cfg, model)
     boards = trackers.named(cfg.run.trackers)
     check_targets(cfg, run.path)
-    sharding.keep_compiled(cfg.run.compile_cache)
+    compiler.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     main = jax.process_index() == 0
@@ -545,7 +546,7 @@ def evaluated(cfg: config.Config) -> dict:
     asks = "judge" in rewards.weights(cfg.rl.reward)
     judges = ASKING if asks else ("reward.judge.",)
     # Of a checkpoint the weights are told, wherever it lies.
-    if not rewards.judge.names_function(cfg.reward.judge.at):
+    if not rewards.own.names_function(cfg.reward.judge.at):
         idle.add("reward.judge.at")
     told = {
         key: value

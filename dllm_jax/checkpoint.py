@@ -323,8 +323,8 @@ class Checkpoints:
         Raises Misfit when its tree does not have the target's structure and shapes, and
         Newer as `meta` does.
         """
-        meta, stored = self.meta(step), self.manager.item_metadata(step).state
-        if fault := misfit(stored, target):
+        meta = self.meta(step)
+        if fault := misfit(self.shapes(step), target):
             raise Misfit(
                 f"{self.folder / str(step)} does not fit this configuration: {fault}; "
                 "another model, or other networks beside it, made it: name another "
@@ -378,6 +378,23 @@ class Checkpoints:
         """Returns the tree of one step; see `restore`."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
         return self.manager.restore(step, args=args).state
+
+    def shapes(self, step: int):
+        """Returns the tree of one step with shapes and dtypes for its arrays."""
+        return self.manager.item_metadata(step).state
+
+    def load_part(self, step: int, target):
+        """Returns a part of one step's tree; target: of that part, as for `restore`."""
+        # Orbax's standard handler, which writes a tree, cannot read a part of it.
+        with ocp.PyTreeCheckpointer() as reader:
+            return reader.restore(
+                self.folder / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    item=target,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                    partial_restore=True,
+                ),
+            )
 
     def close(self) -> None:
         """Finishes what is being written."""

@@ -29,7 +29,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import dllm_jax
-from dllm_jax import checks, config, data, exits, folder, processes, sharding
+from dllm_jax import checks, compiler, config, data, exits, folder, processes
 from dllm_jax.models import repository
 from dllm_jax.rl import rewards
 
@@ -107,7 +107,7 @@ def entry(main, help_text: str = "", *, cleans: bool = False) -> None:
     os.environ["MPLBACKEND"] = "agg"
     if cleans:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sharding.spare_threads()
+    compiler.spare_threads()
     sys.argv[1:] = map(at_home, sys.argv[1:])
     asked = help_text and HELP & set(sys.argv[1:])
     try:

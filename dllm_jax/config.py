@@ -18,7 +18,7 @@ import signal
 
 import ml_collections
 
-from dllm_jax import checks, compatible, pallas_kernels, pictures, sharding
+from dllm_jax import checks, compatible, compiler, pallas_kernels, pictures, sharding
 from dllm_jax.data import DataConfig, stop_ids, tokenizer
 from dllm_jax.models import families, hf, repository, selfcheck, special
 from dllm_jax.models.config import Lora, ModelConfig
@@ -563,7 +563,7 @@ def check_kernels(model: ModelConfig, sampler: SamplerConfig, folder: str):
 
     Before it, how its products are rounded is settled. folder: run.compile_cache.
     """
-    sharding.keep_exact(model.dtype)
+    compiler.keep_exact(model.dtype)
     wide = selfcheck.widths(model, sampler.block, sampler.page_slots)
     return selfcheck.check(model.kernels, wide, folder)
 

@@ -21,7 +21,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from dllm_jax import command_line, config, exits, folder, memory, sharding
 from dllm_jax.checkpoint import Checkpoints, check_path, misfit
@@ -216,8 +215,8 @@ def read_network(
     the parameters must be those of. like: for the message, where they are not.
     """
     name = folder / str(step)
-    saved = checkpoints.manager.item_metadata(step).state
-    networks = {name: x["params"] for name, x in saved.items() if "params" in x}
+    saved = checkpoints.shapes(step).items()
+    networks = {name: x["params"] for name, x in saved if "params" in x}
     if network not in networks:
         raise ValueError(
             f"{name} has no network {network!r}; choose from "
@@ -236,18 +235,8 @@ def read_network(
         stored,
         expected,
     )
-    # Part of a state: Orbax's standard handler, which writes it, cannot read one.
-    item = {network: {"params": target}}
-    with ocp.PyTreeCheckpointer() as reader:
-        state = reader.restore(
-            folder.absolute() / str(step) / "state",
-            args=ocp.args.PyTreeRestore(
-                item=item,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                partial_restore=True,
-            ),
-        )
-    return state[network]["params"]
+    part = checkpoints.load_part(step, {network: {"params": target}})
+    return part[network]["params"]
 
 
 def main(argv=None):

@@ -35,6 +35,7 @@ from absl import flags
 from dllm_jax import (
     checks,
     command_line,
+    compiler,
     config,
     data,
     exits,
@@ -86,7 +87,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     cfg, model, tok = config.completed(cfg)
     marks = repository.marks(repository.find(cfg.model.path))
     settings = settings_of(cfg, run.path, marks, overwrite)
-    sharding.keep_compiled(cfg.run.compile_cache)
+    compiler.keep_compiled(cfg.run.compile_cache)
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None

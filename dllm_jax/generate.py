@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from dllm_jax import (
     command_line,
+    compiler,
     config,
     data,
     exits,
@@ -42,7 +43,8 @@ from dllm_jax import (
     pictures,
     sharding,
 )
-from dllm_jax.data.prompts import NO_TOKENIZER, warn_special
+from dllm_jax.data.prompts import warn_special
+from dllm_jax.data.tokens import NO_TOKENIZER
 from dllm_jax.models import repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
@@ -573,8 +575,8 @@ def answer(prompt: str | None, options, stop):
     # To compile for one answer takes longer than its forwards, unless these draw of more ids:
     # 2 s of a core by a program that is made in haste, which saves several times that.
     if prompt and cfg.max_new * cfg.block * model.vocab <= 2**25:
-        sharding.hasten()
-    sharding.keep_compiled(given.run.compile_cache)
+        compiler.hasten()
+    compiler.keep_compiled(given.run.compile_cache)
     mesh = sharding.make_mesh(**given.mesh.axes)
     jax.set_mesh(mesh)
     cfg = fitting(cfg, prompts, mesh.size // mesh.shape["model"])

@@ -20,7 +20,7 @@ import sys
 import jax
 from absl import flags
 
-from dllm_jax import checks, command_line, config, data, sharding
+from dllm_jax import checks, command_line, compiler, config, data, sharding
 from dllm_jax.folder import Folder, write
 from dllm_jax.models import hf, repository
 from dllm_jax.rl.likelihood import Likelihood
@@ -355,7 +355,7 @@ def main():
     multiprocessing.set_start_method("forkserver", force=True)
     with Folder(cfg.run.folder) as run:
         run.refuse_trained()
-        sharding.keep_compiled(cfg.run.compile_cache)
+        compiler.keep_compiled(cfg.run.compile_cache)
         model = adapted(cfg, draws.value)
         defaults = dataclasses.asdict(config.Config())
         run.begin(dataclasses.asdict(model.cfg), defaults, model.mesh)

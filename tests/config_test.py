@@ -29,11 +29,11 @@ from dllm_jax import (
     checks,
     command_line,
     compatible,
+    compiler,
     config,
     data,
     exits,
     generate,
-    sharding,
     train,
 )
 from dllm_jax.models.config import ModelConfig
@@ -897,7 +897,7 @@ def test_a_cache_that_cannot_be_made_is_none(capsys, tmp_path):
     file.touch()
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        sharding.keep_compiled(str(file))
+        compiler.keep_compiled(str(file))
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", kept)
@@ -909,12 +909,12 @@ def test_a_cache_that_cannot_be_made_is_none(capsys, tmp_path):
 def test_a_program_that_was_cut_in_the_cache_is_made_anew_once(tmp_path):
     program = """if True:
         import sys, jax
-        from dllm_jax import sharding
+        from dllm_jax import compiler
 
         def cut(x):
             return x + 1
 
-        sharding.keep_compiled(sys.argv[1])
+        compiler.keep_compiled(sys.argv[1])
         print(jax.jit(cut)(1))
     """
 
@@ -948,7 +948,7 @@ def test_a_program_that_cannot_be_taken_out_of_the_cache_is_told_as_jax_does(
         monkeypatch.setattr(pathlib.Path, "unlink", refused)
     said = []
     text = f"Error reading persistent compilation cache entry for 'jit_f': {error}"
-    sharding.forget_damaged(tmp_path, lambda *x: said.append(x), text, UserWarning)
+    compiler.forget_damaged(tmp_path, lambda *x: said.append(x), text, UserWarning)
     assert said == [(text, UserWarning)] and (tmp_path / "jit_f-1-cache").exists()
 
 

@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + f" --xla_force_host_platform_device_count=8 {HASTY}"
 )
-os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: sharding.spare_threads
+os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: compiler.spare_threads
 # What commands compile, each in a process of its own, is compiled once. The folder goes when
 # the process that made it ends, not a worker of xdist.
 if "PYTEST_XDIST_WORKER" not in os.environ:

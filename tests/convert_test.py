@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
@@ -251,13 +252,13 @@ def test_what_is_wrong_is_told_before_weights_are_read(orbax, tmp_path, monkeypa
 
 def test_only_the_weights_of_a_state_are_read(run, tmp_path, monkeypatch):
     asked = []
-    plain = convert.ocp.args.PyTreeRestore
+    plain = ocp.args.PyTreeRestore
 
     def note(item, **rest):
         asked.append(item)
         return plain(item=item, **rest)
 
-    monkeypatch.setattr(convert.ocp.args, "PyTreeRestore", note)
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", note)
     convert.main(["to-hf", str(run), str(tmp_path / "out"), f"--like={VALUE}"])
     assert [set(item) for item in asked] == [{"policy"}]
     assert set(asked[0]["policy"]) == {"params"}

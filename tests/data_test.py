@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dllm_jax import data, limits
-from dllm_jax.data import prompts
+from dllm_jax.data import prompts, tokens
 from dllm_jax.rl import heldout
 from dllm_jax.rl.config import RewardConfig
 from dllm_jax.rl.rewards import Grader, grader
@@ -172,7 +172,7 @@ def test_chat_templates_are_told_the_same_day_for_ever(tmp_path):
         asked.append(prompts.by_template(tok, [{"role": "user", "content": "x"}]))
     assert asked[0] == asked[1] == "\n 26 Jul 2024 00:00:00 07/26/24|x"
     tok.chat_template = {"default": dated, "tools": plain}
-    named = prompts.dated(tok.chat_template)
+    named = tokens.dated(tok.chat_template)
     assert named["default"].endswith(dated) and named["default"] != dated
 
 
@@ -589,8 +589,8 @@ def test_traces_are_read_as_generate_writes_them(tmp_path, tok):
     skipped = line | {"response_ids": [], "step_map": []}  # its prompt was too long
     path = write(tmp_path / "x.jsonl", line, skipped, rebased)
     got, dropped = stacked(path, tok, CFG, traced=True, **FORM)
-    for tokens, steps in zip(got.tokens_BT, got.step_BT, strict=True):
-        assert tokens[:6].tolist() == [5, 6, 7, 8, 9, 0]
+    for ids, steps in zip(got.tokens_BT, got.step_BT, strict=True):
+        assert ids[:6].tolist() == [5, 6, 7, 8, 9, 0]
         assert steps[:6].tolist() == [0, 0, 3, 1, 2, 0]
     assert got.len_B.tolist() == [3, 3] and dropped == 1
     text = {"prompt": "1+1", "response": "12", "step_map": [1, 0]}

@@ -13,7 +13,7 @@ FLOORS = {
     "exits": -1,
     **dict.fromkeys(("checks", "images", "limits", "records"), 0),
     **dict.fromkeys(("processes", "statistics"), 0),
-    **dict.fromkeys(("sharding", "data", "metrics", "curves", "memory"), 1),
+    **dict.fromkeys(("sharding", "compiler", "data", "metrics", "curves", "memory"), 1),
     **dict.fromkeys(("checkpoint", "folder", "trackers"), 1),
     **dict.fromkeys(("pallas_kernels", "viewer"), 2),
     "models": 3,
@@ -149,7 +149,8 @@ def test_no_test_imports_another():
 # answers that are overwritten and gone on with, damaged programs in a cache, other held-out
 # problems, what was skipped or not judged, and masks that end answers; 5 for how commands end. 175 for parts of a vocabulary, and nats, that
 # kernels are checked by, meshes that divide nothing, and what has no room before anything is run; 15 for what is cut short, and files taken away.
-CORE, FILE = 20_285, 500
+# 25 for rooms of their own for XLA's settings and for tokenizers.
+CORE, FILE = 20_310, 500
 # 550 for chunks of answers, who judges them, and scores of reward models; 150 for puzzles
 # and pictures; 50 for short answers; 90 for memory that judges claim, and what they raise;
 # 80 for judges who are shown images, and 60 for words read in drawings; 530 for inputs near
@@ -167,7 +168,8 @@ CORE, FILE = 20_285, 500
 # checkpoints that judge and have changed, and 20 for records that are one's own, and children; 40 for
 # letters of two cases, mixed numbers with factors, inequalities beside their ends, and
 # exceptions of one's own; 27 for inequalities that fall, alternatives, and what is still to be solved.
-REWARDS = 4_427  # a jail, a judge, seven formats; formulas among short answers
+# 10 for a room of their own for functions that a user gave.
+REWARDS = 4_437  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dllm_jax import config, exits, folder, generate, memory, sharding
+from dllm_jax import compiler, config, exits, folder, generate, memory, sharding
 from dllm_jax.models import hf
 from dllm_jax.sampling import denoise
 from dllm_jax.sampling.config import SamplerConfig
@@ -462,7 +462,7 @@ def test_for_one_short_answer_it_compiles_in_haste(
 ):
     file, calls = tmp_path / "prompts.jsonl", []
     file.write_text('{"prompt_ids": [5]}')
-    monkeypatch.setattr(sharding, "hasten", lambda: calls.append("hasten"))
+    monkeypatch.setattr(compiler, "hasten", lambda: calls.append("hasten"))
     # The backend starts at the mesh, and that is early enough.
     monkeypatch.setattr(sharding, "make_mesh", lambda **axes: calls.append("mesh") or 0)
     model = ROOT / "examples/arithmetic/model"
@@ -474,15 +474,15 @@ def test_for_one_short_answer_it_compiles_in_haste(
 
 
 def test_haste_is_for_cpus_alone_and_flags_that_are_set_win(monkeypatch):
-    monkeypatch.setattr(sharding.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler.util, "find_spec", lambda name: None)
     own = "--xla_backend_optimization_level=2"
-    for plugins, flags in (((), f"{sharding.HASTE} {own}"), (("cuda",), own)):
+    for plugins, flags in (((), f"{compiler.HASTE} {own}"), (("cuda",), own)):
         monkeypatch.setenv("XLA_FLAGS", own)
         monkeypatch.setattr(
-            sharding.metadata, "entry_points", lambda group, found=plugins: found
+            compiler.metadata, "entry_points", lambda group, found=plugins: found
         )
         for _ in range(2):
-            sharding.hasten()
+            compiler.hasten()
         assert os.environ["XLA_FLAGS"] == flags
 
 

@@ -25,11 +25,10 @@ from dllm_jax.data.prompts import (
     of_record,
     problems,
     render,
-    stop_ids,
     text,
-    tokenizer,
 )
 from dllm_jax.data.stream import files, mixed, mixture, order
+from dllm_jax.data.tokens import stop_ids, tokenizer
 
 __all__ = [
     "BOXED",

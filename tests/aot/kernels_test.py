@@ -112,7 +112,7 @@ def test_the_head_of_a_wide_model(D, dtype):
 
     x, head = arrays(dtype, (2, 500, D), (D, 32768))
     token, weight = *arrays(jnp.int32, (2, 500)), *arrays(jnp.float32, (2, 500))
-    exact = "highest" if dtype == jnp.float32 else None  # sharding.keep_exact
+    exact = "highest" if dtype == jnp.float32 else None  # compiler.keep_exact
     with jax.default_matmul_precision(exact):
         compiled("v5p:2x2x1", gradient, x, head, token, weight)
 

@@ -36,6 +36,7 @@ from dllm_jax.rl.rewards import (
     judge,
     math,
     ocr,
+    own,
     process,
     puzzles,
     ranking,
@@ -436,13 +437,13 @@ def part_names(graders: list[str]) -> dict[str, str]:
 
 def loaded(name: str) -> Grader:
     """Returns the Grader of a `module:function`; raises ValueError where there is none."""
-    own = judge.function("rl.reward", name)
+    function = own.function("rl.reward", name)
 
     def grade(texts, problems, trace) -> Grades:
         # Lists and records of its own: what it changes are not those of other graders.
         mine = {id(problem): own_copy(problem) for problem in problems}
         arguments = list(texts), [mine[id(problem)] for problem in problems], trace
-        given = judge.said("rl.reward", name, own, *arguments)
+        given = own.said("rl.reward", name, function, *arguments)
         grades = arrays(name, given if isinstance(given, Grades) else Grades(given))
         for rewards in (grades.reward_n, *grades.parts.values()):
             if rewards.shape != (len(texts),):
@@ -460,20 +461,20 @@ def loaded(name: str) -> Grader:
 
     def check(problem: Problem) -> None:
         try:
-            with judge.staying("rl.reward", name):
-                own.check(problem)
+            with own.staying("rl.reward", name):
+                function.check(problem)
         except ValueError:  # its word on the record
             raise
         except Exception as error:
-            told = judge.raised(f"rl.reward={name!r}: its check", error)
+            told = own.raised(f"rl.reward={name!r}: its check", error)
             raise ValueError(told) from error
 
     judges = "text", "image"
     return Grader(
         grade,
-        check if hasattr(own, "check") else anything,
+        check if hasattr(function, "check") else anything,
         gold=False,
-        aside=bool(getattr(own, "aside", False)),
+        aside=bool(getattr(function, "aside", False)),
         judges=judges,
     )
 
@@ -498,14 +499,14 @@ def sources(spec: str, cfg, *, chunks: bool = True) -> dict[str, str]:
     asked for, too.
     """
     weighed = weights(spec)
-    own = [("rl.reward", name) for name in weighed if name not in GRADERS]
+    functions = [("rl.reward", name) for name in weighed if name not in GRADERS]
     asks = "judge" in weighed or (chunks and cfg.split != "none")
-    if asks and judge.names_function(cfg.judge.at):
-        own.append(("reward.judge.at", cfg.judge.at))
+    if asks and own.names_function(cfg.judge.at):
+        functions.append(("reward.judge.at", cfg.judge.at))
     folders = {"reward.model": cfg.model} if "reward_model" in weighed else {}
     if asks and judge.names_folder(cfg.judge.at):
         folders["reward.judge.at"] = cfg.judge.at
-    told = {f"the source of {name}": judge.source(key, name) for key, name in own}
+    told = {f"the source of {name}": own.source(key, name) for key, name in functions}
     for key, folder in folders.items():
         with contextlib.suppress(ValueError, OSError):
             marks = repository.marks(repository.find(folder))

@@ -620,7 +620,7 @@ def test_a_function_that_writes_into_records_writes_into_its_own(mine):
 def test_a_child_that_a_function_forks_goes_no_further():
     code = """if True:
         import os
-        from dllm_jax.rl.rewards import judge
+        from dllm_jax.rl.rewards import own
 
         def f(ends):
             if not os.fork():
@@ -628,7 +628,7 @@ def test_a_child_that_a_function_forks_goes_no_further():
             return os.waitstatus_to_exitcode(os.wait()[1])
 
         for ends in (exit, int, lambda: exit(3), lambda: 1 / 0):
-            print(judge.said("rl.reward", "mine:f", f, ends), flush=True)
+            print(own.said("rl.reward", "mine:f", f, ends), flush=True)
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
