@@ -104,6 +104,7 @@ and for who wants to know how it is fast, or what surrounds it:
     sampling/looking.py          an answerer of prompts with images, before another
     images.py                    image files to pixels, with bounded memory
     models/selfcheck.py          kernels against their specification, before a run
+    models/first_run.py          ... of which one hangs, or breaks the device
     rl/rollout.py                answers decoded, graded and written
     rl/beside.py                 graded while others are sampled
     rl/rewards/__init__.py       what judges answers, by name and weight

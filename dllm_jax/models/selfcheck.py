@@ -5,8 +5,8 @@ never ran on. So every op with a kernel for the platform is computed twice at th
 by the kernel and by `pallas_kernels.reference`, on random arrays of the run's own widths,
 those of one device: seconds, on a GPU most of a minute. What is right is remembered by
 versions, chip and widths; what is not is looked at again at every start, for a chip may have
-been out of memory. `auto` takes what is right and says what is not; with "platform" what is
-not right is an error.
+been out of memory, but for what an earlier process did not get over (first_run.py). `auto`
+takes what is right and says what is not; with "platform" what is not right is an error.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import pallas_kernels, processes, sharding
+from dllm_jax import exits, pallas_kernels, processes, sharding
 from dllm_jax.folder import write
-from dllm_jax.models import cache, mask
+from dllm_jax.models import cache, first_run, mask
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.pallas_kernels import choice, noise, reference, tiled_head
 from dllm_jax.pallas_kernels.head import draw_of_part
@@ -152,7 +152,8 @@ def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
     choice.begin(here)
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
     known = remembered(file) if folder else set()
-    looked = faults([op for op in ops if op not in known], here, wide)
+    marks = {op: mark(folder, wide, op) for op in ops if folder}
+    looked = faults([op for op in ops if op not in known], here, wide, marks)
     found = {op for op in ops if not looked.get(op)}
     if folder and found - known and jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,6 +188,12 @@ def remembered(file: pathlib.Path) -> set[str]:
         return set()
 
 
+def mark(folder: str, wide: Widths, op: str) -> pathlib.Path:
+    """Returns the file of an op's first run, of this process."""
+    name = f"kernels_{key(wide)}.{op}.{jax.process_index()}.tried"
+    return pathlib.Path(os.path.expanduser(folder), name)
+
+
 def key(wide: Widths) -> str:
     """Returns what identifies a verdict: chip, its driver and compiler, sources, widths."""
     device = jax.local_devices()[0]
@@ -195,23 +202,62 @@ def key(wide: Widths) -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-def faults(ops: list[str], here: str, wide: Widths) -> dict[str, str]:
-    """Returns `fault` of each op, side by side: what takes the time is compilation."""
-    with futures.ThreadPoolExecutor(max(len(ops), 1)) as pool:
-        return dict(zip(ops, pool.map(lambda op: fault(op, here, wide), ops)))
+def faults(
+    ops: list[str],
+    here: str,
+    wide: Widths,
+    marks: dict[str, pathlib.Path] | None = None,
+) -> dict[str, str]:
+    """Returns `fault` of each op.
+
+    They are compiled side by side, which takes the time, and run one by one, so that it is
+    known which one hangs. marks: by op, the file that tells of its first run.
+    """
+    marks = marks or {}
+    fresh = [op for op in ops if not first_run.lost(marks.get(op))]
+    with futures.ThreadPoolExecutor(max(len(fresh), 1)) as pool:
+        made = dict(zip(fresh, pool.map(lambda op: prepared(op, here, wide), fresh)))
+    return {op: fault(op, here, wide, made.get(op), marks.get(op)) for op in ops}
 
 
-def fault(op: str, here: str, wide: Widths) -> str:
-    """Returns what is wrong with a kernel on the first local device; "": nothing is."""
+def prepared(op: str, here: str, wide: Widths):
+    """Returns (a kernel, its specification) for the first local device, compiled.
+
+    Each is called without arguments. Or it returns what is raised meanwhile.
+    """
     alone = sharding.make_mesh(fsdp=1, devices=jax.local_devices()[:1])
     try:
         run, arrays = CHECKS[op](wide, np.random.default_rng(0))
         with jax.set_mesh(alone):
-            got, want = (
-                jax.device_get(jax.jit(functools.partial(run, name))(*arrays))
+            lowered = [
+                jax.jit(functools.partial(run, name)).lower(*arrays)
                 for name in (here, "reference")
-            )
-    except Exception as error:  # noqa: BLE001 (whatever a compiler or a driver raises)
+            ]
+            return [functools.partial(x.compile(), *arrays) for x in lowered]
+    except Exception as error:  # noqa: BLE001 (whatever a compiler raises)
+        return error
+
+
+def fault(op: str, here: str, wide: Widths, made, file: pathlib.Path | None) -> str:
+    """Returns what is wrong with a kernel on the first local device; "": nothing is.
+
+    made: see `prepared`; None: nobody got over its first run, as `file` tells.
+    """
+    if made is None:
+        return (
+            "an earlier start, with this chip and these versions, did not get over its check; "
+            f"remove {file} to have it tried again"
+        )
+    try:
+        if isinstance(made, Exception):
+            raise made
+        kernel, specification = made
+        with first_run.tried(file, f"{here}'s kernel of {op}"):
+            got = jax.device_get(kernel())
+        want = jax.device_get(specification())
+    except (exits.Stopped, exits.CannotGoOn):
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever a driver raises)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     nats = NATS.get(wide.dtype)
     loose = (LOOSE if nats is None else LOOSE_EXACT).get(op, 0.0)

@@ -1,0 +1,110 @@
+"""A kernel's first run on a chip, which may hang, or break the device for all that follows.
+
+No process gets over either. So a file says which kernel is being run for the first time, and
+goes when the run has come back. One that a later start finds, of a process that is gone, tells
+which kernel to do without.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import threading
+
+import jax
+import numpy as np
+
+from dllm_jax import exits, processes
+
+LONGEST_S = 120.0  # that a compiled kernel gets for small arrays: it takes milliseconds
+
+
+def lost(file: pathlib.Path | None) -> bool:
+    """Returns whether a process that is gone has left a file of `tried`."""
+    if file is None:
+        return False
+    try:
+        with file.open("r+b") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one that had it may have come back just now, and have removed it.
+            return os.path.samestat(os.fstat(held.fileno()), file.stat())
+    except (
+        OSError
+    ):  # there is none, somebody has it who lives, or the disk has no locks
+        return False
+
+
+@contextlib.contextmanager
+def tried(file: pathlib.Path | None, who: str):
+    """Is there, as `file`, while what is inside is run.
+
+    file: None where nothing is kept. who: the kernel. Ends the process where the run does not
+    come back in LONGEST_S. Raises exits.Stopped, and leaves the file, where it raises and the
+    device is broken by then; exits.CannotGoOn where there is no file to tell of it.
+    """
+    with contextlib.ExitStack() as stack:
+        if file is not None:
+            stack.enter_context(marked(file))
+        alarm = threading.Timer(LONGEST_S, give_up, [file, who])
+        alarm.daemon = True
+        alarm.start()
+        stack.callback(alarm.cancel)
+        try:
+            yield
+        except Exception as error:
+            if exits.exhausted(error) or answers():
+                raise
+            reason = " ".join(str(error).split())[:200]
+            code, words = ending(file, f"{who} has broken the device ({reason})")
+            kind = exits.Stopped if code == exits.STOPPED else exits.CannotGoOn
+            raise kind(words) from error
+
+
+@contextlib.contextmanager
+def marked(file: pathlib.Path):
+    """Makes the file, locked, and removes it, but not where exits.Stopped is raised.
+
+    It does neither where another process has made it, or the folder takes no file.
+    """
+    own = file.with_name(f".{file.name}.{os.getpid()}")
+    with contextlib.ExitStack() as stack:
+        made = False
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(own.open("w"))
+            stack.callback(own.unlink, missing_ok=True)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.link(own, file)  # locked from the first moment that others see it
+            made = True
+            own.unlink()
+        try:
+            yield
+        except exits.Stopped:
+            made = False
+            raise
+        finally:
+            if made:
+                file.unlink(missing_ok=True)
+
+
+def answers() -> bool:
+    """Returns whether the first local device computes."""
+    try:
+        jax.device_get(jax.device_put(np.ones(8), jax.local_devices()[0]) + 1)
+    except Exception:  # noqa: BLE001 (whatever a driver raises)
+        return False
+    return True
+
+
+def give_up(file: pathlib.Path | None, who: str) -> None:
+    """Ends the process: a kernel hangs."""
+    code, words = ending(file, f"{who} has not come back in {LONGEST_S:.0f} s")
+    prefix = "stopped" if code == exits.STOPPED else "error:"
+    processes.end(code, f"{prefix} {words}")
+
+
+def ending(file: pathlib.Path | None, fact: str) -> tuple[int, str]:
+    """Returns the exit code that a fact leads to, and the words for it."""
+    if file is not None and file.exists():
+        return exits.STOPPED, f"as {fact}: the same command goes on without it"
+    return exits.STUCK, f"{fact}: set model.kernels='reference'"
