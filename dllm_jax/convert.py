@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -88,14 +87,10 @@ def to_orbax(source: str, out: str, dtype: str | None = None) -> None:
     language_model(source)
     check_path(pathlib.Path(out))  # before minutes are spent
     _, params = hf.load(source, mesh=sharding.make_mesh(), dtype=dtype)
-    target = pathlib.Path(out)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed one
-    with export.written(partial, memory.array_bytes(params)):
+    with export.whole(pathlib.Path(out), memory.array_bytes(params)) as partial:
         checkpoints = Checkpoints(partial)
         checkpoints.save(0, {"policy": {"params": params}}, {"source": source})
         checkpoints.close()
-        export.swap(partial, target)
 
 
 def to_hf(source: str, out: str, like: str, step=None, network="policy") -> None:

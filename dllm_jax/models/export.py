@@ -45,26 +45,28 @@ def replaceable(target: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def written(partial: pathlib.Path | None, wanted: int):
-    """Leaves no half-written folder behind where what is inside fails.
+def whole(target: pathlib.Path, wanted: int, *, writes: bool = True):
+    """Gives the path of a folder to make, which takes the name `target` once all is inside.
 
-    partial: None in processes that write nothing; wanted: bytes. Raises exits.CannotGoOn
-    where the disk is full.
+    So a crash never leaves half of one under that name. wanted: bytes; writes: False in
+    processes that write nothing. Raises exits.CannotGoOn where the disk is full.
     """
-    if partial is None:
-        yield
+    partial = target.with_name(f".{target.name}.partial")
+    if not writes:
+        yield partial
         return
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed one
     try:
         with exits.room(partial.parent, wanted):
-            yield
+            yield partial
+            swap(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def begin_export(folder: pathlib.Path, origin: pathlib.Path, cfg: ModelConfig) -> None:
-    """Makes the folder anew with all of the original but weights, and our config.json."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Makes the folder with all of the original but weights, and our config.json."""
     folder.mkdir(parents=True)
     copy_others(origin, folder)
     if changed := changes(cfg, read_config(origin)):

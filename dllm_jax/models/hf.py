@@ -371,10 +371,9 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
     names_in[last_file] += added
 
     writing = jax.process_index() == 0
-    partial = target.with_name(f".{target.name}.partial")
     sizes = {}  # of each tensor, what it adds to the sums of an index
     wanted = sum(map(tensors.size, tensors.file_of))
-    with export.written(partial if writing else None, wanted):
+    with export.whole(target, wanted, writes=writing) as partial:
         if writing:
             export.begin_export(partial, origin, cfg)
             if trained:
@@ -389,7 +388,6 @@ def save(path, cfg: ModelConfig, params, *, like, trained: bool = False) -> None
             export.extend_index(
                 partial, last_file, {name: sizes[name] for name in added}
             )
-            export.swap(partial, target)
 
 
 def sources_of(cfg: ModelConfig, params, tensors: Tensors) -> dict[str, list[tuple]]:

@@ -44,16 +44,13 @@ def save(path, cfg: ModelConfig, trained: dict, like: str) -> None:
             f"with transformers 5 PEFT adds no adapters to dense layers of {cfg.family}; use "
             "to-hf, which adds all"
         )
-    folder = pathlib.Path(path)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with export.written(partial, sum(x.nbytes for x in tensors.values())):
+    wanted = sum(x.nbytes for x in tensors.values())
+    with export.whole(pathlib.Path(path), wanted) as partial:
         partial.mkdir()
         text = json.dumps(config(cfg.lora, ranks, like), indent=2)
         (partial / CONFIG).write_text(text + "\n")
         safetensors.numpy.save_file(tensors, partial / WEIGHTS, {"format": "pt"})
         shutil.copymode(partial / CONFIG, partial / WEIGHTS)
-    export.swap(partial, folder)
 
 
 def adapted(cfg: ModelConfig, trained: dict) -> dict[str, tuple[int, list]]:

@@ -9,7 +9,7 @@ import pathlib
 import shutil
 
 from dllm_jax import folder as folders
-from dllm_jax.exits import read, room
+from dllm_jax.exits import read
 from dllm_jax.models import export
 
 MARK = "best.json"  # in the run's folder
@@ -112,8 +112,5 @@ def holds(folder: pathlib.Path, step: int) -> bool:
 
 def publish(folder: pathlib.Path) -> None:
     """Makes best/ the run's export/; of process 0 alone."""
-    partial = folder / ".export.partial"
-    with room(folder):
-        shutil.rmtree(partial, ignore_errors=True)
+    with export.whole(folder / "export", 0) as partial:
         shutil.copytree(folder / "best", partial)
-        export.swap(partial, folder / "export")
