@@ -302,7 +302,7 @@ def show(stream, prompt: list[int], cfg: SamplerConfig, tok, stop):
         raise exits.Stopped("by a signal, before the answer was whole")
     ((_, answer),) = ended
     tokens = answer.tokens_T[first : first + answer.len]
-    text = tok.decode(tokens, skip_special_tokens=True)
+    text = data.decoded(tok, tokens)
     print(clear + (CONTROL.sub(LOST, text) if people else text))
     print(
         f"[{answer.len} tokens, {answer.forwards} forwards, "

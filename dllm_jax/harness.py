@@ -21,6 +21,7 @@ import jax
 from absl import flags
 
 from dllm_jax import checks, command_line, compiler, config, data, sharding
+from dllm_jax.data.prompts import by_template
 from dllm_jax.folder import Folder, write
 from dllm_jax.models import hf, repository
 from dllm_jax.rl.likelihood import Likelihood
@@ -108,10 +109,7 @@ class Model:
             # By the template its turn would end behind what has begun.
             begun = messages.pop()["content"]
             add_generation_prompt = True
-        text = self.tok.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return text + begun
+        return by_template(self.tok, messages, opens=add_generation_prompt) + begun
 
     def generate_until(self, requests) -> list[str]:
         """Returns an answer to each request, cut before the first of its stop strings."""
@@ -124,7 +122,7 @@ class Model:
         for request, tokens in zip(requests, answered, strict=True):
             wanted = request.args[1]
             taken = tokens[: most_of(wanted) or len(tokens)]
-            text = self.tok.decode(taken, skip_special_tokens=True)
+            text = data.decoded(self.tok, taken)
             texts.append(until(text, wanted.get("until") or []))
         return texts
 
@@ -186,8 +184,8 @@ class Model:
 
     def first_token(self) -> int:
         """Returns the token that stands before a text without a context."""
-        begin = self.tok.bos_token_id
-        return self.tok.eos_token_id if begin is None else begin
+        known = self.tok.bos_token_id, self.tok.eos_token_id, self.model.eos_id
+        return next(token for token in known if token is not None)
 
     def prompt_of(self, context: str) -> list[int]:
         """Returns a context's tokens, the last of them where they are too many."""

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -148,6 +149,33 @@ def test_an_assistants_turn_that_has_begun_stays_open(model):
     assert closed.startswith(text) and closed != text
     assert closed.count("=3") == 1 and closed.endswith("assistant\n")
     assert [message["content"] for message in begun] == ["1+2", "=3"]  # as it was
+
+
+def test_a_conversation_that_no_template_writes_is_told(model, monkeypatch):
+    ask, name = [{"role": "user", "content": "1+2"}], re.escape(model.tok.name_or_path)
+    monkeypatch.setattr(model.tok, "chat_template", None)
+    with pytest.raises(ValueError, match=f"tokenizer '{name}' has no chat template"):
+        model.apply_chat_template(ask)
+
+
+def test_a_text_without_a_context_is_behind_the_token_that_some_file_names(
+    model, monkeypatch
+):
+    for token in ("bos_token_id", "eos_token_id"):
+        monkeypatch.setattr(model.tok, token, None)
+    assert model.first_token() == model.model.eos_id
+    (answer,) = model.generate_until([request("", {})])
+    assert isinstance(answer, str)
+
+
+def test_texts_are_those_of_every_other_command(model, monkeypatch):
+    """Also where a tokenizer would take blanks away."""
+
+    def decode(ids, skip_special_tokens, clean_up_tokenization_spaces=True):
+        return "x!" if clean_up_tokenization_spaces else "x !"
+
+    monkeypatch.setattr(model.tok, "decode", decode)
+    assert model.generate_until([request("1+2", {})]) == ["x !"]
 
 
 def test_no_more_is_sampled_than_what_is_compared(model):

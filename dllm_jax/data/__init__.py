@@ -28,7 +28,7 @@ from dllm_jax.data.prompts import (
     text,
 )
 from dllm_jax.data.stream import files, mixed, mixture, order
-from dllm_jax.data.tokens import stop_ids, tokenizer
+from dllm_jax.data.tokens import decoded, stop_ids, tokenizer
 
 __all__ = [
     "BOXED",
@@ -44,6 +44,7 @@ __all__ = [
     "ask",
     "check_known",
     "conversation",
+    "decoded",
     "examples",
     "files",
     "ids",

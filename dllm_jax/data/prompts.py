@@ -213,8 +213,11 @@ def refuse_left_out(tok, messages: list[dict], written: str, count: int) -> None
             )
 
 
-def by_template(tok, messages: list[dict]) -> str:
-    """Returns a conversation as the tokenizer's chat template writes it; see `render`."""
+def by_template(tok, messages: list[dict], *, opens: bool = True) -> str:
+    """Returns a conversation as the tokenizer's chat template writes it; see `render`.
+
+    opens: whether the assistant's next turn is begun.
+    """
     name = f"tokenizer {str(tok.name_or_path)!r}"
     if not tok.chat_template:
         raise ValueError(
@@ -224,7 +227,7 @@ def by_template(tok, messages: list[dict]) -> str:
     try:
         with limits.bounded():
             written = tok.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=opens
             )
         if len(written) > limits.CHARACTERS:
             raise MemoryError

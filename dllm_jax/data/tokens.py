@@ -94,6 +94,11 @@ def by_transformers(path: str):
         ) from None
 
 
+def decoded(tok, ids) -> str:
+    """Returns the text of token ids, without special tokens; blanks are left as they are."""
+    return tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def stop_ids(tok, *others: int) -> tuple[int, ...]:
     """Returns the ids that end an answer: the turn's end first, then the text's.
 

@@ -99,7 +99,7 @@ class Tensors:
     """The tensors of a folder by name; nothing is read before it is asked for."""
 
     def __init__(self, folder: pathlib.Path):
-        if (folder / SINGLE).is_file():
+        if (folder / SINGLE).is_file() or (folder / SINGLE).is_symlink():
             files = [SINGLE]
         elif (folder / INDEX).is_file():
             files = files_of(folder / INDEX)

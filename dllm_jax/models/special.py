@@ -128,7 +128,9 @@ def tokenizers_id(folder: pathlib.Path, kind: str, *others: str) -> int | None:
         named = named["content"] if isinstance(named, dict) else named
         for token in (named, *others):
             if token in id_of:
-                return int(id_of[token])
+                if not suits(id_of[token], int):
+                    raise TypeError(f"{token!r} has the id {shown(id_of[token])}")
+                return id_of[token]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder}: its tokenizer files are damaged: {error}"

@@ -1017,6 +1017,15 @@ def test_mask_token_that_the_tokenizer_names(tmp_path, name):
     assert hf.read_config(folder).mask_id == 78
 
 
+def test_a_token_whose_id_is_no_number(tmp_path):
+    folder = variant(tmp_path / "model", drop=["mask_token_id"])
+    added = [{"content": "<|MASK|>", "id": "abc"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    told = f"{folder}: its tokenizer files are damaged: '<.MASK.>' has the id 'abc'"
+    with pytest.raises(ValueError, match=told):
+        hf.read_config(folder)
+
+
 # ---- What is refused -----------------------------------------------------------------
 
 
@@ -1268,6 +1277,12 @@ def test_files_refused(tmp_path):
     shutil.copy(SDAR / "config.json", folder)
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         hf.load(folder)
+    (folder / repository.SINGLE).symlink_to("lost")
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: cannot be read: No such"
+    ):
+        hf.load(folder)
+    (folder / repository.SINGLE).unlink()
     shutil.copy(SDAR / repository.INDEX, folder)
     with pytest.raises(ValueError, match=f"{FIRST_SHARD}: cannot be read"):
         hf.load(folder)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import flax.struct
 import numpy as np
 
+from dllm_jax import data
 from dllm_jax.rl import advantage
 from dllm_jax.rl.rewards import judge
 
@@ -97,9 +98,7 @@ def steps(cfg, asked: judge.Judge, tok) -> Callable:
     cfg: rl.config.RewardConfig; tok: the policy's tokenizer. right_n: which answers are
     right, the outcome. Raises ValueError for a mark that no token has.
     """
-    decode = functools.partial(
-        tok.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    decode = functools.partial(data.decoded, tok)
     piece = functools.cache(lambda token: decode([token]))
     if cfg.split == "marks":
         check_mark(cfg.mark, map(piece, sorted(tok.get_vocab().values())))
