@@ -21,6 +21,7 @@ MATH = "{question}\nPlease reason step by step, and put your final answer within
 BOXED = (
     "You need to put your final answer in \\boxed{}. This is the problem:\n{question}"
 )
+TEXTS = (str, int, float)  # what is a text, or can be written as one
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -111,7 +112,7 @@ def text(row: dict, name: str, key: str = "") -> str:
     key: see `field`.
     """
     given = field(row, name, key)
-    if type(given) not in (str, int, float):
+    if type(given) not in TEXTS:
         raise ValueError(f"field {name!r} is {checks.shown(given)}, which is no text")
     return str(given)
 
@@ -449,7 +450,9 @@ def problems(
     for number, row, shown in Looker(reader, path, cfg).rows(given):
         with of_record(path, number):
             question = text(row, cfg.question, "data.question")
-            answer = text(row, cfg.answer, "data.answer") if grader.gold else ""
+            told = grader.gold is None and type(row.get(cfg.answer)) in TEXTS
+            gold = grader.gold or told
+            answer = text(row, cfg.answer, "data.answer") if gold else ""
             begun = beginning(row, cfg)
             prompt = ask(tok, cfg, question, begun, shown)
             if not prompt:  # a tokenizer may know none of a text's characters

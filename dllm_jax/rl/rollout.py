@@ -232,10 +232,9 @@ def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
     What nobody judged counts as `scores.of_records` counts it: pass@1 is the mean of the
     problems' shares of judged answers.
     """
-    solved_ns = rollouts.solved_n.reshape(-1, samples)
-    judged_ns = rollouts.judged_n.reshape(-1, samples)
-    known_n = judged_ns.sum(axis=1)
-    share_n = (solved_ns & judged_ns).sum(axis=1) / np.maximum(known_n, 1)
+    solved_ns = (rollouts.solved_n & rollouts.judged_n).reshape(-1, samples)
+    known_n = rollouts.judged_n.reshape(-1, samples).sum(axis=1)
+    share_n = solved_ns.sum(axis=1) / np.maximum(known_n, 1)
     return {"pass@1": mean(share_n, known_n > 0)} | {
         f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
         for k in sizes(samples)[1:]

@@ -368,6 +368,17 @@ def test_records_tell_of_rollouts_what_these_tell_themselves(mesh):
     assert rollout.passed(read, 2) == rollout.passed(got, 2)
 
 
+def test_what_one_of_several_graders_could_not_judge_passes_nothing():
+    """As an evaluation has it, also where the first called it right."""
+    right = {"math": np.ones(2), "judge": np.array([np.nan, 1.0])}
+    blank = state.stacked([state.no_answer(1)] * 2)
+    late = np.array([True, False])
+    got = rollout.Rollouts(blank, np.zeros(2, int), [""] * 2, 1.0 - late, late, right)
+    assert rollout.passed(got, 2) == {"pass@1": 1.0, "pass@2": 1.0}
+    got.parts["math"][1] = 0.0
+    assert rollout.passed(got, 2) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
 def test_samples_beyond_the_last_step_that_is_done_are_cut(tmp_path):
     """Of a run that was killed, and that may end now before it takes these steps again."""
     rollout.cut(tmp_path, 0)  # there are none

@@ -69,7 +69,8 @@ class Grader:
     check(problem): raises ValueError for a problem that nobody can judge by: that is the
         data's fault. Called for every problem of a file before a run starts, so it must be
         cheap; what it lets through, `grade` does not refuse.
-    gold: whether it needs the field that data.answer names.
+    gold: whether it needs the field that data.answer names; None: it is told what stands
+        there, if anything does.
     vote(texts): a number for what each answer to one problem says, the same where they say
         the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
@@ -87,7 +88,7 @@ class Grader:
 
     grade: Callable[[list[str], list[Problem], object], Grades]
     check: Callable[[Problem], None]
-    gold: bool = True
+    gold: bool | None = True
     vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
     claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
@@ -393,10 +394,11 @@ def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool, room: int) ->
         every = {x: one.grade(texts, problems, trace) for x, one in made.items()}
         return added(every, weighed)
 
+    golds = [one.gold for one in made.values()]
     return Grader(
         grade,
         check,
-        gold=any(one.gold for one in made.values()),
+        gold=any(golds) or (None if None in golds else False),
         vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
         claim=together(*(one.claim for one in made.values())),
@@ -420,8 +422,11 @@ def added(every: dict[str, Grades], weighed: dict[str, float]) -> Grades:
     earned = [(weighed[x], grades) for x, grades in every.items() if weighed[x]]
     reward_n = sum(share * grades.reward_n for share, grades in earned)
     tokens = [share * g.reward_nT for share, g in earned if g.reward_nT is not None]
-    names = part_names([*every])
-    parts = {names[x]: grades.reward_n for x, grades in every.items()}
+    parts = {}
+    for x, name in part_names([*every]).items():
+        own = every[x].parts  # of one's own function: its first says what is right
+        parts |= {f"{name}/{part}": rewards for part, rewards in own.items()}
+        parts[name] = every[x].reward_n
     return Grades(reward_n, sum(tokens) if tokens else None, parts)
 
 
@@ -473,7 +478,7 @@ def loaded(name: str) -> Grader:
     return Grader(
         grade,
         check if hasattr(function, "check") else anything,
-        gold=False,
+        gold=None,
         aside=bool(getattr(function, "aside", False)),
         judges=judges,
     )

@@ -501,6 +501,16 @@ def test_a_function_of_ones_own_grades(mine):
     assert RLConfig(reward=f"{mine}:brevity:0.5").reward
 
 
+@pytest.mark.parametrize("spec", ["{}:keyed", "{}:keyed,length:0.1"])
+def test_a_function_is_told_the_gold_answer_where_there_is_one(mine, tmp_path, spec):
+    rows = [{"question": "1+1", "answer": 2}, {"question": "1+2"}]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(json.dumps(row | {"key": "b"}) for row in rows))
+    grader = rewards.grader(spec.format(mine), CFG)
+    found = data.problems(str(path), lent.TOK, data.DataConfig(), grader)
+    assert [x.answer for x in found] == ["2", ""]
+
+
 def test_a_function_has_lists_of_its_own(mine):
     grades = grade(f"{mine}:sorting,{mine}:brevity", ["abc", "a"], [problem()] * 2)
     np.testing.assert_allclose(grades.parts["brevity"], [0.25, 0.5])
@@ -513,6 +523,12 @@ def test_lists_of_a_function_are_arrays(mine):
         assert (grades.reward_nT == weight).all()
     alone = grade(f"{mine}:listed", ["a", "b"], [problem()] * 2)
     np.testing.assert_array_equal(alone.parts["a"], [1, np.nan])
+    for spec in (
+        ":0.5",
+        ":0.5,length",
+    ):  # its first part says what is right, there, too
+        told = grade(f"{mine}:listed{spec}", ["a", "b"], [problem()] * 2, [1, 1])
+        np.testing.assert_array_equal(next(iter(told.parts.values())), [1, np.nan])
 
 
 @pytest.mark.parametrize(
