@@ -72,8 +72,8 @@ def policy(out, batch, cfg):
     -min(rho A, clip(rho, 1 - eps, 1 + eps') A) + beta KL(pi || pi_old), and with a
     fixed reference model + reference_beta KL(pi || pi_ref), and - entropy_bonus H(pi) where
     one is set (PPO, arXiv 1707.06347, Eq. 9); rho = pi / pi_old. A wider
-    eps' is DAPO's clip-higher (arXiv 2503.14476, section 3.1). The KL that the metrics
-    tell is k3, whatever the loss uses.
+    eps' is DAPO's clip-higher (arXiv 2503.14476, section 3.1). The metric kl, to pi_old,
+    is k3, whatever the loss uses.
     """
     real_BU = batch.weight_BU > 0
     delta_BU = jnp.where(real_BU, out["logp"] - batch.old_logp_BU, 0.0)
