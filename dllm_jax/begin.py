@@ -140,6 +140,7 @@ def scene(cfg: config.Config, run: Folder, resume: str) -> Scene:
     timer = metrics.Timer()
     processes.watch(timer, cfg.run.stuck_after)
     stopping = exits.StopSignal(timer.moving(sharding.anywhere))
+    run.refuse_evaluated()
     has_steps = check_resume(run.path / "checkpoints", resume)
     defaults = run.defaults() if has_steps else None
     cfg, kept = config.keeping(cfg, defaults)

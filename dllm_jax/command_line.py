@@ -377,6 +377,8 @@ def of_file(named: str) -> ml_collections.ConfigDict:
     Raises ValueError naming the file, and the line where it has an error of its own.
     """
     path, _, preset = named.partition(":")
+    if pathlib.Path(named).is_file():  # its colons are of the path
+        path, preset = named, ""
     if not pathlib.Path(path).is_file():
         raise ValueError(f"--config={path}: there is no such file")
     if path.endswith((".yaml", ".yml")):

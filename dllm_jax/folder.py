@@ -44,6 +44,7 @@ LONGEST = 4096  # characters without an end that are logged as a line of their o
 BEAT_S, STALE_S = 10.0, 60.0  # a lock is touched that often; it is dead after so long
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "optax", "transformers")
 RUNNING = "running"
+EVALUATED = ("eval.job.json", "sweep.json", "lm_eval.json")  # of an evaluation's folder
 OVERWRITE = (  # of --help
     "answer all anew, until all is; default: what is there stays and is gone on with"
 )
@@ -79,6 +80,7 @@ class Lock:
         """
         # Absolute: a function that a user gave may change the working directory.
         self.path, self.of, self.ended = path.absolute(), of, threading.Event()
+        self.moved = False  # whether it was said that its folder is gone
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": now()}
         self.text = json.dumps(owner | {"pids": numbering()})
         while not self.made():
@@ -183,6 +185,12 @@ class Lock:
         """
         if self.path.exists():
             return content(self.path) == self.text
+        if not (self.path.parent.is_dir() or self.moved):
+            self.moved = True
+            warn(
+                f"{self.of} was moved or removed while it is in use: what is written from now on "
+                "stands in a new one of that name"
+            )
         if late or not self.made():
             return False
         warn(f"{self.path} was removed: it is there again, as the folder is in use")
@@ -368,6 +376,15 @@ class Folder:
             raise ValueError(
                 f"run.folder={self.path} is a training run's: name another folder for its "
                 "evaluation"
+            )
+
+    def refuse_evaluated(self) -> None:
+        """Raises ValueError for an evaluation's, which could not go on behind a run."""
+        there = next((x for x in EVALUATED if (self.path / x).exists()), None)
+        if there and not (self.path / "metrics.jsonl").exists():
+            raise ValueError(
+                f"run.folder={self.path} is an evaluation's, by its {there}: name another "
+                "folder for a run"
             )
 
     def begin(self, config: dict, defaults: dict, mesh) -> None:

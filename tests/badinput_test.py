@@ -580,6 +580,7 @@ RECORDS = {
         {}                                              no field 'prompt'
         {"prompt": "1", "chosen": "a"}                  no field 'rejected'
         {"prompt": "1", "chosen": "1", "rejected": "1"}     'rejected' are the same
+        {"prompt": "1", "chosen": "1", "rejected": "1<|im_end|>"}   'rejected' are the same
         {"prompt": "1", "chosen": "", "rejected": "1"}      'chosen' is neither a text
         {"prompt": "1", "chosen": "1", "rejected": " "}     'rejected' is neither a text
         {"prompt": "1", "chosen": ["1"], "rejected": "2"}   'chosen': needs messages

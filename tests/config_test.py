@@ -164,6 +164,14 @@ def test_every_method_of_the_docs_goes_behind_its_config(file, keys):
         assert config.chosen(cfg, ModelConfig(attention=attention, shift=shift))
 
 
+def test_a_config_may_lie_in_a_folder_with_a_colon(tmp_path):
+    folder = tmp_path / "1:2"
+    folder.mkdir()
+    shutil.copy(ROOT / "configs" / "smoke.py", folder)
+    tree = command_line.of_file(str(folder / "smoke.py"))
+    assert tree == command_line.of_file(str(ROOT / "configs" / "smoke.py"))
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if hasattr(load(p), "PRESETS")])
 def test_an_unknown_preset_lists_the_known(path):
     module = load(path)

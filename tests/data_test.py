@@ -228,6 +228,18 @@ def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
     assert "1+é2ñ" in line and "'<unk>'" in line
 
 
+def test_characters_of_raw_prompts_and_answers_that_it_does_not_know_are_said(
+    tmp_path, tok, capsys
+):
+    raw = data.DataConfig(raw=True, template="é{question}")
+    data.ask(copy.deepcopy(tok), raw, "1+2")
+    path = write(tmp_path / "x.jsonl", {"question": "1+2", "response": "3ü"})
+    data.examples(path, copy.deepcopy(tok), CFG, **FORM)
+    prompt, answer = capsys.readouterr().err.splitlines()
+    assert "does not know 'é', such as in the prompt 'é1+2'" in prompt
+    assert "does not know 'ü', such as in the answer '3ü'" in answer
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_special_token_in_a_question_is_said_once(tok, capsys, raw):
     fresh = copy.deepcopy(tok)

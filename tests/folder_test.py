@@ -174,6 +174,38 @@ def test_a_lock_that_was_removed_is_made_again(tmp_path, monkeypatch, capsys):
     assert told.startswith(f"warning: {tmp_path / 'lock'} was removed: it is there")
 
 
+def test_a_folder_that_is_moved_while_it_is_in_use_is_told_of(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(folder, "BEAT_S", 0.01)
+    home = tmp_path / "run"
+    home.mkdir()
+    mine = folder.Lock(home / "lock", of=home)
+    home.rename(tmp_path / "moved")
+    told = ""
+    while "new one of that name" not in told:
+        assert mine.beating.is_alive()
+        told += capsys.readouterr().err
+    home.mkdir()  # as whatever is written next makes it
+    while not (home / "lock").exists():
+        assert mine.beating.is_alive()
+    mine.close()
+    told += capsys.readouterr().err
+    assert told.count(f"warning: {home} was moved or removed") == 1
+
+
+def test_a_run_does_not_begin_in_the_folder_of_an_evaluation(tmp_path):
+    home = folder.Folder(tmp_path, writes=False)
+    home.refuse_evaluated()
+    (tmp_path / "eval.job.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match="an evaluation's, by its eval.job.json: name an"
+    ):
+        home.refuse_evaluated()
+    (tmp_path / "metrics.jsonl").touch()  # a run's, with an evaluation beside it
+    home.refuse_evaluated()
+
+
 def test_who_slept_while_another_may_have_come_and_ended_does_not_go_on(tmp_path):
     mine = folder.Lock(tmp_path / "lock", of=tmp_path)
     assert mine.mine(late=True)

@@ -689,6 +689,27 @@ def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
     # What one has refused the others have time to say, too.
     assert " --kill-on-bad-exit=0 --wait=60 " in srun
     assert others == ["scontrol requeue 17"] * again
+    assert (tmp_path / "slurm-17.stops").exists() == (code == exits.STOPPED)
+
+
+def test_restarts_after_time_limits_are_none_of_those_after_signals(tmp_path):
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(COMMAND)
+        (tmp_path / name).chmod(0o755)
+    script, calls = served.ROOT / "launch" / "slurm.sbatch", tmp_path / "calls"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "SLURM_JOB_ID": "17",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+    for restarts, code in enumerate([75, 143, 75, 75, 75, 134, 139, 143]):
+        counted = {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(["bash", str(script)], env=env | counted, check=False)
+        assert done.returncode == code
+    queued = calls.read_text().splitlines().count("scontrol requeue 17")
+    assert queued == 7  # the fourth signal's code is the end
+    assert not (tmp_path / "slurm-17.stops").exists()
 
 
 DISTRIBUTED = ["-m", "dllm_jax.train", "--distributed"]

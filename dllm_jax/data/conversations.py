@@ -72,7 +72,7 @@ def supervised(row: dict, tok, cfg: DataConfig, shown=None):
     elif shown is None:
         written = text(row, "prompt")
         warn_bare(tok, written)
-        prompt = ids_of(tok, written)
+        prompt = ids_of(tok, written, "prompt")
     else:
         prompt = ask(tok, cfg, text(row, "prompt"), beginning(row, cfg), shown)
     if shown is not None and shown.plain:  # a caption, which an image answers
@@ -167,8 +167,6 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
                 f"{name!r} is neither a text nor messages that end with the assistant's"
             )
         answers.append(given)
-    if answers[0] == answers[1]:
-        raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
     if isinstance(prompt, list):
         return render(tok, prompt, shown), answers
     return ask(tok, cfg, text(row, "prompt"), beginning(row, cfg), shown), answers
@@ -221,18 +219,17 @@ def examples(
             prompt, answers = read(row, tok, cfg, shown)
             for answer in answers:
                 example = example_of(row, prompt, answer, tok, end=end, traced=traced)
-                free = slots - length(example)
                 if drawn:
                     refuse_undrawn(example, drawn, block)
-                else:
-                    first = len(example.prompt) if full else 0
-                    place = length(example) - first
+                elif example.answer[-1] in (end, pad, *stops):  # it may be cut
+                    place = length(example) - (len(example.prompt) if full else 0)
                     count = pads_after(place, cfg.post_num, block, traced=traced)
-                    count = max(min(count, free), 0)
-                    if example.answer[-1] in (end, pad, *stops):  # it may be cut
-                        example = padded(example, count, pad=pad, traced=traced)
+                    count = max(min(count, slots - length(example)), 0)
+                    example = padded(example, count, pad=pad, traced=traced)
                 refuse_foreign(example, vocab, mask)
                 candidates.append(example)
+            if pairs:
+                refuse_alike(*candidates)
         if candidates and max(map(length, candidates)) <= slots:
             kept += map(compact, candidates)
         else:
@@ -258,7 +255,7 @@ def length(example: Example) -> int:
 def example_of(row: dict, prompt, answer, tok, *, end: int, traced: bool) -> Example:
     """Returns a record's prompt with one of its answers, text or ids, and its steps."""
     if isinstance(answer, str):
-        answer = ids_of(tok, answer)
+        answer = ids_of(tok, answer, "answer")
         if answer[-1:] != [end]:
             answer.append(end)
     steps = steps_of(row, answer) if traced else [1] * len(answer)
@@ -293,6 +290,12 @@ def refuse_foreign(example: Example, vocab: int, mask: int) -> None:
         )
     check_known(example.prompt, vocab)
     check_known(example.answer, vocab)
+
+
+def refuse_alike(chosen: Example, rejected: Example) -> None:
+    """Raises ValueError for a preference of whose answers neither is the better one."""
+    if chosen.answer == rejected.answer:
+        raise ValueError("'chosen' and 'rejected' are the same: nothing to prefer")
 
 
 def refuse_undrawn(example: Example, drawn: tuple[int, ...], count: int) -> None:

@@ -184,7 +184,7 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
     messages = given if shown is None else shown.messages(given)
     plain = shown is not None and shown.plain
     written = messages[-1]["content"] if plain else by_template(tok, messages)
-    ids = ids_of(tok, written) if shown is None else shown.ids(tok, written)
+    ids = ids_of(tok, written, "prompt") if shown is None else shown.ids(tok, written)
     if not ids:
         raise ValueError(
             f"its prompt has no tokens: tokenizer {str(tok.name_or_path)!r} makes none of "
@@ -192,8 +192,6 @@ def render(tok, messages: list[dict], shown=None) -> list[int]:
         )
     if not plain:
         refuse_left_out(tok, messages, written, len(given))
-    if tok.unk_token_id is not None and tok.unk_token_id in ids:
-        warn_unknown(tok, written)
     return ids
 
 
@@ -246,9 +244,13 @@ def by_template(tok, messages: list[dict], *, opens: bool = True) -> str:
     return written
 
 
-def warn_unknown(tok, text: str) -> None:
-    """Says, once for a tokenizer, which characters of a prompt the model does not know."""
-    if getattr(tok, "unknown_said", False):
+def warn_unknown(tok, ids: list[int], text: str, kind: str) -> None:
+    """Says, once for a tokenizer, which characters of a text the model does not know.
+
+    ids: the text's; kind: what it is.
+    """
+    unknown = getattr(tok, "unk_token_id", None)  # a stand-in may have none
+    if unknown is None or unknown not in ids or getattr(tok, "unknown_said", False):
         return
     tok.unknown_said = True
     unknown = [
@@ -257,7 +259,7 @@ def warn_unknown(tok, text: str) -> None:
         if tok.unk_token_id in tok(char, add_special_tokens=False)["input_ids"]
     ]
     warn(
-        f"the tokenizer does not know {''.join(unknown)!r}, such as in the prompt "
+        f"the tokenizer does not know {''.join(unknown)!r}, such as in the {kind} "
         f"{text[:200]!r}: the model reads {tok.unk_token!r} instead"
     )
 
@@ -294,13 +296,18 @@ def warn_bare(tok, prompt: str) -> None:
         )
 
 
-def ids_of(tok, text: str) -> list[int]:
-    """Returns a text's token ids; raises ValueError for what is no text."""
+def ids_of(tok, text: str, kind: str = "text") -> list[int]:
+    """Returns a text's token ids; raises ValueError for what is no text.
+
+    kind: what it is, for a warning of characters that the tokenizer does not know.
+    """
     if not checks.encodes(text):
         raise ValueError(
             f"{checks.shown(text)} has a lone surrogate, half of a character"
         )
-    return tok(text, add_special_tokens=False)["input_ids"]
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    warn_unknown(tok, ids, text, kind)
+    return ids
 
 
 def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> list[int]:
@@ -314,7 +321,7 @@ def ask(tok, cfg: DataConfig, question: str, prefix: str = "", shown=None) -> li
     warn_special(tok, question, getattr(shown, "mark", ""))
     if cfg.raw:
         if shown is None:
-            return ids_of(tok, filled(cfg.template, question, prefix))
+            return ids_of(tok, filled(cfg.template, question, prefix), "prompt")
         if shown.mark not in cfg.template:  # else the template says where images stand
             question = placed(shown, question)
             return shown.ids(tok, filled(cfg.template, question, prefix))

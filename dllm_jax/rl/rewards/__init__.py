@@ -540,7 +540,7 @@ def array(name: str, given) -> np.ndarray:
         made = np.asarray(given)
         if made.dtype.kind in "USO" and any(isinstance(x, str) for x in made.flat):
             raise TypeError("texts")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"rl.reward={name!r} returned what is no list of numbers"
         ) from None

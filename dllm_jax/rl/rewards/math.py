@@ -83,6 +83,8 @@ REWRITES = (
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
     (r" ?\*\* ?", "^"),  # Python's power
+    # A number as programs write it, such as a record's: 1e-07.
+    (r"(?<![\w.\\])(\d[\d.]*)[eE]\+?(-?)0*(\d{1,3})(?![\w.^])", r"\1\\times 10^{\2\3}"),
     (r"^[a-z] ?\\in ?(?=\\(?:R|math(?:bb|bf) ?\{? ?R ?\}?)$)", ""),
     # Between intervals, of a keyboard.
     (r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)", r"\\cup "),
@@ -260,9 +262,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if match := REPEATING.fullmatch(text):
         sign, whole, part, period = match.groups()
         nines = 10 ** len(part) * (10 ** len(period) - 1)
-        value = Fraction(int(part + period) - int(part or "0"), nines) + int(
-            whole or "0"
-        )
+        value = Fraction(int(part + period) - int(part or "0"), nines)
+        value += int(whole or "0")
         return (-value if sign else value), False
     if match := SCIENTIFIC.fullmatch(text) or SCALED.fullmatch(text):
         value, *powers = match.groups()

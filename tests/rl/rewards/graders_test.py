@@ -428,6 +428,9 @@ def words(texts, problems, trace):
 def numerals(texts, problems, trace):
     return ["1.0"] * len(texts)
 
+def vast(texts, problems, trace):
+    return [10**400] * len(texts)
+
 def some_numerals(texts, problems, trace):
     return ["1.0", None]
 
@@ -676,6 +679,7 @@ def test_the_working_directory_stays(mine, tmp_path, monkeypatch, capsys):
         ("words", "returned what is no list of numbers"),
         ("numerals", "returned what is no list of numbers"),
         ("some_numerals", "returned what is no list of numbers"),
+        ("vast", "returned what is no list of numbers"),
         ("mute", "mute' raised Mute:  \\("),
         (
             "boundless",
