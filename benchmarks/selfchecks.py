@@ -4,7 +4,8 @@
 
 For the widths of each model every op is computed by its kernel and by the specification, as
 models/selfcheck.py does at a run's start; what is wrong is told, and the command then ends
-with 1. A platform without kernels has no rows.
+with 1. One that hangs for half a minute, or breaks the device, is the end, with 3. A platform
+without kernels has no rows.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 
 from benchmarks import report
 from benchmarks.decode import SHAPES
-from dllm_jax.models import selfcheck
+from dllm_jax.models import first_run, selfcheck
 from dllm_jax.pallas_kernels import choice
 
 
@@ -26,6 +27,9 @@ def main():
     args = p.parse_args()
     report.positive(p, args)
     here, wrong = choice.platform(), False
+    first_run.LONGEST_S = (
+        30.0  # within the limit of all_gpu.sh: it tells which one hangs
+    )
     for name in args.model:
         wide = selfcheck.widths(SHAPES[name], args.block, 32)
         ops = selfcheck.ops_of(here, wide)
