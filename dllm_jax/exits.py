@@ -6,7 +6,8 @@
     3   cannot go on: it diverged, the disk or a device's memory is full, no checkpoint is
         whole, the weights that it began with are others by now. The same command would end
         the same way
-    75  stopped, by a signal or since another process is lost: the same command goes on
+    75  stopped, by a signal, since another process is lost, or by a kernel's first run: the
+        same command goes on
 
 A launcher starts a command again after 75 and after nothing else. ValueError is the
 error that refuses, where this package or a file of the user's raises it (`refuses`).

@@ -188,8 +188,8 @@ class Lock:
         if not (self.path.parent.is_dir() or self.moved):
             self.moved = True
             warn(
-                f"{self.of} was moved or removed while it is in use: what is written from now on "
-                "stands in a new one of that name"
+                f"{self.of} was moved or removed while it is in use: put it back, or the "
+                "command ends at what it writes next"
             )
         if late or not self.made():
             return False

@@ -419,8 +419,9 @@ def fail(error: BaseException) -> None:
     """Ends all processes, if there are many, with an error of a thread beside the main one."""
     if group is not None:
         text, code = ending(error)
-        if isinstance(error, exits.CannotGoOn):
-            text, code = str(error), exits.STUCK
+        if isinstance(error, exits.CannotGoOn | exits.Stopped):
+            stopped = "stopped " * isinstance(error, exits.Stopped)
+            text, code = f"{stopped}{error}", exits.code_of(error)
         group.tell("cause", f"{group.name(group.index)} ended: {text}", code, text)
 
 

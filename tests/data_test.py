@@ -228,6 +228,14 @@ def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):
     assert "1+é2ñ" in line and "'<unk>'" in line
 
 
+def test_a_token_that_also_stands_for_unknown_characters_may_be_written(tok, capsys):
+    """As GPT-2's and Qwen's own: the text's end."""
+    fresh = copy.deepcopy(tok)
+    fresh.unk_token = fresh.eos_token
+    data.ids_of(fresh, f"3{fresh.eos_token}", "answer")
+    assert capsys.readouterr().err == ""
+
+
 def test_characters_of_raw_prompts_and_answers_that_it_does_not_know_are_said(
     tmp_path, tok, capsys
 ):

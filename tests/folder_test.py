@@ -183,10 +183,10 @@ def test_a_folder_that_is_moved_while_it_is_in_use_is_told_of(
     mine = folder.Lock(home / "lock", of=home)
     home.rename(tmp_path / "moved")
     told = ""
-    while "new one of that name" not in told:
+    while "put it back" not in told:
         assert mine.beating.is_alive()
         told += capsys.readouterr().err
-    home.mkdir()  # as whatever is written next makes it
+    home.mkdir()  # as a checkpoint makes it
     while not (home / "lock").exists():
         assert mine.beating.is_alive()
     mine.close()

@@ -252,14 +252,18 @@ def warn_unknown(tok, ids: list[int], text: str, kind: str) -> None:
     unknown = getattr(tok, "unk_token_id", None)  # a stand-in may have none
     if unknown is None or unknown not in ids or getattr(tok, "unknown_said", False):
         return
-    tok.unknown_said = True
-    unknown = [
+    # Written out it is no unknown character: in some tokenizers it is the end's, too.
+    rest = text.replace(tok.unk_token, "")
+    chars = [
         char
-        for char in dict.fromkeys(text)
-        if tok.unk_token_id in tok(char, add_special_tokens=False)["input_ids"]
+        for char in dict.fromkeys(rest)
+        if unknown in tok(char, add_special_tokens=False)["input_ids"]
     ]
+    if not chars:
+        return
+    tok.unknown_said = True
     warn(
-        f"the tokenizer does not know {''.join(unknown)!r}, such as in the {kind} "
+        f"the tokenizer does not know {''.join(chars)!r}, such as in the {kind} "
         f"{text[:200]!r}: the model reads {tok.unk_token!r} instead"
     )
 

@@ -10,11 +10,12 @@ import fcntl
 import os
 import pathlib
 import threading
+import time
 
 import jax
 import numpy as np
 
-from dllm_jax import exits, processes
+from dllm_jax import exits, processes, sharding
 
 LONGEST_S = 120.0  # that a compiled kernel gets for small arrays: it takes milliseconds
 
@@ -24,8 +25,9 @@ def lost(file: pathlib.Path | None) -> bool:
     if file is None:
         return False
     try:
-        with file.open("r+b") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with file.open("rb") as held:  # it may be another user's
+            # Shared, for another process may ask at the same moment.
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
             # The one that had it may have come back just now, and have removed it.
             return os.path.samestat(os.fstat(held.fileno()), file.stat())
     except (
@@ -55,9 +57,7 @@ def tried(file: pathlib.Path | None, who: str):
             if exits.exhausted(error) or answers():
                 raise
             reason = " ".join(str(error).split())[:200]
-            code, words = ending(file, f"{who} has broken the device ({reason})")
-            kind = exits.Stopped if code == exits.STOPPED else exits.CannotGoOn
-            raise kind(words) from error
+            raise told(file, f"{who} has broken the device ({reason})") from error
 
 
 @contextlib.contextmanager
@@ -89,22 +89,31 @@ def marked(file: pathlib.Path):
 
 def answers() -> bool:
     """Returns whether the first local device computes."""
+    device = jax.local_devices()[0]
+    alone = sharding.make_mesh(fsdp=1, devices=[device])  # whatever mesh is in force
     try:
-        jax.device_get(jax.device_put(np.ones(8), jax.local_devices()[0]) + 1)
+        with jax.set_mesh(alone):
+            jax.device_get(jax.device_put(np.ones(8), device) + 1)
     except Exception:  # noqa: BLE001 (whatever a driver raises)
         return False
     return True
 
 
 def give_up(file: pathlib.Path | None, who: str) -> None:
-    """Ends the process: a kernel hangs."""
-    code, words = ending(file, f"{who} has not come back in {LONGEST_S:.0f} s")
-    prefix = "stopped" if code == exits.STOPPED else "error:"
-    processes.end(code, f"{prefix} {words}")
+    """Ends the process, and with it all others of its run: a kernel hangs."""
+    error = told(file, f"{who} has not come back in {LONGEST_S:.0f} s")
+    if processes.group is not None:
+        time.sleep(10)  # all end meanwhile, by what was told
+    prefix = "stopped" if isinstance(error, exits.Stopped) else "error:"
+    processes.end(exits.code_of(error), f"{prefix} {error}")
 
 
-def ending(file: pathlib.Path | None, fact: str) -> tuple[int, str]:
-    """Returns the exit code that a fact leads to, and the words for it."""
-    if file is not None and file.exists():
-        return exits.STOPPED, f"as {fact}: the same command goes on without it"
-    return exits.STUCK, f"{fact}: set model.kernels='reference'"
+def told(file: pathlib.Path | None, fact: str) -> Exception:
+    """Returns the error that a fact leads to; the other processes have heard of it."""
+    if file is not None and os.access(file, os.R_OK):  # the next start can ask for it
+        words = "the same command goes on without it, but for model.kernels='platform'"
+        error = exits.Stopped(f"as {fact}: {words}")
+    else:
+        error = exits.CannotGoOn(f"{fact}: set model.kernels='reference'")
+    processes.fail(error)
+    return error

@@ -9,6 +9,7 @@ been out of memory, but for what an earlier process did not get over (first_run.
 takes what is right and says what is not; with "platform" what is not right is an error.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -151,17 +152,22 @@ def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
         return [f"{told}: XLA's operations do instead"]
     choice.begin(here)
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
-    known = remembered(file) if folder else set()
     marks = {op: mark(folder, wide, op) for op in ops if folder}
+    known = remembered(file) if folder else set()
+    known = {op for op in known if not first_run.lost(marks.get(op))}
     looked = faults([op for op in ops if op not in known], here, wide, marks)
-    found = {op for op in ops if not looked.get(op)}
+    # What is remembered is right in all processes: the next start asks none of them.
+    wrong = {op: sharding.anywhere(bool(looked.get(op))) for op in ops}
+    found = {op for op in ops if not wrong[op]}
     if folder and found - known and jax.process_index() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, json.dumps(sorted(found)))
+        # A folder that takes nothing costs the next start its time.
+        with contextlib.suppress(OSError, exits.CannotGoOn):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write(file, json.dumps(sorted(found)))
     lines = []
     for op in ops:
         reason = looked.get(op, "")
-        right = not sharding.anywhere(bool(reason))
+        right = not wrong[op]
         choice.verdicts[op, here] = right and choice.verdicts.get((op, here), True)
         told = f"{here}'s kernel of {op}: {reason or 'wrong in another process'}"
         if not right and kernels == "platform":
@@ -252,9 +258,10 @@ def fault(op: str, here: str, wide: Widths, made, file: pathlib.Path | None) -> 
         if isinstance(made, Exception):
             raise made
         kernel, specification = made
+        # First: a device that was broken before is no kernel's fault.
+        want = jax.device_get(specification())
         with first_run.tried(file, f"{here}'s kernel of {op}"):
             got = jax.device_get(kernel())
-        want = jax.device_get(specification())
     except (exits.Stopped, exits.CannotGoOn):
         raise
     except Exception as error:  # noqa: BLE001 (whatever a driver raises)

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from dllm_jax import exits
+from dllm_jax import exits, sharding
 from dllm_jax.models import first_run
 
 # A check of a kernel that hangs, in a process that gives it a second.
@@ -47,7 +47,8 @@ def check(folder: str) -> subprocess.CompletedProcess:
 def test_the_start_after_one_that_hung_does_without_the_kernel(tmp_path):
     hung = check(str(tmp_path))
     who = "cpu's kernel of paged_attention has not come back in 1 s"
-    told = f"stopped as {who}: the same command goes on without it"
+    told = f"stopped as {who}: the same command goes on without it, but for "
+    told += "model.kernels='platform'"
     assert (hung.returncode, hung.stderr.splitlines()[-1]) == (exits.STOPPED, told)
     (file,) = tmp_path.iterdir()
     for _ in range(2):
@@ -78,6 +79,11 @@ def test_the_file_is_there_while_a_kernel_runs_and_tells_of_no_living_process(tm
     file.touch()  # as a killed process leaves it
     assert first_run.lost(file)
     assert not first_run.lost(None)
+
+
+def test_a_device_answers_whatever_mesh_is_in_force():
+    with jax.set_mesh(sharding.make_mesh()):
+        assert jax.device_count() > 1 and first_run.answers()
 
 
 def test_a_folder_that_takes_no_file_changes_nothing(tmp_path):

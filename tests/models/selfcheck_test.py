@@ -385,6 +385,27 @@ def test_what_was_right_is_remembered_and_what_was_not_is_looked_at_again(
         assert ops_looked_at() == ["attention", "paged_attention"]
 
 
+def test_what_is_wrong_in_another_process_is_not_remembered(
+    installed, tmp_path, monkeypatch
+):
+    installed(attention=RIGHT)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(selfcheck.sharding, "anywhere", lambda here: True)
+        (line,) = selfcheck.check("auto", WIDE, str(tmp_path))
+    assert line.endswith("wrong in another process") and [*tmp_path.iterdir()] == []
+
+
+def test_a_kernel_that_hung_is_not_taken_where_another_run_found_it_right(
+    installed, tmp_path
+):
+    installed(attention=RIGHT)
+    assert selfcheck.check("auto", WIDE, str(tmp_path)) == []
+    selfcheck.mark(str(tmp_path), WIDE, "attention").touch()
+    start_again()
+    (line,) = selfcheck.check("auto", WIDE, str(tmp_path))
+    assert "did not get over its check" in line and not taken("attention")
+
+
 @pytest.mark.parametrize("op", sorted(selfcheck.CHECKS))
 def test_a_check_tells_right_from_wrong(op):
     run, arrays = selfcheck.CHECKS[op](WIDE, np.random.default_rng(0))

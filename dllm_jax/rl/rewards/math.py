@@ -83,8 +83,6 @@ REWRITES = (
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"^\\[(\[]|(?<!\\)\\[)\]]$|\\?[$€£¥]", ""),
     (r" ?\*\* ?", "^"),  # Python's power
-    # A number as programs write it, such as a record's: 1e-07.
-    (r"(?<![\w.\\])(\d[\d.]*)[eE]\+?(-?)0*(\d{1,3})(?![\w.^])", r"\1\\times 10^{\2\3}"),
     (r"^[a-z] ?\\in ?(?=\\(?:R|math(?:bb|bf) ?\{? ?R ?\}?)$)", ""),
     # Between intervals, of a keyboard.
     (r"(?:(?<=[)\]])|(?<=\\\})) ?U ?(?=[(\[]|\\\{)", r"\\cup "),
@@ -265,6 +263,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
         value = Fraction(int(part + period) - int(part or "0"), nines)
         value += int(whole or "0")
         return (-value if sign else value), False
+    text = re.sub(r"^([+-]?)(?=10 ?\^)", r"\g<1>1*", text)  # beside a program's 1e-07
     if match := SCIENTIFIC.fullmatch(text) or SCALED.fullmatch(text):
         value, *powers = match.groups()
         power = THOUSANDS.get(powers[0]) or int(powers[0] or powers[1])
