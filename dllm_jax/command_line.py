@@ -330,6 +330,8 @@ def facts(cfg: config.Config) -> dict[str, str]:
     with contextlib.suppress(ValueError):  # whoever makes the grader says what is wrong
         out |= rewards.sources(cfg.rl.reward, cfg.reward)  # each process grades a share
     out["the source of dllm_jax"] = processes.sources()
+    own = jax.local_devices()  # a host may have lost some of its chips
+    out["devices"] = f"{len(own)} x {own[0].device_kind}"
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}
 

@@ -313,6 +313,15 @@ def check_groups(cfg):
             "sampler.temperature=0: all answers to a problem are the same, and "
             f"rl.advantage={rl.advantage!r} compares them; set it to 1.0 for example"
         )
+    if (
+        rl.filter != "varied"
+        and next(iter(rewards.weights(rl.reward))) == "reward_model"
+    ):
+        raise ValueError(
+            f"rl.filter={rl.filter!r}: scores of a reward model say of no answer that it is "
+            "right; use 'varied', or let a grader that does come first, as in "
+            "rl.reward='math:0,reward_model'"
+        )
     # Where answers are compared, a group of which all are right, or none, teaches nothing.
     few = 1 if compares else 0
     shares = [right / rl.group for right in range(few, rl.group + 1 - few)]

@@ -11,9 +11,10 @@ turn), `messages` (a conversation) or `prompt_ids` (token ids: no tokenizer is n
 for a model that looks `image`, a path below the file's folder (of a pipe the working one) or
 below --config.data.image_root=DIR, or several; the line written for it holds prompt_ids,
 response_ids, step_map (the denoising step at which each token was unmasked, from 1), logprobs
-(nats), confidence, forwards, finished ("stop", "length", or "nan" where the model met a
-number that is not finite), text, the text that was asked as question, and where the answers
-are images picture, a small one for people.
+(nats), confidence, forwards, finished ("stop", "length", "nan" where the model met a
+number that is not finite, or "skipped" where the line's image cannot be read), text, the text
+that was asked as question, images, and where the answers are images picture, a small one for
+people.
 """
 
 import contextlib
@@ -49,10 +50,9 @@ from dllm_jax.models import repository
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.mask import FAR
 from dllm_jax.models.vision import codes
-from dllm_jax.records import records
+from dllm_jax.records import has_folder, records
 from dllm_jax.sampling import answers, placement, state
 from dllm_jax.sampling.config import DRAWING, IDLE, SamplerConfig
-from dllm_jax.viewer import traces
 from dllm_jax.viewer.pieces import LOST
 
 # A flag that people type daily: the key that it stands for, and what is said of it.
@@ -219,10 +219,8 @@ def read(path: str, tok, vocab: int, reader=None, cfg: data.DataConfig | None = 
     the one whose ids are not a list of ids below `vocab`.
     """
     rows = records(path)  # once: it may be a pipe
-    prompts, cfg = [[] for _ in rows], cfg or data.DataConfig()
-    if not traces.named(path):  # the folder of a pipe has no images
-        cfg = dataclasses.replace(cfg, image_root=cfg.image_root or ".")
-    looker = data.Looker(reader, path, cfg)
+    prompts = [[] for _ in rows]
+    looker = data.Looker(reader, path, cfg or data.DataConfig())
     for number, row, shown in looker.rows(rows):
         with data.of_record(path, number):
             prompts[number - 1] = prompt_ids(row, tok, vocab, shown)
@@ -328,7 +326,7 @@ def draw(stream, prompt: list[int], codec: codes.Codec, out: str, stop):
 
 def again(out: str | None) -> bool:
     """Returns whether what is written to `out` can be read again: it is no pipe."""
-    return bool(out) and (traces.named(out) or not os.path.exists(out))
+    return bool(out) and (has_folder(out) or not os.path.exists(out))
 
 
 def check_out(out: str, prompts: str | None, flag: str = "--out"):

@@ -12,6 +12,7 @@ import re
 import zlib
 
 ENDINGS = (".jsonl", ".json", ".parquet", "")  # "": read as .jsonl
+OPENED = ("/dev", "/dev/fd", "/proc/self/fd")  # where files are that a shell opened
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON may spell half a character
 
 
@@ -29,6 +30,16 @@ def made_by(path) -> str:
     if not str(path).startswith("runs/"):
         return ""
     return "; the command that makes it was not run here, or not to its end"
+
+
+def has_folder(path) -> bool:
+    """Returns whether a file is one of its own name, beside which others may be written.
+
+    A pipe is none, nor is what a shell opened for a command, such as /dev/stdin: a file
+    may stand behind it, elsewhere.
+    """
+    file = pathlib.Path(path)
+    return file.is_file() and str(file.absolute().parent) not in OPENED
 
 
 def hashed(path: str, what: str = "dataset") -> tuple[list[dict], str]:

@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 import sys
 
-from dllm_jax import command_line, folder
+from dllm_jax import command_line, folder, records
 from dllm_jax.models import hf
 from dllm_jax.viewer import album, compare, page, table, traces
 
@@ -69,7 +69,7 @@ def place_of(file: pathlib.Path) -> pathlib.Path:
     Raises ValueError where nothing can be written there, and for what has no name of its
     own, as a pipe.
     """
-    if not traces.named(file):
+    if not records.has_folder(file):
         raise ValueError(
             f"{file} has no name that its page could take: add -o page.html"
         )

@@ -445,6 +445,10 @@ def test_bad_values_are_named(leaves, message):
             {"rl__min_solved": 0.0, "rl__max_solved": 0.0},
             "no group of rl.group=16 answers that differ",
         ),
+        (
+            {"rl__reward": "reward_model", "reward__model": "x"},
+            "rl.filter='solvable': scores of a reward model say of no answer that it is r",
+        ),
     ],
 )
 def test_groups_that_cannot_differ_are_no_rl(leaves, message):

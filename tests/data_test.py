@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import shutil
 import types
@@ -215,6 +216,16 @@ def test_what_a_model_that_looks_adds_is_no_message_of_the_record(tok):
     assert tok.decode(data.render(tok, asked[1:], shown)) == "1+1"
     with pytest.raises(ValueError, match="^message 1: .*leaves out what role='dev"):
         data.render(tok, asked, shown)
+
+
+def test_images_of_a_pipes_records_lie_below_the_working_folder(tmp_path):
+    file, pipe = tmp_path / "x.jsonl", tmp_path / "pipe"
+    file.touch()
+    os.mkfifo(pipe)
+    roots = [
+        data.Looker(None, str(path), CFG).root for path in (file, pipe, "/dev/stdin")
+    ]
+    assert roots == [str(tmp_path), ".", "."]
 
 
 def test_characters_that_the_model_does_not_know_are_said_once(tok, capsys):

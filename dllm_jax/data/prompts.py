@@ -14,7 +14,7 @@ from dllm_jax import checks, limits, processes
 from dllm_jax.data import sets, tokens
 from dllm_jax.exits import warn
 from dllm_jax.images import paths_of
-from dllm_jax.records import records
+from dllm_jax.records import has_folder, records
 
 # How dLLM-RL asks problems of models that attend by blocks, and of the others.
 MATH = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -361,7 +361,9 @@ class Looker:
     def __init__(self, reader, path: str, cfg: DataConfig):
         """reader: models.vision.prompts.Reader, or None for a model that does not look."""
         self.reader, self.path, self.cfg = reader, path, cfg
-        self.root = cfg.image_root or os.path.dirname(path) or "."
+        # A pipe's are below the working folder.
+        beside = os.path.dirname(path) if has_folder(path) else ""
+        self.root = cfg.image_root or beside or "."
         if reader is not None and not os.path.isdir(self.root):
             raise ValueError(f"data.image_root={self.root!r} is no folder")
         self.skipped, self.count, self.found = {}, 0, False

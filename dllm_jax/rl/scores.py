@@ -141,6 +141,9 @@ def card(cfg, records: list[dict], asked: Asked, scores: dict, marks: dict) -> d
             "path": cfg.data.heldout,
             "sha256": asked.sha256,
             "template": cfg.data.template,
+            "raw": cfg.data.raw,
+            "question": cfg.data.question,
+            "answer": cfg.data.answer,
         },
         "problems": len(records) // each,
         "answers": each,
@@ -148,6 +151,7 @@ def card(cfg, records: list[dict], asked: Asked, scores: dict, marks: dict) -> d
         "temperature": cfg.eval.temperature,
         "sampler": told,
         "reward": cfg.rl.reward,
+        "truncated_wrong": cfg.rl.truncated_wrong,  # all that is read of rl.truncated
         "dtype": cfg.model.dtype,
         "scores": {name: x._asdict() for name, x in scores.items()},
         "by": by,

@@ -32,22 +32,11 @@ STEP = re.compile(r"step_(\d+)\.jsonl")
 MOST = 2000  # answers on a page; of more, some are taken
 # Of ids, and of steps: what a page keeps for each of them would not fit beyond that.
 BELOW = {"response_ids": 2**31, "step_map": 2**20, "prompt_ids": 2**31}
-OPENED = ("/dev", "/dev/fd", "/proc/self/fd")  # where files are that a shell opened
 LARGEST = 1e30  # of numbers, in size: what f32 holds, with some room
 LONG_PROMPT = 20_000  # characters of a prompt that are shown
 # Values of model_type with full attention where config.json has no attention_pattern: as
 # models.families has them, which lies above this floor.
 FULL = ("Dream", "llada", "llava_llada", "mmada")
-
-
-def named(path) -> bool:
-    """Returns whether a file is one of its own name, beside which others may be written.
-
-    A pipe is none, nor is what a shell opened for a command, such as /dev/stdin: a file
-    may stand behind it, elsewhere.
-    """
-    file = pathlib.Path(path)
-    return file.is_file() and str(file.absolute().parent) not in OPENED
 
 
 @dataclasses.dataclass(frozen=True)

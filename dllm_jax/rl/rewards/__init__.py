@@ -362,6 +362,7 @@ def grader(
     asked = judge.judge(cfg.judge, looks=looks)
     return dataclasses.replace(
         outcome,
+        gold=outcome.gold or None,  # the judge of chunks is told it
         begin=lambda: [*outcome.begin(), *asked.begin()],
         claim=together(outcome.claim, asked.claim),
         steps=process.steps(cfg, asked, tok),

@@ -306,7 +306,7 @@ def texts(value) -> list[str]:
 
 def lines_of(text: str) -> list[str]:
     """Returns the lines of a text that hold something."""
-    return [x for x in kept(text, str, "a text").splitlines() if x.strip()]
+    return [x for x in re.split("\r?\n", kept(text, str, "a text")) if x.strip()]
 
 
 def joined(value) -> str:

@@ -134,9 +134,10 @@ UNIT = re.compile(
     rf"(?: ?(?:{TEXT}\{{[^{{}}0-9]*\}}{POWER}[ /]*)+"
     r"| ?(?:[ckm]m|[km]g|m[lL]|ft|lbs?|oz|st|nd|rd|th)(?![A-Za-z])"
     r"| ?(?:[ck]?m|mi|ft) ?/ ?(?:s|h|hr|min)(?![A-Za-z])"
+    r"|(?<=:[0-9]{2}) ?(?:[AaPp][Mm]|[ap]\.m)| (?:[AP]M|[ap]\.m)"  # of the clock
     r"|(?: (?:(?:per|of|a) ){0,2}"
     r"(?:[A-Za-z]{4,}|[ckm]m|[km]g|ft|lbs?|oz|in|min|sec|day|mph|hrs|yds?|cup|men|way"
-    r"|box|bag|jar|car|egg|pie|pen|dog|cat)){1,4}|(?<=[0-9]) [hy]rs?(?! ?\^)"  # hr^2, 2\pi hr: products
+    r"|box|bag|jar|car|egg|pie|pen|dog|cat|(?:(?<=[a-z]{4} )|(?<= of ))[a-z]{3})){1,4}|(?<=[0-9]) [hy]rs?(?! ?\^)"  # hr^2, 2\pi hr: products
     rf"){POWER}$"
 )
 # With a power, and mg after a fraction, these are products: \frac13 mL^2, \frac12 mg.
@@ -312,6 +313,7 @@ LETTER = (
 )
 NAMES = (
     rf"{LETTER}(?: ?\((?:[A-Za-z]|-?[0-9]+)\))?",  # x, AB, f(x), f(2)
+    rf"{LETTER} ?\^ ?\{{ ?-1 ?\}} ?\((?:[A-Za-z]|-?[0-9]+)\)",  # f^{-1}(x)
     rf"\|{LETTER}\|",
     rf"\({LETTER}(?: ?, ?{LETTER})+\)",  # (x, y)
     r"m? ?\\(?:angle|triangle) ?[A-Z]{1,4}",
@@ -350,9 +352,7 @@ def unname(answer: str, gold: str) -> tuple[str, str]:
     for relation in RELATIONS:
         if bool(relation.search(answer)) != bool(relation.search(gold)):
             answer, gold = unnamed(answer), unnamed(gold)
-    names = [
-        NAME.match(x) if len(elements(x) or []) == 1 else None for x in (answer, gold)
-    ]
+    names = [len(elements(x) or []) == 1 and NAME.match(x) for x in (answer, gold)]
     if all(names) and len({name[0].replace(" ", "") for name in names}) == 1:
         return unnamed(answer), unnamed(gold)
     lists = roots(answer), roots(gold)
@@ -402,7 +402,7 @@ def unnamed(text: str) -> str:
     """Returns values without the name that stands before each: `x=1, x=2` is `1, 2`."""
     parts = elements(text) or []
     names = [NAME.match(part) for part in parts]
-    of = {INDEX.sub("", name[0]) for name in names if name}
+    of = {INDEX.sub("", name[0]).replace(" ", "") for name in names if name}
     if len(parts) > 1 and all(names) and len(of) == 1:
         return ", ".join(NAME.sub("", part) for part in parts)
     return NAME.sub("", text)

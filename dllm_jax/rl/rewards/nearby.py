@@ -500,8 +500,8 @@ def asked(space: dict, name: str, form: str, args: tuple, lines: int):
     shown = compile(form, "form", "eval")
 
     def function(*args):
-        own = space["Solution"]() if name not in space else None
-        call = getattr(own, name) if own else space[name]
+        method = name not in space or hasattr(space.get("Solution"), name)
+        call = getattr(space["Solution"](), name) if method else space[name]
         return eval(shown, space | {"CALL_": call(*args)})
 
     return watched(function, args, lines)

@@ -30,6 +30,9 @@ OPERATOR = re.compile(r"[-+*/^<>=]|" + COMMAND.pattern)
 # Without the minus: F-16 is F 16.
 INFIX = re.compile(r"[\w)\]}]\s*[+*/^<>=]")
 
+# A score, years, a date or a time: no calculation, though 3-2 is 1.
+NOTED = re.compile(r"\d+(?:\s*[-:]\s*\d+)+|\d+(?:\s*/\s*\d+){2,}")
+
 
 def extract(text: str) -> str | None:
     """Returns what an answer says; None where that is nothing, or nothing short.
@@ -69,6 +72,12 @@ def formula(text: str) -> str | None:
     return None if lettered and not OPERATOR.search(bare) else bare
 
 
+def noted(text: str) -> list:
+    """Returns the numbers of a text and what stands between them."""
+    parts = re.findall(r"\d+|[^\d\s]", re.sub("[−–]", "-", text))
+    return [int(x) if x.isdecimal() else x for x in parts]
+
+
 def verdict(text: str) -> str | None:
     """Returns "yes" or "no" where a text begins with it, and does not say the other too."""
     said = words(text)
@@ -91,6 +100,8 @@ def equal(answer: str, gold: str) -> bool | None:
     if all(signs) and not signs[0] & signs[1]:
         return False
     formulas = formula(answer), formula(gold)
+    if all(formulas) and NOTED.fullmatch(re.sub("[−–]", "-", formulas[1])):
+        return noted(formulas[0]) == noted(formulas[1])
     if all(formulas):
         alike = formulas[0].casefold() == formulas[1].casefold()  # n/a is N/A
         return alike or math.equal(*formulas)

@@ -45,14 +45,15 @@ def near_(got_, wanted_):
     return got_ == wanted_
 """
 
-# What functions that are called find without an import, as trial.usual has it: Python's own
-# names come last, but for those of sets, in whose place nearby.py puts others.
+# What functions that are called find without an import, as trial.candidate has it: Python's own
+# names come last, and all of them behind what the program, or nearby.py, has of that name.
 MODULES = trial.USUAL.split()
-USUAL = "".join(f"from {module} import *\n" for module in MODULES) + (
-    "for name_ in dir(__import__('builtins')):\n"
-    "    if name_[0] != '_' and name_[-3:] != 'set':\n"
-    "        globals().pop(name_, None)\n"
-    f"import {', '.join(MODULES)}\n"
+USUAL = (
+    "usual_ = {}\n"
+    + "".join(f"exec('from {name} import *', usual_)\n" for name in MODULES)
+    + "usual_.update(vars(__import__('builtins')))\n"
+    + "".join(f"usual_[{name!r}] = __import__({name!r})\n" for name in MODULES)
+    + "globals()['__builtins__'] = usual_\ndel usual_\n"
 )
 
 

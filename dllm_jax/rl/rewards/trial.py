@@ -47,6 +47,7 @@ ITEMS = 100_000  # that are taken from an iterator
 LOST = 3  # candidates that died of one test each, until the others count as failed,
 DIED = 7  # ... and candidates that died at all, of what they did in several
 WIDE = 2**53
+STACK = 2**26  # bytes of a thread's, at most
 USUAL = (
     "string re datetime collections heapq bisect copy math random statistics itertools "
     "functools operator io sys json typing"
@@ -84,6 +85,9 @@ def set_streams() -> None:
     builtins.exit = builtins.quit = sys.exit  # which `site` would have brought
     # Programs for contests ask for more stack at their start, and would end when refused.
     resource.setrlimit = lambda kind, limits: None
+    # Of a thread's stack all counts as memory, also what is never written.
+    real = threading.stack_size
+    threading.stack_size = lambda size=0: real(min(size, STACK))
 
 
 def opener(real):
@@ -249,7 +253,8 @@ def candidate(life: int) -> None:
         os.read(4, 2**16)
     space = named("candidate")
     if given["typing"]:
-        space |= usual()
+        # As builtins: `search` is the program's, or its Solution's, never re's.
+        space["__builtins__"] = vars(builtins) | usual()
     before = {*space}
     told = {"ready": life}
     try:
@@ -304,7 +309,7 @@ def answered(row: dict, space: dict):
         return None
     arguments, named_ones = unpack(row["a"]), unpack(row["k"])
     name = row["f"]
-    if "Solution" in space and (name not in space or row.get("method")):
+    if name not in space or hasattr(space.get("Solution"), name):
         return getattr(space["Solution"](), name)(*arguments, **named_ones)
     return space[name](*arguments, **named_ones)
 

@@ -48,6 +48,8 @@ MEASURED = re.compile(
 RATES = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
 RATE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(RATES)})(?![A-Za-z])")
 
+# Before noon or after it.
+HALF = re.compile(rf"[0-9](?:\\[,; ]|~| )*{OPEN}([ap])\.? ?m(?![a-z])", re.IGNORECASE)
 CURRENCY = re.compile(r"(?<=\\)\$|[€£¥]")
 
 
@@ -92,6 +94,9 @@ def by_units(answer: str, gold: str) -> bool | None:
     """
     signs = set(CURRENCY.findall(answer)), set(CURRENCY.findall(gold))
     if all(signs) and not signs[0] & signs[1]:
+        return False
+    halves = [HALF.findall(x.casefold()) for x in (answer, gold)]
+    if all(halves) and halves[0] != halves[1]:
         return False
     a, g = measured(answer), measured(gold)
     if a is None or g is None or a[1:] == g[1:] or len(a[1]) != len(g[1]):

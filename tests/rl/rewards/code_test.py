@@ -253,6 +253,10 @@ RECORDS = {
         "class Solution:\n    def f(self, x): return x\n",
         {"input_output": {"fn_name": "f", "inputs": [[[1]]], "outputs": [[1]]}},
     ),
+    "a method's name is a module's function's, too": (
+        "class Solution:\n    def search(self, x): return [*range(x)]\n",
+        {"input_output": {"fn_name": "search", "inputs": [[2]], "outputs": [[0, 1]]}},
+    ),
     "livecodebench stdin": (
         ECHO,
         {

@@ -156,6 +156,11 @@ FORMULAS = {  # as above, of numbers and operators
     r"\sqrt{2}": (["√2", "√(2)"], ["2", "√3", "√20"]),
     "1/2": (["0.5", r"\frac{1}{2}", "$1/2$", "½"], ["1-2", "1 2", "12", "-1/2"]),
     "0.5": ([".5", "1/2"], ["5", "-.5"]),
+    # Scores, dates and times are no calculations.
+    "3-2": (["3 - 2", "3–2", "$3-2$"], ["2-1", "1", "2-3"]),
+    "2023-01-05": (["2023-1-5"], ["2023-05-01", "2017"]),
+    "1/1/2023": (["01/01/2023"], ["10/10/2023"]),
+    "10:30": (["10:30"], ["5:15", "1/3"]),
     "O+": (["o+"], ["O-", "O"]),
     "A+": (["a+", "$A+$"], ["A-", "A"]),
     # Words, and names in which an operator is none.
@@ -512,6 +517,17 @@ def test_a_function_is_told_the_gold_answer_where_there_is_one(mine, tmp_path, s
     grader = rewards.grader(spec.format(mine), CFG)
     found = data.problems(str(path), lent.TOK, data.DataConfig(), grader)
     assert [x.answer for x in found] == ["2", ""]
+
+
+@pytest.mark.parametrize("spec", ["format", "length", "math"])
+def test_a_judge_of_chunks_is_told_the_gold_answer(mine, tmp_path, spec):
+    path = tmp_path / "some.jsonl"
+    path.write_text(json.dumps({"question": "1+1", "answer": "2"}))
+    asked = dataclasses.replace(CFG.judge, at=f"{mine}:check")
+    cfg = dataclasses.replace(CFG, split="tokens", judge=asked)
+    grader = rewards.grader(spec, cfg, lent.TOK)
+    (found,) = data.problems(str(path), lent.TOK, data.DataConfig(), grader)
+    assert found.answer == "2"
 
 
 def test_a_function_has_lists_of_its_own(mine):
