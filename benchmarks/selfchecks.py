@@ -4,8 +4,8 @@
 
 For the widths of each model every op is computed by its kernel and by the specification, as
 models/selfcheck.py does at a run's start; what is wrong is told, and the command then ends
-with 1. One that hangs for half a minute, or breaks the device, is the end, with 3. A platform
-without kernels has no rows.
+with 1. One that hangs for half a minute, or breaks the device, is told, and the end at once. A
+platform without kernels has no rows.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 
 from benchmarks import report
 from benchmarks.decode import SHAPES
+from dllm_jax import exits
 from dllm_jax.models import first_run, selfcheck
 from dllm_jax.pallas_kernels import choice
 
@@ -40,4 +41,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except exits.CannotGoOn as error:
+        sys.exit(f"error: {error}")

@@ -331,7 +331,7 @@ def facts(cfg: config.Config) -> dict[str, str]:
         out |= rewards.sources(cfg.rl.reward, cfg.reward)  # each process grades a share
     out["the source of dllm_jax"] = processes.sources()
     own = jax.local_devices()  # a host may have lost some of its chips
-    out["devices"] = f"{len(own)} x {own[0].device_kind}"
+    out["devices"] = f"{len(own)} x {own[0].platform}"
     versions = folder.versions()
     return out | {name: versions[name] for name in folder.PACKAGES}
 

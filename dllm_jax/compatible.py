@@ -313,8 +313,9 @@ def check_groups(cfg):
             "sampler.temperature=0: all answers to a problem are the same, and "
             f"rl.advantage={rl.advantage!r} compares them; set it to 1.0 for example"
         )
+    everything = rl.filter == "solvable" and rl.min_solved <= 0 and rl.max_solved >= 1
     if (
-        rl.filter != "varied"
+        not (rl.filter == "varied" or everything)
         and next(iter(rewards.weights(rl.reward))) == "reward_model"
     ):
         raise ValueError(

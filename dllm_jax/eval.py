@@ -5,7 +5,7 @@
 
 It answers data.heldout (the first eval.problems of it) eval.answers times and grades the
 answers as training does (those that were cut as rl.truncated says: configs/eval.py has
-"graded", runs have "wrong"). In run.folder it leaves eval.json, what it prints; card.json, every
+"graded", most runs have "wrong"). In run.folder it leaves eval.json, what it prints; card.json, every
 score with its 95 % interval and all that it depends on; card.md, the same as a row of a table;
 and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
 there soon after it is graded; started again, it goes on behind the last.

@@ -173,7 +173,7 @@ CORE, FILE = 20_450, 500
 # exceptions of one's own; 27 for inequalities that fall, alternatives, and what is still to be solved.
 # 10 for a room of their own for functions that a user gave.
 # 15 for a method's name that a module has, too, and scores, dates and times.
-REWARDS = 4_452  # a jail, a judge, seven formats; formulas among short answers
+REWARDS = 4_460  # a jail, a judge, seven formats; formulas among short answers
 # 40 for problems paired whatever their prompts' ids, and blocks as full attention has them; 40
 # for why two files have no problem in common, and files that cannot be read; 10 for names of
 # the hub; 20 for reports of an evaluation's settings, and marks that take no column; 50 for reports

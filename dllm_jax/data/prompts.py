@@ -254,6 +254,8 @@ def warn_unknown(tok, ids: list[int], text: str, kind: str) -> None:
         return
     # Written out it is no unknown character: in some tokenizers it is the end's, too.
     rest = text.replace(tok.unk_token, "")
+    if unknown not in tok(rest, add_special_tokens=False)["input_ids"]:
+        return
     chars = [
         char
         for char in dict.fromkeys(rest)
@@ -463,7 +465,7 @@ def problems(
     for number, row, shown in Looker(reader, path, cfg).rows(given):
         with of_record(path, number):
             question = text(row, cfg.question, "data.question")
-            told = grader.gold is None and type(row.get(cfg.answer)) in TEXTS
+            told = grader.told and type(row.get(cfg.answer)) in TEXTS
             gold = grader.gold or told
             answer = text(row, cfg.answer, "data.answer") if gold else ""
             begun = beginning(row, cfg)

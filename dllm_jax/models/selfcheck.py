@@ -153,13 +153,14 @@ def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
     choice.begin(here)
     file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
     marks = {op: mark(folder, wide, op) for op in ops if folder}
-    known = remembered(file) if folder else set()
-    known = {op for op in known if not first_run.lost(marks.get(op))}
+    kept = remembered(file) if folder else set()
+    known = {op for op in kept if not first_run.lost(marks.get(op))}
     looked = faults([op for op in ops if op not in known], here, wide, marks)
     # What is remembered is right in all processes: the next start asks none of them.
     wrong = {op: sharding.anywhere(bool(looked.get(op))) for op in ops}
     found = {op for op in ops if not wrong[op]}
-    if folder and found - known and jax.process_index() == 0:
+    # What hung since, or is wrong elsewhere, is asked again once its file is removed.
+    if folder and found != kept and jax.process_index() == 0:
         # A folder that takes nothing costs the next start its time.
         with contextlib.suppress(OSError, exits.CannotGoOn):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -69,8 +69,8 @@ class Grader:
     check(problem): raises ValueError for a problem that nobody can judge by: that is the
         data's fault. Called for every problem of a file before a run starts, so it must be
         cheap; what it lets through, `grade` does not refuse.
-    gold: whether it needs the field that data.answer names; None: it is told what stands
-        there, if anything does.
+    gold: whether it needs the field that data.answer names.
+    told: whether it is told what stands there, if anything does.
     vote(texts): a number for what each answer to one problem says, the same where they say
         the same, -1 where nothing; None: nothing to vote on.
     begin(): starts what it needs before the first answer; returns lines to be said. Raises
@@ -88,7 +88,8 @@ class Grader:
 
     grade: Callable[[list[str], list[Problem], object], Grades]
     check: Callable[[Problem], None]
-    gold: bool | None = True
+    gold: bool = True
+    told: bool = False
     vote: Callable[[list[str]], list[int]] | None = None
     begin: Callable[[], list[str]] = list
     claim: Callable[[int, int], memory.Claim] = lambda beside, slots: memory.NOTHING
@@ -362,7 +363,7 @@ def grader(
     asked = judge.judge(cfg.judge, looks=looks)
     return dataclasses.replace(
         outcome,
-        gold=outcome.gold or None,  # the judge of chunks is told it
+        told=True,  # the judge of chunks
         begin=lambda: [*outcome.begin(), *asked.begin()],
         claim=together(outcome.claim, asked.claim),
         steps=process.steps(cfg, asked, tok),
@@ -395,11 +396,11 @@ def of_outcomes(spec: str, cfg, tok, answers: str, *, looks: bool, room: int) ->
         every = {x: one.grade(texts, problems, trace) for x, one in made.items()}
         return added(every, weighed)
 
-    golds = [one.gold for one in made.values()]
     return Grader(
         grade,
         check,
-        gold=any(golds) or (None if None in golds else False),
+        gold=any(one.gold for one in made.values()),
+        told=any(one.told for one in made.values()),
         vote=next(iter(made.values())).vote,  # the first says what is right
         begin=lambda: [line for one in made.values() for line in one.begin()],
         claim=together(*(one.claim for one in made.values())),
@@ -479,7 +480,8 @@ def loaded(name: str) -> Grader:
     return Grader(
         grade,
         check if hasattr(function, "check") else anything,
-        gold=None,
+        gold=False,
+        told=True,
         aside=bool(getattr(function, "aside", False)),
         judges=judges,
     )

@@ -148,7 +148,7 @@ NOT_UNIT = re.compile(  # words that change the number before them
     r"|not|less|more|than|plus|minus|times|over|squared|cubed|factorial|repeating|recurring"
     r"|hal(?:f|ves)|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|negative|below"
     r"|doubled|approx(?:imately)?|base|mod|choose|sin|cos|tan|cot|sec(?!$)|csc|log|ln|exp|sqrt"
-    r"|inf|infinity)\b|(?-i:\{ *[abeijknpqruvwxyz] *\})"  # a letter that no unit has
+    r"|inf|infinity|one|two|six)\b|(?-i:\{ *[abeijknpqruvwxyz] *\})"  # a letter that no unit has
     r"|\\(?:mathbf|boldsymbol|bm) ?\{ *[a-z] *\}",  # a vector, or a matrix
     re.IGNORECASE,
 )
@@ -251,6 +251,7 @@ OPERATOR = re.compile(r"[0-9)}] ?(?:[-+*(]|\\(?:cdot|times|div))")
 SCIENTIFIC = re.compile(
     rf"({DECIMAL}) ?(?:\*|\\cdot|\\times) ?10 ?\^ ?(?:([0-9])|\{{ ?([+-]?[0-9]{{1,3}}) ?\}})"
 )
+TEN = re.compile(r"^([+-]?)(?=10 ?\^)")
 THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALED = re.compile(rf"({DECIMAL}) ?({'|'.join(THOUSANDS)})")
 GROUPED = re.compile(r"(?<![0-9.,(\[])(?<!\\\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
@@ -264,15 +265,13 @@ def number(text: str) -> tuple[Fraction, bool] | None:
         value = Fraction(int(part + period) - int(part or "0"), nines)
         value += int(whole or "0")
         return (-value if sign else value), False
-    text = re.sub(r"^([+-]?)(?=10 ?\^)", r"\g<1>1*", text)  # beside a program's 1e-07
     if match := SCIENTIFIC.fullmatch(text) or SCALED.fullmatch(text):
         value, *powers = match.groups()
         power = THOUSANDS.get(powers[0]) or int(powers[0] or powers[1])
         return Fraction(re.sub("[ ,]", "", value)) * Fraction(10) ** power, False
     text = FRACTION.sub(r" \1/\2 ", text).strip()
     mixed = MIXED.fullmatch(text)
-    match = mixed or NUMBER.fullmatch(text)
-    if match is None:
+    if not (match := mixed or NUMBER.fullmatch(text)):
         return None
     sign, *digits, percent = match.groups()
     if max(map(len, filter(None, digits))) > DIGITS_READ:
@@ -294,11 +293,12 @@ def exact(answer: str, gold: str) -> bool | None:
         return keys[0] == keys[1]  # r is not R; math-verify would not mind
     if ("=" in answer) != ("=" in gold):  # 2+3=5 is a calculation, not the answer 5
         return False
-    a, g = number(answer), number(gold)
+    # 10^{-7}, beside a program's 1e-07.
+    a, g = (number(TEN.sub(r"\g<1>1*", text)) for text in (answer, gold))
     if a is None or g is None:
         # The question copied into the box is not its answer.
         copied = PLAIN.fullmatch(answer) and OPERATOR.search(answer)
-        copied = copied and not SCIENTIFIC.fullmatch(answer)
+        copied = copied and not (SCIENTIFIC.fullmatch(answer) or TEN.match(gold))
         return False if a is None and g is not None and copied else None
     # 50% is 0.5, and is 50 where the question was "what percentage?".
     scale = {(True, False): Fraction(1, 100), (False, True): 100}.get((a[1], g[1]), 1)

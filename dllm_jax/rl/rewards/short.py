@@ -31,7 +31,7 @@ OPERATOR = re.compile(r"[-+*/^<>=]|" + COMMAND.pattern)
 INFIX = re.compile(r"[\w)\]}]\s*[+*/^<>=]")
 
 # A score, years, a date or a time: no calculation, though 3-2 is 1.
-NOTED = re.compile(r"\d+(?:\s*[-:]\s*\d+)+|\d+(?:\s*/\s*\d+){2,}")
+NOTED = re.compile(r"\d+(?:\s*-\s*\d+)+|\d+(?:\s*:\s*[0-5]\d)+|\d+(?:\s*/\s*\d+){2,}")
 
 
 def extract(text: str) -> str | None:
@@ -74,7 +74,7 @@ def formula(text: str) -> str | None:
 
 def noted(text: str) -> list:
     """Returns the numbers of a text and what stands between them."""
-    parts = re.findall(r"\d+|[^\d\s]", re.sub("[−–]", "-", text))
+    parts = re.findall(r"\d+|[^\d\s]", math.clean(text))
     return [int(x) if x.isdecimal() else x for x in parts]
 
 

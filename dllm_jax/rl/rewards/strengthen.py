@@ -53,7 +53,7 @@ USUAL = (
     + "".join(f"exec('from {name} import *', usual_)\n" for name in MODULES)
     + "usual_.update(vars(__import__('builtins')))\n"
     + "".join(f"usual_[{name!r}] = __import__({name!r})\n" for name in MODULES)
-    + "globals()['__builtins__'] = usual_\ndel usual_\n"
+    + "vars(__import__('builtins')).update(usual_)\ndel usual_\n"
 )
 
 

@@ -253,8 +253,8 @@ def candidate(life: int) -> None:
         os.read(4, 2**16)
     space = named("candidate")
     if given["typing"]:
-        # As builtins: `search` is the program's, or its Solution's, never re's.
-        space["__builtins__"] = vars(builtins) | usual()
+        # Among Python's: `search` is the program's, or its Solution's, never re's.
+        vars(builtins).update(usual())
     before = {*space}
     told = {"ready": life}
     try:

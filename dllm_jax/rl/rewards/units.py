@@ -50,6 +50,10 @@ RATE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(RATES)})(?![A-Za-z])")
 
 # Before noon or after it.
 HALF = re.compile(rf"[0-9](?:\\[,; ]|~| )*{OPEN}([ap])\.? ?m(?![a-z])", re.IGNORECASE)
+# A time of day, and nothing else.
+CLOCK = re.compile(
+    rf"\$?([0-9]{{1,2}})(?::([0-9]{{2}}))?(?:\\[,; ]|~| )*{OPEN}([ap])\.? ?m\.? *\}}?[.$ ]*"
+)
 CURRENCY = re.compile(r"(?<=\\)\$|[€£¥]")
 
 
@@ -95,7 +99,14 @@ def by_units(answer: str, gold: str) -> bool | None:
     signs = set(CURRENCY.findall(answer)), set(CURRENCY.findall(gold))
     if all(signs) and not signs[0] & signs[1]:
         return False
-    halves = [HALF.findall(x.casefold()) for x in (answer, gold)]
+    times = [CLOCK.fullmatch(x.casefold()) for x in (answer, gold)]
+    if all(times):  # 6PM is 6:00 p.m.
+        one, other = (
+            (int(h), int(m or 0), half) for h, m, half in map(re.Match.groups, times)
+        )
+        return one == other
+    # Of a product, 2am(m+1), they are letters, and there may be more or fewer.
+    halves = [{*HALF.findall(x.casefold())} for x in (answer, gold)]
     if all(halves) and halves[0] != halves[1]:
         return False
     a, g = measured(answer), measured(gold)

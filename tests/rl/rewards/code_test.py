@@ -257,6 +257,13 @@ RECORDS = {
         "class Solution:\n    def search(self, x): return [*range(x)]\n",
         {"input_output": {"fn_name": "search", "inputs": [[2]], "outputs": [[0, 1]]}},
     ),
+    "builtins by their module": (
+        (
+            "from math import *\nclass Solution:\n"
+            "    def f(self, x): return __builtins__.pow(x, 2, 5)\n"
+        ),
+        {"input_output": {"fn_name": "f", "inputs": [[3]], "outputs": [4]}},
+    ),
     "livecodebench stdin": (
         ECHO,
         {
