@@ -28,9 +28,8 @@ def main():
     args = p.parse_args()
     report.positive(p, args)
     here, wrong = choice.platform(), False
-    first_run.LONGEST_S = (
-        30.0  # within the limit of all_gpu.sh: it tells which one hangs
-    )
+    # Within the limit of all_gpu.sh, so that it is told which one hangs.
+    first_run.LONGEST_S = 30.0
     for name in args.model:
         wide = selfcheck.widths(SHAPES[name], args.block, 32)
         ops = selfcheck.ops_of(here, wide)

@@ -5,10 +5,10 @@
 
 It answers data.heldout (the first eval.problems of it) eval.answers times and grades the
 answers as training does (those that were cut as rl.truncated says: configs/eval.py has
-"graded", most runs have "wrong"). In run.folder it leaves eval.json, what it prints; card.json, every
-score with its 95 % interval and all that it depends on; card.md, the same as a row of a table;
-and eval.jsonl, a line for each answer with its trace (`step_map`): data of trace SFT. Each is
-there soon after it is graded; started again, it goes on behind the last.
+"graded", most runs have "wrong"). In run.folder it leaves eval.json, what it prints;
+card.json, every score with its 95 % interval and all that it depends on; card.md, the same as
+a row of a table; and eval.jsonl, a line for each answer with its trace (`step_map`): data of
+trace SFT. Each is there soon after it is graded; started again, it goes on behind the last.
 
 With eval.samplers="one:strategy=static/sure:threshold=0.99" these samplers answer, too, each
 in a folder of its own. With eval.sweep="sampler.threshold=0.6,0.9" every value is evaluated,

@@ -657,6 +657,26 @@ if [[ ${0##*/} == srun ]]; then exit "$CODE"; fi
 """
 
 
+def job_of_slurm(folder: pathlib.Path, code: int, restarts: int, *flags) -> list[str]:
+    """Returns what a job has called in the folder so far; it ends with the code of srun."""
+    for name in ("srun", "scontrol"):
+        (folder / name).write_text(COMMAND)
+        (folder / name).chmod(0o755)
+    calls = folder / "calls"
+    env = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "CODE": str(code),
+        "SLURM_JOB_ID": "17",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_SUBMIT_DIR": str(folder),
+    }
+    script = served.ROOT / "launch" / "slurm.sbatch"
+    done = subprocess.run(["bash", str(script), *flags], env=env, check=False)
+    assert done.returncode == code
+    return calls.read_text().splitlines()
+
+
 @pytest.mark.parametrize(
     "code, restarts, again",
     [
@@ -669,22 +689,7 @@ if [[ ${0##*/} == srun ]]; then exit "$CODE"; fi
 def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
     tmp_path, code, restarts, again
 ):
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text(COMMAND)
-        (tmp_path / name).chmod(0o755)
-    calls = tmp_path / "calls"
-    env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "CODE": str(code),
-        "SLURM_JOB_ID": "17",
-        "SLURM_RESTART_COUNT": str(restarts),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }
-    script = served.ROOT / "launch" / "slurm.sbatch"
-    done = subprocess.run(["bash", str(script), "--resume=must"], env=env, check=False)
-    assert done.returncode == code
-    srun, *others = calls.read_text().splitlines()
+    srun, *others = job_of_slurm(tmp_path, code, restarts, "--resume=must")
     assert srun.endswith("--distributed --config=configs/tracerl.py --resume=must")
     # What one has refused the others have time to say, too.
     assert " --kill-on-bad-exit=0 --wait=60 " in srun
@@ -693,22 +698,11 @@ def test_a_job_of_slurm_is_queued_again_after_the_codes_that_say_so(
 
 
 def test_restarts_after_time_limits_are_none_of_those_after_signals(tmp_path):
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text(COMMAND)
-        (tmp_path / name).chmod(0o755)
-    script, calls = served.ROOT / "launch" / "slurm.sbatch", tmp_path / "calls"
-    env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "SLURM_JOB_ID": "17",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }
     for restarts, code in enumerate([75, 143, 75, 75, 75, 134, 139, 143]):
-        counted = {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
-        done = subprocess.run(["bash", str(script)], env=env | counted, check=False)
-        assert done.returncode == code
-    queued = calls.read_text().splitlines().count("scontrol requeue 17")
-    assert queued == 7  # the fourth signal's code is the end
+        calls = job_of_slurm(tmp_path, code, restarts)
+    assert (
+        calls.count("scontrol requeue 17") == 7
+    )  # the fourth signal's code is the end
     assert not (tmp_path / "slurm-17.stops").exists()
 
 

@@ -151,7 +151,7 @@ def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
         choice.verdicts |= {(op, here): False for op in ops}
         return [f"{told}: XLA's operations do instead"]
     choice.begin(here)
-    file = pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.json")
+    file = file_of(folder, wide, "json")
     marks = {op: mark(folder, wide, op) for op in ops if folder}
     kept = remembered(file) if folder else set()
     known = {op for op in kept if not first_run.lost(marks.get(op))}
@@ -197,10 +197,15 @@ def remembered(file: pathlib.Path) -> set[str]:
 
 def mark(folder: str, wide: Widths, op: str) -> pathlib.Path:
     """Returns the file of an op's first run, of this process."""
-    name = f"kernels_{key(wide)}.{op}.{jax.process_index()}.tried"
-    return pathlib.Path(os.path.expanduser(folder), name)
+    return file_of(folder, wide, f"{op}.{jax.process_index()}.tried")
 
 
+def file_of(folder: str, wide: Widths, ending: str) -> pathlib.Path:
+    """Returns a file of what is known of kernels in these widths."""
+    return pathlib.Path(os.path.expanduser(folder), f"kernels_{key(wide)}.{ending}")
+
+
+@functools.cache
 def key(wide: Widths) -> str:
     """Returns what identifies a verdict: chip, its driver and compiler, sources, widths."""
     device = jax.local_devices()[0]
