@@ -1,8 +1,8 @@
 """A kernel's first run on a chip, which may hang, or break the device for all that follows.
 
-No process gets over either. So a file says which kernel is being run for the first time, and
-goes when the run has come back. One that a later start finds, of a process that is gone, tells
-which kernel to do without.
+No process gets over either, nor over a compiler that aborts. So a file says which kernel is
+being compiled or run for the first time, and goes when that has come back. One that a later
+start finds, of a process that is gone, tells which kernel to do without.
 """
 
 import contextlib
@@ -44,13 +44,10 @@ def tried(file: pathlib.Path | None, who: str):
     come back in LONGEST_S. Raises exits.Stopped, and leaves the file, where it raises and the
     device is broken by then; exits.CannotGoOn where there is no file to tell of it.
     """
-    with contextlib.ExitStack() as stack:
-        if file is not None:
-            stack.enter_context(marked(file))
-        alarm = threading.Timer(LONGEST_S, give_up, [file, who])
-        alarm.daemon = True
+    alarm = threading.Timer(LONGEST_S, give_up, [file, who])
+    alarm.daemon = True
+    with marked(file):
         alarm.start()
-        stack.callback(alarm.cancel)
         try:
             yield
         except Exception as error:
@@ -58,14 +55,19 @@ def tried(file: pathlib.Path | None, who: str):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise told(file, f"{who} has broken the device ({reason})") from error
+        finally:
+            alarm.cancel()
 
 
 @contextlib.contextmanager
-def marked(file: pathlib.Path):
+def marked(file: pathlib.Path | None):
     """Makes the file, locked, and removes it, but not where exits.Stopped is raised.
 
     It does neither where another process has made it, or the folder takes no file.
     """
+    if file is None:
+        yield
+        return
     own = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.ExitStack() as stack:
         made = False

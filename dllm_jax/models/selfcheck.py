@@ -48,6 +48,7 @@ LONG = 1400  # slots of more than one tile of keys, on every chip
 # gradient is summed; on a GPU a block goes over several tiles of the vocabulary.
 SEATS = {"cpu": 96, "gpu": 576, "tpu": 160}
 CHUNK = 64  # positions of a prompt's chunk, or whole blocks of no fewer
+ALL = "all"  # that are compiled side by side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ def found_wrong(kernels: str, wide: Widths, folder: str) -> list[str]:
         return [f"{told}: XLA's operations do instead"]
     choice.begin(here)
     file = file_of(folder, wide, "json")
-    marks = {op: mark(folder, wide, op) for op in ops if folder}
+    marks = {op: mark(folder, wide, op) for op in (*ops, ALL) if folder}
     kept = remembered(file) if folder else set()
     known = {op for op in kept if not first_run.lost(marks.get(op))}
     looked = faults([op for op in ops if op not in known], here, wide, marks)
@@ -223,24 +224,36 @@ def faults(
     """Returns `fault` of each op.
 
     They are compiled side by side, which takes the time, and run one by one, so that it is
-    known which one hangs. marks: by op, the file that tells of its first run.
+    known which one hangs. marks: by op, the file that tells of its first run; by ALL, that
+    which tells of their compilation. Where one was left the next start compiles one by one,
+    too: a compiler has aborted, or somebody was out of patience.
     """
     marks = marks or {}
     fresh = [op for op in ops if not first_run.lost(marks.get(op))]
-    with futures.ThreadPoolExecutor(max(len(fresh), 1)) as pool:
-        made = dict(zip(fresh, pool.map(lambda op: prepared(op, here, wide), fresh)))
+    apart = first_run.lost(marks.get(ALL))
+    compiled = functools.partial(prepared, here=here, wide=wide)
+    with (
+        first_run.marked(None if apart else marks.get(ALL)),
+        futures.ThreadPoolExecutor(1 if apart else max(len(fresh), 1)) as pool,
+    ):
+        files = (marks.get(op) if apart else None for op in fresh)
+        made = dict(zip(fresh, pool.map(compiled, fresh, files)))
+    if apart:
+        with contextlib.suppress(OSError):
+            marks[ALL].unlink()
     return {op: fault(op, here, wide, made.get(op), marks.get(op)) for op in ops}
 
 
-def prepared(op: str, here: str, wide: Widths):
+def prepared(op: str, file: pathlib.Path | None, here: str, wide: Widths):
     """Returns (a kernel, its specification) for the first local device, compiled.
 
-    Each is called without arguments. Or it returns what is raised meanwhile.
+    Each is called without arguments. Or it returns what is raised meanwhile. file: one that is
+    there meanwhile, and longer where the process does not get over it.
     """
     alone = sharding.make_mesh(fsdp=1, devices=jax.local_devices()[:1])
     try:
         run, arrays = CHECKS[op](wide, np.random.default_rng(0))
-        with jax.set_mesh(alone):
+        with first_run.marked(file), jax.set_mesh(alone):
             lowered = [
                 jax.jit(functools.partial(run, name)).lower(*arrays)
                 for name in (here, "reference")

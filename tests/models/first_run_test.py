@@ -1,6 +1,7 @@
-"""A kernel that hangs, or breaks the device: the start after it does without."""
+"""A kernel that hangs, or breaks the device or its compiler: a later start does without."""
 
 import contextlib
+import signal
 import subprocess
 import sys
 
@@ -10,9 +11,10 @@ import pytest
 from dllm_jax import exits, sharding
 from dllm_jax.models import first_run
 
-# A check of a kernel that hangs, in a process that gives it a second.
+# A check of a kernel that hangs, in a process that gives it a second, or of one at which the
+# compiler aborts.
 HANGS = """if True:
-    import sys, time, types
+    import os, sys, time, types
     from unittest import mock
     import jax
     from dllm_jax.models import first_run, selfcheck
@@ -23,6 +25,8 @@ HANGS = """if True:
         return x
 
     def attend(*arrays, interpret):
+        if sys.argv[2] == "aborts":
+            os.kill(os.getpid(), 9)
         out = reference.paged_attention(*arrays)
         return jax.pure_callback(hangs, out, out)
 
@@ -38,9 +42,9 @@ HANGS = """if True:
 """
 
 
-def check(folder: str) -> subprocess.CompletedProcess:
+def check(folder: str, how: str = "hangs") -> subprocess.CompletedProcess:
     """Returns how HANGS ended, with what it said."""
-    command = [sys.executable, "-c", HANGS, folder]
+    command = [sys.executable, "-c", HANGS, folder, how]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -62,6 +66,20 @@ def test_the_start_after_one_that_hung_does_without_the_kernel(tmp_path):
     hung = check("")
     told = f"error: {who}: set model.kernels='reference'"
     assert (hung.returncode, hung.stderr.splitlines()[-1]) == (exits.STUCK, told)
+
+
+def test_the_third_start_does_without_a_kernel_at_which_the_compiler_aborts(tmp_path):
+    left = []
+    for _ in range(2):
+        assert check(str(tmp_path), "aborts").returncode == -signal.SIGKILL
+        left.append(sorted(file.name.split(".")[1] for file in tmp_path.iterdir()))
+    # The first is compiled beside others; the second time it is known which one it was.
+    assert left == [["all"], ["all", "paged_attention"]]
+    for _ in range(2):
+        after = check(str(tmp_path), "aborts")
+        assert after.returncode == 0, after.stderr
+        (file,) = tmp_path.iterdir()
+        assert f"not get over its check; remove {file} to have it" in after.stdout
 
 
 def test_the_file_is_there_while_a_kernel_runs_and_tells_of_no_living_process(tmp_path):

@@ -406,6 +406,13 @@ def test_a_kernel_that_hung_is_not_taken_where_another_run_found_it_right(
     assert "did not get over its check" in line and not taken("attention")
 
 
+def test_an_end_while_kernels_are_compiled_is_held_against_none(installed, tmp_path):
+    installed(attention=RIGHT)
+    selfcheck.mark(str(tmp_path), WIDE, selfcheck.ALL).touch()
+    assert selfcheck.check("auto", WIDE, str(tmp_path)) == [] and taken("attention")
+    assert [file.suffix for file in tmp_path.iterdir()] == [".json"]
+
+
 @pytest.mark.parametrize("op", sorted(selfcheck.CHECKS))
 def test_a_check_tells_right_from_wrong(op):
     run, arrays = selfcheck.CHECKS[op](WIDE, np.random.default_rng(0))
