@@ -189,9 +189,15 @@ def begin(
 
 
 def spent(setting: Setting, timer: metrics.Timer) -> dict[str, float]:
-    """Returns the seconds of a setting; {} where some of its answers were there before."""
+    """Returns the seconds of a setting; {} where some of its answers were there before.
+
+    Where all were, those that its scores told then: `begin` has left these alone.
+    """
     seconds = timer.pop()
-    return {} if setting.sink.lines else seconds
+    if not setting.sink.lines:
+        return seconds
+    before = traces.object_of(setting.folder / "eval.json")
+    return {name: x for name, x in before.items() if name.startswith("seconds/")}
 
 
 def streams_of(

@@ -31,6 +31,7 @@ CONSOLE = (
     ("value_loss", "value", ".3f"),
     ("grad_norm", "grad", ".2f"),
 )
+SKIPPED = "updates_skipped"  # told where there are any, of all networks
 
 
 class Timer:
@@ -123,7 +124,8 @@ class Writer:
             dynamic_ncols=True,
         )
         self.first_step, self.last_time = step, time.perf_counter()
-        self.paces = collections.deque(maxlen=10)  # seconds of the last steps
+        # Seconds of the last steps without evaluations, and of this attempt's evaluations.
+        self.paces, self.evaluated = collections.deque(maxlen=10), 0.0
         if last_row is not None:
             self.write(step, last_row)
 
@@ -159,7 +161,9 @@ class Writer:
         self.append(row_of(step, values))
         now = time.perf_counter()
         if step > self.first_step:
-            self.paces.append(now - self.last_time)
+            evaluated = values.get("seconds/eval", 0.0)
+            self.paces.append(now - self.last_time - evaluated)
+            self.evaluated += evaluated
         self.last_time = now
         if self.trackers:
             self.trackers.log(step, values)
@@ -175,11 +179,15 @@ class Writer:
         for name, short, form in CONSOLE:
             if name in values:
                 parts.append(f"{short} {values[name]:{form}}")
+        skipped = sum(x for name, x in values.items() if name.endswith(SKIPPED))
+        parts += [f"skipped {skipped:.0f}"] if skipped else []
         seconds = sum(x for name, x in values.items() if name.startswith("seconds/"))
         parts.append(f"{seconds:.1f}s")
         if self.paces:
-            # The median, as the first step compiles and some evaluate.
-            left = int(statistics.median(self.paces) * (self.total - step))
+            # The median, as the first step compiles; evaluations, of some, by their mean.
+            pace = statistics.median(self.paces)
+            pace += self.evaluated / max(step - self.first_step, 1)
+            left = int(pace * (self.total - step))
             parts.append(f"left {clock(left)}")
         return "  ".join(parts)
 
@@ -239,5 +247,9 @@ def is_row(row) -> bool:
 
 
 def mean(rows: list[dict]) -> dict[str, float]:
-    """Returns the mean of each metric over rows that have the same ones."""
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    """Returns the mean of each metric over the rows that tell it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {
+        name: float(np.mean([row[name] for row in rows if name in row]))
+        for name in names
+    }

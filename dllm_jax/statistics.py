@@ -17,6 +17,7 @@ import numpy as np
 Z = 1.959964  # of 95 %, two-sided
 FEW = 300  # problems below which a share's interval is a Beta's
 RARE = 30  # and of right, or wrong, problems, where each has several answers
+DOUBT = 2  # problems whose word it is, beside these, that answers to one are all alike
 DRAWS, SEED = 10_000, 0
 SUBSETS = 1_000  # of answers, for maj@k
 CHUNK = 2_000_000  # numbers drawn at once
@@ -151,7 +152,7 @@ def share(value_n, samples: int) -> Score:
     so many independent ones as their variance says, which of few problems is itself
     uncertain (Korn and Graubard, Survey Methodology 24, 1998): between n, and n times
     `samples`. Of 320 problems with four answers, of which 0.4 % are right, the clustered
-    intervals would hold that in 75 to 89 % of all cases, the Beta's in 94 to 96.
+    intervals would hold that in 75 to 89 % of all cases, the Beta's in 96 to 98.
     """
     n, value = len(value_n), float(np.mean(value_n))
     alike, rare = np.ptp(value_n) == 0, n * min(value, 1 - value) < RARE
@@ -170,14 +171,19 @@ def effective(value_n, samples: int) -> float:
     """Returns how many independent answers tell as much as `samples` to each problem.
 
     Fewer by (Z / t)^2, t Student's quantile, since the variance that says so is that of n
-    problems: without it 5 of them would have intervals of 88 %.
+    problems: without it 5 of them would have intervals of 88 %. And fewer where few problems
+    have any right answer, or any wrong one: of 30 with 20 answers, 2 % of them right and
+    correlated by 0.5, the intervals held that in 82 % of all cases without it, in 96 with it.
     """
     n, value = len(value_n), float(np.mean(value_n))
     spread = float(np.var(value_n, ddof=1)) / n if n > 1 else 0.0
     if spread == 0:  # all alike, which says nothing of the answers' independence
         return n
     told = value * (1 - value) / spread * (Z / student(n - 1)) ** 2
-    return min(max(told, n), n * samples)
+    told = min(max(told, n), n * samples)
+    # How alike answers to one problem are is told by those that have some of the rarer kind.
+    rare = min(np.count_nonzero(value_n > 0), np.count_nonzero(value_n < 1))
+    return float(n * (told / n) ** (rare / (rare + DOUBT)))
 
 
 def student(freedom: int) -> float:

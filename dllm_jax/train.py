@@ -265,7 +265,7 @@ class Training:
                 if self.source.far(metrics_of_pass):
                     break
             told = sharding.fetch(told)
-            row = metrics.mean([x for x in told if x.keys() == told[0].keys()])
+            row = metrics.mean(told)
             return row | self.watch.note(step, told, trained_on)
 
     def move_reference(self, step: int):
@@ -307,11 +307,21 @@ class Training:
         step = self.watch.save(progress.step, tree, progress.meta)
         self.saved = step or self.saved
 
+    def save_rest(self):
+        """Saves what is not saved yet, or says that it cannot be."""
+        step = self.progress.step
+        if step > self.saved:  # a signal came before a save was due
+            self.save()
+        if step > self.saved:
+            self.here.say(
+                f"warning: the last updates were skipped, {self.watch.reason}: nothing is "
+                f"saved after step {self.saved}, behind which the same command goes on"
+            )
+
     def leave(self):
         """Ends a run: what is not saved yet, curves and pages, and what is exported."""
         here, progress = self.here, self.progress
-        if progress.step > self.saved:  # a signal came before a save was due
-            self.save()
+        self.save_rest()
         here.checkpoints.close()
         stopped = here.stopping()  # by a signal to any process
         self.writer.close(stopped)

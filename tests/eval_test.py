@@ -107,6 +107,9 @@ def scores(folder) -> dict:
 
 def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_path):
     assert evaluated(tmp_path).returncode == 0
+    before = (tmp_path / "eval.json").read_text()
+    assert evaluated(tmp_path).returncode == 0  # of nothing: what it took stays
+    assert (tmp_path / "eval.json").read_text() == before
     whole, file = scores(tmp_path), tmp_path / "eval.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     for kept in (5, 2):  # in the middle of a problem, and between two
@@ -160,7 +163,7 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert more.returncode == 0, more.stderr
     assert "3 of 4 answers are there, and stay" in more.stderr
     told = json.loads((tmp_path / "run.json").read_text())["attempts"]
-    assert [x["ended"][:7] for x in told] == ["done"] * 5
+    assert [x["ended"][:7] for x in told] == ["done"] * 6
     assert not (tmp_path / "lock").exists()
 
 

@@ -204,6 +204,24 @@ def test_time_left_follows_the_recent_pace(tmp_path, clock):
     writer.close()
 
 
+def test_the_line_tells_of_updates_that_were_skipped(tmp_path):
+    writer = metrics.Writer(tmp_path, 9, 0)
+    told = {"updates_skipped": 2.0, "value_updates_skipped": 1.0}
+    assert "  skipped 3  " in writer.line(1, told)
+    assert "skipped" not in writer.line(1, dict.fromkeys(told, 0.0))
+    writer.close()
+
+
+def test_time_left_counts_the_evaluations_to_come(tmp_path, clock):
+    writer = metrics.Writer(tmp_path, 40, 0)
+    for step in range(1, 21):
+        evaluation = {"seconds/eval": 60.0} if step % 5 == 0 else {}
+        clock[0] += 3 + evaluation.get("seconds/eval", 0)
+        writer.write(step, evaluation)
+    assert writer.line(20, {}).endswith("left 5:00")  # 20 x 3 seconds and 4 x 60
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("pace", "says"),
     [(35.999, "59:59"), (36, "1:00:00"), (864, "1d 0:00:00"), (36_900, "42d 17:00:00")],
@@ -254,3 +272,6 @@ def test_timer_counts_what_fails(clock):
 def test_the_mean_of_rows_is_that_of_each_metric():
     rows = [{"loss": 1.0, "kl": 0.5}, {"loss": 3.0, "kl": 0.5}]
     assert metrics.mean(rows) == {"loss": 2.0, "kl": 0.5}
+    # As of a value network's passes of its own behind those of both.
+    rows += [{"loss": 8.0}]
+    assert metrics.mean(rows) == {"loss": 4.0, "kl": 0.5}

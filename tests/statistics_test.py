@@ -160,6 +160,25 @@ def test_answers_that_are_alike_tell_no_more_than_one():
     assert 1000 < statistics.effective(free, 8) <= 1600
 
 
+def test_a_right_answer_more_does_not_make_many_of_few_problems():
+    """As of AIME: 30 problems with 20 answers each."""
+    none_n, one_n = np.zeros(30), np.array([1 / 20] + 29 * [0.0])
+    none, one, rest = (statistics.share(x, 20) for x in (none_n, one_n, 1 - one_n))
+    assert none.high / 3 < one.high < none.high
+    assert (rest.low, rest.high) == pytest.approx((1 - one.high, 1 - one.low))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.98])
+def test_intervals_cover_the_truth_of_few_right_answers_that_are_alike(share):
+    """Answers to a problem are correlated by 0.5."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(300):
+        hard_n = rng.beta(share, 1 - share, 30)
+        got = statistics.share(rng.binomial(20, hard_n) / 20, 20)
+        covered += got.low <= share <= got.high
+    assert covered >= 0.92 * 300
+
+
 @pytest.mark.parametrize(("n", "samples"), [(30, 1), (30, 4), (400, 1), (400, 3)])
 def test_intervals_cover_the_truth_of_problems_that_differ(n, samples):
     """Problems of their own difficulty, right in 0.3 to 0.9 of cases: 0.6 on average."""

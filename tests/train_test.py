@@ -966,3 +966,18 @@ def test_an_autoregressive_model_becomes_one_that_fills_blocks(command, tmp_path
     made = json.loads((run / "export" / "config.json").read_text())
     more = {"attention_pattern": "block", "logit_shift": 0, "block_size": 4}
     assert made == raw | more | {"mask_token_id": mask}
+
+
+def test_a_run_says_what_of_it_cannot_be_saved():
+    said, training = [], object.__new__(train.Training)
+    training.here = types.SimpleNamespace(say=said.append)
+    training.progress = types.SimpleNamespace(step=5)
+    training.watch = types.SimpleNamespace(reason="step 3: grad_norm not finite")
+    training.saved, training.save = 5, lambda: None
+    training.save_rest()
+    assert said == []
+    training.saved = 2
+    training.save_rest()
+    (line,) = said
+    assert line.startswith("warning: the last updates were skipped, step 3: grad_norm")
+    assert "nothing is saved after step 2, behind which" in line

@@ -200,7 +200,8 @@ def read_examples(settings: Settings, tools: Tools, *, each: int):
         left_out += dropped
     pictures = [example.pictures for example in examples]
     check_tiles(pictures, settings.sft_examples * each, settings, tools)
-    tools.say(f"{len(examples)} examples, {left_out} empty or too long and left out")
+    what = "pairs" if each == 2 else "examples"
+    tools.say(f"{sum(sizes)} {what}, {left_out} empty or too long and left out")
     return examples, sizes, list(weights.values())
 
 

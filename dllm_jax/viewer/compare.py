@@ -20,7 +20,10 @@ MEASURES = {
     "tokens per forward": lambda row: (
         len(row["response_ids"]) / row["forwards"] if row.get("forwards") else None
     ),
-    "tokens": lambda row: len(row["response_ids"]),
+    # Nobody gave an answer to a prompt that was skipped: it has no length, of 0 or another.
+    "tokens": lambda row: (
+        None if row.get("finished") == "skipped" else len(row["response_ids"])
+    ),
 }
 # `problem` as eval writes it; a data set's own field of this name may be any text.
 HASH = re.compile(r"[0-9a-f]{16}")

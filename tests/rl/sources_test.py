@@ -212,6 +212,13 @@ def test_examples_say_how_many_are_left_out(tmp_path):
     ]
 
 
+def test_pairs_are_counted_as_pairs(tmp_path):
+    chosen, heard = settings("dpo", tmp_path), []
+    source = sources.DPO(chosen, lent.tools(chosen, tmp_path, say=heard.append))
+    count = len(source.examples) // 2
+    assert heard == [f"{count} pairs, 0 empty or too long and left out"]
+
+
 def test_a_pair_is_two_rows_and_both_are_scored(tmp_path):
     chosen = settings("dpo", tmp_path)
     source = sources.DPO(chosen, lent.tools(chosen, tmp_path))

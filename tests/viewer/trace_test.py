@@ -326,6 +326,15 @@ def test_what_is_not_graded_is_compared_by_length_and_speed():
     assert [row[0] for row in told["measures"]] == ["tokens per forward", "tokens"]
 
 
+def test_a_prompt_that_was_skipped_has_no_length():
+    first, second = ([answer(prompt_ids=[i]) for i in range(3)] for _ in range(2))
+    none = {"response_ids": [], "step_map": [], "forwards": 0, "finished": "skipped"}
+    first[2] |= none
+    told = compare.summary(first, second, compare.common(first, second))
+    tokens = {row[0]: row[1:] for row in told["measures"]}["tokens"]
+    assert tokens[0] == tokens[1] and told["problems"] == 3
+
+
 def test_what_nobody_judged_is_left_out_of_rewards_alone():
     late = {"reward": 0.0, "graded": False}
     first = [answer(prompt_ids=[i], reward=1.0) for i in (0, 0, 1, 2)]
