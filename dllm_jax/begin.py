@@ -361,12 +361,7 @@ def place(here: Scene, tools: sources.Tools):
         limit=memory.device_bytes() if here.samples else None,
     )
     tools.answerer = sampling.answerer
-    tools.others = {
-        name: placement.another(
-            sampling.answerer, dataclasses.replace(model, block=one.block), one
-        )
-        for name, one in here.settings.samplers.items()
-    }
+    tools.others = placement.others(sampling.answerer, model, here.settings.samplers)
     if here.samples and sampling.note:
         here.say(sampling.note)
     return sampling, guest

@@ -375,9 +375,24 @@ class Checkpoints:
         return bool(multihost_utils.broadcast_one_to_all(np.bool_(reason is not None)))
 
     def load(self, step: int, target):
-        """Returns the tree of one step; see `restore`."""
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-        return self.manager.restore(step, args=args).state
+        """Returns the tree of one step; see `restore`.
+
+        Containers may be others than the target's where they hold the same arrays: an
+        optimizer that decays weights has a mask around nothing, another nothing.
+        """
+        like, wanted = target, {}
+        if target is not None:
+            leaves, tree = jax.tree.flatten_with_path(target)
+            wanted = {dotted(path): leaf for path, leaf in leaves}
+            like = jax.tree.map_with_path(
+                lambda path, _: wanted[dotted(path)], self.shapes(step).tree
+            )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        state = self.manager.restore(step, args=args).state
+        if target is None:
+            return state
+        found = {dotted(path): x for path, x in jax.tree.leaves_with_path(state)}
+        return tree.unflatten(found[name] for name in wanted)
 
     def shapes(self, step: int):
         """Returns the tree of one step with shapes and dtypes for its arrays."""

@@ -425,6 +425,13 @@ def unread(cfg) -> list[str]:
     return [f"warning: {key}={x!r} is not read, as {why}" for key, x, why in idle]
 
 
+# Keys of the sampler, and what of its strategy says that they are read.
+OF_STRATEGY = {"entropy_bound": "reads_bound", "tempered_threshold": "reads_sure"}
+OF_STRATEGY |= dict.fromkeys(
+    ("target", "untempered_ranks", "rank_temperature", "pad_penalty"), "ranks"
+)
+
+
 def waiting(cfg, graders) -> dict[str, str]:
     """Returns the keys that are not read, and why: those that no preset sets in vain.
 
@@ -435,7 +442,11 @@ def waiting(cfg, graders) -> dict[str, str]:
     tokens = split != "none" or any(":" in name for name in graders)
     coins = KINDS[cfg.noise.kind].coins
     samplers = cfg.sampler, *variants(cfg.eval.samplers, cfg.sampler).values()
-    bounded = any(STRATEGIES[x.strategy].reads_bound for x in samplers)
+    strategies = [STRATEGIES[x.strategy] for x in samplers]
+    loss, row = cfg.objective, OBJECTIVES[cfg.objective.loss]
+    clips = row.clips or (rl.value in NETWORKS and loss.value_clip < 0)
+    pulls = (row.clips and loss.beta) or (row.pulled and loss.reference_beta)
+    by = "sampler.strategy"
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
         "noise.upper": (coins, "noise.kind"),
@@ -443,7 +454,10 @@ def waiting(cfg, graders) -> dict[str, str]:
         "reward.mark": (split == "marks", "reward.split"),
         "reward.tail": (split != "none", "reward.split"),
         "sampler.blank": (cfg.sampler.guidance, "sampler.guidance"),
-        "sampler.entropy_bound": (bounded, "sampler.strategy"),
+        **{
+            f"sampler.{key}": (any(getattr(x, fact) for x in strategies), by)
+            for key, fact in OF_STRATEGY.items()
+        },
         "rl.max_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.min_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.outcome": (tokens or not learns, "reward.split"),
@@ -453,6 +467,11 @@ def waiting(cfg, graders) -> dict[str, str]:
         "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),
         "objective.value_weight": (not learns or rl.value == "head", "rl.value"),
+        "objective.clip": (not learns or clips, "objective.loss"),
+        "objective.kl": (
+            not learns or pulls,
+            "objective.beta" if row.clips else "objective.reference_beta",
+        ),
     }
     why = {}
     for key, (read, of) in asked.items():

@@ -102,7 +102,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     for line in grader.begin():
         say(line)
     model = dataclasses.replace(model, lora=None)
-    streams = streams_of(cfg, model, tok, mesh, say, grader, marks)
+    streams = streams_of(cfg, settings, model, tok, mesh, say, grader, marks)
 
     # ---- Each problem, answered so many times ------------------------------------------
     sharding.anywhere(False)  # all have read what is there
@@ -120,7 +120,7 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     out, swept = {}, []
     for setting in settings:
         with timer("eval"):
-            records = answered(setting, streams(setting.cfg), grading, timer, stop, run)
+            records = answered(setting, streams(setting), grading, timer, stop, run)
         found = scores.of_records(records, cfg.eval.answers, grader.vote)
         told = told_of(records, cfg.eval.answers, found) | spent(setting, timer)
         if run.writes:
@@ -201,12 +201,20 @@ def spent(setting: Setting, timer: metrics.Timer) -> dict[str, float]:
 
 
 def streams_of(
-    cfg: config.Config, model, tok, mesh, say, grader: rewards.Grader, marks: dict
+    cfg: config.Config,
+    settings: list[Setting],
+    model,
+    tok,
+    mesh,
+    say,
+    grader: rewards.Grader,
+    marks: dict,
 ):
-    """Returns a function from a setting's Config to its `stream`, but for prompts.
+    """Returns a function from a Setting to its `stream`, but for prompts, to be asked once.
 
     grader: what lies beside it. marks: of the checkpoint's files, which must have them still.
-    All have the same weights, and the same programs: what settings differ in are arrays.
+    All have the same weights. Raises ValueError, before anything is answered, for a sampler
+    that does not suit the model.
     """
     answerer, params = placement.loaded(
         cfg.model.path,
@@ -219,13 +227,16 @@ def streams_of(
     )
     command_line.check_weights(cfg.model.path, marks)
 
-    def stream(own: config.Config):
-        made = placement.another(answerer, model, own.sampler)
+    samplers = {setting.name: setting.cfg.sampler for setting in settings}
+    made = placement.others(answerer, model, samplers)
+
+    def stream(setting: Setting):
+        own = made.pop(setting.name)  # what it keeps on devices goes with it
         return functools.partial(
-            made.stream,
+            own.stream,
             params,
             key=jax.random.key(cfg.seed),
-            temperature=own.eval.temperature,
+            temperature=setting.cfg.eval.temperature,
         )
 
     return stream

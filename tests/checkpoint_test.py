@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax import checkpoint, exits, sharding
 from dllm_jax.checkpoint import SUMS, Checkpoints
+from dllm_jax.rl import optim
+from dllm_jax.rl.config import OptimConfig
 
 # Large enough that Orbax's own checksums do not cover it: those of small arrays do.
 SHAPE = (512, 256)
@@ -98,6 +100,22 @@ def test_restore_lays_arrays_out_on_another_mesh(tmp_path):
 def test_restore_without_a_target_gives_what_is_there(tmp_path):
     got, _, _ = fill(tmp_path, [1]).restore(None)
     np.testing.assert_array_equal(got["w"], tree(1)["w"])
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
+def test_a_run_that_goes_on_may_decay_weights_from_then_on_or_no_more(
+    tmp_path, before, after
+):
+    def state(decay):
+        params = {"w": tree(1)["w"]}
+        adamw = optim.optimizer(OptimConfig(weight_decay=decay), 1)
+        return {"policy": {"params": params, "opt_state": adamw.init(params)}}
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state(before), {})
+    got, _, _ = checkpoints.restore(target(state(after)))
+    assert jax.tree.structure(got) == jax.tree.structure(state(after))
+    np.testing.assert_array_equal(got["policy"]["params"]["w"], tree(1)["w"])
 
 
 def test_keeps_the_newest(tmp_path):

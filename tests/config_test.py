@@ -1136,6 +1136,7 @@ def test_what_training_does_not_read_is_told():
     assert lines == [told.format("sweep"), told.format("by")]
 
 
+DIPO = {"rl__value": "none", "objective__loss": "dipo", "objective__beta": 0.0}
 CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
 
 
@@ -1193,6 +1194,26 @@ CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
             "objective.value_weight",
         ),
         ({"sampler__entropy_bound": 0.5}, "sampler.entropy_bound=0.5 is not read"),
+        (
+            {"sampler__strategy": "sequential", "sampler__target": "margin"},
+            "sampler.target='margin' is not read, as sampler.strategy is 'sequential'",
+        ),
+        (
+            {"sampler__strategy": "static", "sampler__tempered_threshold": True},
+            "sampler.tempered_threshold=True is not read, as sampler.strategy is 'static'",
+        ),
+        ({"sampler__strategy": "static", "sampler__target": "margin"}, ""),
+        (
+            DIPO | {"objective__clip": 0.1},
+            "objective.clip=0.1 is not read, as objective.loss is 'dipo'",
+        ),
+        (DIPO | {"objective__clip": 0.1, "rl__value": "own"}, ""),
+        (
+            DIPO | {"objective__kl": "k2"},
+            "objective.kl='k2' is not read, as objective.reference_beta is 0",
+        ),
+        (DIPO | {"objective__kl": "k2", "objective__reference_beta": 0.1}, ""),
+        ({"objective__kl": "k2"}, ""),
         (
             {
                 "sampler__entropy_bound": 0.5,

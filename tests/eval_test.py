@@ -142,6 +142,10 @@ def test_an_evaluation_goes_on_behind_its_last_answer_with_the_same_scores(tmp_p
     assert "; eval.by names the field" in lacking.stderr
     named = evaluated(tmp_path, "--config.eval.samplers=lock:strategy=static")
     assert named.returncode == 2 and "'lock' is a file in " in named.stderr
+    unfit = evaluated(tmp_path / "unfit", "--config.eval.samplers=a:cache=dual")
+    assert unfit.returncode == 2
+    assert "eval.samplers: a: sampler.cache='dual' does not serve" in unfit.stderr
+    assert not list((tmp_path / "unfit").rglob("eval.jsonl"))
     several = evaluated(
         tmp_path, "--overwrite", "--config.data.heldout=a.jsonl,b.jsonl"
     )

@@ -198,6 +198,22 @@ def another(answerer, model: ModelConfig, cfg: SamplerConfig):
     return answers.answerer(model=model, cfg=few, mesh=answerer.mesh)
 
 
+def others(answerer, model: ModelConfig, samplers: dict[str, SamplerConfig]) -> dict:
+    """Returns `another` of each sampler of eval.samplers, by its name.
+
+    Raises ValueError, naming it, for the first that does not suit the model.
+    """
+    made = {}
+    for name, cfg in samplers.items():
+        own = dataclasses.replace(model, block=cfg.block)
+        try:
+            made[name] = another(answerer, own, cfg)
+        except ValueError as error:
+            where = f"eval.samplers: {name}: " if name else ""
+            raise ValueError(f"{where}{error}") from None
+    return made
+
+
 def weights(model: ModelConfig, cfg: SamplerConfig, mesh) -> transformer.Params:
     """Returns `acting.abstract` for a sampler on exactly this mesh."""
     whole = policy.POLICIES[policy.name_of(cfg, model.attention)].canvas == "step"

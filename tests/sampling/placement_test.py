@@ -329,6 +329,24 @@ def test_another_sampler_has_as_many_positions(tiny):
     assert pages(20, cache="none") == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cache": "dual"}, "sampler.cache='dual' does not serve a model with block"),
+        ({"cache": "none", "pages": 20}, "sampler.pages=20: there are none"),
+    ],
+)
+def test_other_samplers_are_all_made_or_the_first_that_does_not_fit_is_named(
+    tiny, change, reason
+):
+    first = placement.placed(tiny[0], CFG, mesh_of(1, 1, 1)).answerer
+    good, bad = dataclasses.replace(CFG, block=8), dataclasses.replace(CFG, **change)
+    (made,) = placement.others(first, tiny[0], {"wide": good}).values()
+    assert made.model.block == made.cfg.block == 8
+    with pytest.raises(ValueError, match=f"^eval.samplers: bad: {re.escape(reason)}"):
+        placement.others(first, tiny[0], {"wide": good, "bad": bad})
+
+
 def test_pages_are_half_where_the_compiler_refuses_all(tiny, monkeypatch):
     model, mesh = tiny[0], mesh_of(1, 1, 1)
 
