@@ -1475,6 +1475,25 @@ def test_levers_that_go_ill_together(tree, says):
 
 
 @pytest.mark.parametrize(
+    "tree",
+    [
+        {
+            "rl.value": "none",
+            "objective.loss": "sequence",
+            "objective.aggregate": "sequence",
+            "objective.clip_high": 0.3,
+            "objective.beta": 0.1,
+        },
+        {**STABLE, "objective.upper_weight": 0.25, "objective.upper_power": 2.0},
+    ],
+)
+def test_levers_that_a_loss_of_answers_reads(tree):
+    node = config.default()
+    node.update_from_flattened_dict(tree)
+    assert config.freeze(node).objective.loss == tree["objective.loss"]
+
+
+@pytest.mark.parametrize(
     "dtype, backend, asked, found",
     [
         ("float32", "gpu", None, "highest"),

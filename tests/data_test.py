@@ -259,6 +259,25 @@ def test_characters_of_raw_prompts_and_answers_that_it_does_not_know_are_said(
     assert "does not know 'ü', such as in the answer '3ü'" in answer
 
 
+def test_the_text_that_stands_for_an_image_is_no_news(capsys):
+    """Which is a special token of most tokenizers."""
+    told = types.SimpleNamespace(special_names=["<image>", "<end>"])
+    prompts.warn_special(told, "<image> What is it?", "<image>")
+    assert capsys.readouterr().err == ""
+    prompts.warn_special(told, "<image> What is <end>?", "<image>")
+    assert "a question has '<end>' in its text" in capsys.readouterr().err
+    prompts.warn_special(told, "<image> What is it?")  # told once
+    assert capsys.readouterr().err == ""
+
+
+def test_images_are_looked_for_in_a_folder(tmp_path):
+    cfg = dataclasses.replace(CFG, image_root=str(tmp_path / "none"))
+    prompts.Looker(None, "x.jsonl", cfg)  # who does not look needs none
+    with pytest.raises(ValueError, match="data.image_root='.*none' is no folder"):
+        prompts.Looker(object(), "x.jsonl", cfg)
+    prompts.Looker(object(), "x.jsonl", dataclasses.replace(cfg, image_root=""))
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_special_token_in_a_question_is_said_once(tok, capsys, raw):
     fresh = copy.deepcopy(tok)

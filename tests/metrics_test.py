@@ -224,7 +224,13 @@ def test_time_left_counts_the_evaluations_to_come(tmp_path, clock):
 
 @pytest.mark.parametrize(
     ("pace", "says"),
-    [(35.999, "59:59"), (36, "1:00:00"), (864, "1d 0:00:00"), (36_900, "42d 17:00:00")],
+    [
+        (35.999, "59:59"),
+        (36, "1:00:00"),
+        (863.995, "23:59:59"),
+        (864, "1d 0:00:00"),
+        (36_900, "42d 17:00:00"),
+    ],
 )
 def test_the_time_left_of_a_long_run_is_of_hours_and_days(tmp_path, clock, pace, says):
     writer = metrics.Writer(tmp_path, 101, 0)

@@ -94,6 +94,7 @@ def test_parquet_without_its_reader_says_how_to_install_it(tmp_path, monkeypatch
         ("x.jsonl", '{"digits": {"b": 1, "b": 1}}', "key 'b' stands twice"),
         ("x.jsonl", '{"digits": 1, "digits": 2}', "key 'digits' stands twice"),
         ("x.jsonl", '{"a": ' + "1" * 5000 + "}", "a number of thousands of digits"),
+        ("x.jsonl", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", "too many brackets"),
         ("x.json", '[{"a": 1, "a": 1}]', "key 'a' stands twice"),
         ("x.jsonl", "\n", "it is empty"),
         ("x.json", "[]", "it is empty"),
@@ -118,3 +119,10 @@ def test_bad_files_are_named(tmp_path, name, text, message):
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match="'none.jsonl': no such file"):
         records.records("none.jsonl")
+
+
+def test_an_answer_that_another_grader_could_not_judge_is_not_known_to_be_right():
+    said = {"math": 1.0, "form": None}  # as rollout.Rollouts.judged_n has it
+    late = {"reward": 0.0, "graded": False, "rewards": said}
+    assert records.right(late) is None and records.reward(late) is None
+    assert records.right({"reward": 1.0, "rewards": {"math": 1.0}}) is True

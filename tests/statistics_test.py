@@ -145,6 +145,23 @@ def test_which_interval_a_share_gets():
         assert got.method == method and 0 <= got.low < got.value < got.high <= 1
 
 
+@pytest.mark.parametrize(
+    ("n", "samples", "right", "method"),
+    [
+        (299, 1, 150, "beta"),
+        (300, 1, 150, "wilson"),
+        (299, 2, 150, "beta"),
+        (300, 2, 29, "beta"),  # and so few wrong ones
+        (300, 2, 271, "beta"),
+        (300, 2, 30, "clustered"),
+        (300, 2, 269, "clustered"),
+    ],
+)
+def test_of_how_few_a_share_has_the_betas_interval(n, samples, right, method):
+    got = statistics.share((np.arange(n) < right).astype(float), samples)
+    assert got.method == method and got.value == pytest.approx(right / n)
+
+
 def test_an_interval_holds_what_was_measured():
     for n, value in itertools.product((5, 300, 400), (0.0, 1.0)):
         got = statistics.share(np.full(n, value), 1)

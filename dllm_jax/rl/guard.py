@@ -92,10 +92,11 @@ class Guard:
                     skipped += 1
                     self.streaks[name] += 1
                 else:
-                    self.streaks[name] = 0
+                    self.streaks[name], self.trained = 0, True
                     seen.append(float(metrics[own[1]]))
-            self.trained = self.trained or skipped < len(self.seen)
-            if number == 0 and not skipped:  # an update of the weights from before
+            # An update of the weights from before; a policy's row goes on beside one of the
+            # value network alone.
+            if number == 0 and not (skipped or self.streak):
                 self.good = step - 1
             if skipped and self.streak == 1:
                 self.reason = f"step {step}: {complaint(metrics)}"

@@ -343,8 +343,6 @@ def picked(noise: Noise, trace, answer_nT, cfg, layout: Layout, rng) -> Noise:
     for i, step_T in enumerate(noise.step_nT):
         scope_T = layout.scope(len(step_T), int(trace.prompt_len_B[i]))
         pos = np.flatnonzero(answer_nT[i] & (share_nT[i] > 0))
-        if not len(pos):
-            continue
         places = np.stack([scope_T[pos], step_T[pos]])
         found, round_of = np.unique(places, axis=1, return_inverse=True)
         count, round_of = found.shape[1], round_of.reshape(-1)

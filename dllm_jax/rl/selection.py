@@ -111,8 +111,6 @@ def borders(trace, layout) -> tuple[np.ndarray, np.ndarray]:
     rule, schedule = layout.selection.rule, np.asarray(layout.selection.schedule)
     for i, step_T in enumerate(trace.step_BT):
         pos = np.flatnonzero((step_T != GIVEN) & (step_T != FAR))
-        if not len(pos):
-            continue
         conf = np.maximum(trace.conf_BT[i, pos], np.finfo(np.float32).tiny)
         score = np.log(conf)
         is_pad = trace.tokens_BT[i, pos] == rule.pad_id

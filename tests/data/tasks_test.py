@@ -115,6 +115,9 @@ def test_a_sudoku_has_one_solution_and_what_breaks_a_rule_is_wrong():
 def test_any_solution_of_an_open_sudoku_is_right():
     row = sets.sudoku_row("0" * 16, "1234341221434321")
     assert graded("sudoku", row, "1234341221434321", "4321214334121234") == [1, 1]
+    # Of lines, columns and boxes one kind alone has a digit twice.
+    wrong = "1313242431314242", "1234341212343412", "1234234134124123"
+    assert graded("sudoku", row, *wrong) == [0, 0, 0]
 
 
 BAD = [

@@ -147,11 +147,32 @@ def test_ratios_of_answers_are_clipped_as_their_papers_say(tiny, name):
     c, adv_nT = source.gather(c_nT), source.scatter(batch.adv_BU, c_nT.shape)
     A_n = adv_nT.reshape(N, -1)[np.arange(N), np.abs(adv_nT.reshape(N, -1)).argmax(1)]
     found, sums = gradients(params, batch, model, objective)
-    check(found, plain_ratios(params, batch, c, answer, A_n, model=model))
+    want, policy_loss = plain_ratios(params, batch, c, answer, A_n, model=model)
+    check(found, want)
+    masked = (len(np.unique(answer)) - 1) / N  # the metric is a mean over these
+    told = masked * float(sums["policy_loss"])
+    assert told == pytest.approx(float(policy_loss), rel=1e-4)
     assert batch.used > 1 or kind == RARE
     assert (len(np.unique(answer)) == N + 1) == (kind != RARE)  # one is masked nowhere
     assert 0 <= sums["answer_clip_fraction"] <= 1
     clipped.append(float(sums["answer_clip_fraction"]))
+
+
+def test_answers_are_clipped_on_both_sides_by_hand():
+    """The fifth is no answer: it is in no mean."""
+    ratio_n = np.array([0.9, 1.1, 0.9, 1.1, 7.0])
+    adv_n, real_n = np.array([1.0, 1, -1, -1, 5]), np.arange(5) < 4
+    answers = objectives.Answers(
+        *map(jnp.asarray, (np.log(ratio_n), np.zeros(5), adv_n, real_n))
+    )
+    cfg = ObjectiveConfig(loss="sequence", clip=0.02, clip_high=0.05, beta=0.0)
+    factor_n, _, told = objectives.clipped_answers(answers, cfg)
+    np.testing.assert_allclose(factor_n[:4], [0.9, 0, 0, 1.1], rtol=1e-6)
+    near_n = [0.9, 1.05, -0.98, -1.1]
+    assert float(told["policy_loss"]) == pytest.approx(-np.mean(near_n), rel=1e-5)
+    assert told["answer_clip_fraction"] == 0.5
+    kl_n = 1 / ratio_n - 1 + np.log(ratio_n)
+    assert float(told["answer_kl"]) == pytest.approx(kl_n[:4].mean(), rel=1e-4)
 
 
 def test_ratios_beyond_their_clamp_push_no_further():
@@ -174,7 +195,7 @@ clipped = []
 
 
 @functools.partial(jax.jit, static_argnames="model")
-@functools.partial(jax.grad)
+@functools.partial(jax.grad, has_aux=True)
 def plain_ratios(params, batch, c, answer, A_n, *, model):
     """Differentiates the loss of `objectives.clipped_answers`, as papers write it."""
     logp = scored(params, batch, model)
@@ -185,7 +206,23 @@ def plain_ratios(params, batch, c, answer, A_n, *, model):
     delta_n, far_n = summed(batch.old_logp_BU), summed(batch.ref_logp_BU)
     ratio_n = jnp.exp(delta_n)
     near_n = jnp.minimum(ratio_n * A_n, jnp.clip(ratio_n, 0.98, 1.05) * A_n)
-    return jnp.mean(-near_n + 0.3 * delta_n**2 / 2 + 0.2 * far_n**2 / 2)
+    pull_n = 0.3 * delta_n**2 / 2 + 0.2 * far_n**2 / 2
+    return jnp.mean(-near_n + pull_n), -jnp.mean(near_n)
+
+
+def test_an_answer_of_which_nothing_is_masked_counts_nowhere(tiny):
+    """Whatever its number: 0 is that of the filling, too."""
+    model, params = tiny
+    objective = ObjectiveConfig(loss="stable", aggregate="elbo_answer")
+    batch, _, _, answer = complete(RARE, "elbo_answer", params, model, objective)
+    (missing,) = {*range(N)} - {*np.unique(answer).tolist()}
+    other = batch.replace(
+        answer_BU=jnp.where(batch.weight_BU > 0, (batch.answer_BU - missing) % N, 0)
+    )
+    of_all, sums = gradients(params, batch, model, objective)
+    found, told = gradients(params, other, model, objective)
+    check(found, of_all)
+    assert told["answer_weight_max"] == pytest.approx(sums["answer_weight_max"])
 
 
 def test_stable_weighs_bounds_by_a_softmax_over_answers(tiny):
@@ -207,6 +244,17 @@ def test_stable_weighs_bounds_by_a_softmax_over_answers(tiny):
     found, sums = gradients(params, batch, model, objective)
     check(found, jax.jit(jax.grad(plain))(params))
     assert 1 + 1e-6 < sums["answer_weight_max"] < N
+
+
+def test_stable_caps_a_ratio_at_five():
+    delta_n, real_n = jnp.log(jnp.array([9.0, 5, 1, 0.5, 70])), jnp.arange(5) < 4
+    answers = objectives.Answers(delta_n, jnp.zeros(5), jnp.ones(5), real_n)
+    cfg = ObjectiveConfig(loss="stable")
+    factor_n, added_n, told = objectives.self_normalised(answers, cfg)
+    want_n = 4 * np.array([5, 5, 1, 0.5, 0]) / 11.5
+    np.testing.assert_allclose(factor_n, want_n, rtol=1e-6)
+    assert not added_n.any()
+    assert float(told["answer_weight_max"]) == pytest.approx(20 / 11.5)
 
 
 def test_right_answers_are_made_likelier_and_k2_is_a_square(tiny):
@@ -278,3 +326,37 @@ def test_picked_rounds_stand_for_all_on_average(aggregate, pick):
     assert max(picked_nT.sum() for _, picked_nT in drawn) <= 3 * 2 * 2 < all_nT.sum()
     every = weights(NoiseConfig(rounds=5, pick=pick), aggregate, 0)
     np.testing.assert_array_equal(every, (want_nT, all_nT))
+
+
+def test_a_round_surprises_by_the_mean_of_its_tokens(monkeypatch):
+    """And not by their sum: else rounds of many tokens would be picked for their number."""
+    trace, told = trajectories(), []
+    trace = trace.replace(logp_BT=-np.random.default_rng(3).random(trace.step_BT.shape))
+
+    def pick(surprisal, k, rng):
+        told.append(surprisal)
+        return np.ones(len(surprisal))
+
+    monkeypatch.setitem(noise.PICKS, "surprise", pick)
+    kind = NoiseConfig(rounds=1, pick="surprise")
+    noise.noised(trace, kind, LAYOUT, np.random.default_rng(0))
+    for i, found in enumerate(told):
+        round_T = 100 * (np.arange(16) // 4) + trace.step_BT[i]  # a step of a block
+        answer_T = noise.answers(trace)[i]
+        mean_r = [
+            -trace.logp_BT[i, answer_T & (round_T == x)].mean()
+            for x in np.unique(round_T[answer_T])
+        ]
+        np.testing.assert_allclose(found, mean_r)
+    assert len(told) == N
+
+
+@pytest.mark.parametrize("pick", noise.PICKS)
+def test_a_prompt_that_was_skipped_has_no_rounds(pick):
+    trace = trajectories()
+    trace = trace.replace(len_B=np.array([9, 0, 7]), logp_BT=-0.5 * trace.conf_BT)
+    drawn = noise.noised(
+        trace, NoiseConfig(rounds=2, pick=pick), LAYOUT, np.random.default_rng(0)
+    )
+    for x_nT in (drawn.share_nT, drawn.weight_nT):
+        assert not x_nT[1].any() and x_nT[[0, 2]].any(axis=1).all()

@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax import config
 from dllm_jax.models.config import ModelConfig
-from dllm_jax.rl import batches, bounds, noise, views
+from dllm_jax.rl import batches, bounds, noise, objectives, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import (
     BatchConfig,
@@ -107,6 +107,11 @@ def test_the_samplers_record_stands_while_it_is_near():
     assert metrics["updates_trusted"] == 0
 
 
+def test_without_a_gap_to_trust_the_record_never_stands():
+    asked = made(0.0, dataclasses.replace(RL, trusted_gap=0.0))[-1]
+    assert asked == [("policy", 2), ("value", 2)] * 2
+
+
 def test_every_gap_counts_once_where_the_record_does_not_stand():
     rl = dataclasses.replace(RL, trusted_gap=0.02)
     off_m11 = np.array([0.05, 0.01, 0, 0])[:, None, None]
@@ -118,6 +123,18 @@ def test_every_gap_counts_once_where_the_record_does_not_stand():
     mean = np.concatenate(gaps).mean()
     assert metrics["updates_trusted"] == 0
     assert metrics["logprob_gap_mean"] == pytest.approx(mean, rel=1e-3)
+    assert metrics["logprob_gap_max"] == pytest.approx(0.05, rel=1e-3)
+
+
+def test_tokens_that_were_picked_tell_no_bias():
+    noised = noise.noised(rollouts().trace, NoiseConfig(), LAYOUT)
+    gaps = [[np.array([0.1, 0.3]), np.array([0.5, 0.7])]]
+    scores = batches.Scores(None, None, None, gaps, np.array([False]), [None])
+    told = batches.told_of([], scores, noised, RL, as_sampled=True)
+    assert told["selection_bias"] == pytest.approx(0.6)
+    picked = noised.replace(weight_nT=np.ones_like(noised.share_nT))
+    of_picked = batches.told_of([], scores, picked, RL, as_sampled=True)
+    assert of_picked == {x: told[x] for x in told if x != "selection_bias"}
 
 
 def test_what_teaches_is_dealt_once_with_its_rows_side_by_side():
@@ -287,6 +304,42 @@ def test_picked_rounds_have_the_importance_of_all():
     np.testing.assert_allclose(fields["adv_BU"][seen_nT], 1.25, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", objectives.RL_LOSSES)
+def test_losses_of_bounds_have_factors_for_advantages(loss):
+    trace, cfg = rollouts().trace, NoiseConfig(kind="subset", draws=2)
+    noised = noise.noised(trace, cfg, LAYOUT, np.random.default_rng(0))
+    trace = batches.take(trace, np.repeat(np.arange(8), 2))
+    answer_nT = noise.answers(trace)
+    adv_nT = np.where(answer_nT, -1.0, 0.0)
+    objective = ObjectiveConfig(loss=loss, upper_weight=0.25, upper_power=2.0)
+    given = adv_nT, trace.logp_BT, answer_nT, noised, objective
+    want = adv_nT
+    if loss in ("spg", "stable"):
+        scored = adv_nT, trace.logp_BT, noised.share_nT, answer_nT
+        want = bounds.sandwich(*scored, draws=2, weight=0.25, power=2.0)
+        assert (want != adv_nT).any()
+    np.testing.assert_array_equal(batches.factors(*given, draws=2), want)
+
+
+@pytest.mark.parametrize("loss", ["policy", "sequence"])
+def test_answers_are_numbered_within_their_update(loss):
+    """All rows of noise of one have its number; a loss of tokens asks for none."""
+    trace = rollouts().trace
+    noised = noise.noised(trace, NoiseConfig(), LAYOUT)
+    zeros_nT = np.zeros(trace.logp_BT.shape, np.float32)
+    scores = batches.Scores(zeros_nT, zeros_nT, zeros_nT, [], np.array([]), [])
+    rows = [np.array([6, 7, 0, 1]), np.array([2, 3]), np.array([4, 5])]
+    answer_nT, right_n = noise.answers(trace), np.arange(8) < 2
+    learned = batches.Learned(trace, noised, answer_nT, right_n, rows, 2)
+    cfg = ObjectiveConfig(loss=loss, nll_weight=0.5)
+    fields, _ = batches.fields_of(zeros_nT, zeros_nT, scores, learned, cfg)
+    np.testing.assert_array_equal(fields["right_BU"].all(axis=1), right_n)
+    assert ("answer_BU" in fields) == (loss == "sequence")
+    if loss == "sequence":
+        want_n1 = np.array([1, 1, 0, 0, 0, 0, 0, 0])[:, None]
+        np.testing.assert_array_equal(fields["answer_BU"], want_n1 + zeros_nT)
+
+
 @pytest.mark.parametrize(
     ("masked", "fill"), [((), 0), ((0,), 40 / 96), (range(8), 40 / 48)]
 )
@@ -398,6 +451,16 @@ def test_what_is_not_judged_leaves_its_group():
     assert not found_n[[0, 5]].any()
 
 
+def test_a_prompt_that_was_skipped_teaches_neither_network():
+    given = rollouts()
+    len_B = np.where(np.arange(8) == 5, 0, 8)
+    given = dataclasses.replace(given, trace=given.trace.replace(len_B=len_B))
+    assert list(np.flatnonzero(~batches.teaching(given, RL))) == [5]
+    nobody = dict.fromkeys(("noised", "params", "pack", "score", "mesh", "objective"))
+    rng = np.random.default_rng(0)
+    assert batches.of_dropped(given, rng, rl=RL, **nobody) == []
+
+
 def test_of_which_nobody_knows_is_in_no_solve_rate():
     """A first grader of no weight could not tell of two: 1 of 4 is right, and 1 of 2."""
     right_n = np.array([1, 0, 0, 0, 1, np.nan, np.nan, 0], np.float32)
@@ -425,6 +488,49 @@ def test_a_long_answer_costs_what_its_tail_says():
 def test_no_more_groups_teach_than_a_step_has_prompts():
     one = dataclasses.replace(RL, prompts=1)
     assert list(np.flatnonzero(batches.teaching(rollouts(), one))) == [0, 1, 2, 3]
+
+
+def test_without_a_value_model_tokens_have_the_reward_of_their_answer():
+    noised = noise.noised(rollouts().trace, NoiseConfig(), LAYOUT)
+    answer_nT = noise.answers(rollouts().trace)
+    reward_n = np.array([0.5, -2, 0, 1, 1, 0, -0.25, 3])
+    earned = batches.Earned(reward_n, None, noised.step_nT)
+    rl = dataclasses.replace(RL, value="none")
+    adv_nT, ret_nT, told = batches.advantages(earned, answer_nT, noised, None, rl)
+    np.testing.assert_array_equal(adv_nT, answer_nT * reward_n[:, None])
+    np.testing.assert_array_equal(adv_nT, ret_nT)
+    assert told == {"advantage_std": pytest.approx(reward_n.std())}
+    some_nT = noised.share_nT * (np.arange(8) < 3)[:, None]  # the others are shown
+    whiten = dataclasses.replace(rl, whiten=True)
+    adv_nT, ret_nT, told = batches.advantages(
+        earned, answer_nT, noised.replace(share_nT=some_nT), None, whiten
+    )
+    assert told == {"advantage_std": pytest.approx(reward_n[:3].std())}
+    white_n = (reward_n[:3] - reward_n[:3].mean()) / reward_n[:3].std()
+    np.testing.assert_allclose(adv_nT[:3, 4], white_n, rtol=1e-6)
+    assert not adv_nT[3:].any() and ret_nT[3:].any()
+    nothing = noised.replace(share_nT=np.zeros_like(noised.share_nT))
+    told = batches.advantages(earned, answer_nT, nothing, None, rl)[2]
+    assert told == {"advantage_std": 0.0}
+
+
+def test_without_a_value_model_tokens_earn_by_steps_of_sampling():
+    """Also those that the noise shows, and of which nothing is learned."""
+    noised = noise.Noise(
+        step_nT=np.array([[0, 0, 1, 1, 1, 1]]),
+        share_nT=np.array([[0, 0, 1, 1, 0, 0]], np.float32),
+    )
+    answer_nT = np.arange(6)[None] >= 2
+    token_nT, step_nT = np.array([[9.0, 9, 1, 2, 4, 8]]), np.array([[0, 0, 1, 1, 2, 3]])
+    earned = batches.Earned(np.array([16.0]), token_nT, step_nT)
+    rl = dataclasses.replace(RL, value="none", gamma=1.0, lam=1.0, outcome=0.5)
+    adv_nT, ret_nT, told = batches.advantages(
+        earned, answer_nT, noised, np.zeros((1, 6)), rl
+    )
+    # Behind the last step 0, before it 8 + 16 / 2, and 4 more before the second.
+    np.testing.assert_allclose(adv_nT, [[0, 0, 21, 22, 20, 16]])
+    np.testing.assert_array_equal(adv_nT, ret_nT)
+    assert told == {"advantage_std": 0.5}
 
 
 def test_advantages_are_whitened_and_returns_are_not():

@@ -114,6 +114,9 @@ def test_whole_answers_have_no_blocks(kind):
 
 
 def test_a_causal_model_learns_no_order_of_masks():
+    for attention in ("block", "full"):  # these do
+        layout = layouts.Layout(attention=attention, longest=9)
+        noise.check(NoiseConfig(kind="left_to_right"), layout)
     layout = layouts.Layout(attention="causal", shift=1, longest=9)
     with pytest.raises(ValueError, match="'left_to_right' masks tokens, but"):
         noise.check(NoiseConfig(kind="left_to_right"), layout)

@@ -30,11 +30,11 @@ def test_the_upper_bounds_factors_by_hand():
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 def test_factors_are_the_gradient_of_the_bounds(weight):
     """sum of share x factor x grad log p is the gradient of A x bound, for each sign."""
-    rng, draws, n, T, power = np.random.default_rng(0), 3, 4, 5, 1.5
+    rng, draws, n, T, power = np.random.default_rng(0), 3, 5, 6, 1.5
     logp = -rng.exponential(2.0, (n, draws, T))
     share = np.where(rng.random((n, draws, T)) < 0.7, rng.uniform(1, 4, logp.shape), 0)
     share[0, :, 2] = 0  # no draw masks it
-    adv_n = np.array([-1.0, 2.0, -0.5, 0.0])
+    adv_n = np.array([-1.0, 2.0, -0.5, 0.0, 0.3])
 
     def objective(logp):
         low = (share * logp).sum(axis=2).mean(axis=1)

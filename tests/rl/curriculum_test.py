@@ -55,6 +55,12 @@ def test_the_chance_follows_the_solve_rate():
     np.testing.assert_allclose(share, [1, 0.289, 0.289, 1], atol=0.03)
 
 
+def test_without_rest_after_no_problem_rests():
+    known = Curriculum(RLConfig(curriculum=0.9), seed=0)
+    known.note(1, np.arange(4) < 2)  # half of them: its chance is 1
+    assert all(known.asks(1, place) for place in range(9))
+
+
 def test_what_it_remembers_is_all_there_is_to_it():
     cfg = RLConfig(curriculum=0.8, rest_after=1)
     rng, known = np.random.default_rng(0), Curriculum(cfg, seed=3)

@@ -137,6 +137,39 @@ def test_a_checkpoint_that_no_update_has_shown_to_be_good_is_named_as_such(tmp_p
         watch.check()
 
 
+@pytest.mark.parametrize(
+    "between",  # nothing, or an update of a value network alone: neither shows it
+    [[], [{"value_grad_norm": 1.0, "value_updates_skipped": 0.0}]],
+)
+def test_nor_is_the_one_that_a_run_went_on_from_until_an_update_shows_it(
+    tmp_path, between
+):
+    watch = made(tmp_path, 4, 5, start=5)
+    bad = update(skipped=1.0, loss=np.inf)
+    watch.note(6, [bad], [BATCH])
+    watch.note(7, between, [BATCH] * len(between))
+    watch.note(8, [bad] * 2, [BATCH] * 2)
+    with pytest.raises(exits.CannotGoOn, match="good checkpoint is run/checkpoints/4$"):
+        watch.check()
+
+
+def test_a_step_without_updates_shows_its_weights_to_be_good(tmp_path):
+    watch = made(tmp_path, 4, 5, start=5)
+    watch.note(6, [], [])
+    watch.note(7, [update(skipped=1.0, loss=np.inf)] * 3, [BATCH] * 3)
+    with pytest.raises(exits.CannotGoOn, match="good checkpoint is run/checkpoints/5$"):
+        watch.check()
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(tmp_path):
+    watch = made(tmp_path, 4)
+    watch.checkpoints.wait = lambda: watch.checkpoints.kept.append(5)
+    watch.note(6, [update()], [BATCH])
+    watch.note(7, [update(skipped=1.0, loss=np.inf)] * 3, [BATCH] * 3)
+    with pytest.raises(exits.CannotGoOn, match="good checkpoint is run/checkpoints/5$"):
+        watch.check()
+
+
 def test_a_norm_that_is_too_large_is_the_reason(tmp_path):
     watch = made(tmp_path)
     for step in (1, 2, 3):
@@ -174,3 +207,22 @@ def test_answers_that_are_not_finite_are_the_users_until_a_run_has_trained(tmp_p
     for watch, error in ((fresh, exits.NotFinite), (trained, exits.CannotGoOn)):
         with pytest.raises(error), watch.sampling(4):
             raise exits.NotFinite("all of them")
+
+
+@pytest.mark.parametrize(
+    ("updates", "error"),
+    [
+        (update(skipped=1.0, value_skipped=1.0), exits.NotFinite),
+        (update(skipped=1.0), exits.CannotGoOn),
+        # Of a value network alone.
+        ({"value_grad_norm": 1.0, "value_updates_skipped": 1.0}, exits.NotFinite),
+        ({"value_grad_norm": 1.0, "value_updates_skipped": 0.0}, exits.CannotGoOn),
+    ],
+)
+def test_a_step_in_which_every_update_is_skipped_has_not_trained(
+    tmp_path, updates, error
+):
+    watch = made(tmp_path)
+    watch.note(1, [updates], [BATCH])
+    with pytest.raises(error), watch.sampling(2):
+        raise exits.NotFinite("all of them")

@@ -18,14 +18,14 @@ from tests.sampling.common import padded, row_keys
 PROMPTS = [[11, 12, 13, 14, 15], [20, 21, 22]]
 
 
-def made(model, params, cfg, draws: int) -> Likelihood:
-    """Returns a Likelihood on one device."""
+def made(model, params, cfg, draws: int, tokens: int = 0) -> Likelihood:
+    """Returns a Likelihood on one device; tokens: of BatchConfig."""
     mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
     return Likelihood(
         params,
         model=model,
         cfg=cfg,
-        batch=BatchConfig(rows=2),
+        batch=BatchConfig(rows=2, tokens=tokens),
         draws=draws,
         seed=0,
         mesh=mesh,
@@ -94,6 +94,19 @@ def test_a_draw_of_a_bound_is_one_of_all_masks(tiny):
         assert gap.min() < 1e-4
         seen.add(int(gap.argmin()))
     assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize("attention", ["block", "full", "causal"])
+@pytest.mark.parametrize("block", [1, 2])
+def test_where_there_is_but_one_mask_one_draw_does(tiny, attention, block):
+    model, params = tiny
+    shift = int(attention == "causal")
+    model = dataclasses.replace(model, attention=attention, shift=shift, block=block)
+    cfg = SamplerConfig(block=block, cache="none", max_prompt=8, max_new=4)
+    scorer = made(model, params, cfg, draws=3, tokens=384)
+    one = attention == "causal" or (attention, block) == ("block", 1)
+    assert scorer.noise.copies == (1 if one else 3)
+    assert scorer.pack.keywords["cfg"].tokens == 384
 
 
 def test_what_does_not_fit_is_refused(tiny):

@@ -265,6 +265,7 @@ def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh
     )
     assert got.reward_n.tolist() == [0.0, 1.0]
     assert rollout.summary(got)["graded_timeouts"] == 1
+    assert rollout.summary(got)["reward"] == rollout.summary(got)["accuracy"] == 1
 
 
 def test_every_process_grades_its_share_and_has_all_rewards(mesh, monkeypatch):
@@ -368,6 +369,16 @@ def test_records_tell_of_rollouts_what_these_tell_themselves(mesh):
     assert rollout.passed(read, 2) == rollout.passed(got, 2)
 
 
+def test_records_of_other_graders_are_not_told_together():
+    one = {"response_ids": [5], "forwards": 1, "finished": "stop", "group": 0}
+    one |= {"text": "a", "reward": 1.0}
+    many = [one | {"rewards": {name: 1.0, "length": 0.5}} for name in ("math", "judge")]
+    assert [*rollout.of_records(many[:1] * 2).parts] == ["math", "length"]
+    for others in (many, [one, many[0]]):
+        with pytest.raises(ValueError, match="graded by .* and .*: the graders have"):
+            rollout.of_records(others)
+
+
 def test_what_one_of_several_graders_could_not_judge_passes_nothing():
     """As an evaluation has it, also where the first called it right."""
     right = {"math": np.ones(2), "judge": np.array([np.nan, 1.0])}
@@ -377,6 +388,14 @@ def test_what_one_of_several_graders_could_not_judge_passes_nothing():
     assert rollout.passed(got, 2) == {"pass@1": 1.0, "pass@2": 1.0}
     got.parts["math"][1] = 0.0
     assert rollout.passed(got, 2) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
+def test_a_problem_of_which_nothing_was_judged_is_in_no_share():
+    """Of its two sets of answers none passes: see `scores.of_records`."""
+    late = np.array([False, True, True, True])
+    blank = state.stacked([state.no_answer(1)] * 4)
+    got = rollout.Rollouts(blank, np.arange(4) // 2, [""] * 4, 1.0 - late, late)
+    assert rollout.passed(got, 2) == {"pass@1": 1.0, "pass@2": 0.5}
 
 
 def test_samples_beyond_the_last_step_that_is_done_are_cut(tmp_path):

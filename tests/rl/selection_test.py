@@ -18,13 +18,14 @@ from dllm_jax.rl import batches, learner, noise, selection, views
 from dllm_jax.rl import layout as layouts
 from dllm_jax.rl.config import BatchConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from dllm_jax.rl.layout import Layout
-from dllm_jax.sampling import confidence, denoise, logits
+from dllm_jax.sampling import confidence, denoise, logits, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.strategy import STRATEGIES
 from tests.rl.common import Plans, score
 
 PAD, FORBIDDEN = 1, 6
 Q, V = 3, 6  # positions of a block, tokens beside the forbidden one
+MODEL = types.SimpleNamespace(pad_id=PAD)
 scored = jax.jit(reference.selection, static_argnames=("rule", "forbidden"))
 
 # ---- Every outcome of one step -------------------------------------------------------
@@ -84,8 +85,7 @@ def outcomes(logits_QV, cfg: SamplerConfig, quota: int):
 
 def told_by_the_trace(logits_QV, cfg: SamplerConfig, quota: int, found, conf):
     """Returns what the trainer says of each outcome, from its trace alone."""
-    model = types.SimpleNamespace(pad_id=PAD)
-    exact = selection.of(dataclasses.replace(cfg, block=Q), model)
+    exact = selection.of(dataclasses.replace(cfg, block=Q), MODEL)
     exact = dataclasses.replace(exact, schedule=(quota,) * Q)
     layout = Layout(block=Q, selection=exact)
     tokens, step, confs = np.zeros((3, len(found), Q))
@@ -184,6 +184,11 @@ def test_every_outcome_has_its_probability(name, quota):
         ),
         ({"int8": True}, "block", "int8=True rounds what ranks are of"),
         ({"pad_penalty": 2.0, "strategy": "sequential"}, "block", ""),
+        (
+            {"pad_penalty": 2.0, "target": "margin", "strategy": "sequential"},
+            "block",
+            "",
+        ),
         ({"before_stop": True}, "block", "before_stop=True leaves out places"),
         ({"before_stop": True, "target": "top"}, "block", ""),
         ({"cache": "none"}, "full", ""),
@@ -192,6 +197,13 @@ def test_every_outcome_has_its_probability(name, quota):
 def test_what_has_no_likelihood_says_why(changes, attention, message):
     told = selection.refused(SamplerConfig(**changes), attention)
     assert message in told and bool(message) == bool(told)
+
+
+def test_a_prompt_that_was_skipped_has_no_borders():
+    layout = Layout(block=Q, selection=selection.of(SamplerConfig(block=Q), MODEL))
+    blank = state.stacked([state.no_answer(2 * Q)])
+    for found_nT in selection.borders(blank, layout):
+        assert found_nT.shape == (1, 2 * Q) and not found_nT.any()
 
 
 def test_a_score_at_random_leaves_its_order_a_constant():
@@ -205,6 +217,7 @@ def test_a_score_at_random_leaves_its_order_a_constant():
 FAMILIES = {  # attention, shift, what its sampler has beside the defaults
     "block": ("block", 0, {}),
     "block, shifted": ("block", 1, {"strategy": "static"}),
+    "block, uneven": ("block", 0, {"strategy": "static", "steps_per_block": 3}),
     "full": ("full", 0, {}),
     "full, shifted": ("full", 1, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}),
 }
@@ -406,6 +419,47 @@ def test_the_gradient_is_that_of_a_plain_loss(sampled):
     assert 0 <= sums["borders_crossed"] < len(at)
     np.testing.assert_allclose(sums["total"], loss, rtol=1e-4)
     assert learner.supervised_units(batch) == len(at)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()),
+        grads,
+        want,
+    )
+
+
+def test_ratios_of_answers_are_of_their_steps(sampled):
+    """objective.loss="sequence": the mean over an answer's steps, clipped as one."""
+    trace, model, cfg, params = sampled("block")
+    old = jax.tree.map(lambda x: x * 1.01, params)
+    _, _, out, old_R, near_R, at = stepped(trace, model, cfg, old)
+    batch, source, rule = packed(trace, model, cfg, "sequence")
+    shape, A_n = trace.step_BT.shape, np.array([1.0, 0.5, -1.0])
+    batch = batch.replace(
+        adv_BU=source.gather(np.repeat(A_n[:, None], shape[1], 1)),
+        old_logp_BU=source.gather(source.scatter(out["logp"], shape)),
+        ref_logp_BU=np.zeros_like(batch.weight_BU),  # nothing pulls
+        answer_BU=source.gather(np.repeat(np.arange(N)[:, None], shape[1], 1)),
+        ahead_BU=out["ahead"],
+    )
+    rows, _ = rows_of_steps(trace, model, cfg)
+    answer_R = np.array([i for i, _ in at])
+    steps_n = np.bincount(answer_R)
+
+    def plain(params):
+        logp_R, _ = log_prob_of_steps(params, rows, model, cfg)
+        delta_n = jnp.zeros(N).at[answer_R].add(logp_R - old_R) / steps_n
+        ratio_n = jnp.exp(delta_n)
+        near_n = jnp.minimum(ratio_n * A_n, jnp.clip(ratio_n, 0.98, 1.02) * A_n)
+        pull_n = 0.05 * delta_n**2 / 2
+        return jnp.mean(-near_n + pull_n), -jnp.mean(near_n)
+
+    objective = dataclasses.replace(CLIPPED, loss="sequence", kl="k2")
+    plan = learner.Plan(("sequence",), OptimConfig(), 1, rule=rule)
+    grads, sums = jax.jit(
+        functools.partial(learner.gradients, model=model, plan=plan, cfg=objective)
+    )(params, batch, None)
+    want, policy_loss = jax.jit(jax.grad(plain, has_aux=True))(params)
+    assert near_R.min() > 1e-3 and 0 < sums["answer_clip_fraction"] < 1
+    np.testing.assert_allclose(sums["policy_loss"], policy_loss, rtol=1e-4)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()),
         grads,

@@ -246,6 +246,10 @@ def test_a_forbidden_token_is_never_drawn(cfg, temperature):
         ),
         (True, {"target": "neg_entropy", "strategy": "static"}),
         (False, {"target": "neg_entropy", "threshold": -1.0}),
+        (
+            True,
+            {"target": "neg_entropy", "threshold": -1.0, "tempered_threshold": True},
+        ),
         (False, {"target": "margin"}),
         (False, {"target": "random", "strategy": "static"}),
         (True, {"target": "margin", "strategy": "sequential"}),

@@ -72,6 +72,15 @@ def test_what_is_known_is_counted_until_it_is_cleared():
     assert pages.take(1) == [held]
 
 
+def test_a_page_keeps_its_first_name_and_a_name_its_first_page():
+    pages = Pages(2)
+    first, second = pages.take(2)
+    pages.publish(first, b"one")
+    pages.publish(first, b"other")
+    pages.publish(second, b"one")
+    assert pages.page_of == {b"one": first} and pages.name_of == {first: b"one"}
+
+
 def test_a_page_is_not_released_twice():
     pages = Pages(1)
     (page,) = pages.take(1)
