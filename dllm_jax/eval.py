@@ -36,6 +36,7 @@ from absl import flags
 from dllm_jax import (
     checks,
     command_line,
+    compatible,
     compiler,
     config,
     data,
@@ -92,8 +93,9 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
     mesh = sharding.make_mesh(**cfg.mesh.axes)
     jax.set_mesh(mesh)
     say = print if run.writes else lambda *args: None
-    lines = config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
-    for line in (*config.size_warnings(cfg.sampler, model), *lines):
+    lines = config.size_warnings(cfg.sampler, model) + compatible.unasked(cfg)
+    lines += config.check_kernels(model, cfg.sampler, cfg.run.compile_cache)
+    for line in lines:
         say(line)
     grader = grader_of(cfg, tok, looks=model.looks)
     asked = asked_of(cfg, model, tok, say, grader)
@@ -101,7 +103,6 @@ def evaluate(cfg: config.Config, run: Folder, overwrite: bool = False) -> dict:
         check_same(setting.sink, asked.problems)
     for line in grader.begin():
         say(line)
-    model = dataclasses.replace(model, lora=None)
     streams = streams_of(cfg, settings, model, tok, mesh, say, grader, marks)
 
     # ---- Each problem, answered so many times ------------------------------------------
@@ -216,6 +217,7 @@ def streams_of(
     All have the same weights. Raises ValueError, before anything is answered, for a sampler
     that does not suit the model.
     """
+    model = dataclasses.replace(model, lora=None)
     answerer, params = placement.loaded(
         cfg.model.path,
         model=model,

@@ -1228,6 +1228,9 @@ def test_values_that_change_nothing_are_told(leaves, line):
     told = config.warnings(cfg, ModelConfig(), devices=1)
     assert len(told) == bool(line)
     assert not line or told[0].startswith(f"warning: {line}")
+    # Of these an evaluation reads what follows.
+    asked = [x for x in told if x.startswith(("warning: sampler.", "warning: eval."))]
+    assert compatible.unasked(cfg) == asked
 
 
 @pytest.mark.parametrize(
