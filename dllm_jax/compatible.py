@@ -452,6 +452,7 @@ def waiting(cfg, graders) -> dict[str, str]:
     loss, row = cfg.objective, OBJECTIVES[cfg.objective.loss]
     clips = row.clips or (rl.value in NETWORKS and loss.value_clip < 0)
     pulls = (row.clips and loss.beta) or (row.pulled and loss.reference_beta)
+    pulled = "reference_beta" if row.pulled else "loss"
     by = "sampler.strategy"
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
@@ -476,7 +477,7 @@ def waiting(cfg, graders) -> dict[str, str]:
         "objective.clip": (not learns or clips, "objective.loss"),
         "objective.kl": (
             not learns or pulls,
-            "objective.beta" if row.clips else "objective.reference_beta",
+            f"objective.{'beta' if row.clips else pulled}",
         ),
     }
     why = {}

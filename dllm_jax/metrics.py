@@ -124,8 +124,10 @@ class Writer:
             dynamic_ncols=True,
         )
         self.first_step, self.last_time = step, time.perf_counter()
-        # Seconds of the last steps without evaluations, and of this attempt's evaluations.
-        self.paces, self.evaluated = collections.deque(maxlen=10), 0.0
+        # Seconds of the last steps without evaluations, and of all steps' evaluations: those
+        # of one attempt may be few, and one of them right behind its start.
+        self.paces = collections.deque(maxlen=10)
+        self.evaluated = sum(x.get("seconds/eval") or 0.0 for n, x in past.items() if n)
         if last_row is not None:
             self.write(step, last_row)
 
@@ -160,9 +162,10 @@ class Writer:
             self.begin({row["step"]: row for row in before if row["step"] < step})
         self.append(row_of(step, values))
         now = time.perf_counter()
+        evaluated = values.get("seconds/eval", 0.0)
         if step > self.first_step:
-            evaluated = values.get("seconds/eval", 0.0)
             self.paces.append(now - self.last_time - evaluated)
+        if step and step != self.told:  # what was told is among the rows of before
             self.evaluated += evaluated
         self.last_time = now
         if self.trackers:
@@ -186,7 +189,7 @@ class Writer:
         if self.paces:
             # The median, as the first step compiles; evaluations, of some, by their mean.
             pace = statistics.median(self.paces)
-            pace += self.evaluated / max(step - self.first_step, 1)
+            pace += self.evaluated / step
             left = int(pace * (self.total - step))
             parts.append(f"left {clock(left)}")
         return "  ".join(parts)

@@ -176,9 +176,11 @@ def effective(value_n, samples: int) -> float:
     correlated by 0.5, the intervals held that in 82 % of all cases without it, in 96 with it.
     """
     n, value = len(value_n), float(np.mean(value_n))
-    spread = float(np.var(value_n, ddof=1)) / n if n > 1 else 0.0
-    if spread == 0:  # all alike, which says nothing of the answers' independence
+    # All alike, which says nothing of the answers' independence; rounding makes a variance
+    # of these, too.
+    if np.ptp(value_n) == 0:
         return n
+    spread = float(np.var(value_n, ddof=1)) / n
     told = value * (1 - value) / spread * (Z / student(n - 1)) ** 2
     told = min(max(told, n), n * samples)
     # How alike answers to one problem are is told by those that have some of the rarer kind.

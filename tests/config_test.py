@@ -1136,6 +1136,13 @@ def test_what_training_does_not_read_is_told():
     assert lines == [told.format("sweep"), told.format("by")]
 
 
+UNPULLED = {
+    "rl__value": "none",
+    "noise__kind": "subset",
+    "objective__loss": "stable",
+    "objective__aggregate": "elbo_answer",
+    "objective__beta": 0.0,
+}
 DIPO = {"rl__value": "none", "objective__loss": "dipo", "objective__beta": 0.0}
 CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
 
@@ -1213,6 +1220,10 @@ CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
             "objective.kl='k2' is not read, as objective.reference_beta is 0",
         ),
         (DIPO | {"objective__kl": "k2", "objective__reference_beta": 0.1}, ""),
+        (
+            UNPULLED | {"objective__kl": "k2"},
+            "objective.kl='k2' is not read, as objective.loss is 'stable'",
+        ),
         ({"objective__kl": "k2"}, ""),
         (
             {

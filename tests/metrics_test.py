@@ -222,6 +222,20 @@ def test_time_left_counts_the_evaluations_to_come(tmp_path, clock):
     writer.close()
 
 
+def test_time_left_of_a_run_that_goes_on_knows_the_evaluations_before(tmp_path, clock):
+    writer = metrics.Writer(tmp_path, 40, 0)
+    for step in range(1, 10):
+        clock[0] += 3
+        writer.write(step, {"seconds/eval": 60.0} if step == 5 else {})
+    writer.close()
+    writer = metrics.Writer(tmp_path, 40, 8)  # the ninth was not saved
+    for step in (9, 10):
+        clock[0] += 63 if step == 10 else 3
+        writer.write(step, {"seconds/eval": 60.0} if step == 10 else {})
+    assert writer.line(10, {}).endswith("left 7:30")  # 30 x 3 seconds and 6 x 60
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("pace", "says"),
     [

@@ -172,6 +172,8 @@ def test_answers_that_are_alike_tell_no_more_than_one():
     same = np.array([0.0, 1.0] * 15)
     assert statistics.effective(same, 8) == 30
     assert statistics.effective(np.full(30, 1.0), 8) == 30
+    # Of 0.1 three times rounding makes a variance.
+    assert statistics.effective(np.full(3, 0.1), 10) == 3
     rng = np.random.default_rng(0)
     free = (rng.random((200, 8)) < 0.5).mean(axis=1)
     assert 1000 < statistics.effective(free, 8) <= 1600

@@ -46,7 +46,7 @@ def tried(file: pathlib.Path | None, who: str):
     """
     alarm = threading.Timer(LONGEST_S, give_up, [file, who])
     alarm.daemon = True
-    with marked(file):
+    with marked(file, compiles=False):
         alarm.start()
         try:
             yield
@@ -60,14 +60,20 @@ def tried(file: pathlib.Path | None, who: str):
 
 
 @contextlib.contextmanager
-def marked(file: pathlib.Path | None):
+def marked(file: pathlib.Path | None, *, compiles: bool = True):
     """Makes the file, locked, and removes it, but not where exits.Stopped is raised.
 
-    It does neither where another process has made it, or the folder takes no file.
+    It does neither where another process has made it, or the folder takes no file. compiles:
+    what is inside may take a minute: it goes, too, where a second signal, or the end of
+    another process, ends this one, for which no kernel is to blame.
     """
     if file is None:
         yield
         return
+
+    def forget(*_):
+        file.unlink(missing_ok=True)
+
     own = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.ExitStack() as stack:
         made = False
@@ -78,6 +84,9 @@ def marked(file: pathlib.Path | None):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.link(own, file)  # locked from the first moment that others see it
             made = True
+            if compiles:
+                exits.at_end.append(forget)
+                stack.callback(exits.at_end.remove, forget)
             own.unlink()
         try:
             yield

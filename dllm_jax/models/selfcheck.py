@@ -238,7 +238,7 @@ def faults(
     ):
         files = (marks.get(op) if apart else None for op in fresh)
         made = dict(zip(fresh, pool.map(compiled, fresh, files)))
-    if apart:
+    if apart and first_run.lost(marks[ALL]):  # and no new one of another process
         with contextlib.suppress(OSError):
             marks[ALL].unlink()
     return {op: fault(op, here, wide, made.get(op), marks.get(op)) for op in ops}

@@ -209,6 +209,8 @@ def others(answerer, model: ModelConfig, samplers: dict[str, SamplerConfig]) -> 
         try:
             made[name] = another(answerer, own, cfg)
         except ValueError as error:
+            if not exits.refuses(error):
+                raise
             where = f"eval.samplers: {name}: " if name else ""
             raise ValueError(f"{where}{error}") from None
     return made

@@ -132,3 +132,16 @@ def test_a_kernel_that_breaks_the_device_ends_the_start(folder, tmp_path, monkey
     with pytest.raises(jax.errors.JaxRuntimeError), first_run.tried(file, "a kernel"):
         raise full  # there is no room for its arrays: nothing is broken
     assert not first_run.lost(file)
+
+
+def test_who_is_ended_while_a_kernel_is_compiled_blames_none(tmp_path):
+    """As by a second signal; a kernel that is run may hang already."""
+    file = tmp_path / "kernel.tried"
+    cases = (first_run.marked(file), False), (first_run.tried(file, "k"), True)
+    for made, stays in cases:
+        with made:
+            assert file.exists()
+            for act in exits.at_end:
+                act(exits.STOPPED, "")
+            assert file.exists() == stays
+    assert not file.exists()
