@@ -1507,6 +1507,13 @@ def test_levers_that_a_loss_of_answers_reads(tree):
     assert config.freeze(node).objective.loss == tree["objective.loss"]
 
 
+@pytest.mark.parametrize("more", ["rl.epochs", "rl.updates"])
+def test_a_target_of_kl_goes_with_more_updates_than_one(more):
+    node = config.default()
+    node.update_from_flattened_dict({"rl.target_kl": 0.1, more: 2})
+    assert config.freeze(node).rl.target_kl == 0.1
+
+
 @pytest.mark.parametrize(
     "dtype, backend, asked, found",
     [

@@ -211,6 +211,11 @@ def test_what_adapters_do_not_tell_is_said(tmp_path, capsys):
     said = capsys.readouterr()
     assert "adapters do not tell what the run made of" in said.out + said.err
     assert "attention_pattern=full" in said.out + said.err
+    told = json.loads((tmp_path / "out" / peft.CONFIG).read_text())
+    assert told["lora_dropout"] == 0  # there was none
+    (tmp_path / "mine").touch()  # safetensors' files are for the owner alone
+    mode = (tmp_path / "mine").stat().st_mode
+    assert {x.stat().st_mode for x in (tmp_path / "out").iterdir()} == {mode}
 
 
 @pytest.mark.parametrize(

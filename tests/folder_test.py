@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -624,6 +625,11 @@ def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
     broken = pytest.raises(exits.CannotGoOn, match="cannot be written to: Input/output")
     with broken, exits.room(tmp_path / "not" / "there"):
         raise OSError(5, "Input/output error")
+    for file, told in ((tmp_path, ";"), (tmp_path / "x", f" ({tmp_path / 'x'});")):
+        said = re.escape(f"{tmp_path}: cannot be written to: Input/output error{told}")
+        named = pytest.raises(exits.CannotGoOn, match=said)
+        with named, exits.room(tmp_path):
+            raise OSError(5, "in another language", str(file))
     read_only = pytest.raises(exits.CannotGoOn, match="cannot be written to: Read-only")
     with read_only, exits.room(tmp_path):  # as TensorStore tells it
         raise ValueError("PERMISSION_DENIED: Error writing [os_error_code='30']")

@@ -178,6 +178,26 @@ def test_a_download_that_is_cut_off_is_none(mirror, monkeypatch):
     assert not sets.place("livebench").exists()
 
 
+def test_a_server_may_not_tell_how_long_a_file_is(mirror, monkeypatch):
+    class Untold(http.server.BaseHTTPRequestHandler):
+        """Ends the connection where the file ends."""
+
+        def do_GET(self):
+            """Sends a file."""
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(published(AIME))
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Untold) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(sets.MIRROR, f"http://127.0.0.1:{server.server_port}")
+        assert sets.get("aime24")[1] == 3
+        server.shutdown()
+
+
 def test_records_that_are_none_are_named(mirror):
     mirror(sets.SETS["livebench"].url, b"[1]")
     with pytest.raises(ValueError, match="record 1 is not a JSON object"):

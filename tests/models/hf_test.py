@@ -753,6 +753,7 @@ FOUR_HEADS = {"num_attention_heads": 4}
         ({"head_dim": 98}, [], {"head_dim": 98}),
         (FOUR_HEADS | {"head_dim": None, "hidden_size": 48}, [], {"head_dim": 12}),
         ({"rms_norm_eps": 1e-5}, [], {"norm_eps": 1e-5}),
+        ({"mask_token_id": 0}, [], {"mask_id": 0}),
         ({"num_attention_heads": 6}, ["num_key_value_heads"], {"kv_heads": 6}),
         ({"model_type": "qwen3"}, [], {"qk_norm": True, "attention": "block"}),
         (
@@ -1245,6 +1246,12 @@ def test_tensors_under_other_names_are_told(stem, tmp_path):
     says = re.escape(f"missing model.{name}, but has {stem}{name} (all names must be")
     with pytest.raises(ValueError, match=says):
         hf.load(folder)
+
+
+def test_magnitudes_of_half_precision_are_summed_in_single():
+    """Those of a large matrix come to more than float16's greatest number, 65,504."""
+    (sums,) = hf.totals([np.full((2, 1000), 100, np.float16)], (1,))
+    assert sums.tolist() == [1e5, 1e5]
 
 
 def test_more_layers_than_the_config_says_are_unknown(tmp_path):

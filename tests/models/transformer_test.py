@@ -607,3 +607,12 @@ def test_weights_are_rounded_where_a_forward_pass_would_round_them(tiny):
     plain = dataclasses.replace(cfg, dtype="float32")
     program = jax.make_jaxpr(lambda x: transformer.rounded(x, plain))(shapes)
     assert not program.eqns  # a run in f32 computes what it did
+
+
+def test_heads_of_one_product_are_queries_then_a_key_and_a_value():
+    """Of three queries a key head, where others have two."""
+    rows = np.arange(2 * 5 * 4).reshape(1, 1, 2, 5, 4)
+    queries, key, value = layer.of_heads(rows)
+    np.testing.assert_array_equal(queries, rows[..., [0, 1, 2], :])
+    np.testing.assert_array_equal(key, rows[..., 3, :])
+    np.testing.assert_array_equal(value, rows[..., 4, :])

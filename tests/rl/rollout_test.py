@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,20 @@ def test_answers_that_are_not_finite_are_said_and_all_of_them_are_refused(capsys
     capsys.readouterr()
     list(answers.checked(bad_answers(5, 0), 5))
     assert capsys.readouterr().err == ""
+
+
+def test_texts_are_of_the_answers_alone_and_without_special_tokens():
+    """Which stand behind the prompts, and have others behind them."""
+    short, long = (lent.TOK(text)["input_ids"] for text in ("7", "15"))
+    end = lent.TOK.eos_token_id
+    tokens_BT = np.array(
+        [[*long, *short, end, *long], [*short, *long, end, end, *short]]
+    )
+    prompt_len_B, len_B = np.array([len(long), len(short)]), np.array([2, 3])
+    trace = types.SimpleNamespace(
+        tokens_BT=tokens_BT, prompt_len_B=prompt_len_B, len_B=len_B
+    )
+    assert lent.decode(trace) == ["7", "15"]
 
 
 def test_an_answer_that_was_not_graded_in_time_is_counted_and_earns_nothing(mesh):

@@ -176,6 +176,17 @@ def test_a_row_that_meets_nan_ends_alone(tiny, cache):
     same(dict(made.stream(params, asked, **how)), want)  # no page keeps a NaN
 
 
+def test_who_leaves_a_row_without_pages_leaves_nothing_there(tiny):
+    model, params, cfg = case(tiny, "none")
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    ask(made, asked(6))
+    got = made.turn(params, KEY, watch=lambda request, row: None)
+    made.cancel(made.scheduler.active[0].index)
+    assert made.scheduler.left
+    assert len([*got, *made.run(params, KEY)]) == 5
+    empty_again(made)
+
+
 def test_an_answer_longer_than_a_canvas_is_refused(tiny):
     model, _, cfg = case(tiny, "prefix")
     made = Engine(model=model, cfg=cfg, mesh=ONE())

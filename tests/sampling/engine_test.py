@@ -16,7 +16,7 @@ import pytest
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.models import acting, transformer
 from dllm_jax.pallas_kernels import held_pages
-from dllm_jax.sampling import denoise, engine, state
+from dllm_jax.sampling import denoise, engine, forwards, scheduler, state
 from dllm_jax.sampling.config import SamplerConfig
 from dllm_jax.sampling.engine import Engine
 from dllm_jax.sampling.pages import Pages
@@ -183,6 +183,13 @@ def test_the_engine_is_the_definition(
     empty_again(made)
 
 
+def test_the_loop_is_the_one_of_the_platform(tiny, monkeypatch):
+    made = Engine(model=tiny[0], cfg=CFG, mesh=ONE())
+    assert made.loop is forwards.advance
+    monkeypatch.setattr(Engine, "platform", "gpu")
+    assert made.loop is forwards.advance_on_gpu
+
+
 def test_rows_that_are_released_are_made_anew(tiny, wanted):
     """Their pages know nothing of the prompts that were in those before."""
     model, params = tiny
@@ -194,6 +201,19 @@ def test_rows_that_are_released_are_made_anew(tiny, wanted):
             same(row, wanted["dynamic"][request.index])
         made.release()
         assert made.rows is None
+
+
+def test_a_row_that_gets_further_pages_has_room_for_more(tiny, wanted, monkeypatch):
+    model, params = tiny
+    cfg = dataclasses.replace(CFG, strategy="dynamic")
+    for module in (engine, scheduler):
+        monkeypatch.setattr(module, "AHEAD", 1)
+    made = Engine(model=model, cfg=cfg, mesh=ONE())
+    made.scheduler.overbooked = True
+    ask(made, ASKED[:6])
+    for request, row in made.run(params, KEY):
+        same(row, wanted["dynamic"][request.index])
+    empty_again(made)
 
 
 @pytest.mark.soak
@@ -487,6 +507,20 @@ def test_no_page_keeps_what_a_row_left_there_before_it_drew(tiny, monkeypatch, l
     for request, row in got:
         same(row, want[request.index])
     empty_again(made)
+
+
+@pytest.mark.parametrize("name", ["k_LPOKH", "v_LPOKH"])
+def test_keys_or_values_alone_may_be_not_finite(tiny, name):
+    model = dataclasses.replace(tiny[0], head_dim=4)  # not as many as there are heads
+    made = Engine(model=model, cfg=CFG, mesh=ONE())
+    made.begin(KEY)
+    with jax.set_mesh(made.mesh):
+        made.scheduler.left.add(1)
+        assert not made.left_not_finite()
+        pool = made.rows.s.cache
+        pool = pool.replace(**{name: getattr(pool, name).at[0].set(np.inf)})
+        made.rows = made.rows.replace(s=made.rows.s.replace(cache=pool))
+        assert made.left_not_finite()
 
 
 def test_who_watches_may_cancel(tiny):

@@ -297,6 +297,12 @@ RECORDS = {
 }
 
 
+def test_a_list_around_a_result_is_of_apps_alone():
+    record = {"input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}}
+    assert grade(DOUBLE, record) == 1
+    assert grade(DOUBLE, {"tests": code.calls("f", [[1]], [[2]])}) == 0
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_format_is_read_and_graded(name):
     program, record = RECORDS[name]

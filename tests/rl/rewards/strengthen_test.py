@@ -85,6 +85,8 @@ def test_what_inputs_do_not_have_in_common_is_changed():
     assert any(x != sorted(x) for (x,) in made(([1, 2, 9],), ([7, 3],)))
     assert {len(x) for (x,) in made(([1, 2, 9],), ([7, 3],))} >= {2, 3, 4}
     assert any(not x for x, _ in made(("ab", 5), ("", 7), ("b", 6)))
+    assert {x < y for x, y in made((1, 5), (9, 2))} == {False, True}
+    assert any(x % 1 for (x,) in made((1.0,), (2.5,)))
 
 
 def test_new_inputs_are_drawn_by_the_seed():
@@ -130,6 +132,8 @@ FORMS = {  # a test: (what its value is, the new assertion)
     "f(x=1) == 2": None,
     "g(1) == 2": None,
     "abs(poly(f(1))) < 1e-4": None,
+    "abs(f(1) + 2.5) < 3": None,
+    "abs(2 * f(1) - 5) < 1e-3": None,
     "f(1) == 2 and True": None,
 }
 
@@ -137,6 +141,15 @@ FORMS = {  # a test: (what its value is, the new assertion)
 @pytest.mark.parametrize("test", FORMS)
 def test_a_new_test_compares_as_the_one_it_comes_from(test):
     assert strengthen.form(ast.parse(test, mode="eval").body, {"f"}) == FORMS[test]
+
+
+@pytest.mark.parametrize(
+    ("value", "near"),
+    [("{'n': 1, 'x': 0.5}", True), ("[1, (2, {0.5})]", True), ("{0.5: 1}", False)],
+)
+def test_one_number_with_a_point_is_compared_as_such(value, near):
+    line = strengthen.assertion("CALL_ == VALUE_", "f(1)", value)
+    assert line.startswith("assert near_(f(1), ") == near
 
 
 @pytest.mark.parametrize(
@@ -321,6 +334,8 @@ NOTHING = {  # a solution that passes its test, `f([4, 1]) == [4, 1]`, and adds 
     "never ends otherwise": "def f(x):\n    while x != [4, 1]: x = [*x]\n    return x",
     "random": "import random\ndef f(x):\n"
     "    return x if x == [4, 1] else random.random()",
+    "random from its start": "import random\nn = random.random()\ndef f(x):\n"
+    "    return x if x == [4, 1] else n",
     "counts": "n = 0\ndef f(x):\n    global n\n    n += 1\n"
     "    return x if x == [4, 1] else n",
     "no number": "def f(x):\n    return x if x == [4, 1] else float('nan')",
