@@ -380,19 +380,12 @@ class Checkpoints:
         Containers may be others than the target's where they hold the same arrays: an
         optimizer that decays weights has a mask around nothing, another nothing.
         """
-        like, wanted = target, {}
+        like = target
         if target is not None:
-            leaves, tree = jax.tree.flatten_with_path(target)
-            wanted = {dotted(path): leaf for path, leaf in leaves}
-            like = jax.tree.map_with_path(
-                lambda path, _: wanted[dotted(path)], self.shapes(step).tree
-            )
+            like = contained(target, self.shapes(step).tree)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         state = self.manager.restore(step, args=args).state
-        if target is None:
-            return state
-        found = {dotted(path): x for path, x in jax.tree.leaves_with_path(state)}
-        return tree.unflatten(found[name] for name in wanted)
+        return state if target is None else contained(state, target)
 
     def shapes(self, step: int):
         """Returns the tree of one step with shapes and dtypes for its arrays."""
@@ -434,10 +427,20 @@ def dotted(path) -> str:
     return ".".join(str(key) for key in keys)
 
 
+def by_name(tree) -> dict:
+    """Returns every leaf by its dotted name."""
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def contained(tree, like):
+    """Returns the leaves of a tree in the containers of another, by their dotted names."""
+    leaves = by_name(tree)
+    return jax.tree.map_with_path(lambda path, _: leaves[dotted(path)], like)
+
+
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every leaf by its dotted name."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
+    return {name: tuple(leaf.shape) for name, leaf in by_name(tree).items()}
 
 
 def misfit(stored, target) -> str | None:

@@ -405,12 +405,14 @@ def same_answers(cfg) -> list[str]:
 
 def unasked(cfg) -> list[str]:
     """Returns the warnings of an evaluation, which reads nothing of how a run learns."""
-    own = "warning: sampler."
-    return same_answers(cfg) + [line for line in unread(cfg) if line.startswith(own)]
+    return same_answers(cfg) + unread(cfg, "sampler.")
 
 
-def unread(cfg) -> list[str]:
-    """Returns a warning for each key whose value waits for another's."""
+def unread(cfg, front: str = "") -> list[str]:
+    """Returns a warning for each key whose value waits for another's.
+
+    front: what the keys begin with that are looked at.
+    """
     graders, idle = rewards.weights(cfg.rl.reward), []
     if cfg.reward.split == "none" and "judge" not in graders and cfg.reward.judge.at:
         why = "rl.reward names no judge, and reward.split is 'none'"
@@ -428,7 +430,11 @@ def unread(cfg) -> list[str]:
             if value := getattr(optim, key):
                 why = f"{name}.schedule is 'constant'"
                 idle.append((f"{name}.{key}", value, why))
-    return [f"warning: {key}={x!r} is not read, as {why}" for key, x, why in idle]
+    return [
+        f"warning: {key}={x!r} is not read, as {why}"
+        for key, x, why in idle
+        if key.startswith(front)
+    ]
 
 
 # Keys of the sampler, and what of its strategy says that they are read.
@@ -452,7 +458,7 @@ def waiting(cfg, graders) -> dict[str, str]:
     loss, row = cfg.objective, OBJECTIVES[cfg.objective.loss]
     clips = row.clips or (rl.value in NETWORKS and loss.value_clip < 0)
     pulls = (row.clips and loss.beta) or (row.pulled and loss.reference_beta)
-    pulled = "reference_beta" if row.pulled else "loss"
+    pull = "beta" if row.clips else "reference_beta" if row.pulled else "loss"
     by = "sampler.strategy"
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
@@ -475,10 +481,7 @@ def waiting(cfg, graders) -> dict[str, str]:
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),
         "objective.value_weight": (not learns or rl.value == "head", "rl.value"),
         "objective.clip": (not learns or clips, "objective.loss"),
-        "objective.kl": (
-            not learns or pulls,
-            f"objective.{'beta' if row.clips else pulled}",
-        ),
+        "objective.kl": (not learns or pulls, f"objective.{pull}"),
     }
     why = {}
     for key, (read, of) in asked.items():
