@@ -290,8 +290,9 @@ def from_command_line(argv: list[str], example: str) -> config.Config:
     return cfg
 
 
-# Sections of RL's keys, and of them those that other methods read, or their evaluation.
-OF_RL = ("rl.", "value_optim.")
+# What RL's keys begin with, and of them those that other methods read, or their evaluation.
+OF_RL = ("rl.", "value_optim.", "objective.clip", "objective.beta", "objective.kl")
+OF_RL += ("objective.value_weight",)
 OF_ALL = ("rl.reward", "rl.truncated", "rl.entropy_floor")
 
 
@@ -300,9 +301,10 @@ def of_other_methods(argv: list[str], method: str) -> list[str]:
 
     A config file may set them: whoever changes its method need not take them out.
     """
-    foreign, own = (("sft.",), "rl.") if method == "rl" else (OF_RL, "sft.")
+    foreign, own = (("sft.",), "rl.*") if method == "rl" else (OF_RL, "sft.*")
+    own += ", and objective.reference_beta for its beta" * (method == "dpo")
     return [
-        f"--config.{key} is not read with method={method!r}, whose keys are {own}*"
+        f"--config.{key} is not read with method={method!r}, whose keys are {own}"
         for _, key, _ in overrides(argv)
         if key.startswith(foreign) and key not in OF_ALL
     ]

@@ -452,14 +452,13 @@ def waiting(cfg, graders) -> dict[str, str]:
     learns, split, rl = cfg.method == "rl", cfg.reward.split, cfg.rl
     # One's own grader may give tokens rewards.
     tokens = split != "none" or any(":" in name for name in graders)
-    coins = KINDS[cfg.noise.kind].coins
+    outcome, coins = rl.outcome or split == "none", KINDS[cfg.noise.kind].coins
     samplers = cfg.sampler, *variants(cfg.eval.samplers, cfg.sampler).values()
-    strategies = [STRATEGIES[x.strategy] for x in samplers]
+    taken = [STRATEGIES[x.strategy] for x in samplers]
     loss, row = cfg.objective, OBJECTIVES[cfg.objective.loss]
     clips = row.clips or (rl.value in NETWORKS and loss.value_clip < 0)
     pulls = (row.clips and loss.beta) or (row.pulled and loss.reference_beta)
     pull = "beta" if row.clips else "reference_beta" if row.pulled else "loss"
-    by = "sampler.strategy"
     asked = {  # key: (whether it is read, the key that says so)
         "noise.lower": (coins, "noise.kind"),
         "noise.upper": (coins, "noise.kind"),
@@ -468,14 +467,15 @@ def waiting(cfg, graders) -> dict[str, str]:
         "reward.tail": (split != "none", "reward.split"),
         "sampler.blank": (cfg.sampler.guidance, "sampler.guidance"),
         **{
-            f"sampler.{key}": (any(getattr(x, fact) for x in strategies), by)
+            f"sampler.{key}": (any(getattr(x, fact) for x in taken), "sampler.strategy")
             for key, fact in OF_STRATEGY.items()
         },
         "rl.max_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.min_solved": (rl.filter == "solvable", "rl.filter"),
         "rl.outcome": (tokens or not learns, "reward.split"),
-        "rl.speed": (rl.outcome or split == "none", "rl.outcome"),
-        "rl.truncated_tail": (rl.outcome or split == "none", "rl.outcome"),
+        "rl.speed": (outcome, "rl.outcome"),
+        "rl.truncated": (outcome or rl.truncated != "soft", "rl.outcome"),
+        "rl.truncated_tail": (outcome, "rl.outcome"),
         "rl.updates": (not rl.answers_per_update, "rl.answers_per_update"),
         "rl.gamma": (tokens or not learns or rl.value != "none", "rl.value"),
         "rl.lam": (tokens or not learns or rl.value != "none", "rl.value"),

@@ -1195,6 +1195,12 @@ CHUNKS = {"reward__judge__at": "http://localhost/v1", "reward__split": "marks"}
             "rl.speed=1.0 is not read, as",
         ),
         (CHUNKS | {"rl__speed": 1.0}, ""),
+        (
+            CHUNKS | {"rl__truncated": "soft", "rl__outcome": 0.0},
+            "rl.truncated='soft' is not read, as rl.outcome is 0.0",
+        ),
+        (CHUNKS | {"rl__truncated": "soft"}, ""),
+        (CHUNKS | {"rl__truncated": "mask", "rl__outcome": 0.0}, ""),
         ({"rl__gamma": 0.9, "rl__value": "none", "rl__reward": "own:keyed"}, ""),
         (
             {"objective__value_weight": 2.0, "rl__value": "own"},
@@ -1296,6 +1302,9 @@ def test_the_best_is_of_what_evaluations_tell(name, known):
         ("--noconfig.rl.whiten --config.value_optim.lr=1", "dpo", "whiten lr"),
         ("--config.rl.reward=code --config.rl.truncated=graded", "sft", ""),
         ("--config.sft.steps=3 --config.rl.steps=3", "rl", "steps"),
+        ("--config.objective.clip=0.1 --config.objective.kl=k2", "sft", "clip kl"),
+        ("--config.objective.reference_beta=0.1", "dpo", ""),
+        ("--config.objective.beta=0.1 --config.objective.kl=k2", "rl", ""),
     ],
 )
 def test_keys_of_another_method_are_told(words, method, keys):
@@ -1303,8 +1312,16 @@ def test_keys_of_another_method_are_told(words, method, keys):
     assert len(lines) == len(keys.split())
     for line, key in zip(lines, keys.split(), strict=True):
         assert re.match(
-            rf"--config\.(rl|sft|value_optim)\.{key} is not read with", line
+            rf"--config\.(rl|sft|value_optim|objective)\.{key} is not read with", line
         )
+
+
+def test_the_beta_of_dpo_is_named():
+    line = "--config.objective.beta=0.1"
+    (told,) = command_line.of_other_methods(["train", line], "dpo")
+    assert told.endswith("objective.reference_beta for its beta")
+    (told,) = command_line.of_other_methods(["train", line], "sft")
+    assert told.endswith("whose keys are sft.*")
 
 
 @pytest.mark.parametrize(

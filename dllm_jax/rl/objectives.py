@@ -38,7 +38,7 @@ def k3(delta):
     Here they are the old one's: right to second order in d. The exponent is clamped, as in
     dLLM-RL, so that a token below -LIMIT is pulled back no more: the slope is 1 there.
     """
-    return jnp.exp(jnp.clip(-delta, -LIMIT, LIMIT)) - 1 + delta
+    return jnp.expm1(jnp.clip(-delta, -LIMIT, LIMIT)) + delta
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -40,6 +40,12 @@ def test_kl_estimators(delta, k3):
     assert float(objectives.kl(jnp.float32(delta), "k1")) == pytest.approx(delta)
 
 
+@pytest.mark.parametrize("delta", [-1e-4, 1e-4, 2e-5])
+def test_k3_of_near_policies_is_more_than_rounding(delta):
+    told = float(objectives.kl(jnp.float32(delta), "k3"))
+    assert told == pytest.approx(delta**2 / 2, rel=0.05)
+
+
 def test_k3_clamps_its_exponent():
     far = jnp.array([-50.0, 50.0])
     np.testing.assert_allclose(
