@@ -27,6 +27,7 @@ from dllm_jax.models import export, hf, lora, peft, repository, transformer
 from dllm_jax.models.config import ModelConfig
 from dllm_jax.models.families import changes
 from dllm_jax.models.vision.config import TOWERS
+from dllm_jax.rl import best
 
 
 class Parser(argparse.ArgumentParser):
@@ -180,6 +181,11 @@ def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
         raise ValueError(f"{folder} holds no checkpoints")
     if step not in (None, *steps):
         raise ValueError(f"{folder} has the steps {steps}; asked for {step}")
+    if step is None and not best.holds(folder.parent, steps[-1]):
+        exits.warn(
+            f"warning: this is step {steps[-1]}, the newest; best/ and export/ are of the step "
+            f"in {folder.parent / best.MARK} (run.keep_best)"
+        )
     step = steps[-1] if step is None else step
     if checkpoints.damaged(step):
         raise ValueError(f"{folder / str(step)} is damaged; --step= takes another")

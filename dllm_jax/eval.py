@@ -45,6 +45,7 @@ from dllm_jax import (
     pictures,
     processes,
     sharding,
+    statistics,
 )
 from dllm_jax.data import sets
 from dllm_jax.folder import OVERWRITE, Answers, Folder, write
@@ -332,7 +333,8 @@ def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
     """Returns what all answers say, `each` of them to a problem; found: their Scores."""
     told = rollout.summary(rollout.of_records(records))
     # The card's, which leave out what nobody judged.
-    told |= {name: x.value for name, x in found.items()}
+    some = {name: x for name, x in found.items() if x.method != statistics.OF_NONE}
+    told |= {name: x.value for name, x in some.items()}
     return told | {"problems": len(records) // each, "answers": each}
 
 

@@ -587,8 +587,12 @@ class Answers:
         """Appends an answer, which is in the file when this returns."""
         text = json.dumps(line, ensure_ascii=False) + "\n"
         with room(self.path.parent, len(text)):
-            self.file.write(text)
-            self.file.flush()
+            try:
+                self.file.write(text)
+                self.file.flush()
+            except OSError:  # what closes it would try again, and fail in place of this
+                unheard(self.file)
+                raise
             name, number = self.file.name, self.file.fileno()
             still = os.path.exists(name) and os.path.samefile(name, number)
         if not still:

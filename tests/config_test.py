@@ -700,6 +700,7 @@ def test_errors_of_the_user_end_in_one_line(capsys):
         (ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8"), True, True),
         (ValueError("INTERNAL: a kernel"), True, False),
         (ValueError("sampler.rows=0: Out of memory"), False, False),
+        (RuntimeError("INTERNAL: Out of memory of a library's own"), False, False),
         (MemoryError(), False, True),
         (None, False, False),
     ],
@@ -708,6 +709,13 @@ def test_an_error_of_the_runtime_is_known_as_a_bare_value_error(error, runtime, 
     """A program that ran before raises no other: it was told as a refusal."""
     assert exits.of_runtime(error) == runtime
     assert exits.exhausted(error) == full
+
+
+def test_a_file_whose_source_is_gone_refuses_as_it_did():
+    code = compile("raise ValueError('wrong')", "a_file_that_is_gone.py", "exec")
+    with pytest.raises(ValueError) as refused:
+        exec(code)  # noqa: S102
+    assert exits.refuses(refused.value)
 
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])

@@ -19,6 +19,7 @@ from dllm_jax import convert, folder, sharding
 from dllm_jax.checkpoint import Checkpoints
 from dllm_jax.models import hf, peft, repository, transformer
 from dllm_jax.models.config import Lora
+from dllm_jax.rl import best
 from dllm_jax.rl.learner import TrainState
 from tests import served
 from tests.goldens import reader
@@ -90,6 +91,18 @@ def test_the_policy_of_a_run(run, tmp_path, step, added):
     _, was = hf.load(VALUE)
     np.testing.assert_array_equal(params.pop("norm"), was.pop("norm") + 1 * added)
     jax.tree.map(np.testing.assert_array_equal, params, was)
+
+
+def test_another_step_than_that_of_the_best_is_told(tmp_path, run, capsys):
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
+    for kept, asked, told in ((1, None, True), (1, 2, False), (2, None, False)):
+        best.mark(tmp_path, kept)
+        convert.whole_step(checkpoints, tmp_path / "checkpoints", asked)
+        line = (
+            "warning: this is step 2, the newest; best/ and export/ are of the step in"
+        )
+        assert (line in capsys.readouterr().err) == told
 
 
 def test_the_value_network_of_a_run(run, tmp_path):

@@ -328,9 +328,14 @@ def test_a_signal_ends_an_evaluation_between_answers_and_it_goes_on(tmp_path):
 def test_how_many_problems_are_compared_is_told(tmp_path):
     for name, questions in {"a": "123", "b": "1234"}.items():
         rows = [written.answer(question=x, reward=float(x < "3")) for x in questions]
+        rows[0]["reward"] = float(name == "a")
+        rows[1]["graded"] = name == "a"
         written.write(tmp_path / name, rows)
     told = evaluation.versus([str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "\n3 problems in common, of 3 and 4; the first is" in told
+    assert told.endswith(
+        "\n3 problems in common, of 3 and 4; the first is ahead on 1 of them, the second "
+        "on 0; graded in both: 2"
+    )
     told = evaluation.versus([str(tmp_path / "a")] * 2)
     assert "\n3 problems in common; the first is" in told
 

@@ -612,7 +612,7 @@ def test_what_cannot_be_read_is_told(tmp_path, name, monkeypatch):
 # ---- No room -------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
+def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path, monkeypatch):
     for error in (
         OSError(28, "No space left on device"),
         ValueError("RESOURCE_EXHAUSTED: writing: No space left on device"),
@@ -652,6 +652,9 @@ def test_a_full_disk_is_one_line_with_folder_and_bytes(tmp_path):
     full = pytest.raises(exits.CannotGoOn, match="free; what was whole is whole")
     with full, exits.room(tmp_path, 2**62):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(exits, "free", lambda folder: 4096)
+    with full, exits.room(tmp_path):  # a file of how many bytes nobody said
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     in_the_way = pytest.raises(
         exits.CannotGoOn, match=rf"Is a directory \({tmp_path}/a\)"
     )
@@ -668,8 +671,8 @@ def test_answers_that_find_no_room_are_one_line_and_what_was_whole_stays(tmp_pat
     sink.add({"n": 1})
     sink.file.close()
     full = pytest.raises(exits.CannotGoOn, match="no room: 9 bytes are wanted")
-    with open("/dev/full", "ab", buffering=0) as file, full:
-        sink.file = io.TextIOWrapper(file, write_through=True)
+    with full, open("/dev/full", "a", encoding="utf-8") as file:  # closes with a buffer
+        sink.file = file
         sink.add({"n": 2})
     assert (tmp_path / "out.jsonl").read_text() == '{"n": 1}\n'
 

@@ -1,5 +1,6 @@
 """The model that lm-evaluation-harness sees, with and without the harness."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -42,6 +43,14 @@ def test_kernels_are_checked_before_they_are_used(monkeypatch):
     said = []
     harness.Model(settings(), draws=4, say=said.append)
     assert said == ["those of a chip"]
+
+
+def test_its_weights_are_those_of_the_checkpoint_in_the_dtype_that_computes():
+    cfg = settings()
+    own = dataclasses.replace(cfg.model, lora_rank=2, dtype="bfloat16")
+    made = harness.Model(dataclasses.replace(cfg, model=own), 1, lambda *args: None)
+    assert made.model.lora is None
+    assert made.likelihood.params["policy"]["embed"].dtype == "bfloat16"
 
 
 def test_texts_end_before_the_first_stop_string():
@@ -98,11 +107,13 @@ def test_prompts_that_lose_their_beginning_are_told(model, monkeypatch):
     )
     short, long = request("1+1", {}), request("9" * 33, {})
     model.generate_until([short, long, long])
-    model.generate_until([short])
+    model.generate_until([short, request("9" * 32, {})])
     told = "warning: {} prompts lose their beginning: they have more than sampler.max_p"
     assert len(said) == 1 and said[0].startswith(told.format("2 of 3"))
-    model.loglikelihood([request("9" * 40, "2")])
+    model.loglikelihood([request("9" * 40, "2" * 8)])
     assert len(said) == 2 and said[1].startswith(told.format("1 of 1"))
+    model.generate_until([request("1+1", {"max_gen_toks": 9})])
+    assert len(said) == 3 and "answers end at sampler.max_new=8" in said[2]
 
 
 def test_the_length_of_an_answer_has_several_names_in_tasks():
@@ -149,6 +160,12 @@ def test_an_assistants_turn_that_has_begun_stays_open(model):
     assert closed.startswith(text) and closed != text
     assert closed.count("=3") == 1 and closed.endswith("assistant\n")
     assert [message["content"] for message in begun] == ["1+2", "=3"]  # as it was
+    rules = [{"role": "system", "content": "be brief"}]
+    ruled = model.apply_chat_template(rules + begun, add_generation_prompt=False)
+    assert ruled == model.apply_chat_template(rules + ask) + "=3"
+    # Nor is one begun that nobody asks for.
+    closed = model.apply_chat_template(ask, add_generation_prompt=False)
+    assert written == closed + "<|im_start|>assistant\n"
 
 
 def test_a_conversation_that_no_template_writes_is_told(model, monkeypatch):
@@ -229,7 +246,7 @@ class TaskManager:
         self.folder = include_path
 
 def simple_evaluate(model, tasks, task_manager, **options):
-    told = options | {"folder": task_manager.folder}
+    told = options | {"folder": task_manager.folder, "draws": model.draws}
     print(tasks, told, multiprocessing.get_start_method())
     return {"results": {"sums": {"alias": "sums", "acc": 0.25}}, "samples": 1}
 """
@@ -248,6 +265,7 @@ def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
         file.write_text(text)
     words = ["--config=configs/eval.py", f"--config.run.folder={tmp_path}/run"]
     words += ["--tasks=sums", f"--task_folder={tasks}", "--limit=3", "--num_fewshot=2"]
+    words += ["--draws=7"]
     done = served.run("dllm_jax.harness", words)
     assert done.returncode == 2 and f"={tasks}: there is no such folder" in done.stderr
     tasks.mkdir()
@@ -262,11 +280,13 @@ def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
     assert ran.returncode == 0, ran.stderr
     asked, *_, printed = ran.stdout.splitlines()
     options = {"limit": 3, "num_fewshot": 2, "apply_chat_template": True}
-    options |= {"log_samples": False, "folder": str(tasks)}
+    options |= {"log_samples": False, "folder": str(tasks), "draws": 7}
     assert asked == f"['sums'] {options} forkserver"
     assert printed.split() == ["sums", "acc", "0.25"]
     kept = json.loads((tmp_path / "run" / "lm_eval.json").read_text())
     assert kept == {"results": {"sums": {"alias": "sums", "acc": 0.25}}}
+    used = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert used["run"]["folder"] == f"{tmp_path}/run"
     # Of another model that does not come to its end, nothing of the first one is told as its own.
     (package / "__init__.py").write_text(
         STUB.replace("return {", "1 / 0\n    return {")
@@ -282,6 +302,9 @@ def test_flags_reach_the_harness_whose_processes_are_no_forks_of_jax(tmp_path):
     assert ran.returncode == 1 and "is in lm_eval.before.json now" in ran.stdout
     assert not (tmp_path / "run" / "lm_eval.json").exists()
     assert json.loads((tmp_path / "run" / "lm_eval.before.json").read_text()) == kept
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    done = served.run("dllm_jax.harness", words)
+    assert done.returncode == 2 and "is a training run's: name another" in done.stderr
 
 
 def test_what_would_execute_answers_is_found_in_groups_and_tags_too():
@@ -292,12 +315,51 @@ def test_what_would_execute_answers_is_found_in_groups_and_tags_too():
         "runs": entry(task="runs", unsafe_code=True),
         "asks": entry(task="asks"),
         "group": entry(group="group", task=["asks", {"group": "in", "task": ["runs"]}]),
+        "beside": entry(group="beside", task=[{"group": "group"}]),
         "changed": entry(group="changed", task=[{"task": "asks", "unsafe_code": True}]),
         "tag": entry(),
     }
     found = {name: harness.executing([name], index) for name in index}
     assert found.pop("asks") == [] and found.pop("changed") == ["asks"]
-    assert found == {name: ["runs"] for name in ("runs", "group", "tag")}
+    assert found == {name: ["runs"] for name in ("runs", "group", "beside", "tag")}
+
+
+def test_what_the_harness_cannot_do_is_told_by_its_flag(monkeypatch):
+    """As tasks say it which are classes, and a hub that is not there."""
+    asked, answers = [], []
+
+    class TaskManager:
+        all_tasks, task_index = ("sums", "other"), {}
+
+        def __init__(self, include_path):
+            asked.append(include_path)
+
+    def simple_evaluate(**given):
+        asked.append(given["tasks"])
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    stub = types.SimpleNamespace(simple_evaluate=simple_evaluate)
+    monkeypatch.setitem(sys.modules, "lm_eval", stub)
+    tasks = types.SimpleNamespace(TaskManager=TaskManager)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    with pytest.raises(ValueError, match="the harness has no task one, two$"):
+        harness.evaluate(None, ["one", "sums", "two"])
+    assert asked == [None]
+    for error, told in (
+        (ValueError("it runs unsafe code"), "--tasks: sums, other would execute what"),
+        (ValueError("a defect"), "^a defect$"),
+        (ConnectionError("no\n  hub"), "^--tasks=sums,other: cannot get .*: no hub; "),
+    ):
+        answers.append(error)
+        with pytest.raises(ValueError, match=told):
+            harness.evaluate(None, ["sums", "other"], "folder")
+    answers.append({"results": {"sums": 1}, "samples": [1], "versions": 2})
+    found = harness.evaluate(None, ["sums"])
+    assert found == {"results": {"sums": 1}, "versions": 2}
+    assert asked[1:] == ["folder", ["sums", "other"]] * 3 + [None, ["sums"]]
 
 
 TASK = """

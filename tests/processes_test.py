@@ -521,6 +521,206 @@ def test_a_second_signal_ends_who_waits_for_the_others(monkeypatch, first):
     assert cause["code"] == exits.STOPPED
 
 
+class Stored:
+    """A client of a store that others do not write to; what it does not have is gone."""
+
+    def __init__(self):
+        self.told, self.done, self.slept = {}, [], []
+
+    def key_value_set(self, key: str, text: str):
+        """Keeps the first text of a key, as the store does."""
+        if key in self.told:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key")
+        self.told[key] = text
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns as the store does, or raises as it."""
+        if key not in self.told:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: Config key")
+        return self.told[key]
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        """Returns as the store does, or raises as where the coordinator has ended."""
+        if key not in self.told:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+        return self.told[key]
+
+    def wait_at_barrier(self, name: str, milliseconds: int):
+        """Notes where it waited."""
+        self.done.append(name)
+
+    def cause(self) -> dict:
+        """Returns what was told to end all."""
+        return json.loads(self.told["cause"])
+
+
+class Ended(Exception):
+    """A process has ended with (exit code, last line)."""
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """A Group of process 1 of two, alone; what ends it raises Ended."""
+
+    def end(code: int, line: str = ""):
+        raise Ended(code, line)
+
+    client = Stored()
+    monkeypatch.setattr(processes, "end", end)
+    monkeypatch.setattr(processes, "deaf", lambda: client.done.append("deaf"))
+    monkeypatch.setattr(processes.time, "sleep", client.slept.append)
+    return processes.Group(client, "localhost:1", 1, 2)
+
+
+@pytest.mark.parametrize(
+    "code, own, line",
+    [
+        (exits.STOPPED, None, "error: why"),
+        (exits.REFUSED, "another", "error: why"),
+        (exits.REFUSED, "the same", ""),  # which this process has said itself
+        (exits.STOPPED, "the same", "error: why"),
+    ],
+)
+def test_who_listens_ends_by_the_cause_that_another_told(one_of_two, code, own, line):
+    cause = {"text": "why", "error": "the same", "code": code}
+    one_of_two.client.told["cause"] = json.dumps(cause)
+    one_of_two.error_text = own
+    with pytest.raises(Ended) as ended:
+        one_of_two.listen()
+    assert ended.value.args == (code, line)
+    assert one_of_two.conclusion == (code, "error: why")
+    assert one_of_two.client.done == ["deaf", "cause_read"]
+
+
+def test_without_its_coordinator_a_process_ends_by_what_it_knows(one_of_two):
+    one_of_two.where = lambda: "; in step 3"
+    lost = "error: process 0 on an unknown host is lost, the coordinator at localhost:1"
+    for act in (one_of_two.listen, one_of_two.aborted):
+        with pytest.raises(Ended) as ended:
+            act()
+        assert ended.value.args == (exits.STOPPED, f"{lost}; in step 3")
+    with socket.create_server(("localhost", 0)) as server:
+        one_of_two.coordinator = f"localhost:{server.getsockname()[1]}"
+        one_of_two.aborted()  # for another reason: the abort goes on
+        one_of_two.client = Store("UNAVAILABLE: failed to connect")
+        with pytest.raises(Ended):
+            one_of_two.aborted()
+        one_of_two.client, one_of_two.conclusion = Stored(), (exits.STUCK, "known")
+        with pytest.raises(Ended) as ended:
+            one_of_two.aborted()
+    assert ended.value.args == (exits.STUCK, "known")
+
+
+def by_exit(code: int, context: BaseException) -> SystemExit:
+    """Returns what the entry of a command raises for an error."""
+    error = SystemExit(code)
+    error.__context__ = context
+    return error
+
+
+BROKEN = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: reset")
+
+
+@pytest.mark.parametrize(
+    "error, code, text, printed",
+    [
+        (KeyError("why"), 1, "KeyError: 'why'", "KeyError: 'why'\n"),
+        (by_exit(exits.REFUSED, ValueError("why")), exits.REFUSED, "why", ""),
+        (BROKEN, exits.STOPPED, f"{type(BROKEN).__name__}: {BROKEN}", ""),
+    ],
+)
+def test_who_cannot_go_on_tells_the_others_why(
+    one_of_two, capsys, error, code, text, printed
+):
+    with pytest.raises(Ended) as ended:
+        one_of_two.leave(error)
+    assert ended.value.args == (code, "")
+    told = f"process 1 on {socket.gethostname()} ended: {text}"
+    assert one_of_two.client.cause() == {"text": told, "error": text, "code": code}
+    assert capsys.readouterr().err == printed  # the command's entry has told the others
+    assert one_of_two.client.done == ["deaf"]
+    waited = one_of_two.client.slept[0] == processes.PATIENCE_S  # for the first cause
+    assert waited == (error is BROKEN)
+
+
+@pytest.mark.parametrize("before", [None, "stopped: SIGINT came to process 0 on x"])
+def test_all_leave_together_with_the_signal_that_came_first(
+    one_of_two, monkeypatch, before
+):
+    monkeypatch.setattr(exits, "received", [signal.SIGTERM])
+    with pytest.raises(Ended) as ended:
+        one_of_two.leave(None)
+    assert ended.value.args == (0, "")
+    if before:
+        one_of_two.client.told["signal"] = json.dumps({"text": before})
+    with pytest.raises(Ended) as ended:
+        one_of_two.leave(by_exit(exits.STOPPED, exits.Stopped("by a signal")))
+    own = f"stopped: SIGTERM came to process 1 on {socket.gethostname()}"
+    assert ended.value.args == one_of_two.conclusion == (exits.STOPPED, before or own)
+    assert one_of_two.client.done == ["left", "deaf", "left", "deaf"]
+
+
+@pytest.mark.parametrize(
+    "error, text, code",
+    [
+        (exits.CannotGoOn("the disk is full"), "the disk is full", exits.STUCK),
+        (exits.Stopped("by a kernel"), "stopped by a kernel", exits.STOPPED),
+        (KeyError("why"), "KeyError: 'why'", 1),
+    ],
+)
+def test_an_error_beside_the_main_thread_ends_all(
+    one_of_two, monkeypatch, error, text, code
+):
+    processes.fail(error)  # of one process alone: the caller ends it
+    monkeypatch.setattr(processes, "group", one_of_two)
+    processes.fail(error)
+    told = f"process 1 on {socket.gethostname()} ended: {text}"
+    assert one_of_two.client.cause() == {"text": told, "error": text, "code": code}
+
+
+@pytest.mark.parametrize("line", ["the last line", ""])
+def test_an_end_has_its_last_line_behind_all_others(monkeypatch, capfd, line):
+    ended = []
+    monkeypatch.setattr(processes, "ending_lock", threading.Lock())
+    monkeypatch.setattr(processes.exits, "end", lambda *told: ended.append(told))
+    processes.end(exits.STUCK, line)
+    ((code, told, write),) = ended
+    assert (code, told) == (exits.STUCK, line)
+    print("said before", file=sys.stderr)
+    write()
+    assert capfd.readouterr().err == "said before\n" + (line and f"{line}\n")
+    assert processes.ending_lock.locked()  # nobody else has a last word
+
+
+def test_who_is_who_is_told_by_flags_before_the_environment(monkeypatch):
+    asked = []
+
+    def connect(*given):
+        asked.append(given)
+        raise InterruptedError
+
+    monkeypatch.setattr(processes, "connect", connect)
+    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    given = [(None, None, None), ("here:1", 2, 0)]
+    for values in given:
+        with pytest.raises(InterruptedError):
+            processes.join(*values)
+    for name, value in zip(names, ("there:65535", "3", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    for values in given:
+        with pytest.raises(InterruptedError):
+            processes.join(*values, seconds=7)
+    wait = processes.JOIN_S
+    assert asked == [
+        (None, None, None, wait),
+        ("here:1", 2, 0, wait),
+        ("there:65535", 3, 0, 7),
+        ("here:1", 2, 0, 7),
+    ]
+
+
 def test_processes_that_were_told_other_numbers_of_them_are_refused(tmp_path):
     folder, port = tmp_path / "run", served.free_port()
     runs = [numbered(folder, port, count, count - 2) for count in (2, 3)]
@@ -625,6 +825,8 @@ def test_a_broken_connection_is_no_first_cause(error, effect):
     assert processes.broken(error) == effect
     outer = KeyError("saving")
     outer.__cause__ = error
+    assert processes.broken(outer) == effect
+    outer.__cause__, outer.__context__ = None, error
     assert processes.broken(outer) == effect
     refused = SystemExit(exits.REFUSED)
     refused.__context__ = error
@@ -771,6 +973,19 @@ def test_the_difference_names_who_has_what():
     assert processes.difference("a", everyone) == ""
     want = "b is 2 in process 0 and 3 in process 1 and unknown in process 2"
     assert processes.difference("b", everyone) == want
+
+
+@pytest.mark.parametrize("count, more", [(3, ""), (4, r" \(and 1 more\)")])
+def test_of_what_differs_three_are_named(monkeypatch, count, more):
+    own = {"alike": "0"} | {f"fact{i}": "1" for i in range(count)}
+    other = own | {f"fact{i}": "2" for i in range(count)}
+    differing = Told(digest="another", facts=json.dumps(other))
+    monkeypatch.setattr(processes, "group", differing)
+    said = "; ".join(f"fact{i} is 2 in process 0 and 1 in process 1" for i in range(3))
+    with pytest.raises(ValueError, match=f"^the processes differ: {said}{more}$"):
+        processes.agree(own)
+    monkeypatch.setattr(differing, "shared", lambda kind, text: {0: text, 1: text})
+    processes.agree(own)
 
 
 def test_a_number_of_the_environment_is_one(monkeypatch):

@@ -74,7 +74,9 @@ def test_each_is_told_the_run_and_its_steps(calls, tmp_path):
     assert (wandb["mode"], wandb["dir"]) == ("offline", str(tmp_path))
     (trackio,) = [k for name, _, k in calls if name == "init" and "mode" not in k]
     assert trackio["name"] == f"{tmp_path.name}-{wandb['id']}"
+    assert trackio["project"] == wandb["project"] == "dllm-jax"
     assert wandb["id"] == run_of(tmp_path).id != run_of(tmp_path / "x").id
+    assert run_of("a name in Latin-1: \udce4").id  # as the system gives it
 
 
 def test_a_run_in_the_place_of_one_that_was_removed_is_another(calls, tmp_path):
@@ -191,19 +193,26 @@ def test_only_a_key_takes_wandb_to_the_network(calls, tmp_path, monkeypatch):
     assert calls[0][2]["mode"] == "online"
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
+@pytest.mark.parametrize(
+    "where, error, reason",
+    [
+        ("init", RuntimeError("no\nnetwork"), "no network"),
+        ("log", KeyError(), "KeyError"),
+        ("finish", OSError("none"), "none"),
+    ],
+)
 def test_one_that_fails_is_left_out_and_the_others_go_on(
-    where, calls, tmp_path, monkeypatch, capsys
+    where, error, reason, calls, tmp_path, monkeypatch, capsys
 ):
     def fails(*args, **kwargs):
-        raise RuntimeError("no\nnetwork")
+        raise error
 
     monkeypatch.setattr(sys.modules["wandb"], where, fails, raising=False)
     told = trackers.Trackers(["wandb", "trackio"], run_of(tmp_path))
     told.log(3, {"reward": 0.5})
     told.log(4, {"reward": 0.5})
     told.close()
-    line = "warning: run.trackers: wandb is left out from here on: no network\n"
+    line = f"warning: run.trackers: wandb is left out from here on: {reason}\n"
     assert capsys.readouterr().err == line
     trackio = [name for name, _, kwargs in calls if "mode" not in kwargs]
     assert trackio.count("log") == (4 if where == "finish" else 2)

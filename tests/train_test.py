@@ -29,6 +29,7 @@ from dllm_jax import (
     train,
 )
 from dllm_jax.checkpoint import Checkpoints
+from dllm_jax.rl import best
 from tests import served
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -981,3 +982,124 @@ def test_a_run_says_what_of_it_cannot_be_saved():
     (line,) = said
     assert line.startswith("warning: the last updates were skipped, step 3: grad_norm")
     assert "nothing is saved after step 2, behind which" in line
+
+
+def test_an_entropy_below_its_floor_is_told():
+    said, training = [], object.__new__(train.Training)
+    training.here = types.SimpleNamespace(say=said.append)
+    for floor, row in (
+        (0.0, {"entropy": 0.1}),
+        (0.5, {"entropy": 0.5}),
+        (0.5, {"entropy": float("nan")}),
+        (0.5, {}),  # of a loss that tells none
+    ):
+        rl = types.SimpleNamespace(entropy_floor=floor)
+        training.cfg = types.SimpleNamespace(rl=rl)
+        assert training.entropy_low(3, row) == {}
+    assert said == []
+    assert training.entropy_low(3, {"entropy": 0.25}) == {"entropy_low": 1.0}
+    assert said[0].startswith("warning: step 3: entropy 0.25 nats a token, below")
+
+
+def test_no_update_follows_one_that_went_too_far():
+    """Of a step's four passes, which train what they name, the third is beyond rl.target_kl."""
+    noted, training = [], object.__new__(train.Training)
+    passes = [
+        (("value",), 1),
+        (("policy", "value"), 2),
+        (("policy",), 5),
+        (("policy",), 9),
+    ]
+
+    def trainer(states, batch, beside, limits):
+        assert (beside, limits) == ("base", "limits")
+        return {name: x + batch for name, x in states.items()}, {"kl": float(batch)}
+
+    training.here = types.SimpleNamespace(timer=metrics.Timer())
+    training.source = types.SimpleNamespace(
+        passes=lambda step, made: iter(passes), far=lambda told: told["kl"] > 4
+    )
+    training.programs = begin.Programs(None, {names: trainer for names, _ in passes})
+    states = {"policy": 10, "value": 20}
+    training.progress = types.SimpleNamespace(states=states, base="base")
+    training.watch = types.SimpleNamespace(
+        limits=lambda: "limits", note=lambda *told: noted.append(told) or {"skipped": 0}
+    )
+    row = training.update(7, types.SimpleNamespace(table=None))
+    assert training.progress.states == {"policy": 17, "value": 23}
+    assert row == {"kl": pytest.approx(8 / 3), "skipped": 0}
+    assert noted == [(7, [{"kl": 1.0}, {"kl": 2.0}, {"kl": 5.0}], [1, 2, 5])]
+
+
+def test_the_reference_becomes_the_policy_every_so_many_steps(monkeypatch):
+    training = object.__new__(train.Training)
+    policy = types.SimpleNamespace(params="policy")
+    training.progress = types.SimpleNamespace(
+        states={"policy": policy}, reference="old"
+    )
+    training.cfg = types.SimpleNamespace(rl=types.SimpleNamespace(reference_reset=3))
+    monkeypatch.setattr(train.networks, "as_reference", lambda *made: made)
+    for anchor, step, reference in (
+        (None, 3, "old"),
+        ("shapes", 4, "old"),
+        ("shapes", 6, ("policy", "shapes")),
+    ):
+        training.here = types.SimpleNamespace(anchor=anchor)
+        training.move_reference(step)
+        assert training.progress.reference == reference
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_best_is_no_whole_one_while_it_is_written(monkeypatch, tmp_path, main):
+    did, said, training = [], [], object.__new__(train.Training)
+    training.here = types.SimpleNamespace(
+        say=said.append,
+        timer=metrics.Timer(),
+        main=main,
+        folder=tmp_path,
+        settings=types.SimpleNamespace(heldout_answers=1),
+    )
+    sampling = contextlib.nullcontext()
+    training.watch = types.SimpleNamespace(sampling=lambda step: sampling)
+    training.problems = training.tools = None
+    training.champion = best.Best("heldout_accuracy", 0)
+    training.progress = types.SimpleNamespace(
+        weights=lambda: None, states={"policy": "weights"}
+    )
+    training.export = lambda *what: did.append(what)
+    monkeypatch.setattr(train.best, "mark", lambda *what: did.append(what))
+    alike = {"heldout_problems": 8, "heldout_graded_timeouts": 0}
+    unsure = alike | {"heldout_accuracy": 1.0, "heldout_graded_timeouts": 8}
+    answered = [alike | {"heldout_accuracy": x} for x in (0.5, 0.25)] + [unsure, None]
+    monkeypatch.setattr(
+        train.heldout, "evaluate_sets", lambda step, *_, **more: answered[step]
+    )
+    for step, row in enumerate(answered):
+        assert training.evaluate(step) == row
+    exported = ("best", "weights")
+    marks = [(tmp_path, None), exported, (tmp_path, 0)]
+    assert did == (marks if main else [exported])
+    (line,) = said
+    assert line.startswith("warning: step 2: 8 of 8 answers of heldout_accuracy were")
+
+
+def test_each_of_many_processes_has_a_profile_of_its_own(monkeypatch, tmp_path):
+    traced, said = [], []
+    monkeypatch.setattr(
+        jax.profiler,
+        "trace",
+        lambda folder: traced.append(folder) or contextlib.nullcontext(),
+    )
+    run = types.SimpleNamespace(profile=3)
+    here = types.SimpleNamespace(
+        cfg=types.SimpleNamespace(run=run), folder=tmp_path, say=said.append
+    )
+    own = tmp_path / "profile" / "process_1"
+    for count, folder in ((2, own), (1, tmp_path / "profile")):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        for step in (2, 3, 4):
+            with train.profiled(here, step):
+                assert traced == [str(folder)] * (step > 2)
+        assert traced.pop() == str(folder) and traced == []
+        assert said.pop().startswith(f"a profile of step 3 is in {folder}: ")

@@ -20,6 +20,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import shlex
 import sys
 
 from absl import flags
@@ -88,7 +89,8 @@ def strengthened(path: str, out: str, tests: int, seed: int):
             print(f"as they were, since {reason}: records {told}", file=sys.stderr)
     print(f"{len(left[''])} of {len(rows)} records have more tests: {file}")
     if left[""]:
-        print(f"to train on them: --config.data.train={file} --config.rl.reward=code")
+        key = f"--config.data.train={shlex.quote(str(file))}"
+        print(f"to train on them: {key} --config.rl.reward=code")
 
 
 def listed() -> str:
@@ -148,6 +150,7 @@ def main():
     else:
         file, count = sets.get(name, values.sha256)
         reward = sets.known_set(name).reward
+    file = shlex.quote(str(file))  # a shell takes the keys as they are printed
     print(f"{count} records: --config.data.heldout={file}")
     if reward:
         print(f"graded by: --config.rl.reward={reward}")

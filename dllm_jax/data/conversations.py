@@ -164,7 +164,8 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
                 refuse_unlearned(tok, conversation(asked), last)
         if type(given) is not str or not given.strip():
             raise ValueError(
-                f"{name!r} is neither a text nor messages that end with the assistant's"
+                f"{name!r} is neither a text nor messages that end with the assistant's, "
+                "or blank"
             )
         answers.append(given)
     if isinstance(prompt, list):

@@ -193,10 +193,11 @@ def evaluate(
     if rollouts is None:
         return None
     summary = rollout.summary(rollouts)
-    metrics = {f"heldout_{name}": summary[name] for name in TOLD}
+    metrics = {f"heldout_{name}": summary[name] for name in TOLD if name in summary}
     metrics["heldout_problems"] = len(problems)
     if settings.heldout_answers > 1:
         passed = rollout.passed(rollouts, settings.heldout_answers)
         metrics |= {f"heldout_{name}": share for name, share in passed.items()}
-        metrics["heldout_accuracy"] = passed["pass@1"]
+        if passed:
+            metrics["heldout_accuracy"] = passed["pass@1"]
     return metrics

@@ -230,20 +230,23 @@ def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
     """Returns pass@k of n problems with `samples` answers each, which follow each other.
 
     What nobody judged counts as `scores.of_records` counts it: pass@1 is the mean of the
-    problems' shares of judged answers.
+    problems' shares of judged answers. Where no answer was judged nothing is told.
     """
     solved_ns = (rollouts.solved_n & rollouts.judged_n).reshape(-1, samples)
     known_n = rollouts.judged_n.reshape(-1, samples).sum(axis=1)
     share_n = solved_ns.sum(axis=1) / np.maximum(known_n, 1)
-    return {"pass@1": mean(share_n, known_n > 0)} | {
-        f"pass@{k}": float(statistics.pass_at(solved_ns, k).mean())
-        for k in sizes(samples)[1:]
+    found = {f"pass@{k}": statistics.pass_at(solved_ns, k) for k in sizes(samples)}
+    all_n = np.full(len(share_n), known_n.any())
+    return means({name: (x_n, all_n) for name, x_n in found.items()}) | means(
+        {"pass@1": (share_n, known_n > 0)}
+    )
+
+
+def means(of: dict) -> dict[str, float]:
+    """Returns the mean of each (values, which of them count); none of those without any."""
+    return {
+        name: float(x_n[of_n].mean()) for name, (x_n, of_n) in of.items() if of_n.any()
     }
-
-
-def mean(value_n, of_n) -> float:
-    """Returns the mean of some values; 0 of none."""
-    return float(value_n[of_n].mean()) if of_n.any() else 0.0
 
 
 def speed(trace: Trace) -> np.ndarray:
@@ -255,7 +258,8 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     """Returns the metrics of a step's rollouts: means over its answers.
 
     reward and accuracy are those of the answers that were judged; where there are several
-    graders, reward/NAME is what each says of those that it could judge.
+    graders, reward/NAME is what each says of those that it could judge. What is of no
+    answer is not told: 0 would be what wrong ones get.
 
     tokens_per_forward counts the forwards that a row was denoised in. On the engine
     there are no others: the keys of blocks and prompts are computed beside these.
@@ -264,18 +268,18 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
     known_n, judged_n = ~rollouts.late_n, rollouts.judged_n
-    return {
-        "reward": mean(rollouts.reward_n, known_n),
-        "accuracy": mean(rollouts.solved_n, judged_n),
+    of = {
+        "reward": (rollouts.reward_n, known_n),
+        "accuracy": (rollouts.solved_n, judged_n),
+    }
+    for name, x_n in rollouts.parts.items():
+        of[f"reward/{name}"] = x_n, known_n & ~np.isnan(x_n)
+    return means(of) | {
         "graded_timeouts": int((~judged_n).sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),
         "truncated": float(cut_B.mean()),
         "nan_answers": int(trace.bad_B.sum()),
-        **{
-            f"reward/{name}": mean(x_n, known_n & ~np.isnan(x_n))
-            for name, x_n in rollouts.parts.items()
-        },
     }
 
 

@@ -113,7 +113,7 @@ def why_apart(first: list[dict], second: list[dict]) -> str:
             "differ: other prompts, another tokenizer or another chat template"
         )
     if same:
-        return f"{same}, with other gold answers or images"
+        return f"{same}, with other gold answers or images, or none"
     return "no question of the one stands in the other"
 
 

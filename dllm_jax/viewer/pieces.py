@@ -120,7 +120,6 @@ class Pieces:
 def end_of_text(decoder, pieces: list[Piece]):
     """Lets the last piece show what is held of a character that nothing completes."""
     held = decoder.decode(b"", final=True)
-    decoder.reset()
     if held:
         last = pieces[-1]
         text = held if last.kind == PART else last.text + held

@@ -177,7 +177,7 @@ def evals(rows: list[dict], problems: int, answers: int) -> list[list]:
     out = []
     for row in rows:
         share = row.get("heldout_accuracy")
-        if share is not None:
+        if share is not None or row.get("heldout_problems"):
             low, high = None, None
             known = row.get("heldout_problems") or problems
             count = known - (row.get("heldout_graded_timeouts") or 0) / answers

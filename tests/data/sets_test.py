@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import threading
 
 import pytest
@@ -347,6 +348,16 @@ def run(*args):
     """Returns the finished command, with this test's cache and mirror."""
     env = {name: os.environ[name] for name in (sets.CACHE, sets.MIRROR)}
     return served.run("dllm_jax.data", [*args], env=env)
+
+
+def test_the_keys_that_it_prints_are_words_of_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv(sets.CACHE, f"{tmp_path}/my cache")
+    monkeypatch.setenv(sets.MIRROR, "")
+    done = run("get", "arithmetic", "--count=5")
+    assert done.returncode == 0, done.stderr
+    file = f"{tmp_path}/my cache/arithmetic-5-seed0.jsonl"
+    told = shlex.split(done.stdout) + shlex.split(done.stderr)
+    assert {f"--config.data.heldout={file}", f"--config.data.train={file}"} <= {*told}
 
 
 def test_the_command(tmp_path, mirror):

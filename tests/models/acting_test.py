@@ -298,6 +298,7 @@ def test_a_tied_head_is_another_array_where_it_is_tiled(
     weights = getattr(acting, way)(params, like)
     np.testing.assert_array_equal(weights["embed"], want)
     assert jax.tree.structure(weights["head"]) == jax.tree.structure(like["head"])
+    assert weights["head"].w.shape == like["head"].w.shape
     if tiled:
         assert weights["head"].w.sharding == like["head"].w.sharding
         np.testing.assert_array_equal(weights["head"].matrix(), want.T)

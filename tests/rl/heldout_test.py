@@ -3,12 +3,14 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 from dllm_jax import data
 from dllm_jax.models.vision.prompts import Picture, Prompt
 from dllm_jax.rl import heldout, sources
 from dllm_jax.rl.config import NoiseConfig
+from dllm_jax.rl.rewards import Grader, Grades
 from dllm_jax.sampling.config import SamplerConfig, variants
 from tests.rl import lent
 
@@ -43,6 +45,22 @@ def test_all_of_an_evaluation_is_time_of_eval(tmp_path):
         "heldout_problems": 3,
     }
     assert tools.timer.pop().keys() == {"seconds/eval"}
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_an_evaluation_that_nobody_judged_has_no_accuracy(tmp_path, answers):
+    settings = lent.settings(heldout_answers=answers)
+    grader = Grader(
+        lambda texts, *_: Grades(np.full(len(texts), np.nan)),
+        check=lambda problem: None,
+    )
+    tools = lent.tools(settings, tmp_path, grader=grader)
+    problems = heldout.problems(settings, tools)
+    row = heldout.evaluate(2, lent.Weights(), problems, settings, tools)
+    assert row["heldout_graded_timeouts"] == 3 * answers
+    assert not [name for name in row if "accuracy" in name or "pass@" in name]
+    why = heldout.unjudged(row, "heldout_accuracy", answers)
+    assert why.startswith(f"{3 * answers} of {3 * answers} answers")
 
 
 @pytest.mark.parametrize(

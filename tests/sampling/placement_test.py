@@ -239,6 +239,7 @@ def test_kernels_are_checked_in_the_widths_of_each_layout(tiny, monkeypatch, cap
 
     def check(kernels, wide, folder):
         asked.append((wide.kv_heads, wide.page))
+        assert folder == (jax.config.jax_compilation_cache_dir or "")
         return [f"warning: not used is one for {wide.kv_heads}"]
 
     monkeypatch.setattr(selfcheck, "check", check)
@@ -394,6 +395,29 @@ def test_what_no_device_can_hold_is_refused_with_the_keys_that_help(
                 say=print,
                 beside=beside,
             )
+
+
+def test_weights_that_are_loaded_are_shared_as_the_key_says(tiny, tmp_path):
+    how = {"model": tiny[0], "cfg": CFG, "mesh": mesh_of(1, 1, 1), "say": print}
+    with pytest.raises(ValueError, match="mesh.rollout='model': mesh.fsdp is 1"):
+        placement.loaded(tmp_path / "none", rollout="model", **how)
+
+
+def test_whole_batches_have_no_pages_to_leave_out(tiny):
+    model = dataclasses.replace(tiny[0], attention="full")
+    rows = dataclasses.replace(CFG, cache="none")
+    batches = dataclasses.replace(rows, tail=(5,))
+    kinds = {rows: answers.Engine, batches: answers.Batches}
+    for cfg, kind in kinds.items():
+        made = placement.place(
+            model=model, cfg=cfg, mesh=mesh_of(1, 1, 1), limit=2**40
+        ).answerer
+        assert isinstance(made, kind)
+        for other, its in kinds.items():
+            assert isinstance(placement.another(made, model, other), its)
+    uneven = dataclasses.replace(batches, rows=3)
+    made = placement.place(model=model, cfg=uneven, mesh=mesh_of(1, 2, 1)).answerer
+    assert made.cfg.rows == 4
 
 
 def test_what_the_compiler_refuses_is_refused(tiny, monkeypatch):

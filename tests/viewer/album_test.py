@@ -117,12 +117,28 @@ def test_of_a_name_each_file_has_the_picture_in_its_own_folder(tmp_path):
     assert "has changed since" in pictures.shown(seen)
 
 
+def test_an_image_lies_in_any_of_the_folders_of_the_data(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        Image.fromarray(noise(4, 4)).save(tmp_path / name / "x.png")
+    pictures, roots = album.Album(), tuple(str(tmp_path / name) for name in "ab")
+    pictures.begin(roots)
+    found = [pictures.shown({"file": f"{tmp_path}/{name}/x.png"}) for name in "abc"]
+    assert found[:2] == [0, 1]
+    assert (
+        f"is outside of {' and '.join(roots)}; name its folder by --images" in found[2]
+    )
+
+
 def test_codes_of_a_drawing_are_no_text(tmp_path):
     uri = images.embedded(noise(8, 8))
     rows = [answer(range(90, 99), picture=uri), answer(range(90, 98), picture=uri)]
+    rows += [answer(range(90, 99))]
     packed = traces.packed(traces.read(str(write(tmp_path / "x.jsonl", rows))), None)
     kinds = [[packed["pieces"][i][1] for i in row["t"]] for row in packed["rows"]]
     assert set(kinds[0]) == {CODE} and CODE not in kinds[1]  # which fills no square
+    assert CODE not in kinds[2]  # which drew nothing
+    assert packed["rows"][2]["q"] == "1 2 3"  # where no question is told
 
 
 @pytest.mark.parametrize(
@@ -130,6 +146,9 @@ def test_codes_of_a_drawing_are_no_text(tmp_path):
     [
         ({"images": "a.png"}, "images must be a list"),
         ({"images": [{"mark": "x"}]}, "images must be a list"),
+        ({"images": ["a.png"]}, "images must be a list"),
+        ({"images": [{"file": "", "mark": "x"}]}, "images must be a list"),
+        ({"picture": 5}, "picture must be a data URI"),
         ({"picture": "https://example.org/x.png"}, "picture must be a data URI"),
         (
             {"picture": "data:image/svg+xml;base64,PHN2Zz4="},

@@ -68,6 +68,34 @@ def test_words_of_a_tokenizer_without_a_decoder_stand_apart():
     assert told.text(ids) == tok.decode(ids, skip_special_tokens=True) == "a red }"
 
 
+class Slow:
+    """A tokenizer that nobody has written in Rust, which no file tells the parts of."""
+
+    all_special_ids = (0,)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        """Returns a token's name."""
+        return "<end>" if token == 0 else f"w{token}"
+
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        """Returns a text, whose blanks are tokens' own."""
+        return "".join(f" word{token}" for token in ids)
+
+    def __len__(self):
+        return 9
+
+
+def test_a_tokenizer_that_tells_no_parts_decodes_each_token():
+    told = pieces.Pieces(Slow())
+    assert told.text([3, 0, 4, 9]) == " word3 word4"  # the last one is an image's
+
+
+def test_parts_of_words_are_joined_as_their_decoder_says():
+    tok = fast(["play", "##ing", "<end>"], decoders.WordPiece())
+    told = [piece.text for piece in pieces.Pieces(tok).of([0, 2])]
+    assert told == [tok.decode([0]), "<end>"]
+
+
 def test_a_character_is_shown_by_the_token_that_completes_it(byte_level):
     ids = [*"a🙂b".encode(), 256]
     told = pieces.Pieces(byte_level).of(ids)

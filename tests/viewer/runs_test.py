@@ -35,7 +35,7 @@ def test_a_run_has_its_name_from_wherever_it_is_looked_at(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it has no /proc")
-def test_a_page_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_a_page_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys):
     write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "-o", "/proc/x.html"])
     with pytest.raises(
@@ -43,7 +43,13 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     ):
         report.main()
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    (page := tmp_path / "report.html").mkdir()
+    with pytest.raises(ValueError, match="^--out=.*/report.html: a folder; name a"):
+        report.main()
+    page.rmdir()
     report.main()
+    assert capsys.readouterr().out == f"{page}\n"
+    assert f"<title>Report on {tmp_path.name}</title>" in page.read_text()
     assert {file.name for file in tmp_path.iterdir()} == {
         "metrics.jsonl",
         "report.html",
@@ -81,8 +87,10 @@ def test_a_page_has_no_more_digits_than_it_draws(tmp_path):
 @pytest.mark.parametrize("name", ["run.json", "config.json"])
 def test_what_a_damaged_file_costs_is_said(name, tmp_path, capsys):
     write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    (tmp_path / name).write_text('{"method": "sft"}')
     runs.told(str(tmp_path))
     assert capsys.readouterr().err == ""
+    (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     runs.told(str(tmp_path))
     assert f"{tmp_path / name}: left out: it holds no" in capsys.readouterr().err
@@ -112,11 +120,56 @@ def test_an_interval_is_that_of_problems_that_were_judged(
     assert told == [*want, None, None]
 
 
+def test_an_evaluation_that_nobody_judged_is_told_without_an_accuracy(tmp_path):
+    row = {"step": 1, "heldout_problems": 9, "heldout_graded_timeouts": 9}
+    write(tmp_path / "metrics.jsonl", [row | {"heldout_tokens_per_forward": 1.5}])
+    assert runs.told(str(tmp_path))["evals"] == [[1, *[None] * 3, 1.5, None]]
+
+
 def test_what_does_not_add_up_costs_an_interval_alone(tmp_path):
     """As rows of an earlier eval.answers, which was larger."""
     row = {"step": 1, "heldout_accuracy": 0.7, "heldout_problems": 256}
     write(tmp_path / "metrics.jsonl", [row | {"heldout_graded_timeouts": 300}])
     assert runs.told(str(tmp_path))["evals"] == [[1, 0.7, None, None, None, None]]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_share_of_all_or_nothing_has_an_interval(share, tmp_path):
+    row = {"step": 1, "heldout_accuracy": share, "heldout_problems": 16}
+    write(tmp_path / "metrics.jsonl", [row])
+    ((_, _, low, high, *_),) = runs.told(str(tmp_path))["evals"]
+    assert 0 <= low < high <= 1 and share in (low, high)
+
+
+def test_a_run_is_told_as_its_newest_attempt_was(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": 7, "reward": 0.5}])
+    first = {"start": "Monday", "ended": "stopped", "device": "CPU", "devices": 1}
+    last = {"start": "Friday", "ended": "", "device": "TPU", "devices": 4}
+    last |= {"versions": {"jax": "1", "python": "3"}, "commit": None}
+    (tmp_path / "run.json").write_text(json.dumps({"attempts": [first, last]}))
+    cfg = {"method": "rl", "model": {"path": "here"}}
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    assert runs.told(str(tmp_path))["facts"] == [
+        ["method", "rl"],
+        ["model", "here"],
+        ["steps", "7"],
+        ["started", "Monday"],
+        ["device", "4 x TPU"],
+        ["versions", "jax 1, python 3"],
+    ]
+
+
+def test_the_time_of_steps_is_told_by_phases_that_some_have(tmp_path):
+    rows = [
+        {"step": 0, "seconds/eval": 9.0},
+        {"step": 1, "seconds/rollout": 1.23456, "seconds/update": 2.0},
+        {"step": 2, "reward": 0.5},
+        {"step": 3, "seconds/update": 4.0},
+    ]
+    write(tmp_path / "metrics.jsonl", rows)
+    told = runs.told(str(tmp_path))["phases"]
+    assert told["names"] == ["rollout", "update"] and told["steps"] == [1, 3]
+    assert told["seconds"] == [[1.2346, 2.0], [0.0, 4.0]]
 
 
 def test_a_share_of_none_is_not_told(tmp_path):
@@ -131,6 +184,9 @@ def test_only_what_is_unusual_is_told_of_the_log(tmp_path):
     lines = ["t step 1/4", "t warning: x", "t step 2: the step is skipped", "t fine"]
     (tmp_path / "run.log").write_text("\n".join(lines))
     assert runs.events(tmp_path) == lines[1:3]
+    lines = [f"t error: {i}" for i in range(runs.LAST_EVENTS + 1)]
+    (tmp_path / "run.log").write_text("\n".join(lines))
+    assert runs.events(tmp_path) == lines[1:]
 
 
 def test_leaves_are_named_as_on_the_command_line():
@@ -216,6 +272,7 @@ def test_a_sweeps_own_folder_shows_each_of_its_settings(tmp_path):
     (other := tmp_path / "another run").mkdir()  # of its own
     for name in ("run.json", "eval.json"):
         (other / name).write_text('{"accuracy": 1}')
+    assert runs.told(str(other))["name"] == other.name
     made = report.content([str(tmp_path)])
     assert made["runs"][0]["settings"] == [
         ["temperature=0.5", 0.5, 0.1, 0.9, 2.5, None],
@@ -286,3 +343,45 @@ def test_two_evaluations_without_a_common_problem_are_told(tmp_path, capsys):
     made = report.content([str(tmp_path / name) for name in "ab"])
     assert made["summary"] is None
     assert "no question of the one stands in the other" in capsys.readouterr().err
+
+
+def of_steps(folder, steps) -> str:
+    """Returns a run's folder with an answer of each of these steps, all to one question."""
+    (folder / "samples").mkdir(parents=True)
+    write(folder / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    for step in steps:
+        file = folder / "samples" / f"step_{step:06d}.jsonl"
+        write(file, [answer(question="1+1")])
+    return str(folder)
+
+
+def shown(made: dict) -> list[str]:
+    """Returns the names of the files whose answers a report replays."""
+    return [file["name"] for file in made["samples"]["files"]]
+
+
+def test_a_run_shows_answers_of_its_first_and_its_last_step(tmp_path):
+    run = of_steps(tmp_path / "a", [3, 1, 2])
+    write(tmp_path / "a" / "eval.jsonl", [answer(question="1+1")])
+    made = report.content([run])
+    assert made["title"] == "Answers of the first and the last step"
+    assert shown(made) == ["a, step 1", "a, step 3"]
+    assert made["samples"]["pairs"] == [(0, 0)] and made["summary"] is None
+
+
+def test_two_runs_show_answers_of_the_last_step_that_both_have(tmp_path, capsys):
+    runs_of_two = [
+        of_steps(tmp_path / name, [1, 2, own]) for name, own in (("a", 3), ("b", 4))
+    ]
+    write(tmp_path / "a" / "eval.jsonl", [answer(question="1+1")])  # of one alone
+    made = report.content(runs_of_two)
+    assert made["title"] == "Answers at the last step of both"
+    assert shown(made) == ["a, step 2", "b, step 2"] and made["summary"] is None
+    write(tmp_path / "b" / "eval.jsonl", [answer(question="1+1")])
+    made = report.content(runs_of_two)
+    assert made["title"] == "Evaluated answers"
+    assert shown(made) == ["a/eval.jsonl", "b/eval.jsonl"]
+    assert made["samples"]["pairs"] == [(0, 0)] and made["summary"]["problems"] == 1
+    other = of_steps(tmp_path / "c", [5])
+    assert report.content([runs_of_two[0], other])["samples"] is None
+    assert "in common" not in capsys.readouterr().err

@@ -320,10 +320,13 @@ def test_an_id_may_be_any_json_where_no_prompt_is_told():
 
 
 def test_what_is_not_graded_is_compared_by_length_and_speed():
-    rows = [answer(prompt_ids=[i]) for i in range(3)]
+    rows = [answer(prompt_ids=[i], forwards=2) for i in range(3)]
     told = compare.summary(rows, rows, compare.common(rows, rows))
     assert told["wins"] is None
-    assert [row[0] for row in told["measures"]] == ["tokens per forward", "tokens"]
+    assert [row[:3] for row in told["measures"]] == [
+        ["tokens per forward", 1.5, 1.5],
+        ["tokens", 3.0, 3.0],
+    ]
 
 
 def test_a_prompt_that_was_skipped_has_no_length():
@@ -405,6 +408,17 @@ def test_a_table_is_as_wide_as_it_may_be():
         assert all(table.columns(line) <= width for line in lines)
         assert not re.search(r"[\x00-\x1f]", "".join(lines))
     assert lines[1].split()[:4] == ["✗", "0.50", "3", "1.00"]
+
+
+def test_wide_characters_take_two_columns():
+    assert table.columns("日本語") == 6 and table.columns("ab") == 2
+    assert table.cut("日本語", 6) == "日本語" and table.cut("ab", 2) == "ab"
+    assert table.cut("日本語", 5) == "日本…" and table.cut("日本語", 4) == "日… "
+
+
+def test_a_prompt_without_a_question_is_told_by_its_ids():
+    row = answer(question=None, text="x", prompt_ids=[7, 8])
+    assert table.cells_of(row)[4:] == ("[7, 8]", "x")
 
 
 @pytest.mark.parametrize("word", ["हिन्दी", "Tie\u0302\u0301ng", "ที่นี่"])

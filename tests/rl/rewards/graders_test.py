@@ -395,6 +395,19 @@ def test_what_was_not_judged_leaves_the_means(tmp_path):
     assert (told["reward"], told["accuracy"], told["graded_timeouts"]) == (0.5, 0.5, 1)
 
 
+@pytest.mark.parametrize("names", ["one", "one,two"])
+def test_where_nobody_judged_there_are_no_means(names):
+    """0 would be what wrong answers get."""
+    grades = dict.fromkeys(names.split(","), Grades(np.full(4, np.nan)))
+    every = rewards.added(grades, dict.fromkeys(grades, 1.0))
+    grader = rewards.Grader(lambda *given: every, rewards.anything)
+    got = graded(grader, [5] * 4, truncated_wrong=False)
+    told = rollout.summary(got)
+    assert told["graded_timeouts"] == 4
+    assert not {"reward", "accuracy", "reward/one", "reward/two"} & {*told}
+    assert rollout.passed(got, 2) == {}
+
+
 # ---- One's own -----------------------------------------------------------------------
 
 OWN = """
