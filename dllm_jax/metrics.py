@@ -31,7 +31,8 @@ CONSOLE = (
     ("value_loss", "value", ".3f"),
     ("grad_norm", "grad", ".2f"),
 )
-SKIPPED = "updates_skipped"  # told where there are any, of all networks
+# Told where there are any: updates of all networks, answers of steps and evaluations.
+COUNTS = {"skipped": "updates_skipped", "unjudged": "graded_timeouts"}
 
 
 class Timer:
@@ -182,8 +183,9 @@ class Writer:
         for name, short, form in CONSOLE:
             if name in values:
                 parts.append(f"{short} {values[name]:{form}}")
-        skipped = sum(x for name, x in values.items() if name.endswith(SKIPPED))
-        parts += [f"skipped {skipped:.0f}"] if skipped else []
+        for short, tail in COUNTS.items():
+            count = sum(x for name, x in values.items() if name.endswith(tail))
+            parts += [f"{short} {count:.0f}"] if count else []
         seconds = sum(x for name, x in values.items() if name.startswith("seconds/"))
         parts.append(f"{seconds:.1f}s")
         if self.paces:

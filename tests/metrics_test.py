@@ -212,6 +212,14 @@ def test_the_line_tells_of_updates_that_were_skipped(tmp_path):
     writer.close()
 
 
+def test_the_line_tells_of_answers_that_nobody_judged(tmp_path):
+    writer = metrics.Writer(tmp_path, 9, 0)
+    told = {"graded_timeouts": 2.0, "heldout_graded_timeouts": 1.0}
+    assert "  unjudged 3  " in writer.line(1, told)
+    assert "unjudged" not in writer.line(1, dict.fromkeys(told, 0.0))
+    writer.close()
+
+
 def test_time_left_counts_the_evaluations_to_come(tmp_path, clock):
     writer = metrics.Writer(tmp_path, 40, 0)
     for step in range(1, 21):
