@@ -379,14 +379,21 @@ def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
 
 
 def attention(wide: Widths, rng):
-    """Packed rows: clean copies, noised blocks that see what came before them, padding."""
-    cases = [
-        packed_rows(wide, rng, *size)
-        for size in attention_sizes(choice.platform(), wide)
-    ]
+    """Packed rows: clean copies, noised blocks that see what came before them, padding.
 
-    def run(implementation, cases):
-        found = []
+    On a chip a block over cached keys, too: its few queries have a tile of their own size.
+    """
+    here = choice.platform()
+    cases = [packed_rows(wide, rng, *size) for size in attention_sizes(here, wide)]
+    windows = [] if here == "cpu" else [window(wide, rng)]
+
+    def run(implementation, cases, windows):
+        found = [
+            pallas_kernels.attention(
+                q, k, v, seen, cached=cached, implementation=implementation
+            )
+            for q, k, v, cached, seen in windows
+        ]
         for q, k, v, dout, seen in cases:
             attend = functools.partial(
                 pallas_kernels.attention, mask=seen, implementation=implementation
@@ -398,28 +405,44 @@ def attention(wide: Widths, rng):
             found.append((out * real, pull(dout * real)))
         return found
 
-    return run, (cases,)
+    return run, (cases, windows)
+
+
+def window(wide: Widths, rng):
+    """Returns (q, k, v, cached keys and values, the mask) of blocks; the first sees no other."""
+    W, kept_B = wide.block, np.linspace(0, LONG, ROWS).astype(np.int32)
+    q = normal(rng, (ROWS, W, wide.heads, wide.head_dim), wide.dtype)
+    k, v, *cached = (
+        normal(rng, (ROWS, size, wide.kv_heads, wide.head_dim), wide.dtype)
+        for size in (W, W, LONG, LONG)
+    )
+    pos_BW = jnp.asarray(kept_B[:, None] + np.arange(W)[None])
+    kept_BS = jnp.asarray(np.arange(LONG)[None] < kept_B[:, None])
+    seen = mask.beside(mask.full(pos_BW, jnp.asarray(kept_B + W)), kept_BS)
+    return q, k, v, tuple(cached), seen
 
 
 def packed_rows(wide: Widths, rng, rows: int, slots: int, kv_heads: int):
     """Returns (q, k, v, the output's gradient, the mask) of one size of `attention`.
 
-    A row has two trajectories, of which the second sees nothing of the first. No kernel
-    knows of blocks: wide ones are taken for narrower ones here, of which a row has several.
+    A row has two trajectories, of which the second sees nothing of the first, and is unlike
+    the others: the second begins and padding begins elsewhere. No kernel knows of blocks: wide
+    ones are taken for narrower ones here, of which a row has several.
     """
     few = rows, slots, kv_heads, wide.head_dim
     shape = *few[:2], kv_heads * wide.heads // wide.kv_heads, wide.head_dim
     q, k, v, dout = (normal(rng, size, wide.dtype) for size in (shape, few, few, shape))
     Q = min(wide.block, slots // 16)
-    clean, slot = slots // 2 // Q * Q, np.arange(slots)
-    noised, padding = slot >= clean, slot >= slots - slots // 16
+    clean, slot = slots // 2 // Q * Q, np.arange(slots)[None]
+    row = np.arange(rows)[:, None] % 4
+    noised, padding = slot >= clean, slot >= slots - slots // 16 * (1 + row)
     block = np.where(noised, (slot - clean) % clean, slot) // Q * Q  # where it begins
-    second = clean * 4 // 5 // Q * Q  # a TPU's part of 256 keys is seen whole before
+    # In the first row a TPU's part of 256 keys is seen whole before.
+    second = clean * (4 - row) // 5 // Q * Q
     begin = np.where(block < second, 0, second)
     end = np.where(padding, begin, np.where(noised, block, block + Q))
     group = np.where(noised & ~padding, (slot - clean) // Q, -1)
-    arrays = (np.tile(x, (rows, 1)) for x in (begin, end, group))
-    seen = mask.packed(*(jnp.asarray(x, "int32") for x in arrays))
+    seen = mask.packed(*(jnp.asarray(x, "int32") for x in (begin, end, group)))
     return q, k, v, dout, seen
 
 
@@ -452,9 +475,10 @@ def paged_attention(wide: Widths, rng):
         pools, layer, table_BA, start_B, _, k, v = pages(wide, rng, rows, held)
         queries = rows, 2 * wide.block, wide.paged_heads, wide.head_dim
         q = normal(rng, queries, wide.dtype)
-        # Of one block some rows have no pages, and some all. Two are asked together where a run
-        # asks them so: of more queries a chip may have no room. The first sees something.
-        one_B = start_B.at[0].set(0).at[-1].set(held * wide.page)
+        # Of one block some rows have no pages, the first and one between others, and some all.
+        # Two are asked together where a run asks them so: of more queries a chip may have no
+        # room. The first sees something.
+        one_B = start_B.at[:3:2].set(0).at[-1].set(held * wide.page)
         held_by = pools, layer, table_BA
         if cache.pairs_fit(wide.heads, wide.kv_heads, wide.block):
             cases.append((q, *held_by, start_B + wide.block, k, v))
@@ -537,8 +561,28 @@ def of_part(implementation, x_BUD, head_DV, *of_seats):
     return lse_R, mean_R, logit_R, pulled_RV @ head_DV.T, x_RD.T @ pulled_RV
 
 
+def behind_of_part(implementation, x_BUD, head_DV, border_BU):
+    """Returns (the log of the sum behind a limit, how many are before it) of that part."""
+    V, module = head_DV.shape[1], choice.kernel("selection", implementation)
+    x_RD = x_BUD.reshape(-1, len(head_DV))
+    limit_R = jnp.where(jnp.isinf(border_BU), reference.BELOW_NEVER, border_BU)
+    limit_R, forbidden = limit_R.reshape(-1), V + V // 2
+    if module is not None:
+        given, how = (x_RD, head_DV, limit_R, V), {"forbidden": forbidden}
+        behind_R, ahead_R = module.behind(*given, **how, interpret=False)
+    else:
+        logits_RV = reference.logits(x_RD, head_DV)
+        counts_1V = V + jnp.arange(V)[None] != forbidden
+        behind_RV = counts_1V & (logits_RV <= limit_R[:, None])
+        held_RV = jnp.where(behind_RV, logits_RV, reference.BELOW_NEVER)
+        behind_R = jax.nn.logsumexp(held_RV, axis=1)
+        ahead_R = (counts_1V & ~behind_RV).sum(axis=1).astype(jnp.float32)
+    # Where nothing is behind it, the sum's log is below every logit, and no number's.
+    return jnp.maximum(behind_R, reference.NEVER), ahead_R
+
+
 def selection(wide: Widths, rng):
-    """Tokens taken, or thrown away behind a border far from all, and the gradient."""
+    """Tokens taken, or thrown away behind a border far from all, its gradient; of a part, too."""
     x, head = hidden_and_head(wide, rng)
     token = tokens(wide, rng, x.shape[:2])
     # So low that a token that rounding moves is a small one.
@@ -560,14 +604,21 @@ def selection(wide: Widths, rng):
 
         (*out, ahead), pull = jax.vjp(done, x, head)
         # Of the tokens ahead one may be next to the border, and counted or not.
-        return out, ahead / 100, pull(pulled)
+        whole = out, ahead / 100, pull(pulled)
+        if not wide.split:
+            return whole
+        return whole, behind_of_part(implementation, x, head, border)
 
     return run, (x, head, token, border, pulled)
 
 
 def token_draw(wide: Widths, rng):
-    """Draws at several temperatures, 0 among them, of some positions; of a part, too."""
+    """Draws at several temperatures, 0 among them, of some positions; of a part, too.
+
+    All scores are below zero, which is where a maximum is not to begin.
+    """
     x, head = hidden_and_head(wide, rng)
+    x, head = x.at[..., 0].set(1), head.at[0].set(-24)
     keys = jax.random.split(jax.random.key(0), ROWS)
     temperature_B = jnp.asarray([0.0, 0.5, 1.0, 1.5], "float32")
     wanted_BW = jnp.asarray(rng.random(x.shape[:2]) < 0.7)
@@ -605,7 +656,8 @@ def grouped_matmul(wide: Widths, rng):
     """Rows of ragged groups, one of them empty, and of none, and the gradient of all.
 
     As where experts lie apart: rows behind the last group are of another device's. What they
-    get and give is 0, or it would be added to what that one finds. Of two layers the second.
+    get and give is 0, or it would be added to what that one finds. Of two layers the second:
+    by its number, as it samples, and its own matrices, as it learns.
     """
     E, rows, F = max(wide.experts, 2), 256, wide.expert_ffw or wide.d_model
     x, dy = (normal(rng, (rows, size), wide.dtype) for size in (wide.d_model, F))
@@ -613,13 +665,19 @@ def grouped_matmul(wide: Widths, rng):
     sizes = rng.multinomial(rows - 40, [0.0, *[1 / (E - 1)] * (E - 1)])
 
     def run(implementation, x, w, sizes, dy):
-        def product(x):
-            return pallas_kernels.grouped_matmul(
-                x, w, sizes, 1, implementation=implementation
-            )
+        how = {"implementation": implementation}
 
-        y, pull = jax.vjp(product, x)
-        return y, pull(dy)
+        def product(x, w):
+            return pallas_kernels.grouped_matmul(x, w, sizes, **how)
+
+        y, pull = jax.vjp(product, x, w[1])
+        dx, dw = pull(dy)
+        if implementation == "reference":  # which adds row by row, and rounds each time
+            group_R = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), "right")
+            is_RE = jax.nn.one_hot(group_R, E, dtype=dw.dtype)  # of no group: of zeros
+            kept = {"preferred_element_type": jnp.float32}
+            dw = jnp.einsum("RE,RD,RF->EDF", is_RE, x, dy, **kept).astype(dw.dtype)
+        return pallas_kernels.grouped_matmul(x, w, sizes, 1, **how), y, dx, dw
 
     return run, (x, w, jnp.asarray(sizes, "int32"), dy)
 

@@ -145,12 +145,29 @@ def one_behind(*arrays, **how):
     return token + 1, *known
 
 
+def above_zero(*arrays, **how):
+    """Draws none of those whose score, with noise, is below zero."""
+    token, noisy, *known = tiled_head.draw(*arrays, **how)
+    return jnp.where(noisy > 0, token, 0), noisy, *known
+
+
 def without_begin(run):
     """Returns a part of a kernel of attention to which all rows begin at 0."""
 
     def of_mask(q, k, v, seen, *arrays, interpret):
         zero_BT = jnp.zeros_like(seen.q_begin_BT)
         seen = seen.replace(q_begin_BT=zero_BT, tiles=None)
+        return run(q, k, v, seen, *arrays, interpret=interpret)
+
+    return of_mask
+
+
+def with_first_mask(run):
+    """Returns a part of a kernel of attention to which all rows are as the first one."""
+
+    def of_mask(q, k, v, seen, *arrays, interpret):
+        seen = seen.replace(tiles=None)
+        seen = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), seen)
         return run(q, k, v, seen, *arrays, interpret=interpret)
 
     return of_mask
@@ -174,10 +191,23 @@ def still(x_RD, w_EDF, sizes_E, number):
     return tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
 
 
+def unlearned(x_RD, w_EDF, sizes_E, number):
+    """Multiplies by matrices that have no gradient."""
+    w_EDF = jax.lax.stop_gradient(w_EDF)
+    return tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
+
+
+def of_first_layer(x_RD, w_EDF, sizes_E, number):
+    """Multiplies by the first layer's matrices, whichever is named."""
+    number = None if number is None else 0
+    return tiled_matmul.multiply(x_RD, w_EDF, sizes_E, number)
+
+
 @pytest.mark.parametrize(
     ("op", "module"),
     [
         ("token_draw", {"draw": one_behind}),
+        ("token_draw", {"draw": above_zero}),
         (
             "attention",
             {
@@ -185,13 +215,22 @@ def still(x_RD, w_EDF, sizes_E, number):
                 "backward": without_begin(tiled_attention.backward),
             },
         ),
+        (
+            "attention",
+            {
+                "forward": with_first_mask(tiled_attention.forward),
+                "backward": with_first_mask(tiled_attention.backward),
+            },
+        ),
         ("cache_update", {"update": within_pages}),
         ("grouped_matmul", {"multiply": behind_groups}),
         ("grouped_matmul", {"multiply": still}),
+        ("grouped_matmul", {"multiply": unlearned}),
+        ("grouped_matmul", {"multiply": of_first_layer}),
     ],
 )
 def test_what_is_wrong_for_some_inputs_is_seen(installed, op, module):
-    """Ids one off, rows of two trajectories, windows across pages, rows of no group."""
+    """Ids one off, rows of two trajectories, each its own, windows across pages, experts."""
     installed(**{op: types.SimpleNamespace(**module)})
     (line,) = selfcheck.check("auto", WIDE)
     assert line.startswith(f"warning: not used is cpu's kernel of {op}: it is ")
@@ -253,10 +292,11 @@ def picking(offset=None, logit=0.0, behind=0.0):
         return jax.grad(loss, argnums=(0, 1))(x_RD, head_DV)
 
     def behind_of(x_RD, head_DV, limit_R, first, *, forbidden, interpret):
-        logits_RV, _ = masked(x_RD, head_DV, first, forbidden)
+        logits_RV, id_1V = masked(x_RD, head_DV, first, forbidden)
         near_RV = logits_RV <= limit_R[:, None]
         held_RV = jnp.where(near_RV, logits_RV, reference.BELOW_NEVER)
-        return jax.nn.logsumexp(held_RV, axis=1) + behind, (~near_RV).sum(axis=1) * 1.0
+        ahead_R = (~near_RV & (id_1V != forbidden)).sum(axis=1) * 1.0
+        return jax.nn.logsumexp(held_RV, axis=1) + behind, ahead_R
 
     return types.SimpleNamespace(
         pick=pick, pick_gradient=pick_gradient, behind=behind_of
@@ -275,6 +315,8 @@ def picking(offset=None, logit=0.0, behind=0.0):
         (True, "token_logprob", picking(offset=0), "it is "),
         (False, "token_logprob", picking(logit=0.02), "it is 0.02 off, where 0.01 is"),
         (False, "selection", picking(), ""),
+        (True, "selection", picking(), ""),
+        (True, "selection", picking(offset=0), "it is "),
         (False, "selection", picking(behind=0.05), "it is 0.05 off"),
         (False, "selection", picking(behind=np.nan), "of its numbers are not finite"),
     ],

@@ -100,7 +100,9 @@ KINDS = [
 def test_the_kernel_is_the_specification_under_every_mask(
     implementation, N, K, H, capfd, monkeypatch
 ):
-    if H > 64:  # a TPU's gradients in two shares of the queries, and not in one
+    if H == 64:  # a TPU's keys in two tiles, and not in two parts of one
+        monkeypatch.setattr(tpu_attention, "TILE_S", 128)
+    if H > 64:  # its gradients in two shares of the queries, and not in one
         monkeypatch.setattr(tpu_attention, "GRADIENT", 1)
         assert len(tpu_attention.plan(MASKS["packed"], N // K, H)[1]) == 2
     kernel = functools.partial(
@@ -113,15 +115,26 @@ def test_the_kernel_is_the_specification_under_every_mask(
     names = ["packed"] if implementation == "gpu" else MASKS
     for name in names:
         seen = MASKS[name]
-        # What sees nothing is the specification's to choose; nobody reads it.
+        # What sees nothing gets 0 and gives no gradient, where the specification has a mean.
         blind_BT11 = ~dense(seen).any(axis=2)[..., None, None]
-        args = q, k, v, seen, jnp.where(blind_BT11, 0, dout)
-        for x, y in zip(found(*args), SPECIFIED(*args), strict=True):
-            assert np.isfinite(x).all()
-            if x.shape == q.shape:
-                x, y = (jnp.where(blind_BT11, 0, z) for z in (x, y))
+        args = q, k, v, seen
+        want, *gradients = SPECIFIED(*args, jnp.where(blind_BT11, 0, dout))
+        want = jnp.where(blind_BT11, 0, want), *gradients
+        for x, y in zip(found(*args, dout), want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4, err_msg=name)
     assert "RACE" not in capfd.readouterr().out
+
+
+def test_each_query_head_of_a_gpu_has_its_key_head():
+    kernel = functools.partial(
+        pallas_kernels.attention, implementation="gpu", interpret=True
+    )
+    q, dout = normal(1, 100, N, H), normal(1, 100, N, H, seed=1)
+    k, v = normal(1, 100, 2, H, seed=2), normal(1, 100, 2, H, seed=3)
+    args = q, k, v, mask.causal(POS[:1, :100]), dout
+    found = jax.jit(functools.partial(with_gradients, kernel))(*args)
+    for x, y in zip(found, SPECIFIED(*args), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation, N, K, H", KINDS)
@@ -318,6 +331,13 @@ def test_the_grid_has_a_step_for_each_visit_and_no_more(monkeypatch):
     monkeypatch.setattr(tpu_attention, "GRADIENT", 4 * 2 * H * pos_1T.size // 2)
     _, shares = tpu_attention.plan(seen, 2, H)
     assert [count.tolist() for _, count in shares] == [[4 + 2 + 1 + 1], [4 + 4 + 4 + 2]]
+
+
+def test_a_tile_of_keys_is_whole_parts(monkeypatch):
+    """Of 300 keys two parts of 256: what is behind the last whole one is not visited."""
+    monkeypatch.setattr(tpu_attention, "TILE_S", 1024)
+    monkeypatch.setattr(tpu_attention, "PART", 256)
+    assert tpu_attention.tile_sizes(mask.causal(jnp.arange(300)[None])) == (128, 512)
 
 
 def test_what_is_computed_is_the_seen_parts_of_what_is_fetched():

@@ -136,6 +136,13 @@ def test_groups_without_rows_are_not_visited():
     assert len(group) == 2 + 7 - 1  # as many as any seven sizes of 120 rows can need
     real = [row for row in zip(group, tile, begin, end, strict=True) if row[2] < row[3]]
     assert real == [(1, 0, 0, 64), (1, 1, 64, 70), (4, 1, 70, 111), (5, 1, 111, 112)]
+    few = [x.tolist() for x in visits(jnp.array([0, 1, 0, 0, 1, 0, 1, 0]), 3)]
+    assert few == [
+        [1, 4, 6],
+        [0] * 3,
+        [0, 1, 2],
+        [1, 2, 3],
+    ]  # no more than there are rows
 
 
 def test_the_specification_by_hand():

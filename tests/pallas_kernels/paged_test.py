@@ -16,8 +16,11 @@ from dllm_jax.pallas_kernels.tpu import paged_attention as tpu_paged_attention
 
 L, O, A = 2, 8, 5
 START = np.array([0, 5, 16, 40, 99, 17, 24, 1], np.int32)  # 99: beyond all pages
-# Copies end when they are waited for, memory begins as NaN, and races are printed.
-CAREFUL = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
+# Copies end when they are waited for, memory begins as NaN, two cores share what is parallel,
+# and races are printed.
+CAREFUL = pltpu.InterpretParams(
+    detect_races=True, dma_execution_mode="on_wait", num_cores_or_threads=2
+)
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +106,12 @@ def test_a_row_that_is_not_finite_spoils_no_other(implementation):
 
 @pytest.mark.parametrize("scalars, calls", [(5 * (A + 4), 1), (4 * (A + 4), 2), (1, 5)])
 def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
-    """A call for so many rows as fit, one at the least; the numbers are the same."""
+    """A call for so many rows as fit, one at the least; the numbers are the same.
+
+    The second row has no pages: while the first is read those of the third are on their way.
+    """
     q, pages, *at, k, v = case(5, 3, 4, 2, 64)
+    at[2] = at[2][jnp.array([1, 0, 2, 3, 4])]
     monkeypatch.setattr(tpu_paged_attention, "SCALARS", scalars)
     attend = functools.partial(tpu_paged_attention.attend, interpret=True)
     told = str(jax.make_jaxpr(attend)(q, pages, *at, k, v))
@@ -115,8 +122,12 @@ def test_tables_are_halved_where_scalars_are_short(monkeypatch, scalars, calls):
 
 
 def test_many_queries_have_smaller_chunks(monkeypatch):
-    """Their scores of a chunk lie in fast memory; the numbers are the same."""
+    """Their scores of a chunk lie in fast memory; the numbers are the same.
+
+    The largest of one chunk is far from another's: no exponential has room for that.
+    """
     q, pages, *at, k, v = case(4, 3, 4, 2, 64)
+    q = 100 * q
     want = SPECIFIED(q, pages, *at, k, v)
     assert tpu_paged_attention.pages_of_chunk(O, 2, 64, "float32", 6) == 2
     monkeypatch.setattr(tpu_paged_attention, "SCORES", 2 * 6 * O)
@@ -402,19 +413,23 @@ def test_bfloat16_is_accumulated_in_f32(implementation):
     assert error.max() < 0.012 and error.mean() < 8.5e-4  # rounding at the end: 4.7e-4
 
 
-def test_copies_of_tpu_kernels_do_not_race(capsys):
+def test_copies_of_tpu_kernels_do_not_race(monkeypatch, capsys):
     inputs = case(4, 2, 2, 1, 64)
     found = pallas_kernels.paged_attention(
         *inputs, implementation="tpu", interpret=CAREFUL
     )
     np.testing.assert_allclose(found, SPECIFIED(*inputs), atol=2e-5, rtol=1e-4)
-    _, pages, layer, table_BA, start_B, k, v = inputs
+    _, pages, layer, table_BA, _, k, v = inputs
     keep_B = jnp.array([True, True, False, True])
-    inputs = pages, layer, table_BA, start_B % (O * A - 2), keep_B, k, v
+    start_B = jnp.array([0, O - 1, 16, O * A - 2])  # the second crosses a page's end
+    inputs = pages, layer, table_BA, start_B, keep_B, k, v
     found = pallas_kernels.cache_update(
         *inputs, implementation="tpu", interpret=CAREFUL
     )
     same(found, reference.cache_update(*inputs))
+    monkeypatch.setattr(tpu_paged_attention, "AT_ONCE", 8)  # of 20 pages
+    found = tpu_paged_attention.gathered(pages, layer, table_BA, interpret=CAREFUL)
+    same(found, reference.gathered(pages, layer, table_BA))
     assert "RACE" not in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from dllm_jax import pallas_kernels, sharding
 from dllm_jax.pallas_kernels import (
@@ -116,7 +117,7 @@ def specified_selection(x, head, token, border):
 
 
 RULE = reference.Rule(threshold=0.02)
-SELECTIONS = *KINDS[::2], KINDS[-1], ("auto", {})
+SELECTIONS = *KINDS[:2], KINDS[-1], ("auto", {})  # the second has the vocabulary split
 
 
 @pytest.mark.parametrize("implementation, sizes", SELECTIONS)
@@ -188,6 +189,19 @@ def test_tiles_of_wide_models_are_smaller(monkeypatch):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4)
 
 
+def test_two_cores_of_a_tpu_share_the_rows(capsys):
+    """Each walks over the whole vocabulary."""
+    x, head, token = inputs(256)
+    ask = x.reshape(-1, D)[:32], head, token.reshape(-1)[:32], 0
+    two = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    found, want = (
+        tpu_token_logprob.pick(*ask, forbidden=FORBIDDEN, interpret=how)
+        for how in (two, True)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, want)
+    assert "RACE" not in capsys.readouterr().out
+
+
 def test_many_rows_have_a_second_program():
     assert heads.row_counts(4096) == [2560, 4096]
     assert heads.row_counts(1000) == [1000]
@@ -230,6 +244,21 @@ def test_draw_is_the_specification(implementation, sizes):
     assert not (found[0] == FORBIDDEN).any()
     for y, z in zip(found[1:], want[1:], strict=True):
         np.testing.assert_allclose(y, z, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation, sizes", [*DRAWS[:2], *DRAWS[3:6]])
+def test_of_equal_scores_the_first_is_drawn(implementation, sizes):
+    """All of them are far below zero; every tenth column is the same one."""
+    (x, head, key, _), _ = drawn()
+    x, head = x.at[..., 0].set(1), jnp.tile(head[:, :10], V // 10).at[0].set(-50)
+    cold = jnp.zeros(B)
+    want = reference.token_draw(x, head, key, cold, FORBIDDEN)
+    with jax.set_mesh(mesh(sizes)):
+        f = jax.jit(kernel(pallas_kernels.token_draw, implementation))
+        found = f(x, head, key, cold)
+    np.testing.assert_array_equal(found[0], want[0])
+    for y, z in zip(found[1:], want[1:], strict=True):
+        np.testing.assert_allclose(y, z, atol=1e-4, rtol=1e-4)
 
 
 @functools.cache
@@ -307,11 +336,13 @@ def test_what_is_all_but_certain_is_told_so(temperature):
         np.testing.assert_allclose(got, want, atol=1e-3)
 
 
-@pytest.mark.parametrize("sizes", MESHES[:2])
-def test_a_draw_of_what_is_no_number_is_none(sizes):
+@pytest.mark.parametrize(
+    "implementation, sizes", [("any", MESHES[0]), ("any", MESHES[1]), *KINDS[::3]]
+)
+def test_a_draw_of_what_is_no_number_is_none(implementation, sizes):
     x, head, _ = inputs()
     key, cold = jax.random.split(jax.random.key(3), B), jnp.zeros(B)
-    f = jax.jit(kernel(pallas_kernels.token_draw, "any"))
+    f = jax.jit(kernel(pallas_kernels.token_draw, implementation))
     with jax.set_mesh(mesh(sizes)):
         token, *told = f(x.at[1, 2, 0].set(jnp.nan), head, key, cold)
     bad = np.arange(B * U).reshape(B, U) == U + 2
@@ -336,13 +367,20 @@ def test_gpu_kernels_take_a_part_of_the_vocabulary():
             x, head, words, temperature, 100, wanted_R=wanted, width=V, **bound
         )
 
-    for f in (picked, drawn):
+    def behind(module):  # from rows of which nothing is to those of which all is
+        return module.behind(x, head, jnp.linspace(-99, 99, 36), 100, **bound)
+
+    def pulled(module):
+        saved = 5 + normal(36), *(normal(36, seed=seed) for seed in (2, 3, 4))
+        return module.pick_gradient(x, head, token, 100, saved, **bound)
+
+    for f in (picked, drawn, behind, pulled):
         both = f(gpu_token_logprob), f(tpu_token_logprob)
         for y, z in zip(*both, strict=True):
             np.testing.assert_allclose(y, z, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("count", [0, 60, 130])
+@pytest.mark.parametrize("count", [0, 60, 129])
 def test_a_gpu_reads_no_tile_of_rows_that_are_not_wanted(count):
     R, rng = 200, np.random.default_rng(count)
     wanted = rng.permutation(R) < count

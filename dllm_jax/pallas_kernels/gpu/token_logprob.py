@@ -402,7 +402,8 @@ def draw(
         "token_draw",
         functools.partial(draw_step, width=width),
         draw_end,
-        (BELOW_NEVER, 0.0, BELOW_NEVER, 0.0, 0.0, 0, BELOW_NEVER, 0.0),
+        # Columns beyond the last win of no row, and of one that is no number nothing does.
+        (BELOW_NEVER, 0.0, BELOW_NEVER, 0.0, 0.0, 0, NEVER, 0.0),
         rows,
         x_RD,
         head_DV,
