@@ -291,8 +291,11 @@ def from_command_line(argv: list[str], example: str) -> config.Config:
 
 
 # What RL's keys begin with, and of them those that other methods read, or their evaluation.
-OF_RL = ("rl.", "value_optim.", "objective.clip", "objective.beta", "objective.kl")
-OF_RL += ("objective.value_weight",)
+OF_RL = (
+    "rl.",
+    "value_optim.",
+    *(f"objective.{key}" for key in ("loss", "clip", "beta", "kl", "value_weight")),
+)
 OF_ALL = ("rl.reward", "rl.truncated", "rl.entropy_floor")
 
 
@@ -302,7 +305,8 @@ def of_other_methods(argv: list[str], method: str) -> list[str]:
     A config file may set them: whoever changes its method need not take them out.
     """
     foreign, own = (("sft.",), "rl.*") if method == "rl" else (OF_RL, "sft.*")
-    own += ", and objective.reference_beta for its beta" * (method == "dpo")
+    if method == "dpo":
+        own += ", and objective.reference_beta for its beta"
     return [
         f"--config.{key} is not read with method={method!r}, whose keys are {own}"
         for _, key, _ in overrides(argv)

@@ -181,11 +181,6 @@ def whole_step(checkpoints: Checkpoints, folder, step: int | None) -> int:
         raise ValueError(f"{folder} holds no checkpoints")
     if step not in (None, *steps):
         raise ValueError(f"{folder} has the steps {steps}; asked for {step}")
-    if step is None and not best.holds(folder.parent, steps[-1]):
-        exits.warn(
-            f"warning: this is step {steps[-1]}, the newest; best/ and export/ are of the step "
-            f"in {folder.parent / best.MARK} (run.keep_best)"
-        )
     step = steps[-1] if step is None else step
     if checkpoints.damaged(step):
         raise ValueError(f"{folder / str(step)} is damaged; --step= takes another")
@@ -229,6 +224,9 @@ def read_network(
     expected = transformer.abstract(cfg, mesh, jnp.float32, heads)
     if fault := misfit(stored, expected):
         raise ValueError(f"{name} does not hold the weights of {like}: {fault}")
+    if network == "policy" and not best.holds(folder.parent, step):
+        mark = folder.parent / best.MARK
+        exits.warn(f"this is step {step}; best/ is of another, or of none: see {mark}")
     target = jax.tree.map(
         lambda x, placed: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=placed.sharding

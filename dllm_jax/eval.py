@@ -333,8 +333,8 @@ def told_of(records: list[dict], each: int, found: dict) -> dict[str, float]:
     """Returns what all answers say, `each` of them to a problem; found: their Scores."""
     told = rollout.summary(rollout.of_records(records))
     # The card's, which leave out what nobody judged.
-    some = {name: x for name, x in found.items() if x.method != statistics.OF_NONE}
-    told |= {name: x.value for name, x in some.items()}
+    known = {name: x for name, x in found.items() if x.method != statistics.OF_NONE}
+    told |= {name: x.value for name, x in known.items()}
     return told | {"problems": len(records) // each, "answers": each}
 
 

@@ -1311,6 +1311,7 @@ def test_the_best_is_of_what_evaluations_tell(name, known):
         ("--config.rl.reward=code --config.rl.truncated=graded", "sft", ""),
         ("--config.sft.steps=3 --config.rl.steps=3", "rl", "steps"),
         ("--config.objective.clip=0.1 --config.objective.kl=k2", "sft", "clip kl"),
+        ("--config.objective.loss=dipo", "dpo", "loss"),
         ("--config.objective.reference_beta=0.1", "dpo", ""),
         ("--config.objective.beta=0.1 --config.objective.kl=k2", "rl", ""),
     ],

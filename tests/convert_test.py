@@ -93,16 +93,19 @@ def test_the_policy_of_a_run(run, tmp_path, step, added):
     jax.tree.map(np.testing.assert_array_equal, params, was)
 
 
-def test_another_step_than_that_of_the_best_is_told(tmp_path, run, capsys):
-    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
-    for kept, asked, told in ((1, None, True), (1, 2, False), (2, None, False)):
-        best.mark(tmp_path, kept)
-        convert.whole_step(checkpoints, tmp_path / "checkpoints", asked)
-        line = (
-            "warning: this is step 2, the newest; best/ and export/ are of the step in"
-        )
-        assert (line in capsys.readouterr().err) == told
+@pytest.mark.parametrize(
+    "kept, flags, told",
+    [(1, [], True), (2, [], False), (1, ["--network=value"], False)],
+)
+def test_another_step_than_that_of_the_best_is_told(
+    tmp_path, run, capsys, kept, flags, told
+):
+    shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
+    best.mark(tmp_path / "run", kept)
+    folders = str(tmp_path / "run"), str(tmp_path / "out")
+    convert.main(["to-hf", *folders, f"--like={VALUE}", *flags])
+    line = "warning: this is step 2; best/ is of another, or of none: see "
+    assert capsys.readouterr().err.startswith(line) == told
 
 
 def test_the_value_network_of_a_run(run, tmp_path):

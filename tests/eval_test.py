@@ -498,6 +498,10 @@ def test_scores_leave_out_what_nobody_judged_as_the_card_does():
     ]
     told = evaluation.told_of(rows, 2, scores_of.of_records(rows, 2))
     assert told["accuracy"] == told["pass@1"] == 0.75 and told["pass@2"] == 1
+    none = [row | {"graded": False} for row in rows]
+    told = evaluation.told_of(none, 2, scores_of.of_records(none, 2))
+    assert told["graded_timeouts"] == 4 and told["unjudged"] == 1
+    assert not {"reward", "accuracy", "pass@1", "pass@2"} & {*told}
 
 
 def graded_beside(problems, group_n, grade=None, done=0, most=None, **facts):

@@ -165,7 +165,7 @@ def preference(row: dict, tok, cfg: DataConfig, shown=None):
         if type(given) is not str or not given.strip():
             raise ValueError(
                 f"{name!r} is neither a text nor messages that end with the assistant's, "
-                "or blank"
+                "and neither may be blank"
             )
         answers.append(given)
     if isinstance(prompt, list):

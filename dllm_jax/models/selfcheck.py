@@ -381,7 +381,7 @@ def chunk_sizes(here: str, wide: Widths) -> list[tuple[int, int, int]]:
 def attention(wide: Widths, rng):
     """Packed rows: clean copies, noised blocks that see what came before them, padding.
 
-    On a chip a block over cached keys, too: its few queries have a tile of their own size.
+    On a chip a block over cached keys, too: a TPU has a tile of its own for few queries.
     """
     here = choice.platform()
     cases = [packed_rows(wide, rng, *size) for size in attention_sizes(here, wide)]
@@ -410,7 +410,8 @@ def attention(wide: Widths, rng):
 
 def window(wide: Widths, rng):
     """Returns (q, k, v, cached keys and values, the mask) of blocks; the first sees no other."""
-    W, kept_B = wide.block, np.linspace(0, LONG, ROWS).astype(np.int32)
+    W = min(wide.block, 256)  # of more the specification's scores would be large
+    kept_B = np.linspace(0, LONG, ROWS).astype(np.int32)
     q = normal(rng, (ROWS, W, wide.heads, wide.head_dim), wide.dtype)
     k, v, *cached = (
         normal(rng, (ROWS, size, wide.kv_heads, wide.head_dim), wide.dtype)
@@ -577,8 +578,8 @@ def behind_of_part(implementation, x_BUD, head_DV, border_BU):
         held_RV = jnp.where(behind_RV, logits_RV, reference.BELOW_NEVER)
         behind_R = jax.nn.logsumexp(held_RV, axis=1)
         ahead_R = (counts_1V & ~behind_RV).sum(axis=1).astype(jnp.float32)
-    # Where nothing is behind it, the sum's log is below every logit, and no number's.
-    return jnp.maximum(behind_R, reference.NEVER), ahead_R
+    # Where nothing is behind it, the sum's log is no number's: not one to compare others with.
+    return jnp.where(behind_R > reference.ABOVE_NEVER, behind_R, 0.0), ahead_R
 
 
 def selection(wide: Widths, rng):
@@ -615,7 +616,7 @@ def selection(wide: Widths, rng):
 def token_draw(wide: Widths, rng):
     """Draws at several temperatures, 0 among them, of some positions; of a part, too.
 
-    All scores are below zero, which is where a maximum is not to begin.
+    Nearly all scores are below zero, which is where a maximum is not to begin.
     """
     x, head = hidden_and_head(wide, rng)
     x, head = x.at[..., 0].set(1), head.at[0].set(-24)

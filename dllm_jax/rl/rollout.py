@@ -236,8 +236,8 @@ def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
     known_n = rollouts.judged_n.reshape(-1, samples).sum(axis=1)
     share_n = solved_ns.sum(axis=1) / np.maximum(known_n, 1)
     found = {f"pass@{k}": statistics.pass_at(solved_ns, k) for k in sizes(samples)}
-    all_n = np.full(len(share_n), known_n.any())
-    return means({name: (x_n, all_n) for name, x_n in found.items()}) | means(
+    every_n = np.full(len(share_n), known_n.any())
+    return means({name: (x_n, every_n) for name, x_n in found.items()}) | means(
         {"pass@1": (share_n, known_n > 0)}
     )
 
@@ -268,13 +268,13 @@ def summary(rollouts: Rollouts) -> dict[str, float]:
     answers_given = np.maximum((trace.len_B > 0).sum(), 1)
     cut_B = ~trace.stopped_B & (trace.len_B > 0)
     known_n, judged_n = ~rollouts.late_n, rollouts.judged_n
-    of = {
+    counted = {
         "reward": (rollouts.reward_n, known_n),
         "accuracy": (rollouts.solved_n, judged_n),
     }
     for name, x_n in rollouts.parts.items():
-        of[f"reward/{name}"] = x_n, known_n & ~np.isnan(x_n)
-    return means(of) | {
+        counted[f"reward/{name}"] = x_n, known_n & ~np.isnan(x_n)
+    return means(counted) | {
         "graded_timeouts": int((~judged_n).sum()),
         "response_length": float(trace.len_B.sum() / answers_given),
         "tokens_per_forward": float(trace.len_B.sum() / max(trace.forwards_B.sum(), 1)),

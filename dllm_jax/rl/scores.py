@@ -41,7 +41,8 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     """Returns the scores of all answers, `each` of them to a problem, by name.
 
     vote: of a Grader; without it there is no maj@k. Answers that nobody could judge count
-    in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong. What was
+    in no accuracy, which is pass@1; in pass@k of more and in maj@k they are wrong, where any
+    answer was judged. What was
     skipped, as its prompt was too long, is wrong everywhere, and counts in no other score.
     The shares of both are told where there are any.
     """
@@ -54,7 +55,10 @@ def of_records(records: list[dict], each: int, vote=None) -> dict[str, Score]:
     class_ns = classes_of(records, each, vote) if vote else None
     accuracy = of_shares(shares(right_ns), each)
     found = {"accuracy": accuracy, "pass@1": accuracy}
-    found |= of_sets(right_ns == 1, class_ns)
+    of_several = of_sets(right_ns == 1, class_ns)
+    if np.isnan(right_ns).all():
+        of_several = dict.fromkeys(of_several, accuracy)
+    found |= of_several
     skipped_ns = ~given_ns & ~by_problem(trace.bad_B, each)
     for name, lost_ns in zip(LOST, (skipped_ns, np.isnan(right_ns)), strict=True):
         if lost_ns.any():

@@ -177,11 +177,12 @@ def evals(rows: list[dict], problems: int, answers: int) -> list[list]:
     out = []
     for row in rows:
         share = row.get("heldout_accuracy")
-        if share is not None or row.get("heldout_problems"):
+        known = row.get("heldout_problems") or problems
+        count = known - (row.get("heldout_graded_timeouts") or 0) / answers
+        unjudged = count == 0 < known
+        if share is not None or (unjudged and "heldout_problems" in row):
             low, high = None, None
-            known = row.get("heldout_problems") or problems
-            count = known - (row.get("heldout_graded_timeouts") or 0) / answers
-            share = None if count == 0 < known else share
+            share = None if unjudged else share
             # Who wrote a row by hand may have meant per cent, of which this tells nothing.
             if share is not None and 0 <= share <= 1 <= count <= traces.LARGEST:
                 low, high = statistics.wilson(share, count)

@@ -332,6 +332,38 @@ def test_the_heads_numbers_are_right_in_nats_and_in_parts(
     assert bool(found) == bool(reason) and reason in "".join(found)
 
 
+@pytest.mark.parametrize("off", [0.0, 0.5])
+def test_a_parts_sum_is_compared_beside_rows_behind_whose_border_nothing_lies(
+    installed, off
+):
+    """Of products that a chip rounds, too, of which a share of the largest is looked at."""
+    installed(selection=picking(behind=off))
+    rng = np.random.default_rng(0)
+    x_BUD, head_DV = (selfcheck.normal(rng, x, "float32") for x in ((1, 2, 8), (8, 9)))
+    border_BU = jnp.array([[1.0, -jnp.inf]])
+    own, specified = (
+        selfcheck.behind_of_part(name, x_BUD, head_DV, border_BU)
+        for name in ("platform", "reference")
+    )
+    assert np.isfinite(specified[0]).all() and specified[0][0] != 0
+    tolerance = selfcheck.TOLERANCE["float32"]
+    assert bool(selfcheck.difference(own, specified, tolerance, 0.0)) == bool(off)
+
+
+@pytest.mark.parametrize("block", [4, 1024])
+def test_windows_over_cached_keys_are_looked_at_where_a_chip_is(monkeypatch, block):
+    wide = dataclasses.replace(WIDE, block=block, head_dim=8)
+    monkeypatch.setattr(selfcheck, "attention_sizes", lambda here, wide: [])
+    rng = np.random.default_rng(0)
+    run, (cases, windows) = selfcheck.attention(wide, rng)
+    assert (cases, windows) == ([], [])
+    monkeypatch.setattr(choice, "platform", lambda: "tpu")
+    run, given = selfcheck.attention(wide, rng)
+    own, specified = (run(name, *given) for name in ("any", "reference"))
+    assert own[0].shape[:2] == (selfcheck.ROWS, min(block, 256))
+    assert not selfcheck.difference(own, specified, 1e-5, 0.0)
+
+
 @pytest.mark.parametrize("low, high", [(1, 40), (0, 39)])
 def test_rows_without_pages_and_rows_of_all_are_looked_at(installed, low, high):
     def attend(q, pages, layer, table_BA, start_B, *own, interpret):

@@ -101,6 +101,7 @@ def test_an_unjudged_answer_costs_a_problem_no_more_than_itself(problems):
     got = scores.of_records([late, late], 2)
     assert got["accuracy"][:3] == (0.0, None, None) and got["pass@2"].value == 0
     assert scores.written("accuracy", got["accuracy"]._asdict()) == "–"
+    assert scores.written("pass@2", got["pass@2"]._asdict()) == "–"
     assert got["unjudged"].value == 1
 
 
