@@ -204,19 +204,18 @@ def test_time_left_follows_the_recent_pace(tmp_path, clock):
     writer.close()
 
 
-def test_the_line_tells_of_updates_that_were_skipped(tmp_path):
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("skipped", ("updates_skipped", "value_updates_skipped")),
+        ("unjudged", ("graded_timeouts", "heldout_graded_timeouts")),
+    ],
+)
+def test_the_line_tells_of_updates_skipped_and_answers_unjudged(tmp_path, short, names):
     writer = metrics.Writer(tmp_path, 9, 0)
-    told = {"updates_skipped": 2.0, "value_updates_skipped": 1.0}
-    assert "  skipped 3  " in writer.line(1, told)
-    assert "skipped" not in writer.line(1, dict.fromkeys(told, 0.0))
-    writer.close()
-
-
-def test_the_line_tells_of_answers_that_nobody_judged(tmp_path):
-    writer = metrics.Writer(tmp_path, 9, 0)
-    told = {"graded_timeouts": 2.0, "heldout_graded_timeouts": 1.0}
-    assert "  unjudged 3  " in writer.line(1, told)
-    assert "unjudged" not in writer.line(1, dict.fromkeys(told, 0.0))
+    told = dict(zip(names, (2.0, 1.0), strict=True))
+    assert f"  {short} 3  " in writer.line(1, told)
+    assert short not in writer.line(1, dict.fromkeys(names, 0.0))
     writer.close()
 
 
