@@ -235,11 +235,11 @@ def passed(rollouts: Rollouts, samples: int) -> dict[str, float]:
     solved_ns = (rollouts.solved_n & rollouts.judged_n).reshape(-1, samples)
     known_n = rollouts.judged_n.reshape(-1, samples).sum(axis=1)
     share_n = solved_ns.sum(axis=1) / np.maximum(known_n, 1)
-    found = {f"pass@{k}": statistics.pass_at(solved_ns, k) for k in sizes(samples)}
+    counted = {"pass@1": (share_n, known_n > 0)}
     every_n = np.full(len(share_n), known_n.any())
-    return means({name: (x_n, every_n) for name, x_n in found.items()}) | means(
-        {"pass@1": (share_n, known_n > 0)}
-    )
+    for k in sizes(samples)[1:]:
+        counted[f"pass@{k}"] = statistics.pass_at(solved_ns, k), every_n
+    return means(counted)
 
 
 def means(of: dict) -> dict[str, float]:
